@@ -1,0 +1,1 @@
+"""The one attention core. `portable_fwd` and `portable_bwd` are stock Triton and run on every GPU."""

@@ -1,0 +1,278 @@
+"""Attention backward in stock Triton: two kernels, no atomics, the same bits every time.
+
+With P_ij = exp(s_ij - lse_i) recomputed from q, k and the saved lse, and for upstream gradients dout and dlse
+(FlashAttention-2, arXiv 2307.08691, algorithm 2; dlse adds P_ij dlse_i to ds_ij):
+
+    delta_i = sum_d dout_id out_id - dlse_i
+    ds_ij   = P_ij (dout_i . v_j - delta_i)        softcap: times 1 - tanh^2
+    dq_i    = scale sum_j ds_ij k_j
+    dk_j    = scale sum_i ds_ij q_i                summed over the query heads of the group
+    dv_j    = sum_i P_ij dout_i
+
+The dq kernel owns query rows and leaves delta for the dkdv kernel, which owns keys and runs after it. Sums are fp32;
+P and ds are rounded to the input dtype for the products, as in the forward.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.tiles.masks import block_span, within_bounds
+from csrc_free_ops.tiles.rows import (
+    accumulate_rows,
+    column_starts,
+    dot_rows,
+    load_rows,
+    row_base,
+    scale_rows,
+    store_rows,
+    sum_of_products,
+    zero_rows,
+)
+from csrc_free_ops.tiles.scores import LOG2E, cap_scores, log2_factor
+from csrc_free_ops.tiles.segments import locate_tile
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, q_length, k_length,
+    scale, softcap, window_left, window_right,
+    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    factor = log2_factor(scale, SOFTCAP)
+    cols = tl.arange(0, BLOCK_N)
+    k_base += tl.cast(low, tl.int64) * STRIDE_KT
+    v_base += tl.cast(low, tl.int64) * STRIDE_VT
+    for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
+        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
+        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
+        scores, slope = cap_scores(dot_rows(q, k, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
+        p = tl.exp2(scores * factor - lse[:, None])
+        if MASKED:
+            seen = within_bounds(
+                (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
+                k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            p = tl.where(seen, p, 0.0)
+        dp = dot_rows(dout, v, TAIL, PRECISION)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * slope
+        dq = accumulate_rows(dq, ds.to(k[0].dtype), k, TAIL, PRECISION)
+        k_base += BLOCK_N * STRIDE_KT
+        v_base += BLOCK_N * STRIDE_VT
+    return dq
+
+
+@triton.jit
+def _attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
+    head = tl.program_id(1).to(tl.int64)
+    q_start, q_length, first, k_start, k_length = locate_tile(
+        cu_q_ptr, cu_k_ptr, num_segments, total_q, total_k, tl.program_id(0), BLOCK_M
+    )
+    if first >= q_length:
+        return
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    k_head = head // GROUP
+    first_row = q_start + first
+    q_base = row_base(q_ptr, first_row, head, stride_qh, STRIDE_QT, UNIT)
+    out_base = row_base(out_ptr, first_row, head, stride_oh, STRIDE_OT, UNIT)
+    dout_base = row_base(dout_ptr, first_row, head, stride_doh, STRIDE_DOT, UNIT)
+    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, UNIT)
+    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, UNIT)
+
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    local = tl.arange(0, BLOCK_M)
+    rows = first + local
+    inside = rows < q_length
+    remaining = q_length - first
+    q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
+    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+    out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+    statistics = head * total_q + q_start + rows
+    lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
+    delta = sum_of_products(out, dout, TAIL)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + statistics, mask=inside, other=0.0)
+    # A row that saw no key has no gradient, whatever came in for its lse.
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + statistics, delta, mask=inside)
+    lse *= LOG2E
+
+    last = tl.minimum(first + BLOCK_M, q_length) - 1
+    low, full_low, full_high, high = block_span(
+        first,
+        last,
+        k_length - q_length,
+        window_left,
+        window_right,
+        k_length,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BLOCK_N,
+    )
+    dq = zero_rows(BLOCK_M, MAIN, TAIL)
+    if HAS_LEFT:
+        dq = _accumulate_dq(
+            dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
+            scale, softcap, window_left, window_right,
+            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
+        )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
+        scale, softcap, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, False,
+    )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
+        scale, softcap, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
+    )  # fmt: skip
+    dq_base = row_base(dq_ptr, first_row, head, 1, STRIDE_DQT, HEAD_DIM)
+    store_rows(
+        dq_base,
+        starts,
+        local,
+        remaining,
+        scale_rows(dq, scale, TAIL),
+        STRIDE_DQT,
+        HEAD_DIM,
+        MAIN,
+        TAIL,
+    )
+
+
+@triton.jit
+def _accumulate_dkdv(
+    dk, dv, k, v, cols, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
+    scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    factor = log2_factor(scale, SOFTCAP)
+    local = tl.arange(0, BLOCK_M)
+    q_base += tl.cast(low, tl.int64) * STRIDE_QT
+    dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
+    for start in tl.range(low, high, BLOCK_M, num_stages=1 if MASKED else None):
+        remaining = q_length - start
+        q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)
+        dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)
+        if MASKED:
+            lse = tl.load(lse_base + start + local, mask=local < remaining, other=0.0)
+            delta = tl.load(delta_base + start + local, mask=local < remaining, other=0.0)
+        else:
+            lse = tl.load(lse_base + start + local)
+            delta = tl.load(delta_base + start + local)
+        scores, slope = cap_scores(dot_rows(k, q, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_N, BLOCK_M]
+        p = tl.exp2(scores * factor - (lse * LOG2E)[None, :])
+        if MASKED:
+            seen = within_bounds(
+                (local < remaining)[None, :], start + local[None, :], cols[:, None],
+                k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            p = tl.where(seen, p, 0.0)
+        dp = dot_rows(v, dout, TAIL, PRECISION)
+        dv = accumulate_rows(dv, p.to(dout[0].dtype), dout, TAIL, PRECISION)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * slope
+        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, TAIL, PRECISION)
+        q_base += BLOCK_M * STRIDE_QT
+        dout_base += BLOCK_M * STRIDE_DOT
+    return dk, dv
+
+
+@triton.jit
+def _attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_doh,
+    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_N keys, key heads): dk and dv, over the GROUP query heads in order."""
+    k_head = tl.program_id(1).to(tl.int64)
+    k_start, k_length, first, q_start, q_length = locate_tile(
+        cu_k_ptr, cu_q_ptr, num_segments, total_k, total_q, tl.program_id(0), BLOCK_N
+    )
+    if first >= k_length:
+        return
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    first_row = k_start + first
+    k_base = row_base(k_ptr, first_row, k_head, stride_kh, STRIDE_KT, UNIT)
+    v_base = row_base(v_ptr, first_row, k_head, stride_vh, STRIDE_VT, UNIT)
+
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    local = tl.arange(0, BLOCK_N)
+    cols = first + local
+    remaining = k_length - first
+    k = load_rows(k_base, starts, local, remaining, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
+    v = load_rows(v_base, starts, local, remaining, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
+    dk = zero_rows(BLOCK_N, MAIN, TAIL)
+    dv = zero_rows(BLOCK_N, MAIN, TAIL)
+
+    last = tl.minimum(first + BLOCK_N, k_length) - 1
+    low, full_low, full_high, high = block_span(
+        first,
+        last,
+        q_length - k_length,
+        window_right,
+        window_left,
+        q_length,
+        HAS_RIGHT,
+        HAS_LEFT,
+        BLOCK_M,
+    )
+    for member in range(GROUP):
+        head = k_head * GROUP + member
+        q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, UNIT)
+        dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, UNIT)
+        lse_base = lse_ptr + head * total_q + q_start
+        delta_base = delta_ptr + head * total_q + q_start
+        if HAS_RIGHT:
+            dk, dv = _accumulate_dkdv(
+                dk, dv, k, v, cols, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
+                q_length, k_length, scale, softcap, window_left, window_right,
+                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, True,
+            )  # fmt: skip
+        dk, dv = _accumulate_dkdv(
+            dk, dv, k, v, cols, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
+            q_length, k_length, scale, softcap, window_left, window_right,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, False,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkdv(
+            dk, dv, k, v, cols, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
+            q_length, k_length, scale, softcap, window_left, window_right,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, True,
+        )  # fmt: skip
+    dk_base = row_base(dk_ptr, first_row, k_head, 1, STRIDE_DKT, HEAD_DIM)
+    dv_base = row_base(dv_ptr, first_row, k_head, 1, STRIDE_DKT, HEAD_DIM)
+    store_rows(
+        dk_base,
+        starts,
+        local,
+        remaining,
+        scale_rows(dk, scale, TAIL),
+        STRIDE_DKT,
+        HEAD_DIM,
+        MAIN,
+        TAIL,
+    )
+    store_rows(dv_base, starts, local, remaining, dv, STRIDE_DKT, HEAD_DIM, MAIN, TAIL)

@@ -1,0 +1,128 @@
+"""Attention forward in stock Triton.
+
+For each query row i of a segment, over the keys j that it sees:
+
+    s_ij = scale q_i . k_j                 (softcap c: c tanh(s_ij / c))
+    lse_i = log sum_j exp(s_ij)            natural logarithm, fp32
+    out_i = sum_j exp(s_ij - lse_i) v_j
+
+in one pass over blocks of keys with the running maximum and sum of FlashAttention-2 (arXiv 2307.08691, algorithm 1);
+sums are fp32, and the weights are rounded to the dtype of v for the second product. A row that sees no key gives
+out 0 and lse -inf. One program owns BLOCK_M query rows of one head; the heads of a group read the same keys.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.tiles.masks import block_span, within_bounds
+from csrc_free_ops.tiles.rows import (
+    accumulate_rows,
+    column_starts,
+    dot_rows,
+    load_rows,
+    row_base,
+    scale_rows,
+    store_rows,
+    zero_rows,
+)
+from csrc_free_ops.tiles.scores import LN2, cap_scores, log2_factor
+from csrc_free_ops.tiles.segments import locate_tile
+from csrc_free_ops.tiles.softmax import update
+
+
+@triton.jit
+def _attend(
+    acc, peak, norm, q, rows, k_base, v_base, starts, low, high, q_length, k_length,
+    scale, softcap, window_left, window_right,
+    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    factor = log2_factor(scale, SOFTCAP)
+    cols = tl.arange(0, BLOCK_N)
+    k_base += tl.cast(low, tl.int64) * STRIDE_KT
+    v_base += tl.cast(low, tl.int64) * STRIDE_VT
+    for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
+        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
+        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
+        scores, _ = cap_scores(dot_rows(q, k, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            seen = within_bounds(
+                (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
+                k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            scores = tl.where(seen, scores, float("-inf"))
+        weights, rescale, peak, norm = update(scores, factor, peak, norm, MASKED and (HAS_LEFT or HAS_RIGHT))
+        acc = accumulate_rows(scale_rows(acc, rescale[:, None], TAIL), weights.to(v[0].dtype), v, TAIL, PRECISION)
+        k_base += BLOCK_N * STRIDE_KT
+        v_base += BLOCK_N * STRIDE_VT
+    return acc, peak, norm
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qh, stride_kh, stride_vh,
+    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
+    head = tl.program_id(1).to(tl.int64)
+    q_start, q_length, first, k_start, k_length = locate_tile(
+        cu_q_ptr, cu_k_ptr, num_segments, total_q, total_k, tl.program_id(0), BLOCK_M
+    )
+    if first >= q_length:
+        return
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    k_head = head // GROUP
+    q_base = row_base(q_ptr, q_start + first, head, stride_qh, STRIDE_QT, UNIT)
+    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, UNIT)
+    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, UNIT)
+
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    local = tl.arange(0, BLOCK_M)
+    rows = first + local
+    q = load_rows(q_base, starts, local, q_length - first, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
+    acc = zero_rows(BLOCK_M, MAIN, TAIL)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+
+    last = tl.minimum(first + BLOCK_M, q_length) - 1
+    low, full_low, full_high, high = block_span(
+        first,
+        last,
+        k_length - q_length,
+        window_left,
+        window_right,
+        k_length,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BLOCK_N,
+    )
+    if HAS_LEFT:
+        acc, peak, norm = _attend(
+            acc, peak, norm, q, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
+            scale, softcap, window_left, window_right,
+            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
+        )  # fmt: skip
+    acc, peak, norm = _attend(
+        acc, peak, norm, q, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
+        scale, softcap, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, False,
+    )  # fmt: skip
+    acc, peak, norm = _attend(
+        acc, peak, norm, q, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
+        scale, softcap, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
+    )  # fmt: skip
+
+    inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
+    out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
+    out = scale_rows(acc, inverse[:, None], TAIL)
+    store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
+    lse = tl.where(norm > 0, (peak + tl.log2(norm)) * LN2, float("-inf"))
+    tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)

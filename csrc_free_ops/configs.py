@@ -1,0 +1,158 @@
+"""Launch configurations: one `pick` chooses, nothing is timed at run time.
+
+The order is: the user's measured rows, the shipped rows of this GPU (`configs/<gpu>.json`), a rule that launches
+anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal") and to a range
+of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape, and are None elsewhere.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from triton import next_power_of_2
+
+ROWS_DIR = Path(__file__).with_name("configs")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: rows and columns of a tile, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice may depend on: `name` as in the rows' file ("h200"), backend and arch as Triton says them."""
+
+    name: str
+    backend: str
+    arch: int | str
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured launch and what it was measured on."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    launch: Launch
+    causal: bool | None = None
+    min_length: int = 0
+    max_length: int | None = None
+    source: str = ""
+
+    def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, length: int | None) -> bool:
+        if (self.kernel, self.dtype, self.head_dim) != (kernel, dtype, head_dim):
+            return False
+        if self.causal is not None and self.causal != causal:
+            return False
+        if length is None:
+            return self.max_length is None
+        return self.min_length <= length and (self.max_length is None or length < self.max_length)
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Powers of two (main, tail) that cover head_dim: 72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0)."""
+    main = max(16, next_power_of_2(head_dim + 1) // 2)
+    if head_dim <= main:
+        return main, 0
+    tail = max(16, next_power_of_2(head_dim - main))
+    return (main, tail) if tail < main else (2 * main, 0)
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """The rows of one JSON file, as `vk bench tune` writes it."""
+    document = json.loads(path.read_text())
+    origin = "{gpu}, triton {triton}, {date}".format(**document["provenance"])
+    rows = []
+    for entry in document["rows"]:
+        launch = Launch(**entry.pop("launch"))
+        rows.append(Row(launch=launch, source=f"{path.name}: {origin}", **entry))
+    return tuple(rows)
+
+
+@lru_cache
+def shipped_rows(gpu_name: str) -> tuple[Row, ...]:
+    path = ROWS_DIR / f"{gpu_name}.json"
+    return read_rows(path) if path.exists() else ()
+
+
+def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> int:
+    """An upper estimate of the pipeline's shared memory, by the tensors a kernel streams and holds."""
+    width = sum(split_head_dim(head_dim))
+    held, streamed, rows, cols = {
+        "attention_fwd": (1, 2, launch.block_m, launch.block_n),
+        "attention_bwd_dq": (2, 2, launch.block_m, launch.block_n),
+        "attention_bwd_dkdv": (2, 2, launch.block_n, launch.block_m),
+    }[kernel]
+    square = 0 if kernel == "attention_fwd" else launch.block_m * launch.block_n
+    return itemsize * (width * (held * rows + streamed * max(launch.num_stages, 1) * cols) + square)
+
+
+def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
+    """A launch that runs on any GPU: the largest of a ladder of tiles that fits the shared memory. Not measured."""
+    if gpu.backend == "interpreter":
+        # Small, so that short segments in tests still take several blocks.
+        return Launch(32, 16, 4, 1) if kernel != "attention_bwd_dkdv" else Launch(16, 32, 4, 1)
+    wide = sum(split_head_dim(head_dim)) > 128
+    if itemsize == 4:
+        ladder = [Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
+        if wide:
+            ladder = ladder[1:]
+    elif kernel == "attention_bwd_dkdv":
+        ladder = [
+            Launch(64, 128, 8, 2),
+            Launch(64, 64, 4, 2),
+            Launch(32, 64, 4, 1),
+            Launch(16, 32, 4, 1),
+        ]
+        if wide:
+            ladder = [Launch(32, 64, 8, 2), *ladder[2:]]
+    else:
+        ladder = [
+            Launch(128, 64, 8, 3),
+            Launch(128, 64, 8, 2),
+            Launch(64, 32, 4, 2),
+            Launch(32, 32, 4, 1),
+            Launch(16, 16, 4, 1),
+        ]
+        if wide:
+            ladder = ladder[1:]
+    for launch in ladder:
+        if _shared_bytes(kernel, launch, head_dim, itemsize) <= gpu.shared_memory:
+            return launch
+    return ladder[-1]
+
+
+def pick(
+    kernel: str,
+    gpu: Gpu,
+    dtype: str,
+    itemsize: int,
+    head_dim: int,
+    causal: bool,
+    length: int | None,
+    user_rows: tuple[Row, ...] = (),
+) -> tuple[Launch, str]:
+    """The launch of `kernel`, and where it comes from. `length` is the mean segment length, None if unknown."""
+    for row in (*user_rows, *shipped_rows(gpu.name)):
+        if row.fits(kernel, dtype, head_dim, causal, length):
+            return row.launch, row.source
+    return rule(kernel, gpu, itemsize, head_dim), f"rule for {gpu.backend} {gpu.arch}, unmeasured"
+
+
+def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
+    """What `read_rows` reads back."""
+    entries = []
+    for row in rows:
+        entry = asdict(row)
+        entry.pop("source")
+        entries.append({key: value for key, value in entry.items() if value is not None})
+    return {"provenance": provenance, "rows": entries}

@@ -1,0 +1,52 @@
+"""Which keys a query sees. Causal order and sliding windows are one pair of bounds.
+
+Query row i of a segment with `num_rows` queries and `num_cols` keys stands at key position i + num_cols - num_rows
+(aligned bottom-right) and sees from `left` keys before it to `right` keys after it; causal is right = 0.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def within_bounds(mask, rows, cols, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """mask, and of query rows and key cols (which broadcast against each other) those that see each other."""
+    if HAS_LEFT:
+        mask = mask & (cols >= rows + (shift - left))
+    if HAS_RIGHT:
+        mask = mask & (cols <= rows + (shift + right))
+    return mask
+
+
+@triton.jit
+def block_span(
+    first,
+    last,
+    shift,
+    before,
+    after,
+    length,
+    HAS_BEFORE: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The blocks of the other side that positions first .. last see, of which the inner ones need no mask.
+
+    Position p sees p + shift - before .. p + shift + after, within 0 .. length-1. Returns (low, full_low, full_high,
+    high): blocks low .. full_low and full_high .. high need the mask, every entry of full_low .. full_high is seen.
+    """
+    low = 0
+    full_low = 0
+    high = length
+    full_high = length
+    if HAS_BEFORE:
+        low = tl.maximum(first + shift - before, 0)
+        full_low = tl.maximum(last + shift - before, 0)
+    if HAS_AFTER:
+        high = tl.maximum(tl.minimum(last + shift + after + 1, length), 0)
+        full_high = tl.maximum(tl.minimum(first + shift + after + 1, length), 0)
+    low = low // BLOCK * BLOCK
+    full_low = tl.minimum((full_low + BLOCK - 1) // BLOCK, (high + BLOCK - 1) // BLOCK) * BLOCK
+    full_low = tl.maximum(full_low, low)
+    full_high = tl.maximum(full_high // BLOCK * BLOCK, full_low)
+    return low, full_low, full_high, high

@@ -1,0 +1,185 @@
+"""The launcher of the attention core: from tensors and options to the kernels' arguments.
+
+Ops that stand on the core call `plan_forward` and `plan_backward` by bare name. A plan depends on metadata alone, never
+on values on the device; it returns the function that launches, which writes into tensors that the op allocated.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
+from csrc_free_ops.configs import Gpu, Launch, pick, split_head_dim
+from torch_ops._checks import dtype_name
+from torch_ops._device import gpu
+from torch_ops._registry import INTERPRET, wrap_triton
+from torch_ops.settings import settings
+
+# Kernels add and subtract window bounds in 32 bits; lengths stay far below this.
+UNBOUNDED = 2**30
+INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What stands between q k^T and softmax; `left` and `right` bound the keys around a query, -1 is unbounded."""
+
+    scale: float
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+
+    @staticmethod
+    def of(head_dim: int, scale: float | None, causal: bool, left: int, right: int, softcap: float) -> "Scores":
+        """From an op's arguments; causal order is a right bound of 0."""
+        scale = head_dim**-0.5 if scale is None else scale
+        return Scores(scale, left, 0 if causal else right, softcap)
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0 and self.left < 0
+
+    def bounds(self) -> tuple[int, int]:
+        left = UNBOUNDED if self.left < 0 else min(self.left, UNBOUNDED)
+        right = UNBOUNDED if self.right < 0 else min(self.right, UNBOUNDED)
+        return left, right
+
+    def count_pairs(self, cu_q: Tensor, cu_k: Tensor | None, total_q: int, total_k: int) -> int:
+        """Query-key pairs that are seen; those of one segment, an upper bound, where the lengths are fake."""
+        if isinstance(cu_q, FakeTensor) or cu_q.is_meta:
+            segments = [(total_q, total_k)]
+        else:
+            q_lengths = cu_q.diff().tolist()
+            segments = list(zip(q_lengths, q_lengths if cu_k is None else cu_k.diff().tolist(), strict=True))
+        left, right = self.bounds()
+        pairs = 0
+        for q_length, k_length in segments:
+            position = torch.arange(int(q_length)) + (k_length - q_length)
+            low, high = (position - left).clamp(min=0), (position + right).clamp(max=k_length - 1)
+            pairs += int((high - low + 1).clamp(min=0).sum())
+        return pairs
+
+
+def mean_length(total: int, num_segments: int) -> int | None:
+    """Rows per segment where both are plain numbers; None in graphs of dynamic shape, which may not branch on it."""
+    if isinstance(total, torch.SymInt) or isinstance(num_segments, torch.SymInt):
+        return None
+    return total // max(num_segments, 1)
+
+
+def choose(kernel: str, q: Tensor, causal: bool, length: int | None) -> tuple[Launch, str]:
+    """The launch of `kernel` for this dtype and head dimension, and where it comes from."""
+    device = INTERPRETED_GPU if INTERPRET else gpu()
+    return pick(kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], causal, length, settings.rows)
+
+
+def _precision(q: Tensor) -> str:
+    """tf32 for fp32 products only where PyTorch allows it."""
+    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _addressable(tensor: Tensor) -> Tensor:
+    """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _contiguous_row(tensor: Tensor) -> int:
+    return tensor.shape[1] * tensor.shape[2]
+
+
+def _row_stride(tensor: Tensor) -> int:
+    return tensor.stride(0) if tensor.stride(2) == 1 else _contiguous_row(tensor)
+
+
+def _head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
+    """UNIT, and the head strides in it: where all are multiples of 8, kernels know it and load 16 bytes at a time."""
+    strides = [tensor.stride(1) if tensor.stride(2) == 1 else tensor.shape[2] for tensor in tensors]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return unit, tuple(stride // unit for stride in strides)
+
+
+def _constants(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int) -> dict[str, Any]:
+    main, tail = split_head_dim(q.shape[2])
+    return {
+        "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
+        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
+
+
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scores: Scores) -> Callable[..., None]:
+    """launch(q, k, v, cu_q, cu_k, out, lse) fills out [Tq, H, D] and lse [H, Tq], both contiguous."""
+    total_q, num_heads, _ = q.shape
+    num_segments = cu_q.shape[0] - 1
+    launch, _ = choose("attention_fwd", q, scores.causal, mean_length(total_q, num_segments))
+    unit, strides = _head_strides(q, k, v)
+    scalars = (*strides, total_q, k.shape[0], num_segments, scores.scale, scores.softcap, *scores.bounds())
+    constants = {
+        "STRIDE_QT": _row_stride(q), "STRIDE_KT": _row_stride(k), "STRIDE_VT": _row_stride(v),
+        "STRIDE_OT": _contiguous_row(q), **_constants(q, k, scores, launch, unit),
+    }  # fmt: skip
+    # One tile more per segment than its rows fill, and those of the rows past the last segment (tiles/segments.py).
+    grid = (total_q // launch.block_m + num_segments + 1, num_heads)
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
+        wrap_triton(_attention_fwd_kernel)[grid](
+            _addressable(q), _addressable(k), _addressable(v), out, lse, cu_q.contiguous(), cu_k.contiguous(),
+            *scalars, PRECISION=_precision(q), **constants,
+        )  # fmt: skip
+
+    return launch_forward
+
+
+def plan_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_q: Tensor, scores: Scores
+) -> Callable[..., None]:
+    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) fills the gradients, contiguous.
+
+    out and lse come from anywhere, so that a context-parallel caller can pass merged ones.
+    """
+    total_q, num_heads, _ = q.shape
+    total_k, num_k_heads, _ = k.shape
+    num_segments = cu_q.shape[0] - 1
+    unit, (q_head, k_head, v_head, out_head, dout_head) = _head_strides(q, k, v, out, dout)
+    sizes = (total_q, total_k, num_segments, scores.scale, scores.softcap, *scores.bounds())
+    rows = {
+        "STRIDE_QT": _row_stride(q), "STRIDE_KT": _row_stride(k), "STRIDE_VT": _row_stride(v),
+        "STRIDE_DOT": _row_stride(dout),
+    }  # fmt: skip
+
+    dq_launch, _ = choose("attention_bwd_dq", q, scores.causal, mean_length(total_q, num_segments))
+    dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
+    dq_constants = {
+        **rows, "STRIDE_OT": _row_stride(out), "STRIDE_DQT": _contiguous_row(q), "HAS_DLSE": dlse is not None,
+        **_constants(q, k, scores, dq_launch, unit),
+    }  # fmt: skip
+    dq_grid = (total_q // dq_launch.block_m + num_segments + 1, num_heads)
+
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores.causal, mean_length(total_k, num_segments))
+    dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
+    dkdv_constants = {**rows, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
+    dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 1, num_k_heads)
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        q, k, v, out, dout = (_addressable(tensor) for tensor in (q, k, v, out, dout))
+        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+        dlse = lse if dlse is None else dlse.contiguous()
+        delta = torch.empty_like(lse)
+        precision = _precision(q)
+        wrap_triton(_attention_bwd_dq_kernel)[dq_grid](
+            q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq, *dq_scalars, PRECISION=precision, **dq_constants
+        )
+        wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](
+            q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv, *dkdv_scalars, PRECISION=precision, **dkdv_constants
+        )
+
+    return launch_backward

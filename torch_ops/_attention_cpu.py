@@ -1,0 +1,107 @@
+"""The attention core on the CPU, in ATen: PyTorch's own fused kernel per segment, or blocks of query rows.
+
+No T x T mask is built. Half types compute in fp32, fp64 in fp64. The gradient is written out, as in the kernels, and
+not taken by autograd: ops on the CPU are opaque to it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torch_ops._attention import Scores
+
+BLOCK_ROWS = 1024
+
+
+def _segments(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> Iterator[tuple[slice, slice]]:
+    """Query and key rows of every segment that has both, clamped to the tensors."""
+    q_bounds = [min(max(bound, 0), total_q) for bound in cu_q.tolist()]
+    k_bounds = [min(max(bound, 0), total_k) for bound in cu_k.tolist()]
+    for q_start, q_end, k_start, k_end in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
+        if q_start < q_end and k_start < k_end:
+            yield slice(q_start, q_end), slice(k_start, k_end)
+
+
+def _blocks(queries: slice, keys: slice) -> Iterator[tuple[slice, int]]:
+    """Blocks of query rows, and the key position of the first of each (bottom-right alignment)."""
+    shift = (keys.stop - keys.start) - (queries.stop - queries.start)
+    for start in range(queries.start, queries.stop, BLOCK_ROWS):
+        yield slice(start, min(start + BLOCK_ROWS, queries.stop)), start - queries.start + shift
+
+
+def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) -> Tensor:
+    """[Hk, group, rows, D]; keys and values have a group of one and broadcast."""
+    return tensor[rows].to(dtype).unflatten(1, (num_k_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _block_scores(q: Tensor, k: Tensor, position: int, scores: Scores) -> tuple[Tensor, Tensor | None]:
+    """Masked scores [Hk, group, M, N], and tanh where there is a softcap."""
+    products = q @ k.transpose(-1, -2) * scores.scale
+    capped = None
+    if scores.softcap > 0:
+        capped = torch.tanh(products / scores.softcap)
+        products = capped * scores.softcap
+    if scores.left >= 0 or scores.right >= 0:
+        offset = torch.arange(k.shape[-2]) - (position + torch.arange(q.shape[-2]))[:, None]
+        left, right = scores.bounds()
+        products = products.masked_fill((offset < -left) | (offset > right), -torch.inf)
+    return products, capped
+
+
+def attention_forward_cpu(
+    scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor
+) -> None:  # fmt: skip
+    """Fills out and lse, as the launch of `plan_forward` does."""
+    heads = k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    plain = scores.left < 0 and scores.right < 0 and scores.softcap == 0 and q.shape[1] == heads
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):
+        if plain:
+            fused, fused_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(tensor[rows].transpose(0, 1)[None] for tensor, rows in ((q, queries), (k, keys), (v, keys))),
+                scale=scores.scale,
+            )
+            out[queries] = fused[0].transpose(0, 1)
+            lse[:, queries] = fused_lse[0]
+            continue
+        k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
+        for rows, position in _blocks(queries, keys):
+            s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, scores)
+            block_lse = torch.logsumexp(s, -1)
+            p = torch.exp(s - block_lse.masked_fill(block_lse == -torch.inf, 0.0)[..., None])
+            out[rows] = (p @ v_segment).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            lse[:, rows] = block_lse.flatten(0, 1)
+
+
+def attention_backward_cpu(
+    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Fills dq, dk and dv, as the launch of `plan_backward` does."""
+    heads = k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dq.zero_()
+    dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):
+        k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
+        for rows, position in _blocks(queries, keys):
+            q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))
+            s, capped = _block_scores(q_block, k_segment, position, scores)
+            block_lse = lse[:, rows].unflatten(0, (heads, -1))
+            unseen = block_lse == -torch.inf
+            p = torch.exp(s - block_lse.masked_fill(unseen, 0.0)[..., None])
+            delta = (dout_block * out_block).sum(-1)
+            if dlse is not None:
+                delta = delta - dlse[:, rows].unflatten(0, (heads, -1))
+            dp = dout_block @ v_segment.transpose(-1, -2)
+            ds = p * (dp - delta.masked_fill(unseen, 0.0)[..., None])
+            if capped is not None:
+                ds = ds * (1 - capped * capped)
+            dq[rows] = (ds @ k_segment * scores.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
+            dk_sum[keys] += (ds.transpose(-1, -2) @ q_block).sum(1).permute(1, 0, 2) * scores.scale
+            dv_sum[keys] += (p.transpose(-1, -2) @ dout_block).sum(1).permute(1, 0, 2)
+    dk.copy_(dk_sum)
+    dv.copy_(dv_sum)

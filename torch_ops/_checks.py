@@ -1,0 +1,89 @@
+"""The shared refusals. Each names the op, the argument, what was wanted and what came."""
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def refuse(op: str, argument: str, wanted: str, got: object) -> None:
+    raise ValueError(f"{op}: {argument} must be {wanted}, got {got}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_float(op: str, argument: str, tensor: Tensor) -> None:
+    """fp16, bf16 or fp32; fp64 on the CPU, where the reference computes."""
+    if tensor.dtype in FLOATS or (tensor.dtype is torch.float64 and tensor.device.type in ("cpu", "meta")):
+        return
+    refuse(op, argument, "float16, bfloat16 or float32 (float64 on the CPU)", dtype_name(tensor.dtype))
+
+
+def check_like(op: str, argument: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        refuse(op, argument, f"{dtype_name(like.dtype)} as {like_name} is", dtype_name(tensor.dtype))
+    check_device(op, argument, tensor, like_name, like)
+
+
+def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        refuse(op, argument, f"on {like.device} as {like_name} is", tensor.device)
+
+
+def check_packed(op: str, argument: str, tensor: Tensor) -> None:
+    if tensor.dim() != 3:
+        refuse(op, argument, "packed as [T, H, D]", f"shape {list(tensor.shape)}")
+
+
+def check_head_dim(op: str, head_dim: int) -> None:
+    if not (8 <= head_dim <= 256 and head_dim % 8 == 0):
+        refuse(op, "the head dimension of q", "a multiple of 8 from 8 to 256", head_dim)
+
+
+def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str, like: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        refuse(op, argument, "int32", dtype_name(cu_seqlens.dtype))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        refuse(
+            op,
+            argument,
+            "one-dimensional with one entry more than there are segments",
+            f"shape {list(cu_seqlens.shape)}",
+        )
+    check_device(op, argument, cu_seqlens, like_name, like)
+
+
+def check_cu_seqlens_values(op: str, argument: str, cu_seqlens: Tensor, total: int) -> None:
+    """What only the device knows; costs a synchronisation."""
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        refuse(op, f"{argument}[0]", "0", values[0])
+    for index in range(1, len(values)):
+        if values[index] < values[index - 1]:
+            refuse(
+                op,
+                f"{argument}[{index}]",
+                f"at least {argument}[{index - 1}] = {values[index - 1]}",
+                values[index],
+            )
+    if values[-1] > total:
+        refuse(op, f"{argument}[{len(values) - 1}]", f"at most the {total} rows there are", values[-1])
+
+
+def check_scale(op: str, scale: float | None) -> None:
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        refuse(op, "scale", "a positive number", scale)
+
+
+def check_softcap(op: str, softcap: float) -> None:
+    if not (math.isfinite(softcap) and softcap >= 0):
+        refuse(op, "softcap", "0 (off) or a positive number", softcap)
+
+
+def check_window(op: str, argument: str, width: int) -> None:
+    if width < -1:
+        refuse(op, argument, "-1 (unbounded) or a number of keys", width)

@@ -1,0 +1,38 @@
+"""Which GPU a launch is for. One place asks the Triton driver, so that tests can stand another one in."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from csrc_free_ops.configs import Gpu
+
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+}
+
+
+@lru_cache
+def _describe(driver: Any, index: int | None) -> Gpu:
+    target = driver.get_current_target()
+    if index is None:
+        shared = SHARED_MEMORY.get(target.arch, 65536)
+        return Gpu(f"{target.backend}-{target.arch}", target.backend, target.arch, shared)
+    properties = torch.cuda.get_device_properties(index)
+    name = properties.name.lower().removeprefix("nvidia ").split()[0]
+    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
+    return Gpu(name, target.backend, target.arch, shared)
+
+
+def gpu() -> Gpu:
+    """The current device, as Triton's active driver describes it."""
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return _describe(triton.runtime.driver.active, index)

@@ -1,0 +1,129 @@
+"""What the library would do and why: `explain`, `info`, and `warmup` ahead of the first request."""
+
+import platform
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from csrc_free_ops.configs import shipped_rows
+from torch_ops._attention import Scores, choose, mean_length
+from torch_ops._device import gpu
+from torch_ops._registry import INTERPRET, OPS, runs_kernels
+from torch_ops.settings import settings
+
+KERNELS = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv")
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Says how `op(*args, **kwargs)` would run: which path, which launch of each kernel, and where that comes from.
+
+    `op` is a public function or the operator, such as `torch_ops.window_attn` or `torch.ops.vk.window_attn`. Nothing
+    is launched, but bad arguments are refused as the op itself would.
+    """
+    name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
+    if name != "window_attn":
+        raise ValueError(f"explain: op must be one of window_attn, got {name!r}")
+    return _explain_window_attn(*args, **kwargs)
+
+
+def _explain_window_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    *_: Any,
+    **__: Any,
+) -> dict[str, Any]:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        OPS["window_attn"].overload(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right)
+    report: dict[str, Any] = {"op": "vk::window_attn", "device": str(q.device)}
+    if not runs_kernels(q):
+        return {
+            **report,
+            "path": "reference",
+            "why": f"tensors on {q.device} are computed by ATen",
+            "kernels": {},
+        }
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
+    why = (
+        "TRITON_INTERPRET=1" if INTERPRET else f"settings.path is {settings.path!r}; no other path exists for this GPU"
+    )
+    kernels = {}
+    for kernel in KERNELS:
+        total = k.shape[0] if kernel == "attention_bwd_dkdv" else q.shape[0]
+        launch, source = choose(kernel, q, scores.causal, mean_length(total, cu_seqlens.shape[0] - 1))
+        kernels[kernel] = {"launch": vars(launch), "source": source}
+    return {**report, "path": "portable", "why": why, "kernels": kernels}
+
+
+def warmup(
+    head_dims: Iterable[int],
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16,),
+    mean_lengths: Iterable[int] = (64, 1024),
+    causal: bool = False,
+    backward: bool = False,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Builds `window_attn`'s kernels before the first request pays for it; returns how many calls were made.
+
+    Args:
+        head_dims, dtypes: every combination is built.
+        mean_lengths: tokens per segment to expect; a GPU's rows may hold different launches for short and long ones.
+        causal, backward: which variants.
+    """
+    calls = 0
+    for head_dim in head_dims:
+        for dtype in dtypes:
+            for length in mean_lengths:
+                q = torch.randn(2 * length, 2, head_dim, device=device, dtype=dtype, requires_grad=backward)
+                cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+                out, _ = OPS["window_attn"](q, q, q, cu_seqlens, None, None, causal)
+                if backward:
+                    out.backward(out.detach())
+                calls += 1
+    return calls
+
+
+def info() -> dict[str, Any]:
+    """Versions, devices, registered ops, settings, and which launch rows apply on this machine."""
+    from torch_ops import __version__
+
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {"name": properties.name, "capability": f"{properties.major}.{properties.minor}",
+             "memory_gib": round(properties.total_memory / 2**30, 1)}
+        )  # fmt: skip
+    rows: dict[str, Any] = {"user": len(settings.rows)}
+    if torch.cuda.is_available():
+        device = gpu()
+        shipped = shipped_rows(device.name)
+        rows |= {
+            "gpu": device.name,
+            "shipped": len(shipped),
+            "source": shipped[0].source if shipped else "rule, unmeasured",
+        }
+    else:
+        rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes"}
+    return {
+        "versions": {
+            "vk": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+        "devices": devices,
+        "interpreter": INTERPRET,
+        "settings": {"path": settings.path, "checked": settings.checked},
+        "ops": {name: str(op.overload._schema) for name, op in sorted(OPS.items())},
+        "rows": rows,
+    }

@@ -1,0 +1,197 @@
+"""The one way an op is registered.
+
+`vk_op` makes a `torch.library.triton_op` and settles around it what every op promises:
+
+- The fake is the function that the body itself calls first: it checks, then allocates the outputs.
+- CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
+  and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
+- Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
+  and leave everything that watches dispatch (modes, subclasses, fake tensors) to the generic path.
+- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros.
+- FLOPs are registered for `torch.utils.flop_counter`.
+
+Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name: only such kernels
+enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_kernels` reads the source).
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.library import Library, triton_op
+from torch.library import wrap_triton as _torch_wrap_triton
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_ops.settings import settings
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+NAMESPACE = "vk"
+REMEMBERED = 4096
+
+_library = Library(NAMESPACE, "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Op:
+    """A registered op: `op(...)` is `torch.ops.vk.<name>(...)`."""
+
+    name: str
+    overload: Any
+    body: Callable[..., Any]
+    register_autograd: Callable[..., None]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+
+OPS: dict[str, Op] = {}
+
+
+def wrap_triton(kernel: Any) -> Any:
+    """`torch.library.wrap_triton` where a trace is under way; the kernel itself in eager calls and the interpreter."""
+    if INTERPRET or not torch._C._len_torch_dispatch_stack():
+        return kernel
+    return _torch_wrap_triton(kernel)
+
+
+def is_eager() -> bool:
+    """Whether the body runs on real tensors that may be looked at, rather than in a trace."""
+    return not torch._C._len_torch_dispatch_stack()
+
+
+def remembered(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `prepare(*args)` once per signature in eager calls: what it returns may depend on metadata and options only.
+
+    Checks and launch plans cost more host time than a launch. Traces, whose sizes may be symbols, run it every time.
+    """
+    memory: dict[Any, Any] = {}
+
+    @functools.wraps(prepare)
+    def remembering(*args: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return prepare(*args)
+        signature = (
+            settings.generation,
+            *[(arg.shape, arg.stride(), arg.dtype, arg.device) if isinstance(arg, Tensor) else arg for arg in args],
+        )
+        prepared = memory.get(signature)
+        if prepared is None:
+            if len(memory) >= REMEMBERED:
+                memory.clear()
+            prepared = memory[signature] = prepare(*args)
+        return prepared
+
+    return remembering
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether this tensor's op launches kernels: on a GPU, or anywhere under the interpreter."""
+    return INTERPRET or tensor.is_cuda
+
+
+def vk_op(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    autocast: bool = False,
+    flops: Callable[..., int] | None = None,
+) -> Callable[[Callable[..., Any]], Op]:
+    """Registers the decorated body as `vk::<name>`; its annotations are the schema.
+
+    `fake` takes the body's arguments, refuses bad ones and returns the empty outputs; the body begins by calling it.
+    With `autocast` the floating tensors are cast to the autocast region's dtype. `flops(*args)` counts a call.
+    """
+
+    def register(body: Callable[..., Any]) -> Op:
+        definition: Any = triton_op(f"{NAMESPACE}::{name}", body, mutates_args=())
+        definition.register_fake(fake)
+        overload = definition._opoverload
+        decompose = definition._torch_dispatch_fns[FunctionalTensorMode]
+
+        def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            if INTERPRET or not any(isinstance(arg, Tensor) and arg.is_cuda for arg in args):
+                return mode.__torch_dispatch__(op, types, args, kwargs)
+            return decompose(mode, op, types, args, kwargs)
+
+        definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
+        _install_eager_path(name, body, definition)
+        if autocast:
+            _install_autocast(name, overload)
+        if flops is not None:
+            register_flop_formula(overload.overloadpacket, get_raw=True)(
+                lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
+            )
+        OPS[name] = Op(name, overload, body, definition.register_autograd)
+        return OPS[name]
+
+    return register
+
+
+def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) -> None:
+    defaults = [parameter.default for parameter in inspect.signature(body).parameters.values()]
+    generic = make_autograd_impl(definition._opoverload, definition)
+
+    def run(*args: Any) -> Any:
+        device = args[0].device
+        if device.index == torch.cuda.current_device():
+            return body(*args)
+        with torch.cuda.device(device):
+            return body(*args)
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = run(*args)
+            definition._setup_context_fn(ctx, args, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return definition._backward_fn(ctx, *grads)
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        watched = torch._C._len_torch_dispatch_stack() or not all(
+            type(arg) in (Tensor, torch.nn.Parameter) for arg in args if isinstance(arg, Tensor)
+        )
+        if watched or not args[0].is_cuda:
+            return generic(keyset, *args)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return run(*args)
+        if definition._backward_fn is None:
+            return generic(keyset, *args)
+        return Differentiable.apply(*args, *defaults[len(args) :])
+
+    _library.impl(name, run, "CUDA")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _library.impl(name, autograd, key, with_keyset=True)
+
+
+def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    for arg in args:
+        if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative; use reverse mode")
+
+
+def _install_autocast(name: str, overload: Any) -> None:
+    def make(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+        def cast(*args: Any) -> Any:
+            dtype = torch.get_autocast_dtype(device_type)
+            castable = (torch.float16, torch.bfloat16, torch.float32)
+            args = tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype in castable else arg for arg in args)
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return overload(*args)
+
+        return cast
+
+    for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
+        _library.impl(name, make(device_type, getattr(torch._C.DispatchKey, key)), key)

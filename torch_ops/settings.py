@@ -1,0 +1,118 @@
+"""The library's settings: one object, read once from the environment, changed only through it.
+
+    torch_ops.settings.path                          what is in force
+    torch_ops.settings.update(path="portable")       for the rest of the process
+    with torch_ops.settings(checked=True): ...       for a block
+
+Environment: VK_PATH (auto, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows).
+"""
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from csrc_free_ops.configs import Row, read_rows
+
+PATHS = ("auto", "portable")
+
+
+@dataclass(frozen=True)
+class _Values:
+    path: str = "auto"
+    checked: bool = False
+    rows: str = ""
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise ValueError(f"settings: path must be one of {', '.join(PATHS)}, got {self.path!r}")
+        if not isinstance(self.checked, bool):
+            raise ValueError(f"settings: checked must be True or False, got {self.checked!r}")
+        if self.rows and not Path(self.rows).is_file():
+            raise ValueError(f"settings: rows must name a JSON file of launch rows, got {self.rows!r}")
+
+
+def _from_environment() -> _Values:
+    checked = os.environ.get("VK_CHECKED", "0")
+    if checked not in ("0", "1"):
+        raise ValueError(f"VK_CHECKED must be 0 or 1, got {checked!r}")
+    default_rows = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vk" / "rows.json"
+    rows = os.environ.get("VK_ROWS", str(default_rows) if default_rows.is_file() else "")
+    return _Values(path=os.environ.get("VK_PATH", "auto"), checked=checked == "1", rows=rows)
+
+
+@lru_cache
+def source_hash() -> str:
+    """Of every file that decides what an op computes: kernels, launchers, op bodies, backward formulas, rows."""
+    package = Path(__file__).parent
+    kernels = package.parent / "csrc_free_ops"
+    digest = hashlib.sha256()
+    files = [*package.glob("*.py"), *kernels.rglob("*.py"), *kernels.rglob("*.json")]
+    for path in sorted(files, key=str):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Settings:
+    """What is in force: `path`, `checked`, `rows`.
+
+    A change of path or rows changes the kernels that graphs are made of, so it drops compiled graphs in memory and
+    enters the key of compiled artefacts on disk.
+    """
+
+    def __init__(self) -> None:
+        self._values = _from_environment()
+        self.generation = 0
+        self._user_tag = torch.compiler.config.cache_key_tag
+        self._key_artefacts()
+
+    @property
+    def path(self) -> str:
+        """ "auto" takes the fastest path the GPU has, "portable" always the stock Triton one."""
+        return self._values.path
+
+    @property
+    def checked(self) -> bool:
+        """Whether eager calls verify the values in `cu_seqlens`, at the price of a synchronisation."""
+        return self._values.checked
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The user's own launch rows, which come before the shipped ones."""
+        return read_rows(Path(self._values.rows)) if self._values.rows else ()
+
+    def update(self, **changes: object) -> None:
+        """Changes settings by name; an unknown name or value is refused and nothing changes."""
+        unknown = set(changes) - set(_Values.__dataclass_fields__)
+        if unknown:
+            names = ", ".join(_Values.__dataclass_fields__)
+            raise ValueError(f"settings: {', '.join(sorted(unknown))} is not a setting; there are {names}")
+        before, self._values = self._values, replace(self._values, **changes)  # type: ignore[arg-type]
+        if replace(before, checked=False) != replace(self._values, checked=False):
+            self.generation += 1
+            self._key_artefacts()
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()
+
+    @contextlib.contextmanager
+    def __call__(self, **changes: object) -> Iterator["Settings"]:
+        before = self._values
+        self.update(**changes)
+        try:
+            yield self
+        finally:
+            self.update(**{name: getattr(before, name) for name in _Values.__dataclass_fields__})
+
+    def _key_artefacts(self) -> None:
+        rows_hash = hashlib.sha256(Path(self._values.rows).read_bytes()).hexdigest()[:16] if self._values.rows else "-"
+        tag = f"vk:{source_hash()}:{self._values.path}:{rows_hash}"
+        torch.compiler.config.cache_key_tag = f"{self._user_tag}|{tag}" if self._user_tag else tag
+
+
+settings = Settings()

@@ -1,0 +1,11 @@
+"""The testing kit: named cases, one reference per op, the tolerance rule. Importable, and needs no pytest.
+
+    from torch_ops.testing import cases, check, poisoned, references
+
+Use it for your own ops too: run the op, the reference in the op's dtype and the reference in fp64, and `check` them.
+"""
+
+from torch_ops.testing.poison import poisoned
+from torch_ops.testing.tolerance import Report, assert_close_to_reference, check, compare
+
+__all__ = ["Report", "assert_close_to_reference", "check", "compare", "poisoned"]

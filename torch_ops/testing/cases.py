@@ -1,0 +1,169 @@
+"""Named cases, shared by tests, compile tests and benchmarks.
+
+Every case says which branch it is there for. Tags: "smoke" (the few that every kind of test runs), "edge" (each reaches
+a branch of its own), "bench" (real shapes; too long for the interpreter).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# 1920 x 1080 through Qwen2.5-VL's 112 px windows: 153 of 8 x 8 patches and the ragged ones at the edges.
+RAGGED_WINDOWS = (64,) * 153 + (48,) * 17 + (16,) * 9 + (12,)
+
+
+@dataclass(frozen=True)
+class WindowAttnCase:
+    """Shapes and options of one call; `k_lengths` and `num_k_heads` are those of the queries where None."""
+
+    name: str
+    reaches: str
+    lengths: tuple[int, ...]
+    num_heads: int
+    head_dim: int
+    k_lengths: tuple[int, ...] | None = None
+    num_k_heads: int | None = None
+    padding: int = 0
+    layout: str = "contiguous"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    tags: frozenset[str] = frozenset({"edge"})
+
+    @property
+    def total_q(self) -> int:
+        return sum(self.lengths) + self.padding
+
+    @property
+    def total_k(self) -> int:
+        return self.total_q if self.k_lengths is None else sum(self.k_lengths) + self.padding
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the call is a batch of equal, square segments: what dense peers can run too."""
+        return len(set(self.lengths)) == 1 and self.k_lengths is None and self.padding == 0
+
+
+@dataclass(frozen=True)
+class WindowAttnInputs:
+    """Random tensors of a case, and upstream gradients for out and lse."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor | None
+    dout: Tensor
+    dlse: Tensor
+    options: dict[str, Any]
+
+    def call(self, function: Any, **tensors: Tensor) -> Any:
+        """function(q, k, v, cu_seqlens, cu_seqlens_k, **options), with q, k, v replaced where given."""
+        q, k, v = (tensors.get(name, getattr(self, name)) for name in ("q", "k", "v"))
+        return function(q, k, v, self.cu_seqlens, self.cu_seqlens_k, **self.options)
+
+
+def cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """int32 [n + 1] boundaries of segments of these lengths."""
+    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32).to(device)
+
+
+def _packed(shape: tuple[int, int, int], layout: str, draw: Any) -> Tensor:
+    rows, heads, dim = shape
+    if layout == "contiguous":
+        return draw(rows, heads, dim)
+    if layout == "qkv_view":
+        return draw(rows, 3, heads, dim)[:, 1]
+    if layout == "head_major":
+        return draw(heads, rows, dim).transpose(0, 1)
+    if layout == "column_strided":
+        return draw(dim, rows, heads).permute(1, 2, 0)
+    if layout == "misaligned":
+        return draw(rows * heads * dim + 1)[1:].view(rows, heads, dim)
+    if layout == "odd_strides":
+        return draw(rows, heads, dim + 3)[:, :, :dim]
+    raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+LAYOUTS = ("contiguous", "qkv_view", "head_major", "column_strided", "misaligned", "odd_strides")
+
+
+def make_inputs(
+    case: WindowAttnCase, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> WindowAttnInputs:
+    """Fresh random inputs; the same for the same seed on every device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    q_shape = (case.total_q, case.num_heads, case.head_dim)
+    k_shape = (case.total_k, case.num_k_heads or case.num_heads, case.head_dim)
+    return WindowAttnInputs(
+        q=_packed(q_shape, case.layout, draw),
+        k=_packed(k_shape, case.layout, draw),
+        v=_packed(k_shape, case.layout, draw),
+        cu_seqlens=cumulative(case.lengths, device),
+        cu_seqlens_k=None if case.k_lengths is None else cumulative(case.k_lengths, device),
+        dout=_packed(q_shape, case.layout, draw),
+        dlse=draw(case.num_heads, case.total_q).to(torch.promote_types(dtype, torch.float32)),
+        options=dict(case.options),
+    )
+
+
+def _case(
+    name: str, reaches: str, lengths: tuple[int, ...], heads: int, dim: int, *tags: str, **rest: Any
+) -> WindowAttnCase:
+    return WindowAttnCase(name, reaches, lengths, heads, dim, tags=frozenset(tags or ("edge",)), **rest)
+
+
+CAUSAL = {"causal": True}
+
+
+def _window(left: int, right: int) -> dict[str, int]:
+    return {"window_left": left, "window_right": right}
+
+
+WINDOW_ATTN = (
+    _case("image", "one segment, split head dim, a tail in both blocks", (100,), 2, 72, "smoke", "edge"),
+    _case("ragged", "segments shorter and longer than a tile", (33, 1, 64, 17, 130), 2, 80, "smoke", "edge"),
+    _case("empty", "empty segments first, last and between", (0, 5, 0, 0, 40, 0), 1, 64),
+    _case("padding", "rows past the last segment", (37, 20), 2, 72, padding=45),
+    _case("no_segments", "nothing but padding", (), 1, 16, padding=20),
+    _case("no_rows", "no rows at all", (0,), 2, 64),
+    _case("many", "more segments than one step of the search looks at", (3, 1, 2, 5) * 40, 1, 16),
+    _case("causal", "diagonal blocks", (70, 33), 2, 64, "smoke", "edge", options=CAUSAL),
+    _case("causal_wide", "more keys than queries", (20, 9), 1, 32, k_lengths=(90, 9), options=CAUSAL),
+    _case("causal_tall", "rows that see no key", (90, 12), 1, 32, k_lengths=(30, 12), options=CAUSAL),
+    _case("cross", "other key lengths, some without keys", (40, 8, 3), 2, 72, k_lengths=(11, 0, 77)),
+    _case("gqa", "three query heads on each key head", (50, 21), 6, 40, num_k_heads=2, options=CAUSAL),
+    _case("mqa", "one key head for all", (45,), 4, 16, num_k_heads=1),
+    _case("window", "masked blocks on both sides of full ones", (150,), 1, 16, options=_window(40, 25)),
+    _case("window_left", "sliding causal window", (130, 20), 1, 32, options={"causal": True, "window_left": 33}),
+    _case("window_zero", "a window of the query's own position", (40,), 1, 8, options=_window(0, 0)),
+    _case("window_beyond", "a window wider than the segment", (40,), 1, 8, options=_window(500, 500)),
+    _case("softcap", "capped scores", (60, 10), 2, 48, options={"softcap": 5.0}),
+    _case("softcap_causal", "capped and masked scores", (60,), 1, 24, options={"softcap": 1.5, "causal": True}),
+    _case("scale", "an explicit scale", (40,), 1, 16, options={"scale": 0.5}),
+    _case("qkv_view", "views of a packed projection", (50, 30), 2, 72, layout="qkv_view"),
+    _case("head_major", "head stride beyond the row stride", (50, 30), 2, 64, layout="head_major"),
+    _case("column_strided", "columns that are not contiguous", (50,), 2, 16, layout="column_strided"),
+    _case("misaligned", "base pointers off 16 bytes", (50,), 2, 72, layout="misaligned"),
+    _case("odd_strides", "strides that are no multiple of 8", (50,), 2, 72, layout="odd_strides"),
+    *(_case(f"d{d}", f"head dim {d}", (40, 25), 1, d, options={"causal": d % 16 == 0}) for d in range(8, 257, 8)),
+    _case("qwen3vl_l_1024", "L tower, 512 px", (1024,), 16, 72, "bench"),
+    _case("qwen3vl_l_4096", "L tower, 1024 px", (4096,), 16, 72, "bench"),
+    _case("qwen3vl_l_9216", "L tower, 1536 px", (9216,), 16, 72, "bench"),
+    _case("qwen3vl_l_16x1024", "L tower, 16 images of 512 px", (1024,) * 16, 16, 72, "bench"),
+    _case("qwen3vl_l_mixed", "L tower, 448 + 672 + 896 + 1344 px", (784, 1764, 3136, 7056), 16, 72, "bench"),
+    _case("qwen25vl_4x4096", "Qwen2.5-VL full layers", (4096,) * 4, 16, 80, "bench"),
+    _case("qwen25vl_windows", "Qwen2.5-VL windows", (64,) * 256, 16, 80, "bench"),
+    _case("qwen25vl_ragged", "Qwen2.5-VL windows of a full HD image", RAGGED_WINDOWS, 16, 80, "bench"),
+    _case("qwen3vl_m_4x4096", "M tower", (4096,) * 4, 16, 64, "bench"),
+    _case("dense_d128_causal", "a language model's prefill", (2048,) * 8, 32, 128, "bench", options=CAUSAL),
+)  # fmt: skip
+
+
+def window_attn_cases(tag: str) -> tuple[WindowAttnCase, ...]:
+    """The cases that carry a tag."""
+    return tuple(case for case in WINDOW_ATTN if tag in case.tags)

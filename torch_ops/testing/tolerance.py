@@ -1,0 +1,91 @@
+"""The tolerance rule: right relative to what eager PyTorch achieves at the same dtype, never to a literal.
+
+With ref in fp64 and eager the same maths at the tested dtype:
+
+    error(actual) <= 2 error(eager) + 2 |(ref + 0.3 - 0.3) - ref|  in that dtype
+
+on the maximum and on the root mean square. The second term is the rounding of the dtype itself, so that an eager result
+that happens to be exact does not demand the impossible. The rule is FlashAttention's (`tests/cute`), with RMS added.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `compare` measured; `passed` is the rule."""
+
+    name: str
+    max_error: float
+    max_allowed: float
+    rms_error: float
+    rms_allowed: float
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem and self.max_error <= self.max_allowed and self.rms_error <= self.rms_allowed
+
+    def __str__(self) -> str:
+        verdict = self.problem or ("within the rule" if self.passed else "outside the rule")
+        return (
+            f"{self.name}: {verdict}; max {self.max_error:.3g} of {self.max_allowed:.3g} allowed, "
+            f"rms {self.rms_error:.3g} of {self.rms_allowed:.3g} allowed"
+        )
+
+
+def _max(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item() if values.numel() else 0.0
+
+
+def compare(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
+    """Measures `actual` against fp64 `reference` by the error of `eager`; entries where the reference is infinite must
+    be the same infinity, all others finite."""
+    if actual.shape != reference.shape:
+        problem = f"shape {list(actual.shape)} where the reference has {list(reference.shape)}"
+        return Report(name, 0.0, 0.0, 0.0, 0.0, problem)
+    actual64, eager64, reference = (
+        actual.detach().double(),
+        eager.detach().double(),
+        reference.detach().double(),
+    )
+    finite = torch.isfinite(reference)
+    if not torch.equal(actual64[~finite], reference[~finite]):
+        return Report(name, 0.0, 0.0, 0.0, 0.0, "not infinite where the reference is")
+    actual64, eager64, reference = actual64[finite], eager64[finite], reference[finite]
+    if not torch.isfinite(actual64).all():
+        bad = int((~torch.isfinite(actual64)).sum())
+        return Report(name, 0.0, 0.0, 0.0, 0.0, f"{bad} of {actual64.numel()} entries are not finite")
+    rounded = reference.to(actual.dtype)
+    band = 2 * ((rounded + 0.3 - 0.3).double() - rounded.double())
+    error, eager_error = actual64 - reference, eager64 - reference
+    return Report(
+        name,
+        _max(error),
+        2 * _max(eager_error) + _max(band),
+        _rms(error),
+        2 * _rms(eager_error) + _rms(band),
+    )
+
+
+def assert_close_to_reference(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
+    """Raises AssertionError with the measured errors where `actual` breaks the rule."""
+    report = compare(actual, eager, reference, name)
+    if not report.passed:
+        raise AssertionError(str(report))
+    return report
+
+
+def check(actual: dict[str, Tensor], eager: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Report]:
+    """`assert_close_to_reference` for every named tensor; all are measured before the first is refused."""
+    reports = {name: compare(actual[name], eager[name], reference[name], name) for name in reference}
+    if not all(report.passed for report in reports.values()):
+        raise AssertionError("\n".join(map(str, reports.values())))
+    return reports

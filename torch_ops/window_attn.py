@@ -1,0 +1,279 @@
+"""`vk::window_attn`: attention inside the segments of packed tensors, and its backward.
+
+Vision encoders pack images, frames and windows of any size into one [T, H, D] tensor and attend within each; the
+boundaries are `cu_seqlens`, on the device. Kernels: `csrc_free_ops.attention`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ops._attention import Scores, plan_backward, plan_forward
+from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
+from torch_ops._checks import (
+    check_cu_seqlens,
+    check_cu_seqlens_values,
+    check_device,
+    check_float,
+    check_head_dim,
+    check_like,
+    check_packed,
+    check_scale,
+    check_softcap,
+    check_window,
+    dtype_name,
+    refuse,
+)
+from torch_ops._registry import is_eager, remembered, runs_kernels, vk_op
+from torch_ops.settings import settings
+
+
+def _check_window_attn(
+    op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
+    scale: float | None, window_left: int, window_right: int, softcap: float,
+) -> None:  # fmt: skip
+    check_packed(op, "q", q)
+    check_float(op, "q", q)
+    check_head_dim(op, q.shape[2])
+    for name, tensor in (("k", k), ("v", v)):
+        check_packed(op, name, tensor)
+        check_like(op, name, tensor, "q", q)
+        if tensor.shape[2] != q.shape[2]:
+            refuse(op, f"the head dimension of {name}", f"{q.shape[2]} as that of q is", tensor.shape[2])
+    if v.shape[:2] != k.shape[:2]:
+        refuse(op, "v", f"of shape {list(k.shape)} as k is", list(v.shape))
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        refuse(op, "the number of heads of k", f"a divisor of the {q.shape[1]} heads of q", k.shape[1])
+    check_cu_seqlens(op, "cu_seqlens", cu_seqlens, "q", q)
+    if cu_seqlens_k is None:
+        if k.shape[0] != q.shape[0]:
+            refuse(op, "k", f"of {q.shape[0]} rows as q is, unless cu_seqlens_k is given", k.shape[0])
+    else:
+        check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, "q", q)
+        if cu_seqlens_k.shape != cu_seqlens.shape:
+            refuse(op, "cu_seqlens_k", f"of shape {list(cu_seqlens.shape)} as cu_seqlens is", list(cu_seqlens_k.shape))
+    check_scale(op, scale)
+    check_window(op, "window_left", window_left)
+    check_window(op, "window_right", window_right)
+    check_softcap(op, softcap)
+
+
+def _check_values(op: str, q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None) -> None:
+    if settings.checked and is_eager():
+        check_cu_seqlens_values(op, "cu_seqlens", cu_seqlens, q.shape[0])
+        if cu_seqlens_k is not None:
+            check_cu_seqlens_values(op, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
+
+
+def _window_attn_fake(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_window_attn("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
+    return _outputs(q)
+
+
+def _window_attn_flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1, *_: Any,
+) -> int:  # fmt: skip
+    """4 D per head and seen pair; counts a single segment, the upper bound, where cu_seqlens is fake."""
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
+    return 4 * q.shape[1] * q.shape[2] * scores.count_pairs(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
+
+
+@remembered
+def _prepare_window_attn(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
+    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
+) -> Callable[..., None]:  # fmt: skip
+    _check_window_attn("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
+    if runs_kernels(q):
+        return plan_forward(q, k, v, cu_seqlens, scores)
+    return partial(attention_forward_cpu, scores)
+
+
+@vk_op("window_attn", fake=_window_attn_fake, autocast=True, flops=_window_attn_flops)
+def window_attn_op(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    launch = _prepare_window_attn(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap)
+    _check_values("window_attn", q, k, cu_seqlens, cu_seqlens_k)
+    out, lse = _outputs(q)
+    launch(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, out, lse)
+    return out, lse
+
+
+def _check_window_attn_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> None:
+    op = "window_attn_backward"
+    _check_window_attn(op, q, k, v, *rest)
+    for name, tensor in (("out", out), ("dout", dout)):
+        check_like(op, name, tensor, "q", q)
+        if tensor.shape != q.shape:
+            refuse(op, name, f"of shape {list(q.shape)} as q is", list(tensor.shape))
+    for name, statistic in (("lse", lse), ("dlse", dlse)):
+        if statistic is None:
+            continue
+        if statistic.dtype != _lse_dtype(q):
+            refuse(op, name, dtype_name(_lse_dtype(q)), dtype_name(statistic.dtype))
+        if statistic.shape != (q.shape[1], q.shape[0]):
+            refuse(op, name, f"of shape [H, T] = {[q.shape[1], q.shape[0]]}", list(statistic.shape))
+        check_device(op, name, statistic, "q", q)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _window_attn_backward_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_window_attn_backward(
+        dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap
+    )
+    return _gradients(q, k, v)
+
+
+def _window_attn_backward_flops(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> int:
+    """Five products where the forward has two."""
+    return _window_attn_flops(q, k, v, *rest) * 5 // 2
+
+
+@remembered
+def _prepare_window_attn_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
+    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
+) -> Callable[..., None]:  # fmt: skip
+    _check_window_attn_backward(
+        dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap
+    )
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
+    if runs_kernels(q):
+        return plan_backward(dout, dlse, q, k, v, out, cu_seqlens, scores)
+    return partial(attention_backward_cpu, scores)
+
+
+@vk_op("window_attn_backward", fake=_window_attn_backward_fake, flops=_window_attn_backward_flops)
+def window_attn_backward_op(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    launch = _prepare_window_attn_backward(
+        dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k,
+        scale, causal, window_left, window_right, softcap,
+    )  # fmt: skip
+    _check_values("window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
+    dq, dk, dv = _gradients(q, k, v)
+    cu_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_k, dq, dk, dv)
+    return dq, dk, dv
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, cu_seqlens_k, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    *tensors, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
+    nothing = (None,) * (2 + len(ctx.options))
+    if dout is None and dlse is None:
+        return None, None, None, *nothing
+    if dout is None:
+        out = tensors[3]
+        dout = out.new_zeros(()).expand_as(out)
+    return *window_attn_backward_op(dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options), *nothing
+
+
+window_attn_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def window_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v within each segment of packed tensors.
+
+    Query row i of a segment with Lq queries and Lk keys stands at key position i + Lk - Lq (aligned bottom-right).
+    A row that sees no key gives out 0 and lse -inf; so do rows past `cu_seqlens[-1]`, and neither passes on any
+    gradient.
+
+    Args:
+        q: [Tq, H, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides; columns that are not contiguous
+            are copied. On the CPU also fp64.
+        k, v: [Tk, Hk, D], dtype and device of q, H a multiple of Hk: each key head serves H / Hk query heads.
+        cu_seqlens: int32 [n + 1] on q's device, from 0 and never falling: segment s is rows cu_seqlens[s] up to
+            cu_seqlens[s + 1]. Empty segments are fine. Values are never copied to the host; out-of-range ones are
+            clamped, and refused by name under `torch_ops.settings(checked=True)`.
+        cu_seqlens_k: the keys' own boundaries, of the same shape; those of the queries where None.
+        scale: what multiplies q k^T, positive; 1 / sqrt(D) where None.
+        causal: whether a query sees only keys up to its own position.
+        window_left, window_right: how many keys before and after its position a query sees; -1 is all.
+        softcap: c > 0 replaces a score s by c tanh(s / c).
+        deterministic: False allows float atomics. The path in use has none: the bits are the same either way.
+        return_lse: whether to return (out, lse).
+
+    Returns:
+        out [Tq, H, D] in q's dtype; with return_lse also lse [H, Tq], fp32 (fp64 for fp64), natural logarithm of the
+        sum of exp(score), differentiable.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+
+    Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Forward and
+    backward give the same bits for the same inputs. FlashAttention-2, arXiv 2307.08691.
+    """
+    out, lse = window_attn_op(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens_k,
+        scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        deterministic,
+    )
+    return (out, lse) if return_lse else out
+
+
+__all__ = ["window_attn"]
