@@ -1,0 +1,163 @@
+"""Transformers vision encoders on ``vk::window_attn``.
+
+A Qwen-VL vision encoder packs all images into one sequence and keeps the borders in ``cu_seqlens``.
+With its default attention (``sdpa``) it leaves the packed layout again: every layer copies the
+borders to the host and calls attention once per segment. The functions here make every layer one
+packed call instead:
+
+    from torch_ops.integrations.transformers import restore, use_window_attn
+
+    use_window_attn(model)   # a vision encoder, or any model that holds one
+    restore(model)           # the attention it had before
+
+Works with transformers 5.17 to 5.23, forward and backward.
+"""
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from torch_ops.window_attn import window_attn
+
+try:
+    from transformers import AttentionInterface, PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        "torch_ops.integrations.transformers needs transformers: pip install 'vk-ops[transformers]'"
+    ) from error
+
+# Transformers makes the packed call only for names that contain "flash".
+ATTENTION_NAME = "vk_flash"
+
+_FORMER = "_attention_before_window_attn"
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def window_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface function of Transformers, as one ``window_attn`` call.
+
+    ``query`` is ``[1, H, N, D]``, ``key`` and ``value`` ``[1, H_kv, N_k, D]``, in any strides: they
+    are never copied. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (the same if absent) are int32
+    ``[n + 1]`` on the device. Returns ``(out, None)`` with ``out`` ``[1, N, H, D]``. Nothing is
+    read back to the host; ``max_length_q`` and ``max_length_k`` are accepted and not needed.
+
+    Raises ValueError for what the op does not do: dropout, a mask, a batch other than 1, a call
+    without ``cu_seq_lens_q``, a sliding window or attention sinks.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            f"{ATTENTION_NAME}: attention_mask must be None, got a tensor of shape "
+            f"{tuple(attention_mask.shape)}; segments are given by cu_seq_lens_q"
+        )
+    if dropout:
+        raise ValueError(f"{ATTENTION_NAME}: dropout must be 0, got {dropout}")
+    if cu_seq_lens_q is None:
+        raise ValueError(
+            f"{ATTENTION_NAME}: cu_seq_lens_q is missing; only encoders that pack their segments "
+            f"into one call are supported, and {type(module).__name__} made an unpacked one"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or tensor.shape[0] != 1:
+            raise ValueError(
+                f"{ATTENTION_NAME}: {name} must be [1, heads, tokens, head_dim], got {tuple(tensor.shape)}"
+            )
+    for name in ("sliding_window", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{ATTENTION_NAME}: {name} is not supported, it must be None")
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", False))
+    out = window_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k,
+        scale=scaling,
+        causal=is_causal,
+        softcap=softcap or 0.0,
+    )
+    return cast(torch.Tensor, out).unsqueeze(0), None
+
+
+def register() -> str:
+    """Register the attention with Transformers and return its name; harmless if called again."""
+    AttentionInterface.register(ATTENTION_NAME, window_attention_forward)
+    return ATTENTION_NAME
+
+
+def vision_encoders(model: nn.Module) -> list[PreTrainedModel]:
+    """The vision encoders in ``model``, itself included; wrappers (PEFT, DDP, compiled) are fine.
+
+    Raises TypeError where there is none whose attention Transformers lets us choose.
+    """
+    encoders = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and hasattr(module, "patch_embed")
+        and hasattr(module, "blocks")
+        and module._can_set_attn_implementation()
+    ]
+    if not encoders:
+        raise TypeError(
+            f"model must be or hold a Qwen-VL vision encoder of Transformers (for example "
+            f"Qwen3VLVisionModel or Qwen3VLForConditionalGeneration), got {type(model).__name__}"
+        )
+    return encoders
+
+
+def use_window_attn(model: ModelT) -> ModelT:
+    """Switch the vision encoder in ``model``, in place, to ``vk::window_attn``; return ``model``.
+
+    Weights, text model and saved checkpoints stay as they are; calling it again changes nothing.
+    As everywhere in Transformers the choice lives in the encoder's ``config``: encoders that were
+    built on one config object change together. Raises TypeError for a model without an encoder.
+    """
+    register()
+    for encoder in vision_encoders(model):
+        former = encoder.config._attn_implementation
+        if former == ATTENTION_NAME:
+            continue
+        setattr(encoder, _FORMER, former)
+        # set_attn_implementation on a top-level model would look for a hub kernel of this name;
+        # this is what it does for the sub-models of one.
+        chosen = encoder.get_correct_attn_implementation(ATTENTION_NAME)
+        encoder.config._attn_implementation = chosen
+    return model
+
+
+def restore(model: ModelT) -> ModelT:
+    """Undo ``use_window_attn``: the vision encoder in ``model`` gets its former attention back.
+
+    An encoder that was not switched is left alone. Raises TypeError for a model without one.
+    """
+    for encoder in vision_encoders(model):
+        if hasattr(encoder, _FORMER):
+            encoder.config._attn_implementation = getattr(encoder, _FORMER)
+            delattr(encoder, _FORMER)
+    return model
+
+
+__all__ = [
+    "ATTENTION_NAME",
+    "register",
+    "restore",
+    "use_window_attn",
+    "vision_encoders",
+    "window_attention_forward",
+]

@@ -1,0 +1,1 @@
+"""Encoders and models that run on the ops of this library."""

@@ -1,0 +1,269 @@
+"""Qwen3-VL vision towers: sizes, weights, image preprocessing, and one packed encoder call.
+
+    tower = use_window_attn(build_tower("S"))                 # or load_tower("path/to/checkpoint")
+    pixel_values, grid_thw = preprocess([open_image("street.png")])
+    output = encode(tower, pixel_values, grid_thw)
+    features = split_by_image(output, grid_thw)
+
+A *token* of the tower is one 16 x 16 pixel patch (two frames deep); the projector merges 2 x 2 of
+them, so its output has a quarter as many rows.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import nn
+
+try:
+    from transformers import AutoModel, PreTrainedModel, vision_utils
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+except ImportError as error:
+    raise ImportError("torch_ops.models.qwen_vl needs transformers: pip install 'vk-ops[transformers]'") from error
+
+from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
+
+Progress = Callable[[int, int], None]
+
+# The preprocessor_config.json that the Qwen3-VL and Qwen3.5 checkpoints share.
+_PROCESSOR_DEFAULTS: dict[str, Any] = {
+    "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Sizes of a vision tower; ``out_hidden_size`` is the projector's width in ``used_by``."""
+
+    name: str
+    hidden_size: int
+    depth: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    deepstack_visual_indexes: tuple[int, ...]
+    used_by: str
+
+    def config(self) -> Qwen3VLVisionConfig:
+        """The Transformers configuration of this tower."""
+        return Qwen3VLVisionConfig(
+            hidden_size=self.hidden_size,
+            depth=self.depth,
+            num_heads=self.num_heads,
+            intermediate_size=self.intermediate_size,
+            out_hidden_size=self.out_hidden_size,
+            deepstack_visual_indexes=list(self.deepstack_visual_indexes),
+        )
+
+
+TOWERS = {
+    tower.name: tower
+    for tower in (
+        Tower("S", 768, 12, 12, 3072, 1024, (), "Qwen3.5-0.8B"),
+        Tower("M", 1024, 24, 16, 4096, 2048, (5, 11, 17), "Qwen3-VL-2B"),
+        Tower("L", 1152, 27, 16, 4304, 4096, (8, 16, 24), "Qwen3-VL-8B"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """One image's rows of the packed output: tokens, merged tokens, merged tokens per tap."""
+
+    last_hidden_state: torch.Tensor  # [t * h * w, hidden_size]
+    pooler_output: torch.Tensor  # [t * h * w / 4, out_hidden_size]
+    deepstack_features: tuple[torch.Tensor, ...]  # each [t * h * w / 4, out_hidden_size]
+
+
+def build_tower(
+    name: str = "S",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """The tower S, M or L of Qwen3-VL with seeded random weights, in eval mode.
+
+    The weights depend on ``seed`` alone: not on the device, nor on PyTorch's global random state.
+    They are drawn so that activations keep unit scale and attention is far from uniform, as in a
+    trained tower. ``progress`` is called with (tensors done, tensors in all). Raises ValueError for
+    an unknown name.
+    """
+    if name not in TOWERS:
+        raise ValueError(f"unknown tower {name!r}; choose one of {', '.join(TOWERS)}")
+    tower = _empty_tower(TOWERS[name].config())
+    parameters = list(tower.named_parameters())
+    state = {}
+    for done, (key, parameter) in enumerate(parameters, start=1):
+        state[key] = _seeded(key, parameter, seed, TOWERS[name].depth).to(device, dtype)
+        if progress is not None:
+            progress(done, len(parameters))
+    return _filled_tower(tower, state, device)
+
+
+def load_tower(
+    directory: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """The vision tower of a local Transformers checkpoint of Qwen3-VL or Qwen3.5, in eval mode.
+
+    Reads ``config.json`` and, out of ``model.safetensors`` or its shards, only the tensors under
+    ``model.visual.`` or ``visual.``; the language model is never loaded. Raises FileNotFoundError
+    for a missing file, ValueError for a checkpoint without such a tower and for missing,
+    unexpected or misshapen tensors, naming them.
+    """
+    directory = Path(directory)
+    tower = _empty_tower(vision_config(directory))
+    shapes = {key: parameter.shape for key, parameter in tower.named_parameters()}
+    state: dict[str, torch.Tensor] = {}
+    for key, tensor in read_tensors(directory, vision_places(directory), shapes):
+        state[key] = tensor.to(device, dtype)
+        if progress is not None:
+            progress(len(state), len(shapes))
+    return _filled_tower(tower, state, device)
+
+
+def open_image(path: str | Path) -> Image.Image:
+    """The image at ``path`` as RGB, upright (EXIF), first frame of an animation.
+
+    Raises OSError for a file that cannot be read and ValueError for one that is not an image.
+    """
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path} is not an image that Pillow can read; give a PNG, JPEG or WebP file") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} does not exist; give the path of an image file") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{path} is a directory; give the images in it one by one") from error
+    except PermissionError as error:
+        raise PermissionError(f"{path} cannot be read: permission denied") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be decoded ({error}); give an intact image") from error
+
+
+def image_processor(directory: str | Path | None = None) -> Qwen2VLImageProcessorPil:
+    """The image processor of Qwen3-VL that needs no torchvision.
+
+    With ``directory`` it follows the checkpoint's ``preprocessor_config.json`` where there is one.
+    """
+    names = ("preprocessor_config.json", "processor_config.json")
+    if directory is not None and any((Path(directory) / name).is_file() for name in names):
+        return Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
+    return Qwen2VLImageProcessorPil(**_PROCESSOR_DEFAULTS)
+
+
+def preprocess(
+    images: Sequence[Image.Image], processor: Qwen2VLImageProcessorPil | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Resize, normalise and cut images into patches as Transformers does for Qwen3-VL.
+
+    Returns ``pixel_values`` fp32 ``[T, 1536]``, all images packed one after the other, and
+    ``grid_thw`` int64 ``[n, 3]``, in patches. Raises ValueError for an empty list and for an image
+    more than 200 times as long as it is wide.
+    """
+    if not images:
+        raise ValueError("images must hold at least one image")
+    batch = (processor or image_processor())(images=list(images), return_tensors="pt")
+    return batch["pixel_values"], batch["image_grid_thw"]
+
+
+def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> Any:
+    """One packed call of ``tower`` (a vision model, compiled or not) on all images.
+
+    ``pixel_values`` ``[T, 1536]`` lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
+    kept on the CPU: positions and segment borders are worked out there, so that the call itself
+    never waits for the device and compiles without graph breaks. Returns Transformers' output with
+    ``last_hidden_state`` ``[T, hidden_size]``, ``pooler_output`` ``[T / 4, out_hidden_size]`` and,
+    where the tower has taps, ``deepstack_features``.
+    """
+    grid = grid_thw.cpu()
+    merge = tower.config.spatial_merge_size
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=merge,
+    )
+    metadata = {
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        "interp_indices": indices,
+        "interp_weights": weights,
+    }
+    device = pixel_values.device
+    return tower(
+        pixel_values,
+        grid_thw=grid,
+        max_seqlen=int((grid[:, 1] * grid[:, 2]).max()),
+        **{key: tensor.to(device, non_blocking=True) for key, tensor in metadata.items()},
+    )
+
+
+def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
+    """Each image's rows of the output of ``encode``, as views; ``grid_thw`` is int64 ``[n, 3]``."""
+    tokens = grid_thw.prod(dim=1).tolist()
+    merge = output.last_hidden_state.shape[0] // output.pooler_output.shape[0]
+    merged = [count // merge for count in tokens]
+    taps = [tap.split(merged) for tap in getattr(output, "deepstack_features", None) or ()]
+    rows = zip(output.last_hidden_state.split(tokens), output.pooler_output.split(merged), strict=True)
+    return [ImageFeatures(hidden, pooled, tuple(tap[i] for tap in taps)) for i, (hidden, pooled) in enumerate(rows)]
+
+
+def _empty_tower(config: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
+
+
+def _filled_tower(
+    tower: PreTrainedModel, state: dict[str, torch.Tensor], device: torch.device | str
+) -> PreTrainedModel:
+    tower.load_state_dict(state, assign=True)
+    # The rotary frequencies are not in any checkpoint, and must stay fp32 whatever the dtype.
+    rotary = tower.rotary_pos_emb
+    tower.rotary_pos_emb = type(rotary)(tower.config).to(device)
+    return tower.eval()
+
+
+def _seeded(name: str, like: nn.Parameter, seed: int, depth: int) -> torch.Tensor:
+    # A generator per tensor: the values do not depend on the order of a model's parameters.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    values = torch.randn(like.shape, generator=generator)
+    if name.endswith("bias"):
+        return values.mul_(0.02)
+    if like.dim() == 1:
+        return values.mul_(0.1).add_(1.0)
+    if name == "pos_embed.weight":
+        return values.mul_(0.5)
+    scale = like[0].numel() ** -0.5
+    if name.endswith(("attn.proj.weight", "mlp.linear_fc2.weight")):
+        scale *= (2 * depth) ** -0.5  # the residual stream adds up 2 * depth of these
+    return values.mul_(scale)
+
+
+__all__ = [
+    "TOWERS",
+    "ImageFeatures",
+    "Tower",
+    "build_tower",
+    "encode",
+    "image_processor",
+    "load_tower",
+    "open_image",
+    "preprocess",
+    "split_by_image",
+]
