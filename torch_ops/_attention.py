@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -50,18 +51,17 @@ class Scores:
         return left, right
 
     def count_pairs(self, cu_q: Tensor, cu_k: Tensor | None, total_q: int, total_k: int) -> int:
-        """Query-key pairs that are seen; those of one segment, an upper bound, where the lengths are fake."""
+        """Query-key pairs that are seen; all pairs, an upper bound, where the lengths are fake."""
         if isinstance(cu_q, FakeTensor) or cu_q.is_meta:
-            segments = [(total_q, total_k)]
-        else:
-            q_lengths = cu_q.diff().tolist()
-            segments = list(zip(q_lengths, q_lengths if cu_k is None else cu_k.diff().tolist(), strict=True))
+            return total_q * total_k
+        q_lengths = np.diff(cu_q.cpu().numpy())
+        k_lengths = q_lengths if cu_k is None else np.diff(cu_k.cpu().numpy())
         left, right = self.bounds()
         pairs = 0
-        for q_length, k_length in segments:
-            position = torch.arange(int(q_length)) + (k_length - q_length)
-            low, high = (position - left).clamp(min=0), (position + right).clamp(max=k_length - 1)
-            pairs += int((high - low + 1).clamp(min=0).sum())
+        for q_length, k_length in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True):
+            position = np.arange(q_length) + (k_length - q_length)
+            low, high = np.maximum(position - left, 0), np.minimum(position + right, k_length - 1)
+            pairs += int(np.maximum(high - low + 1, 0).sum())
         return pairs
 
 
@@ -86,6 +86,11 @@ def _precision(q: Tensor) -> str:
 def _addressable(tensor: Tensor) -> Tensor:
     """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _ready(*tensors: Tensor) -> bool:
+    """Whether kernels can read all of them as they are."""
+    return all(tensor.stride(2) == 1 for tensor in tensors)
 
 
 def _contiguous_row(tensor: Tensor) -> int:
@@ -113,7 +118,7 @@ def _constants(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int) 
     }  # fmt: skip
 
 
-def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scores: Scores) -> Callable[..., None]:
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scores: Scores) -> Callable[..., None]:
     """launch(q, k, v, cu_q, cu_k, out, lse) fills out [Tq, H, D] and lse [H, Tq], both contiguous."""
     total_q, num_heads, _ = q.shape
     num_segments = cu_q.shape[0] - 1
@@ -124,20 +129,32 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scores: Scores) 
         "STRIDE_QT": _row_stride(q), "STRIDE_KT": _row_stride(k), "STRIDE_VT": _row_stride(v),
         "STRIDE_OT": _contiguous_row(q), **_constants(q, k, scores, launch, unit),
     }  # fmt: skip
+    ready = _ready(q, k, v) and cu_q.is_contiguous() and cu_k.is_contiguous()
     # One tile more per segment than its rows fill, and those of the rows past the last segment (tiles/segments.py).
     grid = (total_q // launch.block_m + num_segments + 1, num_heads)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
+        if not ready:
+            q, k, v = _addressable(q), _addressable(k), _addressable(v)
+            cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
         wrap_triton(_attention_fwd_kernel)[grid](
-            _addressable(q), _addressable(k), _addressable(v), out, lse, cu_q.contiguous(), cu_k.contiguous(),
-            *scalars, PRECISION=_precision(q), **constants,
-        )  # fmt: skip
+            q, k, v, out, lse, cu_q, cu_k, *scalars, PRECISION=_precision(q), **constants
+        )
 
     return launch_forward
 
 
 def plan_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_q: Tensor, scores: Scores
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    scores: Scores,
 ) -> Callable[..., None]:
     """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) fills the gradients, contiguous.
 
@@ -166,13 +183,17 @@ def plan_backward(
     dkdv_constants = {**rows, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
     dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 1, num_k_heads)
 
+    vectors = (lse, lse if dlse is None else dlse, cu_q, cu_k)
+    ready = _ready(q, k, v, out, dout) and all(tensor.is_contiguous() for tensor in vectors)
+
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     ) -> None:  # fmt: skip
-        q, k, v, out, dout = (_addressable(tensor) for tensor in (q, k, v, out, dout))
-        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
-        dlse = lse if dlse is None else dlse.contiguous()
+        dlse = lse if dlse is None else dlse
+        if not ready:
+            q, k, v, out, dout = (_addressable(tensor) for tensor in (q, k, v, out, dout))
+            lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
         delta = torch.empty_like(lse)
         precision = _precision(q)
         wrap_triton(_attention_bwd_dq_kernel)[dq_grid](

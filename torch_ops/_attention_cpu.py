@@ -1,7 +1,7 @@
 """The attention core on the CPU, in ATen: PyTorch's own fused kernel per segment, or blocks of query rows.
 
-No T x T mask is built. Half types compute in fp32, fp64 in fp64. The gradient is written out, as in the kernels, and
-not taken by autograd: ops on the CPU are opaque to it.
+No T x T mask is built. Half types compute in fp32, fp64 in fp64, and the gradient of fp32 too. It is written out, as in
+the kernels, and not taken by autograd: ops on the CPU are opaque to it.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_ops._attention import Scores
 
-BLOCK_ROWS = 1024
+BLOCK_ROWS = 512
 
 
 def _segments(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> Iterator[tuple[slice, slice]]:
@@ -56,6 +56,9 @@ def attention_forward_cpu(
     heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     plain = scores.left < 0 and scores.right < 0 and scores.softcap == 0 and q.shape[1] == heads
+    if plain:
+        # PyTorch's kernel takes it that columns are contiguous, and reads past the tensor where they are not.
+        q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
     out.zero_()
     lse.fill_(-torch.inf)
     for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):
@@ -82,7 +85,8 @@ def attention_backward_cpu(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv, as the launch of `plan_backward` does."""
     heads = k.shape[1]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    # Scores recomputed in fp32 would round differently from those that lse came from, and P would not sum to 1.
+    dtype = torch.float64 if lse.dtype == torch.float64 or q.dtype == torch.float32 else torch.float32
     dq.zero_()
     dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):

@@ -39,6 +39,11 @@ def check_packed(op: str, argument: str, tensor: Tensor) -> None:
         refuse(op, argument, "packed as [T, H, D]", f"shape {list(tensor.shape)}")
 
 
+def check_num_heads(op: str, argument: str, num_heads: int) -> None:
+    if not 1 <= num_heads <= 65535:
+        refuse(op, f"the number of heads of {argument}", "from 1 to 65535", num_heads)
+
+
 def check_head_dim(op: str, head_dim: int) -> None:
     if not (8 <= head_dim <= 256 and head_dim % 8 == 0):
         refuse(op, "the head dimension of q", "a multiple of 8 from 8 to 256", head_dim)

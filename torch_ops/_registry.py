@@ -37,6 +37,7 @@ NAMESPACE = "vk"
 REMEMBERED = 4096
 
 _library = Library(NAMESPACE, "FRAGMENT")
+_CUDA = torch._C.DispatchKey.CUDA
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,10 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
     generic = make_autograd_impl(definition._opoverload, definition)
 
     def run(*args: Any) -> Any:
-        device = args[0].device
-        if device.index == torch.cuda.current_device():
+        index = args[0].get_device()
+        if index == torch._C._cuda_getDevice():
             return body(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
             return body(*args)
 
     class Differentiable(torch.autograd.Function):
@@ -160,10 +161,8 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
     def autograd(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
-        watched = torch._C._len_torch_dispatch_stack() or not all(
-            type(arg) in (Tensor, torch.nn.Parameter) for arg in args if isinstance(arg, Tensor)
-        )
-        if watched or not args[0].is_cuda:
+        # Modes, subclasses, fake tensors and functionalisation all leave a key above the backend's own.
+        if (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId() != _CUDA:
             return generic(keyset, *args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return run(*args)

@@ -20,6 +20,7 @@ from torch_ops._checks import (
     check_float,
     check_head_dim,
     check_like,
+    check_num_heads,
     check_packed,
     check_scale,
     check_softcap,
@@ -37,6 +38,7 @@ def _check_window_attn(
 ) -> None:  # fmt: skip
     check_packed(op, "q", q)
     check_float(op, "q", q)
+    check_num_heads(op, "q", q.shape[1])
     check_head_dim(op, q.shape[2])
     for name, tensor in (("k", k), ("v", v)):
         check_packed(op, name, tensor)
@@ -102,7 +104,7 @@ def _prepare_window_attn(
     _check_window_attn("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
     if runs_kernels(q):
-        return plan_forward(q, k, v, cu_seqlens, scores)
+        return plan_forward(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, scores)
     return partial(attention_forward_cpu, scores)
 
 
@@ -172,7 +174,8 @@ def _prepare_window_attn_backward(
     )
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
     if runs_kernels(q):
-        return plan_backward(dout, dlse, q, k, v, out, cu_seqlens, scores)
+        cu_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_k, scores)
     return partial(attention_backward_cpu, scores)
 
 

@@ -29,7 +29,7 @@ from csrc_free_ops.tiles.rows import (
     zero_rows,
 )
 from csrc_free_ops.tiles.scores import LOG2E, cap_scores, log2_factor
-from csrc_free_ops.tiles.segments import locate_tile
+from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 
 
 @triton.jit
@@ -78,9 +78,18 @@ def _attention_bwd_dq_kernel(
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
     head = tl.program_id(1).to(tl.int64)
-    q_start, q_length, first, k_start, k_length = locate_tile(
-        cu_q_ptr, cu_k_ptr, num_segments, total_q, total_k, tl.program_id(0), BLOCK_M
-    )
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 1
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_q_ptr + probe, mask=probe < beyond, other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+    following = tl.minimum(segment + 1, num_segments)
+    q_start, q_length, first, k_start, k_length = place_tile(
+        tl.load(cu_q_ptr + segment), tl.load(cu_q_ptr + segment + 1, mask=segment < num_segments, other=total_q),
+        tl.load(cu_k_ptr + segment), tl.load(cu_k_ptr + following), segment, total_q, total_k, tile, BLOCK_M,
+    )  # fmt: skip
     if first >= q_length:
         return
     scale = tl.cast(scale, tl.float32)
@@ -166,7 +175,7 @@ def _accumulate_dkdv(
     local = tl.arange(0, BLOCK_M)
     q_base += tl.cast(low, tl.int64) * STRIDE_QT
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
-    for start in tl.range(low, high, BLOCK_M, num_stages=1 if MASKED else None):
+    for start in tl.range(low, high, BLOCK_M):
         remaining = q_length - start
         q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)
         dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)
@@ -208,9 +217,18 @@ def _attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N keys, key heads): dk and dv, over the GROUP query heads in order."""
     k_head = tl.program_id(1).to(tl.int64)
-    k_start, k_length, first, q_start, q_length = locate_tile(
-        cu_k_ptr, cu_q_ptr, num_segments, total_k, total_q, tl.program_id(0), BLOCK_N
-    )
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 1
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_k_ptr + probe, mask=probe < beyond, other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_k, tile, BLOCK_N)
+    following = tl.minimum(segment + 1, num_segments)
+    k_start, k_length, first, q_start, q_length = place_tile(
+        tl.load(cu_k_ptr + segment), tl.load(cu_k_ptr + segment + 1, mask=segment < num_segments, other=total_k),
+        tl.load(cu_q_ptr + segment), tl.load(cu_q_ptr + following), segment, total_k, total_q, tile, BLOCK_N,
+    )  # fmt: skip
     if first >= k_length:
         return
     scale = tl.cast(scale, tl.float32)

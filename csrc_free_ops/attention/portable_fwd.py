@@ -26,7 +26,7 @@ from csrc_free_ops.tiles.rows import (
     zero_rows,
 )
 from csrc_free_ops.tiles.scores import LN2, cap_scores, log2_factor
-from csrc_free_ops.tiles.segments import locate_tile
+from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from csrc_free_ops.tiles.softmax import update
 
 
@@ -71,9 +71,18 @@ def _attention_fwd_kernel(
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
     head = tl.program_id(1).to(tl.int64)
-    q_start, q_length, first, k_start, k_length = locate_tile(
-        cu_q_ptr, cu_k_ptr, num_segments, total_q, total_k, tl.program_id(0), BLOCK_M
-    )
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 1
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_q_ptr + probe, mask=probe < beyond, other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+    following = tl.minimum(segment + 1, num_segments)
+    q_start, q_length, first, k_start, k_length = place_tile(
+        tl.load(cu_q_ptr + segment), tl.load(cu_q_ptr + segment + 1, mask=segment < num_segments, other=total_q),
+        tl.load(cu_k_ptr + segment), tl.load(cu_k_ptr + following), segment, total_q, total_k, tile, BLOCK_M,
+    )  # fmt: skip
     if first >= q_length:
         return
     scale = tl.cast(scale, tl.float32)

@@ -131,7 +131,7 @@ WINDOW_ATTN = (
     _case("padding", "rows past the last segment", (37, 20), 2, 72, padding=45),
     _case("no_segments", "nothing but padding", (), 1, 16, padding=20),
     _case("no_rows", "no rows at all", (0,), 2, 64),
-    _case("many", "more segments than one step of the search looks at", (3, 1, 2, 5) * 40, 1, 16),
+    _case("many", "more segments than one step of the search looks at", (3, 1, 2, 5) * 40, 1, 8),
     _case("causal", "diagonal blocks", (70, 33), 2, 64, "smoke", "edge", options=CAUSAL),
     _case("causal_wide", "more keys than queries", (20, 9), 1, 32, k_lengths=(90, 9), options=CAUSAL),
     _case("causal_tall", "rows that see no key", (90, 12), 1, 32, k_lengths=(30, 12), options=CAUSAL),

@@ -3,13 +3,45 @@
 Run in fp64 it is the truth, run in the tested dtype it is "eager PyTorch" of the tolerance rule.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def _bounds(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    values = cu_seqlens.tolist()
-    return list(zip(values, values[1:], strict=False))
+class _Segment(NamedTuple):
+    """Rows of a segment, and which of its keys each query sees [Lq, Lk]."""
+
+    queries: slice
+    keys: slice
+    seen: Tensor
+
+
+def _segments(
+    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, causal: bool, window_left: int, window_right: int
+) -> Iterator[_Segment]:
+    bounds = cu_seqlens.tolist()
+    k_bounds = bounds if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    device = cu_seqlens.device
+    for start, end, k_start, k_end in zip(bounds, bounds[1:], k_bounds, k_bounds[1:], strict=False):
+        num_queries, num_keys = end - start, k_end - k_start
+        position = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
+        key = torch.arange(num_keys, device=device)[None, :]
+        seen = torch.ones((num_queries, num_keys), dtype=torch.bool, device=device)
+        if causal:
+            seen &= key <= position
+        if window_left >= 0:
+            seen &= key >= position - window_left
+        if window_right >= 0:
+            seen &= key <= position + window_right
+        yield _Segment(slice(start, end), slice(k_start, k_end), seen)
+
+
+def _per_query_head(tensor: Tensor, rows: slice, num_heads: int) -> Tensor:
+    """[H, rows, D], keys and values repeated for the query heads that share them."""
+    block = tensor[rows].transpose(0, 1)
+    return block.repeat_interleave(num_heads // block.shape[0], 0)
 
 
 def window_attn(
@@ -27,32 +59,67 @@ def window_attn(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `vk::window_attn`, one segment after the other with the whole score matrix of each."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    group = q.shape[1] // k.shape[1]
-    keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    outs, lses = [q[:0]], [q.new_empty((q.shape[1], 0))]
-    for (start, end), (k_start, k_end) in zip(_bounds(cu_seqlens), _bounds(keys), strict=True):
-        q_segment = q[start:end].transpose(0, 1)
-        k_segment = k[k_start:k_end].transpose(0, 1).repeat_interleave(group, 0)
-        v_segment = v[k_start:k_end].transpose(0, 1).repeat_interleave(group, 0)
+    heads = q.shape[1]
+    outs, lses = [q[:0]], [q.new_empty((heads, 0))]
+    for queries, keys, seen in _segments(cu_seqlens, cu_seqlens_k, causal, window_left, window_right):
+        q_segment, k_segment, v_segment = (
+            _per_query_head(tensor, rows, heads) for tensor, rows in ((q, queries), (k, keys), (v, keys))
+        )
         scores = q_segment @ k_segment.transpose(1, 2) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        num_queries, num_keys = scores.shape[1:]
-        position = torch.arange(num_queries, device=q.device)[:, None] + (num_keys - num_queries)
-        key = torch.arange(num_keys, device=q.device)[None, :]
-        seen = torch.ones((num_queries, num_keys), dtype=torch.bool, device=q.device)
-        if causal:
-            seen &= key <= position
-        if window_left >= 0:
-            seen &= key >= position - window_left
-        if window_right >= 0:
-            seen &= key <= position + window_right
         scores = scores.masked_fill(~seen, -torch.inf)
-        lse = torch.logsumexp(scores, -1) if num_keys else scores.new_full(scores.shape[:2], -torch.inf)
+        lse = torch.logsumexp(scores, -1) if seen.shape[1] else scores.new_full(scores.shape[:2], -torch.inf)
         weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
         outs.append((weights @ v_segment).transpose(0, 1))
         lses.append(lse)
     rest = q.shape[0] - int(cu_seqlens[-1])
     outs.append(q.new_zeros((rest, *q.shape[1:])))
-    lses.append(q.new_full((q.shape[1], rest), -torch.inf))
+    lses.append(q.new_full((heads, rest), -torch.inf))
     return torch.cat(outs), torch.cat(lses, 1)
+
+
+def window_attn_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `vk::window_attn_backward`: weights recomputed from the lse that it is given, not by autograd."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    heads, k_heads = q.shape[1], k.shape[1]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys, seen in _segments(cu_seqlens, cu_seqlens_k, causal, window_left, window_right):
+        q_segment, dout_segment, out_segment = (_per_query_head(tensor, queries, heads) for tensor in (q, dout, out))
+        k_segment, v_segment = (_per_query_head(tensor, keys, heads) for tensor in (k, v))
+        scores = (k_segment @ q_segment.transpose(1, 2)).transpose(1, 2) * scale
+        slope = torch.ones_like(scores)
+        if softcap > 0:
+            capped = torch.tanh(scores / softcap)
+            scores, slope = softcap * capped, 1 - capped * capped
+        row_lse = lse[:, queries]
+        unseen = row_lse == -torch.inf
+        weights = torch.exp(scores - row_lse.masked_fill(unseen, 0.0)[..., None]).masked_fill(~seen, 0.0).to(q.dtype)
+        delta = (dout_segment * out_segment).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse[:, queries]
+        dp = dout_segment @ v_segment.transpose(1, 2)
+        dscores = (weights * (dp - delta.masked_fill(unseen, 0.0)[..., None]) * slope).to(q.dtype)
+        dq[queries] = (dscores @ k_segment * scale).transpose(0, 1)
+        for gradient, block in (
+            (dk, dscores.transpose(1, 2) @ q_segment * scale),
+            (dv, weights.transpose(1, 2) @ dout_segment),
+        ):
+            gradient[keys] = block.unflatten(0, (k_heads, -1)).sum(1).transpose(0, 1)
+    return dq, dk, dv

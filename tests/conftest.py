@@ -1,0 +1,35 @@
+"""Shared by all numerical tests: where they run, and what may not leak between runs."""
+
+import os
+
+# A stale entry would return the result of code that has since changed.
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if "no_interpret" in item.keywords and INTERPRET:
+            item.add_marker(pytest.mark.skip(reason="not under the interpreter"))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tests run: the GPU where there is one, else the CPU (the kernels themselves under the interpreter)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,228 @@
+"""`vk bench`: ops next to their peers, against the machine's ceilings, and their host time."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import torch_ops
+from torch_ops.bench import options, window_attn
+from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.host import host_times
+from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
+from torch_ops.bench.options import say
+from torch_ops.bench.profile import profile_case
+from torch_ops.bench.results import OK, WRONG, Measurement, Report
+from torch_ops.bench.room import Contender, Room
+from torch_ops.bench.tables import markdown, print_tables
+
+ROOMS: dict[str, Room] = {room.op: room for room in (window_attn.ROOM,)}
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
+
+OpName = Annotated[str, typer.Argument(metavar="OP", help=f"One of {', '.join(ROOMS)}.")]
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Time ops next to their peers, profile them, and make tables of what was measured.
+
+    Tables go to stdout, progress to stderr. The exit code is 1 where ours broke the tolerance rule.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _contest_command(op: str) -> Callable[..., None]:
+    def command(
+        shapes: options.Shapes = None,
+        backward: options.Backward = False,
+        dtype: options.DtypeName = None,
+        device: options.DeviceName = None,
+        path: options.PathName = None,
+        peers: options.PeerNames = None,
+        rounds: options.Rounds = 3,
+        cold: options.Cold = False,
+        out: options.Out = None,
+        show_markdown: options.Markdown = False,
+        commit: options.Commit = None,
+    ) -> None:
+        room = ROOMS[op]
+        where = options.find_device(device)
+        terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold)
+        rivals = options.find_peers(room, peers or (), where)
+        changes = options.find_path(path)
+        with options.value_errors("--shapes"):
+            cases = room.cases(shapes or (), where)
+        options.check_output(out, "--out")
+        with torch_ops.settings(**changes):
+            report = _contests(room, cases, rivals, terms, out, commit)
+        _show(report, show_markdown)
+        _exit_if_wrong(report.measurements)
+
+    peer_names = ", ".join(peer.name for peer in ROOMS[op].peers)
+    command.__doc__ = f"""Time vk::{op} next to its peers, {peer_names}.
+
+    First the gate: on each case every contender is held against the fp64 reference by the tolerance
+    rule, forward and, with --backward, every gradient; what is wrong is marked and never counts as
+    the best peer. Then every contender is timed in every round, in rotating order. Peak memory is
+    what one call allocates.
+    """
+    return command
+
+
+def _contests(
+    room: Room, cases: tuple[Any, ...], rivals: tuple[Contender, ...], terms: Terms,
+    out: Path | None, commit: str | None,
+) -> Report:  # fmt: skip
+    contenders = (room.ours, *rivals)
+    about = {rival.name: rival.about() for rival in rivals}
+    report = Report(provenance(terms.device, commit, about))
+    say(f"measuring the copy and {dtype_name(terms.dtype)} matmul rates of {report.provenance.device}")
+    report = dataclasses.replace(report, ceilings=measure_ceilings(terms.device, terms.dtype))
+    with options.progress(len(cases) * terms.steps(len(contenders))) as step:
+        for case in cases:
+            say(f"{room.op} {case.name} {room.shape(case)}")
+
+            def on_step(doing: str, name: str = case.name) -> None:
+                step(f"{name}: {doing}")
+
+            try:
+                measured = contest(room, case, contenders, terms, on_step)
+            except torch.OutOfMemoryError as error:
+                message = f"{case.name} does not fit into the memory of {report.provenance.device}"
+                raise options.bad("--shapes", message) from error
+            report = dataclasses.replace(report, measurements=(*report.measurements, *measured))
+            if out is not None:
+                report.write(out)
+    return report
+
+
+def _exit_if_wrong(measurements: tuple[Measurement, ...]) -> None:
+    bad = [one for one in measurements if one.ours.status != OK]
+    for one in bad:
+        what = "is wrong" if one.ours.status == WRONG else one.ours.status
+        say(f"vk: {one.op} {what} on {one.case}, {one.direction}: {one.ours.note}")
+    if bad:
+        raise typer.Exit(1)
+
+
+for _op in ROOMS:
+    app.command(_op)(_contest_command(_op))
+
+
+@app.command()
+def profile(
+    op: OpName,
+    shapes: options.Shapes = None,
+    backward: options.Backward = False,
+    dtype: options.DtypeName = None,
+    device: options.DeviceName = None,
+    path: options.PathName = None,
+    rounds: options.Rounds = 3,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.json",
+            dir_okay=False,
+            help="Export a Chrome trace; of several calls, each to a file with its name in it.",
+        ),
+    ] = None,
+    out: options.Out = None,
+    show_markdown: options.Markdown = False,
+    commit: options.Commit = None,
+) -> None:
+    """Profile an op: the profiler's table, bytes and FLOPs, memory- or compute-bound.
+
+    Bytes moved count each input read once and each output written once. A call is memory-bound
+    where its FLOPs per byte are fewer than the measured matmul rate over the measured copy rate.
+    """
+    room = _room_of(op)
+    where = options.find_device(device)
+    terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold=False)
+    changes = options.find_path(path)
+    with options.value_errors("--shapes"):
+        cases = room.profiled(shapes or (), where)
+    options.check_output(out, "--out")
+    options.check_output(trace, "--trace")
+    calls = [(case, direction) for case in cases for direction in terms.directions]
+    report = Report(
+        provenance(where, commit, {}),
+        measure_ceilings(where, terms.dtype),
+    )
+    with torch_ops.settings(**changes):
+        for case, direction in calls:
+            title = f"{room.op} {direction}, {case.name}, {room.shape(case)}"
+            say(title)
+            target = trace
+            if trace is not None and len(calls) > 1:
+                target = trace.with_name(f"{trace.stem}.{case.name}.{direction}{trace.suffix}")
+
+            def show(table: str, title: str = title) -> None:
+                if not show_markdown:
+                    typer.echo(f"{title}\n{table}")
+
+            profiled = profile_case(room, case, direction, terms, target, show)
+            report = dataclasses.replace(report, profiles=(*report.profiles, profiled))
+    if out is not None:
+        report.write(out)
+    _show(report, show_markdown)
+
+
+@app.command()
+def host(
+    op: OpName = "window_attn",
+    dtype: options.DtypeName = None,
+    device: options.DeviceName = None,
+    path: options.PathName = None,
+    out: options.Out = None,
+    show_markdown: options.Markdown = False,
+    commit: options.Commit = None,
+) -> None:
+    """Host time of a call on a small case, next to a raw launch of the same kernel.
+
+    The least over repetitions. On a CPU a call computes its result too, and there is no raw launch.
+    """
+    room = _room_of(op)
+    where = options.find_device(device)
+    kind = options.find_dtype(dtype, where)
+    changes = options.find_path(path)
+    options.check_output(out, "--out")
+    with torch_ops.settings(**changes):
+        times = host_times(room.op, room.host_calls(kind, where), where)
+    origin = provenance(where, commit, {})
+    report = Report(origin, host=times)
+    if out is not None:
+        report.write(out)
+    _show(report, show_markdown)
+
+
+@app.command()
+def table(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="JSON from --out."),
+    ],
+) -> None:
+    """Make Markdown tables again from stored JSON."""
+    for index, file in enumerate(files):
+        with options.value_errors(str(file)):
+            report = Report.from_json(file.read_text())
+        typer.echo("\n" * bool(index) + markdown(report), nl=False)
+
+
+def _room_of(op: str) -> Room:
+    if op not in ROOMS:
+        raise typer.BadParameter(f"no op {op!r} has a bench room; give one of {', '.join(ROOMS)}", param_hint="'OP'")
+    return ROOMS[op]
+
+
+def _show(report: Report, as_markdown: bool) -> None:
+    if as_markdown:
+        typer.echo(markdown(report), nl=False)
+    else:
+        print_tables(report)

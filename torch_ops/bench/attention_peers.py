@@ -1,0 +1,202 @@
+"""What a user of packed attention would pick instead, each called as its own documentation says."""
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from torch_ops.bench.room import Call, Contender, one_line
+from torch_ops.testing import references
+from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs
+
+# Under autograd the reference keeps about this many score matrices of every segment.
+REFERENCE_MATRICES = 8
+REFERENCE_BYTES = 8 * 2**30
+
+
+def packed_call(inputs: WindowAttnInputs, forward: Callable[..., Tensor]) -> Call:
+    """A call forward(q, k, v) whose tensors are packed as the op's are."""
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
+    return Call(lambda: forward(*leaves.values()), leaves, inputs.dout)
+
+
+def score_entries(case: WindowAttnCase) -> int:
+    """Entries of all score matrices of a case, unseen ones included."""
+    pairs = zip(case.lengths, case.k_lengths or case.lengths, strict=True)
+    return case.num_heads * sum(queries * keys for queries, keys in pairs)
+
+
+def _needs_half_on_gpu(dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "needs a GPU"
+    return "" if dtype in (torch.float16, torch.bfloat16) else "takes fp16 and bf16 only"
+
+
+def _uses(case: WindowAttnCase, *options: str) -> str:
+    """The first of these options that the case sets, "" if none."""
+    off = {"window_left": -1, "window_right": -1, "softcap": 0.0}
+    return next((name for name in options if case.options.get(name, off[name]) != off[name]), "")
+
+
+def _grouped(case: WindowAttnCase) -> bool:
+    return case.num_k_heads not in (None, case.num_heads)
+
+
+def _window(case: WindowAttnCase) -> tuple[int, int]:
+    """(left, right) bounds around the query, -1 unbounded; causal order is a right bound of 0."""
+    right = 0 if case.options.get("causal") else case.options.get("window_right", -1)
+    return case.options.get("window_left", -1), right
+
+
+def _lengths(case: WindowAttnCase) -> tuple[int, int]:
+    return max(case.lengths, default=0), max(case.k_lengths or case.lengths, default=0)
+
+
+def _cu_seqlens(inputs: WindowAttnInputs) -> tuple[Tensor, Tensor]:
+    keys = inputs.cu_seqlens_k
+    return inputs.cu_seqlens, inputs.cu_seqlens if keys is None else keys
+
+
+def _cudnn_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
+    if not case.uniform:
+        return "takes batches of equal segments only"
+    if option := _uses(case, "window_left", "window_right", "softcap"):
+        return f"has no {option} in scaled_dot_product_attention"
+    return _needs_half_on_gpu(dtype, device)
+
+
+def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+    def batched(packed: Tensor) -> Tensor:
+        """[T, H, D] as [B, H, S, D], a view."""
+        return packed.unflatten(0, (len(case.lengths), -1)).transpose(1, 2)
+
+    leaves = {name: batched(getattr(inputs, name)).detach().requires_grad_() for name in ("q", "k", "v")}
+    options: dict[str, Any] = {
+        "is_causal": bool(case.options.get("causal")),
+        "scale": case.options.get("scale"),
+        "enable_gqa": _grouped(case),
+    }
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            q, k, v = leaves.values()
+            return scaled_dot_product_attention(q, k, v, **options)
+
+    return Call(forward, leaves, batched(inputs.dout), lambda result: result.transpose(1, 2).flatten(0, 1))
+
+
+def _varlen_attn() -> Any:
+    return importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+
+def _flash2_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
+    if option := _uses(case, "softcap"):
+        return f"has no {option} in varlen_attn"
+    if case.padding:
+        return "leaves rows past the last segment unwritten"
+    return _needs_half_on_gpu(dtype, device)
+
+
+def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+    varlen_attn = _varlen_attn()
+    places = (*_cu_seqlens(inputs), *_lengths(case))
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {}
+    if _window(case) != (-1, -1):
+        # Before it had windows, the function had causal order alone.
+        options |= {"window_size": _window(case)} if "window_size" in known else {"is_causal": True}
+    if "scale" in case.options:
+        options["scale"] = case.options["scale"]
+    if _grouped(case) and "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return packed_call(inputs, lambda q, k, v: varlen_attn(q, k, v, *places, **options))
+
+
+def _flash4() -> Any:
+    return importlib.import_module("flash_attn.cute.interface").flash_attn_varlen_func
+
+
+def _flash4_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
+    if reason := _needs_half_on_gpu(dtype, device):
+        return reason
+    try:
+        _flash4()
+    except Exception as error:
+        # Its packages fail at import in ways of their own where they do not fit the GPU or driver.
+        return f"is not installed here ({one_line(error)})"
+    return "leaves rows past the last segment unwritten" if case.padding else ""
+
+
+def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+    function = _flash4()
+    queries, keys = _cu_seqlens(inputs)
+    longest_queries, longest_keys = _lengths(case)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": queries,
+        "cu_seqlens_k": keys,
+        "max_seqlen_q": longest_queries,
+        "max_seqlen_k": longest_keys,
+        "causal": bool(case.options.get("causal")),
+    }
+    if "scale" in case.options:
+        options["softmax_scale"] = case.options["scale"]
+    if _uses(case, "softcap"):
+        options["softcap"] = case.options["softcap"]
+    if _uses(case, "window_left", "window_right"):
+        left, right = _window(case)
+        options["window_size"] = (None if left < 0 else left, None if right < 0 else right)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = function(q, k, v, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    return packed_call(inputs, forward)
+
+
+def _about_flash4() -> str:
+    try:
+        return f"FlashAttention-4, flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "FlashAttention-4, not installed"
+
+
+def _reference_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
+    needed = REFERENCE_MATRICES * dtype.itemsize * score_entries(case)
+    if needed <= REFERENCE_BYTES:
+        return ""
+    return f"its score matrices would take {needed / 2**30:.0f} GiB"
+
+
+def _bind_reference(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return inputs.call(references.window_attn, q=q, k=k, v=v)[0]
+
+    return packed_call(inputs, forward)
+
+
+CUDNN = Contender(
+    "cudnn",
+    _bind_cudnn,
+    _cudnn_refuses,
+    lambda: f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version()}",
+)
+FLASH2 = Contender(
+    "flash2",
+    _bind_flash2,
+    _flash2_refuses,
+    lambda: f"FlashAttention-2, varlen_attn of torch {torch.__version__}",
+)
+FLASH4 = Contender("flash4", _bind_flash4, _flash4_refuses, _about_flash4)
+REFERENCE = Contender(
+    "reference",
+    _bind_reference,
+    _reference_refuses,
+    lambda: "torch_ops.testing.references, one segment after the other in eager PyTorch",
+)
+PEERS = (CUDNN, FLASH2, FLASH4, REFERENCE)

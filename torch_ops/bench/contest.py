@@ -1,0 +1,136 @@
+"""A contest: on each case, first the gate, then every contender in interleaved rounds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_ops.bench.gate import Verdict, judge
+from torch_ops.bench.machine import dtype_name
+from torch_ops.bench.results import FAILED, Measurement, Timed
+from torch_ops.bench.room import Call, Case, Contender, Room, Trial, one_line
+from torch_ops.bench.timing import (
+    Timer,
+    Work,
+    interleave,
+    make_timer,
+    on_timing_stream,
+    peak_bytes,
+    sets_to_outgrow_cache,
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for a whole run; `cold` lets inputs leave the L2 cache between calls."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backward: bool
+    rounds: int
+    cold: bool
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return ("forward", "backward") if self.backward else ("forward",)
+
+    def steps(self, contenders: int) -> int:
+        """How often `contest` reports progress on one case."""
+        return contenders * (1 + self.rounds * len(self.directions))
+
+
+def contest(
+    room: Room,
+    case: Case,
+    contenders: Sequence[Contender],
+    terms: Terms,
+    on_step: Callable[[str], None] = lambda doing: None,
+) -> list[Measurement]:
+    """One measurement for each direction. The first contender is ours."""
+    trials = room.trials(case, terms.dtype, terms.device, terms.backward)
+    verdicts = _verdicts(case, trials, contenders, terms, on_step)
+    inputs = _input_sets(room, case, terms, trials)
+    del trials
+    measurements = []
+    for direction in terms.directions:
+        timed = _time(case, inputs, contenders, verdicts, direction, terms, on_step)
+        cost = room.cost(inputs[0], direction == "backward")
+        measurements.append(
+            Measurement(
+                op=room.op,
+                case=case.name,
+                shape=room.shape(case),
+                direction=direction,
+                dtype=dtype_name(terms.dtype),
+                path=room.path(inputs[0]),
+                cache="cold" if len(inputs) > 1 else "warm",
+                flops=cost.flops,
+                bytes_moved=cost.bytes_moved,
+                ours=timed[0],
+                peers=tuple(timed[1:]),
+            )
+        )
+    return measurements
+
+
+def _verdicts(
+    case: Case, trials: Sequence[Trial], contenders: Sequence[Contender], terms: Terms,
+    on_step: Callable[[str], None],
+) -> dict[str, Verdict]:  # fmt: skip
+    verdicts = {}
+    for contender in contenders:
+        on_step(f"checking {contender.name}")
+        verdicts[contender.name] = judge(contender, case, trials, terms.dtype, terms.device, terms.backward)
+    return verdicts
+
+
+def _input_sets(room: Room, case: Case, terms: Terms, trials: Sequence[Trial]) -> list[object]:
+    """Where a trial ran the case itself its inputs serve again: drawing large ones takes seconds."""
+    drawn = [trial.inputs for trial in trials if trial.case == case]
+    inputs = drawn[:1] or [room.inputs(case, terms.dtype, terms.device, 0)]
+    if terms.cold:
+        read = room.cost(inputs[0], False).bytes_moved
+        for seed in range(1, sets_to_outgrow_cache(read, terms.device)):
+            inputs.append(room.inputs(case, terms.dtype, terms.device, seed))
+    return inputs
+
+
+def _time(
+    case: Case, inputs: list[object], contenders: Sequence[Contender],
+    verdicts: dict[str, Verdict], direction: str, terms: Terms, on_step: Callable[[str], None],
+) -> list[Timed]:  # fmt: skip
+    timers: dict[str, Timer] = {}
+    peaks: dict[str, int | None] = {}
+    judged = {name: verdict.of(direction) for name, verdict in verdicts.items()}
+    for contender in contenders:
+        name = contender.name
+        if not judged[name].can_run:
+            continue
+        try:
+            calls = [contender.bind(case, each) for each in inputs]
+            work = [bound_work(call, direction, terms.device) for call in calls]
+            timers[name] = make_timer(work, terms.device)
+            peaks[name] = peak_bytes(work[0], terms.device)
+        except Exception as error:
+            timers.pop(name, None)
+            judged[name] = Verdict(FAILED, one_line(error), judged[name].reports)
+    figures = interleave(timers, terms.rounds, lambda name: on_step(f"{direction}, timing {name}"))
+    return [
+        Timed(
+            name=name,
+            status=verdict.status,
+            note=verdict.note,
+            rounds_ms=figures.get(name, ()),
+            timer=timers[name].kind if name in timers else "",
+            peak_bytes=peaks.get(name),
+            gate=verdict.reports,
+        )
+        for name, verdict in judged.items()
+    ]
+
+
+def bound_work(call: Call, direction: str, device: torch.device) -> Work:
+    if direction == "forward":
+        return call.forward_alone
+    with on_timing_stream(device):
+        return call.backward_of(call.forward())

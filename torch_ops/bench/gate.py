@@ -1,0 +1,70 @@
+"""The gate: no speed is reported of a contender that is wrong.
+
+Before anything is timed, every contender's output and gradients are held against the fp64 reference
+by the tolerance rule of `torch_ops.testing`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG
+from torch_ops.bench.room import Case, Contender, Trial, one_line
+from torch_ops.testing import Report, compare
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a contender may be called right, and in words why not."""
+
+    status: str
+    note: str = ""
+    reports: tuple[Report, ...] = ()
+
+    @property
+    def can_run(self) -> bool:
+        return self.status in (OK, WRONG)
+
+    def of(self, direction: str) -> "Verdict":
+        """The verdict on the forward (out) or the backward (every gradient) alone."""
+        if not self.can_run:
+            return self
+        forward = direction == "forward"
+        reports = tuple(r for r in self.reports if r.name.startswith("out") == forward)
+        broken = [str(report) for report in reports if not report.passed]
+        return Verdict(WRONG if broken else OK, "; ".join(broken), reports)
+
+
+def judge(
+    contender: Contender, case: Case, trials: Sequence[Trial], dtype: torch.dtype,
+    device: torch.device, backward: bool,
+) -> Verdict:  # fmt: skip
+    """Runs a contender on every trial of a case."""
+    reason = contender.refuses(case, dtype, device)
+    if reason:
+        return Verdict(UNAVAILABLE, reason)
+    reports: list[Report] = []
+    for trial in trials:
+        try:
+            _soil_memory(trial)
+            results = contender.bind(trial.case, trial.inputs).results(backward)
+            for name, reference in trial.reference.items():
+                actual = trial.look(name, results[name])
+                label = f"{name} ({trial.label})"
+                reports.append(compare(actual, trial.eager[name], reference, label))
+        except Exception as error:
+            return Verdict(FAILED, f"{trial.label}: {one_line(error)}")
+    return Verdict(OK if all(r.passed for r in reports) else WRONG, "", tuple(reports))
+
+
+def _soil_memory(trial: Trial) -> None:
+    """Fills the memory that outputs will be cut from with NaN.
+
+    Without this an output that is never written may show the right values, which a contender
+    before left in the same block.
+    """
+    shaped = [tensor for tensor in vars(trial.inputs).values() if isinstance(tensor, torch.Tensor)]
+    floating = [tensor for tensor in shaped if tensor.is_floating_point()]
+    soil = [torch.full_like(tensor, torch.nan) for tensor in floating for _ in range(3)]
+    del soil

@@ -1,0 +1,46 @@
+"""Host time of a call: what Python and PyTorch take before the device has its work."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from torch_ops.bench.results import HostTime
+from torch_ops.bench.room import HostCall
+
+# Fewer calls than a stream's queue holds, so that no call waits for the device.
+CALLS = 100
+REPETITIONS = 30
+# On the CPU a call computes its result as well.
+CPU_CALLS, CPU_REPETITIONS = 10, 3
+
+
+def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tuple[HostTime, ...]:
+    """The least over rounds of all calls; what has no call here is listed without a time."""
+    on_gpu = device.type == "cuda"
+    per_turn, turns = (CALLS, REPETITIONS) if on_gpu else (CPU_CALLS, CPU_REPETITIONS)
+    least = [math.inf] * len(calls)
+    for turn in range(turns + 1):
+        for index, entry in enumerate(calls):
+            if entry.call is None:
+                continue
+            start = time.perf_counter()
+            for _ in range(per_turn):
+                entry.call()
+            elapsed = time.perf_counter() - start
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            if turn:  # the first turn builds kernels and fills caches
+                least[index] = min(least[index], elapsed / per_turn * 1e6)
+    return tuple(
+        HostTime(
+            op=op,
+            name=entry.name,
+            microseconds=None if entry.call is None else microseconds,
+            raw=entry.raw,
+            target=entry.target,
+            note=entry.note,
+        )
+        for entry, microseconds in zip(calls, least, strict=True)
+    )

@@ -1,0 +1,240 @@
+"""What a run measured, as frozen dataclasses and as JSON.
+
+A document is one `Report`: `{"schema": 1, "provenance": ..., "ceilings": ...,
+"measurements": [...], "profiles": [...], "host": [...]}`. Times are milliseconds, host times
+microseconds, memory and traffic bytes, rates GB/s (1e9) and TFLOP/s. What is derived from a figure
+(medians, ratios, rates) is computed here and never stored.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_ops.testing import Report as GateReport
+
+SCHEMA = 1
+
+OK = "ok"
+WRONG = "wrong"
+FAILED = "failed"
+UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What was measured on what; `peers` says what each of them is. `driver` is None on the CPU."""
+
+    date: str
+    commit: str
+    command: str
+    device: str
+    driver: str | None
+    versions: dict[str, str]
+    peers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reached in the same run; a copy's bytes are those read and written."""
+
+    copy_gb_s: float
+    matmul_tflops: float
+    matmul_dtype: str
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which arithmetic, not memory, sets the floor."""
+        return self.matmul_tflops * 1e3 / self.copy_gb_s
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contender in one measurement.
+
+    Attributes:
+        status: "ok"; "wrong" where the gate refused it (it is timed all the same); "failed" where
+            it raised; "unavailable" where it cannot run the case here. `note` says why.
+        rounds_ms: one median for each interleaved round.
+        timer: "graph", "events" or "wall".
+        peak_bytes: device memory allocated in one call beyond what was allocated before it.
+        gate: what the tolerance rule measured, tensor by tensor.
+    """
+
+    name: str
+    status: str
+    note: str = ""
+    rounds_ms: tuple[float, ...] = ()
+    timer: str = ""
+    peak_bytes: int | None = None
+    gate: tuple[GateReport, ...] = ()
+
+    @property
+    def ms(self) -> float | None:
+        return statistics.median(self.rounds_ms) if self.rounds_ms else None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Ours and its peers on one case in one direction ("forward", "backward").
+
+    `path` is the path that ours took; `cache` is "warm", or "cold" where each call met inputs that
+    the L2 cache no longer held.
+    """
+
+    op: str
+    case: str
+    shape: str
+    direction: str
+    dtype: str
+    path: str
+    cache: str
+    flops: int
+    bytes_moved: int
+    ours: Timed
+    peers: tuple[Timed, ...]
+
+    @property
+    def best_peer(self) -> Timed | None:
+        """The fastest peer that is right."""
+        right = [peer for peer in self.peers if peer.status == OK and peer.rounds_ms]
+        return min(right, key=lambda peer: statistics.median(peer.rounds_ms), default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Best correct peer's time over ours; None without such a peer or where ours is not right."""
+        best = self.best_peer
+        if self.ours.status != OK or best is None or not best.ms or not self.ours.ms:
+            return None
+        return best.ms / self.ours.ms
+
+    @property
+    def ratio_range(self) -> tuple[float, float] | None:
+        """The smallest and largest ratio of a single round."""
+        if self.ratio is None or self.best_peer is None:
+            return None
+        pairs = zip(self.best_peer.rounds_ms, self.ours.rounds_ms, strict=True)
+        ratios = [theirs / ours for theirs, ours in pairs]
+        return min(ratios), max(ratios)
+
+    @property
+    def tflops(self) -> float | None:
+        return self.flops / self.ours.ms / 1e9 if self.ours.ms else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One call of ours against the machine's ceilings.
+
+    `bytes_moved` counts each input read once and each output written once; `rounds_ms` as in
+    `Timed`.
+    """
+
+    op: str
+    case: str
+    shape: str
+    direction: str
+    dtype: str
+    path: str
+    timer: str
+    flops: int
+    bytes_moved: int
+    rounds_ms: tuple[float, ...]
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.rounds_ms)
+
+    @property
+    def gb_s(self) -> float:
+        return self.bytes_moved / self.ms / 1e6
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.ms / 1e9
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes_moved
+
+    def bound(self, ceilings: Ceilings) -> str:
+        """Which ceiling sets the floor: "memory" or "compute"."""
+        return "memory" if self.intensity < ceilings.ridge else "compute"
+
+    def floor_ms(self, ceilings: Ceilings) -> float:
+        """No version runs much faster: the larger of the two times at the measured ceilings."""
+        moving = self.bytes_moved / ceilings.copy_gb_s / 1e6
+        return max(moving, self.flops / ceilings.matmul_tflops / 1e9)
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Host time of one kind of call, the least over all repetitions; None where it cannot be made.
+
+    `raw` marks the launch that the others are compared with, `target` is the most they may take of
+    it.
+    """
+
+    op: str
+    name: str
+    microseconds: float | None
+    raw: bool = False
+    target: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything of one run."""
+
+    provenance: Provenance
+    ceilings: Ceilings | None = None
+    measurements: tuple[Measurement, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    host: tuple[HostTime, ...] = ()
+
+    def to_json(self) -> str:
+        document = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Report":
+        """Reads what `to_json` wrote; ValueError says what is wrong with anything else."""
+        document = json.loads(text)
+        schema = document.pop("schema", None) if isinstance(document, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"wanted a vk bench document of schema {SCHEMA}, got schema {schema}")
+        try:
+            return Report(
+                provenance=Provenance(**document["provenance"]),
+                ceilings=Ceilings(**document["ceilings"]) if document["ceilings"] else None,
+                measurements=tuple(map(_measurement, document["measurements"])),
+                profiles=tuple(_profile(entry) for entry in document["profiles"]),
+                host=tuple(HostTime(**entry) for entry in document["host"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a vk bench document of schema {SCHEMA}: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Replaces `path` at once, so that a run that is cut short leaves a whole document."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json())
+        os.replace(partial, path)
+
+
+def _timed(entry: dict[str, Any]) -> Timed:
+    gate = tuple(GateReport(**report) for report in entry["gate"])
+    return Timed(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "gate": gate})
+
+
+def _measurement(entry: dict[str, Any]) -> Measurement:
+    peers = tuple(map(_timed, entry["peers"]))
+    return Measurement(**{**entry, "ours": _timed(entry["ours"]), "peers": peers})
+
+
+def _profile(entry: dict[str, Any]) -> Profile:
+    return Profile(**{**entry, "rounds_ms": tuple(entry["rounds_ms"])})

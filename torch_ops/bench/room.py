@@ -1,0 +1,140 @@
+"""What the bench room of an op provides: cases, contenders, what is right, what a call costs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Case(Protocol):
+    """Named shapes and options, from `torch_ops.testing.cases`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A contender bound to one set of inputs.
+
+    Attributes:
+        forward: runs it; the result stays in the contender's own layout.
+        inputs: what gradients are taken of, by name, in that layout.
+        dout: the upstream gradient, shaped as the result.
+        to_op_layout: brings the result or a gradient to the layout of the op.
+    """
+
+    forward: Callable[[], Tensor]
+    inputs: dict[str, Tensor]
+    dout: Tensor
+    to_op_layout: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+    def forward_alone(self) -> Tensor:
+        with torch.no_grad():
+            return self.forward()
+
+    def backward_of(self, result: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """The backward alone, repeatable; `result` came from `forward` with gradients on."""
+        inputs = tuple(self.inputs.values())
+        return lambda: torch.autograd.grad(result, inputs, self.dout, retain_graph=True, materialize_grads=True)
+
+    def results(self, backward: bool) -> dict[str, Tensor]:
+        """out and, with `backward`, the gradient d<name> of each input, in the layout of the op."""
+        if not backward:
+            return {"out": self.to_op_layout(self.forward_alone())}
+        result = self.forward()
+        grads = zip(self.inputs, self.backward_of(result)(), strict=True)
+        named = {"out": result.detach(), **{f"d{name}": grad for name, grad in grads}}
+        return {name: self.to_op_layout(tensor) for name, tensor in named.items()}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Ours or a peer.
+
+    `refuses(case, dtype, device)` says in words why it cannot run there, "" if it can.
+    `bind(case, inputs)` makes its call. `about()` says what it is, with its version.
+    """
+
+    name: str
+    bind: Callable[[Any, Any], Call]
+    refuses: Callable[[Any, torch.dtype, torch.device], str]
+    about: Callable[[], str]
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, short enough for a table's footnote."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One comparison with the truth.
+
+    Attributes:
+        label: which shapes, in a word or two.
+        case, inputs: what the contender runs.
+        look: takes from a result, by its name, what `reference` and `eager` hold.
+        reference, eager: the same maths in fp64 and in the dtype of the run.
+    """
+
+    label: str
+    case: Any
+    inputs: Any
+    look: Callable[[str, Tensor], Tensor]
+    reference: dict[str, Tensor]
+    eager: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of a call and the bytes it must move: inputs read once, outputs written once."""
+
+    flops: int
+    bytes_moved: int
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """One kind of call whose host time is taken; see `results.HostTime`."""
+
+    name: str
+    call: Callable[[], object] | None
+    raw: bool = False
+    target: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Room:
+    """An op's bench room.
+
+    Attributes:
+        op: the op's name.
+        cases: from what `--shapes` holds to cases; the defaults of the device where it is empty.
+        profiled: the same for `profile`, whose default is a single case.
+        shape: a case in the notation of `--shapes`.
+        inputs: `inputs(case, dtype, device, seed)`, fresh random tensors.
+        trials: `trials(case, dtype, device, backward)`, what a contender must get right.
+        cost: `cost(inputs, backward)`.
+        path: `path(inputs)`, the path that the op takes there.
+        ours, peers: the contenders; peers in the order of the table's columns.
+        default_peers: names of the peers on a device.
+        host_calls: `host_calls(dtype, device)`.
+    """
+
+    op: str
+    cases: Callable[[Sequence[str], torch.device], tuple[Any, ...]]
+    profiled: Callable[[Sequence[str], torch.device], tuple[Any, ...]]
+    shape: Callable[[Any], str]
+    inputs: Callable[[Any, torch.dtype, torch.device, int], Any]
+    trials: Callable[[Any, torch.dtype, torch.device, bool], list[Trial]]
+    cost: Callable[[Any, bool], Cost]
+    path: Callable[[Any], str]
+    ours: Contender
+    peers: tuple[Contender, ...]
+    default_peers: Callable[[torch.device], tuple[str, ...]]
+    host_calls: Callable[[torch.dtype, torch.device], list[HostCall]]

@@ -1,0 +1,188 @@
+"""How long a call takes, and how much memory.
+
+On a GPU: device time, the median over replays of a CUDA graph that holds several calls, or, where a
+call cannot be captured, the median over calls between two events. On the CPU: wall time. Contenders
+are timed in rounds whose order rotates, so that clocks and temperature treat all of them alike.
+"""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+Work = Callable[[], object]
+
+REPLAY_MS = 2.0
+ROUND_MS = 60.0
+CPU_ROUND_MS = 30.0
+MAX_CALLS_IN_GRAPH = 128
+MIN_SAMPLES, MAX_SAMPLES = 5, 100
+FLUSH_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Timer:
+    """`sample()` is one round's figure, milliseconds for one call; `calls` must live as long.
+
+    A captured graph reads the tensors that its calls hold, and does not keep them.
+    """
+
+    kind: str
+    sample: Callable[[], float]
+    calls: Sequence[Work] = ()
+
+
+def interleave(
+    timers: dict[str, Timer], rounds: int, on_sample: Callable[[str], None] = lambda name: None
+) -> dict[str, tuple[float, ...]]:
+    """Every timer in every round; each round begins one contender further on."""
+    names = list(timers)
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds if names else 0):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            on_sample(name)
+            figures[name].append(timers[name].sample())
+    return {name: tuple(values) for name, values in figures.items()}
+
+
+@contextlib.contextmanager
+def on_timing_stream(device: torch.device) -> Iterator[None]:
+    """Where to run the forward of a backward that will be timed.
+
+    Autograd runs a backward on its forward's stream, and the default stream cannot be captured.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def make_timer(calls: Sequence[Work], device: torch.device) -> Timer:
+    """A timer of one call; several `calls` do the same on inputs of their own and take turns."""
+    if device.type != "cuda":
+        calls[0]()
+        return Timer("wall", lambda: _wall_ms(calls), calls)
+    stream = _stream(device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        estimate = _between_events(lambda: [calls[0]() for _ in range(MIN_SAMPLES)]) / MIN_SAMPLES
+    captured = _capture(calls, estimate, stream)
+    if captured is None:
+        return Timer("events", lambda: _events_ms(calls, estimate, stream), calls)
+    graph, calls_per_replay = captured
+    return Timer("graph", lambda: _graph_ms(graph, stream) / calls_per_replay, calls)
+
+
+def peak_bytes(call: Work, device: torch.device) -> int | None:
+    """Device memory that one call allocates at its peak, results included; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def sets_to_outgrow_cache(bytes_of_one: int, device: torch.device) -> int:
+    """How many input sets to take turns with, so that each has left the L2 cache when it is due."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(32, max(2, math.ceil(3 * cache / max(bytes_of_one, 1))))
+
+
+@lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@lru_cache
+def _flush_buffer(device: torch.device) -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+
+def _between_events(work: Work) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _capture(
+    calls: Sequence[Work], estimate: float, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, int] | None:
+    """A graph of enough calls to dwarf the cost of its launch, and their number."""
+    wanted = min(math.ceil(REPLAY_MS / max(estimate, 1e-3)), MAX_CALLS_IN_GRAPH)
+    calls_per_replay = math.ceil(wanted / len(calls)) * len(calls)
+    graph = torch.cuda.CUDAGraph()
+    result: object = None
+    # A capture that fails leaves its stream current; the outer context puts the old one back.
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                for index in range(calls_per_replay):
+                    result = calls[index % len(calls)]()
+            if not _replay_writes(graph, result):
+                return None
+        except Exception:
+            # Whatever a graph may not hold: the call is timed between events instead.
+            torch.cuda.synchronize(stream.device)
+            return None
+    return graph, calls_per_replay
+
+
+def _replay_writes(graph: torch.cuda.CUDAGraph, result: object) -> bool:
+    """Whether the graph holds the work: a launch on a stream of its own would leave it empty."""
+    tensors = result if isinstance(result, tuple) else (result,)
+    outputs = [each for each in tensors if isinstance(each, torch.Tensor)]
+    for output in outputs:
+        output.fill_(torch.nan)
+    graph.replay()
+    return bool(outputs) and not any(output.isnan().any().item() for output in outputs)
+
+
+def _graph_ms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+    with torch.cuda.stream(stream):
+        graph.replay()
+        once = _between_events(graph.replay)
+        return statistics.median(_between_events(graph.replay) for _ in range(_samples(once)))
+
+
+def _events_ms(calls: Sequence[Work], estimate: float, stream: torch.cuda.Stream) -> float:
+    flush = _flush_buffer(stream.device)
+    times = []
+    with torch.cuda.stream(stream):
+        for index in range(_samples(estimate)):
+            # While the device writes this, the host gets ahead: launches stay out of the figure.
+            flush.zero_()
+            times.append(_between_events(calls[index % len(calls)]))
+    return statistics.median(times)
+
+
+def _samples(ms: float) -> int:
+    return max(MIN_SAMPLES, min(MAX_SAMPLES, math.ceil(ROUND_MS / max(ms, 1e-3))))
+
+
+def _wall_ms(calls: Sequence[Work]) -> float:
+    times: list[float] = []
+    while len(times) < MIN_SAMPLES and sum(times) < 4 * CPU_ROUND_MS or sum(times) < CPU_ROUND_MS:
+        start = time.perf_counter()
+        calls[len(times) % len(calls)]()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
