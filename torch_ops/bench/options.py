@@ -85,7 +85,7 @@ def find_device(name: str | None) -> torch.device:
         raise bad("--device", f"unknown device {name!r}; give cpu, cuda or cuda:N")
     if (device.index or 0) >= count:
         raise bad("--device", f"{name!r} is not there, PyTorch finds {count} GPUs; give cpu")
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     return torch.device("cuda", torch.cuda.current_device())
 
 

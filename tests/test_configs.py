@@ -1,0 +1,163 @@
+"""How a launch is chosen, settings, explain, warmup and info."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_ops
+from csrc_free_ops.configs import (
+    Gpu,
+    Launch,
+    Row,
+    as_document,
+    pick,
+    read_rows,
+    rule,
+    shipped_rows,
+    split_head_dim,
+)
+from torch_ops._attention import choose, mean_length
+from torch_ops._device import SHARED_MEMORY
+from torch_ops.testing.cases import cumulative
+
+H200 = Gpu("h200", "cuda", 90, SHARED_MEMORY[90])
+UNKNOWN = Gpu("cuda-80", "cuda", 80, SHARED_MEMORY[80])
+
+pytestmark = pytest.mark.no_interpret
+
+
+def test_head_dims_are_covered_without_waste() -> None:
+    assert [split_head_dim(d) for d in (8, 64, 72, 80, 96, 128, 256)] == [
+        (16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (256, 0),
+    ]  # fmt: skip
+    for head_dim in range(8, 257, 8):
+        main, tail = split_head_dim(head_dim)
+        assert main + tail >= head_dim and main + tail <= max(16, 2 * head_dim)
+        assert all(part == 0 or part & (part - 1) == 0 and part >= 16 for part in (main, tail))
+
+
+def test_shipped_rows_come_before_the_rule_and_user_rows_before_them() -> None:
+    launch, source = pick("attention_fwd", H200, "bfloat16", 2, 72, False, 1024)
+    assert launch in {row.launch for row in shipped_rows("h200")} and "h200.json" in source
+    own = Row("attention_fwd", "bfloat16", 72, Launch(16, 16, 1, 1), source="mine")
+    assert pick("attention_fwd", H200, "bfloat16", 2, 72, False, 1024, (own,)) == (own.launch, "mine")
+    launch, source = pick("attention_fwd", UNKNOWN, "bfloat16", 2, 72, False, 1024)
+    assert launch == rule("attention_fwd", UNKNOWN, 2, 72) and "unmeasured" in source
+
+
+def test_rows_are_chosen_by_length_and_flags() -> None:
+    rows = (
+        Row("k", "float16", 64, Launch(1, 1, 1, 1), max_length=100),
+        Row("k", "float16", 64, Launch(2, 2, 2, 2), causal=True, min_length=100),
+        Row("k", "float16", 64, Launch(3, 3, 3, 3), min_length=100),
+    )
+
+    def chosen(causal: bool, length: int | None) -> int:
+        return pick("k", H200, "float16", 2, 64, causal, length, rows)[0].block_m
+
+    assert [chosen(False, 99), chosen(True, 99), chosen(True, 100), chosen(False, 100)] == [1, 1, 2, 3]
+    assert chosen(False, None) == 3, "a graph of dynamic shape takes the row for the longest"
+
+
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    rows = [Row("attention_fwd", "float16", 64, Launch(64, 32, 4, 2), causal=True, min_length=5, max_length=9)]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(as_document(rows, {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))
+    (row,) = read_rows(path)
+    assert row.source == "rows.json: X, triton 3.6.0, 2026-11-20"
+    assert Row(**{**vars(row), "source": ""}) == rows[0]
+
+
+@pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_rule_has_a_launch_for_every_head_dim(arch: int, itemsize: int) -> None:
+    gpu = Gpu(f"cuda-{arch}", "cuda", arch, SHARED_MEMORY[arch])
+    for kernel in ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"):
+        for head_dim in range(8, 257, 8):
+            launch = rule(kernel, gpu, itemsize, head_dim)
+            assert launch.block_m >= 16 and launch.block_n >= 16
+
+
+def test_symbolic_lengths_are_not_looked_at() -> None:
+    assert mean_length(100, 3) == 33 and mean_length(7, 0) == 7
+    shape_env = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    mode = torch._subclasses.FakeTensorMode(shape_env=shape_env)
+    fake = mode.from_tensor(
+        torch.empty(50, 2, 8), symbolic_context=torch.fx.experimental.symbolic_shapes.StatelessSymbolicContext(
+            [torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC] * 3
+        ),
+    )  # fmt: skip
+    assert mean_length(fake.shape[0], 3) is None
+    assert not shape_env.guards
+
+
+def test_settings_refuse_by_name_and_restore() -> None:
+    with pytest.raises(ValueError, match="path must be one of auto, portable, got 'fast'"):
+        torch_ops.settings.update(path="fast")
+    with pytest.raises(ValueError, match="speed is not a setting; there are path, checked, rows"):
+        torch_ops.settings.update(speed=1)
+    with pytest.raises(ValueError, match="rows must name a JSON file"):
+        torch_ops.settings.update(rows="/nowhere.json")
+    assert torch_ops.settings.path == "auto"
+    with torch_ops.settings(path="portable", checked=True) as inside:
+        assert inside.path == "portable" and inside.checked
+    assert torch_ops.settings.path == "auto" and not torch_ops.settings.checked
+
+
+def test_settings_and_sources_enter_the_key_of_compiled_artefacts() -> None:
+    before = torch.compiler.config.cache_key_tag
+    assert "vk:" in before
+    with torch_ops.settings(path="portable"):
+        assert torch.compiler.config.cache_key_tag != before
+    assert torch.compiler.config.cache_key_tag == before
+
+
+def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_ops._attention.gpu", lambda: H200)
+    path = tmp_path / "rows.json"
+    row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
+    path.write_text(json.dumps(as_document([row], {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))
+    q = torch.empty(10, 1, 64, dtype=torch.float16)
+    assert choose("attention_fwd", q, False, 10)[0] != row.launch
+    with torch_ops.settings(rows=str(path)):
+        assert choose("attention_fwd", q, False, 10)[0] == row.launch
+    assert choose("attention_fwd", q, False, 10)[0] != row.launch
+
+
+def test_explain_says_path_and_reason() -> None:
+    q = torch.randn(10, 2, 72)
+    report = torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"))
+    assert report["path"] == "reference" and report["kernels"] == {}
+    with pytest.raises(ValueError, match="heads of k must be a divisor"):
+        torch_ops.explain(torch.ops.vk.window_attn, q[:, :1], q, q, cumulative((10,), "cpu"))
+    with pytest.raises(ValueError, match="op must be one of window_attn, got 'relu'"):
+        torch_ops.explain(torch.relu, q)
+
+
+@pytest.mark.gpu
+def test_explain_names_the_rows_in_use() -> None:
+    q = torch.randn(1024, 2, 72, device="cuda", dtype=torch.bfloat16)
+    report = torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((1024,), "cuda"))
+    assert report["path"] == "portable"
+    assert set(report["kernels"]) == {"attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
+    for entry in report["kernels"].values():
+        assert entry["launch"]["num_warps"] in (4, 8) and entry["source"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_warmup_builds_every_combination(backward: bool) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    calls = torch_ops.warmup(
+        [64, 72], dtypes=[torch.float16, torch.float32], mean_lengths=[16, 40], backward=backward, device=device
+    )
+    assert calls == 8
+
+
+def test_info_lists_ops_and_rows() -> None:
+    info = torch_ops.info()
+    assert set(info["ops"]) == {"window_attn", "window_attn_backward"}
+    assert info["versions"]["torch"] == torch.__version__
+    assert info["settings"] == {"path": "auto", "checked": False}
+    assert json.loads(json.dumps(info)) == info
