@@ -97,34 +97,30 @@ def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> 
 
 
 def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
-    """A launch that runs on any GPU: the largest of a ladder of tiles that fits the shared memory. Not measured."""
+    """A launch that runs on any GPU: the largest of a ladder of tiles that fits the shared memory. Not measured.
+
+    The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
+    """
     if gpu.backend == "interpreter":
         # Small, so that short segments in tests still take several blocks.
         return Launch(32, 16, 4, 1) if kernel != "attention_bwd_dkdv" else Launch(16, 32, 4, 1)
-    wide = sum(split_head_dim(head_dim)) > 128
+    width = sum(split_head_dim(head_dim))
     if itemsize == 4:
-        ladder = [Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
-        if wide:
-            ladder = ladder[1:]
-    elif kernel == "attention_bwd_dkdv":
-        ladder = [
-            Launch(64, 128, 8, 2),
-            Launch(64, 64, 4, 2),
-            Launch(32, 64, 4, 1),
-            Launch(16, 32, 4, 1),
-        ]
-        if wide:
-            ladder = [Launch(32, 64, 8, 2), *ladder[2:]]
+        # fp32 products hold whole operands in registers.
+        ladder = [Launch(32, 32, 8, 1) if width <= 80 else Launch(16, 16, 8, 1)]
+    elif gpu.backend == "hip":
+        ladder = [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
+    elif width > 128:
+        ladder = (
+            [Launch(64, 32, 8, 2)] if kernel == "attention_fwd" or (kernel, width) == ("attention_bwd_dq", 256) else []
+        )
+        ladder += [Launch(32, 32, 8, 1) if kernel == "attention_bwd_dkdv" else Launch(32, 16, 8, 1)]
+    elif kernel == "attention_fwd":
+        ladder = [Launch(64, 32, 4, 2) if width <= 80 else Launch(64, 64, 4, 2)]
+    elif kernel == "attention_bwd_dq":
+        ladder = [Launch(64, 32, 8, 2)]
     else:
-        ladder = [
-            Launch(128, 64, 8, 3),
-            Launch(128, 64, 8, 2),
-            Launch(64, 32, 4, 2),
-            Launch(32, 32, 4, 1),
-            Launch(16, 16, 4, 1),
-        ]
-        if wide:
-            ladder = ladder[1:]
+        ladder = [Launch(32, 64, 8, 2)]
     for launch in ladder:
         if _shared_bytes(kernel, launch, head_dim, itemsize) <= gpu.shared_memory:
             return launch

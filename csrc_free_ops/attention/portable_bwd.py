@@ -28,7 +28,7 @@ from csrc_free_ops.tiles.rows import (
     sum_of_products,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import LOG2E, cap_scores, log2_factor
+from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, exponent_of_lse, exponential
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 
 
@@ -40,7 +40,8 @@ def _accumulate_dq(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    factor = log2_factor(scale, SOFTCAP)
+    NATURAL: tl.constexpr = q[0].dtype == tl.float32
+    factor = exponent_factor(scale, SOFTCAP, NATURAL)
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
@@ -48,7 +49,7 @@ def _accumulate_dq(
         k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
         scores, slope = cap_scores(dot_rows(q, k, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
-        p = tl.exp2(scores * factor - lse[:, None])
+        p = exponential(scores * factor - lse[:, None], NATURAL)
         if MASKED:
             seen = within_bounds(
                 (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
@@ -118,7 +119,7 @@ def _attention_bwd_dq_kernel(
     # A row that saw no key has no gradient, whatever came in for its lse.
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + statistics, delta, mask=inside)
-    lse *= LOG2E
+    lse = exponent_of_lse(lse, q[0].dtype == tl.float32)
 
     last = tl.minimum(first + BLOCK_M, q_length) - 1
     low, full_low, full_high, high = block_span(
@@ -171,7 +172,8 @@ def _accumulate_dkdv(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    factor = log2_factor(scale, SOFTCAP)
+    NATURAL: tl.constexpr = k[0].dtype == tl.float32
+    factor = exponent_factor(scale, SOFTCAP, NATURAL)
     local = tl.arange(0, BLOCK_M)
     q_base += tl.cast(low, tl.int64) * STRIDE_QT
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
@@ -186,7 +188,7 @@ def _accumulate_dkdv(
             lse = tl.load(lse_base + start + local)
             delta = tl.load(delta_base + start + local)
         scores, slope = cap_scores(dot_rows(k, q, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_N, BLOCK_M]
-        p = tl.exp2(scores * factor - (lse * LOG2E)[None, :])
+        p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
             seen = within_bounds(
                 (local < remaining)[None, :], start + local[None, :], cols[:, None],

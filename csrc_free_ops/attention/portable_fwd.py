@@ -25,7 +25,7 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import LN2, cap_scores, log2_factor
+from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, natural_lse
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from csrc_free_ops.tiles.softmax import update
 
@@ -38,7 +38,8 @@ def _attend(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    factor = log2_factor(scale, SOFTCAP)
+    NATURAL: tl.constexpr = q[0].dtype == tl.float32
+    factor = exponent_factor(scale, SOFTCAP, NATURAL)
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
@@ -52,7 +53,7 @@ def _attend(
                 k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        weights, rescale, peak, norm = update(scores, factor, peak, norm, MASKED and (HAS_LEFT or HAS_RIGHT))
+        weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL, MASKED and (HAS_LEFT or HAS_RIGHT))
         acc = accumulate_rows(scale_rows(acc, rescale[:, None], TAIL), weights.to(v[0].dtype), v, TAIL, PRECISION)
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
@@ -133,5 +134,5 @@ def _attention_fwd_kernel(
     out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
     out = scale_rows(acc, inverse[:, None], TAIL)
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
-    lse = tl.where(norm > 0, (peak + tl.log2(norm)) * LN2, float("-inf"))
+    lse = tl.where(norm > 0, natural_lse(peak, norm, q[0].dtype == tl.float32), float("-inf"))
     tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)

@@ -31,10 +31,40 @@ def cap_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def log2_factor(scale, SOFTCAP: tl.constexpr):
-    """What turns the scores of `cap_scores` into base-2 exponents, in the same step that subtracts the peak."""
+def exponent_factor(scale, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr):
+    """What turns the scores of `cap_scores` into exponents, in the same step that subtracts the peak.
+
+    Half types take base 2, where a weight is one multiply-add and one exp2. fp32 is NATURAL: a factor of log2(e) would
+    round more often than eager PyTorch does.
+    """
     if SOFTCAP:
-        factor = LOG2E
+        factor = 1.0
     else:
-        factor = scale * LOG2E
+        factor = scale
+    if not NATURAL:
+        factor = factor * LOG2E
     return factor
+
+
+@triton.jit
+def exponential(exponent, NATURAL: tl.constexpr):
+    if NATURAL:
+        exponent = exponent * LOG2E
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def natural_lse(peak, norm, NATURAL: tl.constexpr):
+    """log of norm * exp(peak), with peak in the unit of the exponents."""
+    if NATURAL:
+        lse = peak + tl.log2(norm) * LN2
+    else:
+        lse = (peak + tl.log2(norm)) * LN2
+    return lse
+
+
+@triton.jit
+def exponent_of_lse(lse, NATURAL: tl.constexpr):
+    if not NATURAL:
+        lse = lse * LOG2E
+    return lse

@@ -1,21 +1,23 @@
-"""Online softmax in base 2 (Milakov and Gimelshein, 2018; FlashAttention-2, arXiv 2307.08691, section 3.1)."""
+"""Online softmax (Milakov and Gimelshein, 2018; FlashAttention-2, arXiv 2307.08691, section 3.1)."""
 
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.scores import exponential
+
 
 @triton.jit
-def update(scores, factor, peak, norm, MASKED: tl.constexpr):
+def update(scores, factor, peak, norm, NATURAL: tl.constexpr, MASKED: tl.constexpr):
     """One block of scores [M, N]: its weights, and the factor that moves earlier sums to the new peak.
 
-    peak [M] is the running maximum of score * factor, norm [M] the running sum of exp2(score * factor - peak).
-    With MASKED a row may hold nothing but -inf so far; its peak stays -inf and its weights are 0.
+    peak [M] is the running maximum of score * factor, norm [M] the running sum of exp(score * factor - peak), to the
+    base 2 or e. With MASKED a row may hold nothing but -inf so far; its peak stays -inf and its weights are 0.
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     if MASKED:
         anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     else:
         anchor = new_peak
-    weights = tl.exp2(scores * factor - anchor[:, None])
-    rescale = tl.exp2(peak - anchor)
+    weights = exponential(scores * factor - anchor[:, None], NATURAL)
+    rescale = exponential(peak - anchor, NATURAL)
     return weights, rescale, new_peak, norm * rescale + tl.sum(weights, 1)
