@@ -1,0 +1,59 @@
+"""Calls of the attention ops on fake CUDA tensors, and what their bodies launch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.triton import get_triton_kernels_for_op
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
+from torch_ops._registry import OPS
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window_and_softcap": {"window_left": 9, "window_right": 3, "softcap": 5.0},
+    "gqa": {"num_k_heads": 1},
+    "other_keys": {"keys": 70},
+    "dlse": {"dlse": True},
+    "head_major": {"head_major": True},
+    "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
+}
+KERNELS: dict[str, JITFunction] = {
+    kernel.fn.__name__: kernel for name in OPS for kernel in get_triton_kernels_for_op(f"vk::{name}")
+}
+
+
+def attention_calls(
+    rows: Any = 100, segments: Any = 2, head_dim: int = 72, num_heads: int = 2, num_k_heads: int | None = None,
+    keys: int | None = None, dlse: bool = False, head_major: bool = False, dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
+    """Arguments of both attention ops, on CUDA tensors of the fake mode in force."""
+
+    def packed(rows: Any, heads: int) -> Tensor:
+        if head_major:
+            return torch.empty(heads, rows, head_dim, device="cuda", dtype=dtype).transpose(0, 1)
+        return torch.empty(rows, heads, head_dim, device="cuda", dtype=dtype)
+
+    def boundaries() -> Tensor:
+        return torch.empty(segments + 1, device="cuda", dtype=torch.int32)
+
+    q, out, dout = (packed(rows, num_heads) for _ in range(3))
+    k, v = (packed(rows if keys is None else keys, num_k_heads or num_heads) for _ in range(2))
+    lse = torch.empty(num_heads, rows, device="cuda")
+    cu = boundaries(), None if keys is None else boundaries()
+    return {
+        "window_attn": ((q, k, v, *cu), options),
+        "window_attn_backward": ((dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *cu), options),
+    }
+
+
+def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **variant: Any) -> dict[str, KernelLaunch]:
+    """By kernel name, what the bodies of both ops launch on such a GPU."""
+    with fake_gpu(target, gpu) as mode, record_launches() as launches, mode:
+        for name, (args, options) in attention_calls(**variant).items():
+            OPS[name].body(*args, **options)
+    return {launch.name: launch for launch in launches}

@@ -1,0 +1,52 @@
+"""Every test here starts from clean compilers and caches of its own, and runs unchanged on a CPU and on a GPU."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_ops
+
+# Read when a compiler is first imported; the fixtures below see to what is read later.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+HERE = Path(__file__).parent
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.no_interpret)
+        if INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="the interpreter neither compiles nor traces"))
+        elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    caches = tmp_path_factory.mktemp("caches")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))
+        patch.setenv("TRITON_CACHE_DIR", str(caches / "triton"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _clean_compilers() -> Iterator[None]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    # A developer's own rows or settings must not decide what is tested.
+    with torch_ops.settings(path="auto", checked=False, rows=""):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

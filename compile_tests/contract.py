@@ -1,0 +1,336 @@
+"""The graph contract as helpers: what the tests of every op apply to it.
+
+- `opcheck_fully` and `capture_graphs`: the op in torch's own eyes and in the graphs that Dynamo and AOTAutograd make.
+- `fake_gpu`, `trace_kernels`, `record_launches`, `build`: the CUDA path of an op with no GPU, from fake tensors to the
+  machine code for any target.
+- `run_python`: fresh processes.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import aot_export_module, make_boxed_func
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+
+from csrc_free_ops.configs import Gpu
+from torch_ops import _device, _registry
+
+try:
+    from expecttest import assert_expected_inline
+except ImportError:
+
+    def assert_expected_inline(actual: str, expect: str) -> None:
+        """GPU machines run the tests on what they came with; there a changed text is refused but not accepted."""
+        assert actual == expect
+
+
+ROOT = Path(__file__).resolve().parent.parent
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+    "test_aot_dispatch_static",
+)
+SM90 = GPUTarget("cuda", 90, 32)
+
+
+def opcheck_fully(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """All of opcheck's utilities on real inputs.
+
+    Its tolerances stay at their defaults: a zero for either would be taken as "not given". They are for compiled
+    against eager calls of the same op; whether the op is right is not asked here.
+    """
+    kwargs = kwargs or {}
+    outputs = op(*args, **kwargs)
+    for index, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
+        if output.isnan().any():
+            raise AssertionError(f"output {index} of {op} holds NaN, which opcheck would report as a wrong gradient")
+    torch.library.opcheck(op, args, kwargs, test_utils=OPCHECKS)
+
+
+@dataclass
+class Graphs:
+    """Call targets in order: of Dynamo's graph, and of AOTAutograd's forward and backward graphs."""
+
+    dynamo: str = ""
+    forward: str = ""
+    backward: str = ""
+    compiled: int = 0
+
+
+def call_targets(graph: torch.fx.Graph) -> str:
+    """One target per line, without the unpacking of tuples and the detaching of saved tensors."""
+    skipped = ("getitem", "aten.detach.default")
+    names = [str(getattr(node.target, "__name__", "")) for node in graph.nodes]
+    return "".join(
+        f"{node.target}\n"
+        for node, name in zip(graph.nodes, names, strict=True)
+        if node.op.startswith("call_") and not {name, str(node.target)} & set(skipped)
+    )
+
+
+def capture_graphs(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], Graphs]:
+    """function compiled with fullgraph and run as captured, and the graphs it was captured in."""
+    graphs = Graphs()
+
+    def note(which: str) -> Callable[..., Any]:
+        def compiler(module: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+            setattr(graphs, which, call_targets(module.graph))
+            return make_boxed_func(module)
+
+        return compiler
+
+    aot = aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward"))
+
+    def backend(module: GraphModule, example_inputs: Any) -> Any:
+        graphs.dynamo = call_targets(module.graph)
+        graphs.compiled += 1
+        return aot(module, example_inputs)
+
+    return torch.compile(function, backend=backend, fullgraph=True, **options), graphs
+
+
+@contextlib.contextmanager
+def recompiling_fails() -> Iterator[None]:
+    """A second compilation of any function raises RecompileError, which names the guard."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@dataclass(frozen=True)
+class _FakeDriver:
+    """As much of a Triton driver as tracing and building ask for. Built kernels are kept per device: here, target."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> GPUTarget:
+        return self.target
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def shared_memory(target: GPUTarget) -> int:
+    """The target's limit per block, as the launcher knows it."""
+    return _device._describe.__wrapped__(_FakeDriver(target), None).shared_memory
+
+
+@contextlib.contextmanager
+def fake_gpu(target: GPUTarget = SM90, name: str = "no-such-gpu") -> Iterator[FakeTensorMode]:
+    """Within, torch and Triton believe in a GPU of this target: fake CUDA tensors trace, kernels build, none runs.
+
+    `name` chooses shipped launch rows, as in "h200"; the default has none, so the rule chooses.
+    """
+    described = Gpu(name, target.backend, target.arch, shared_memory(target))
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_FakeDriver(target))
+    try:
+        with mock.patch.object(_device, "_describe", lambda driver, index: described):
+            yield FakeTensorMode(shape_env=ShapeEnv())
+    finally:
+        triton.runtime.driver.set_active(before)
+
+
+def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """A size that traces must not specialize on."""
+    shapes = mode.shape_env
+    symbol = shapes.create_symbol(hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=hint, source=ConstantSource(name))
+
+
+@dataclass(frozen=True)
+class KernelNode:
+    """One kernel in a functional graph, what it is taken to write, and the launch options that reached it."""
+
+    name: str
+    writes: frozenset[str]
+    num_warps: int | None
+    num_stages: int | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What AOTAutograd makes of a call on CUDA tensors."""
+
+    kernels: tuple[KernelNode, ...]
+    mutated_inputs: frozenset[str]
+    targets: str
+
+
+def _kernel_node(node: Node) -> KernelNode:
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    num_warps = num_stages = None
+    while not isinstance(kernel, JITFunction):
+        # Launch options travel as the only configuration of an autotuner.
+        (config,) = kernel.configs
+        num_warps, num_stages, kernel = config.num_warps, config.num_stages, kernel.fn
+    writes: Any = node.kwargs["tensors_to_clone"]
+    return KernelNode(kernel.fn.__name__, frozenset(writes), num_warps, num_stages)
+
+
+def trace_kernels(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Trace:
+    """Functionalizes a call on fake CUDA tensors, as torch.compile does, into a graph of its kernels.
+
+    Needs `fake_gpu`. A kernel whose writes torch does not see is missing from the trace: its node was dead code.
+    """
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            given = iter(tensors)
+            outputs = function(*(next(given) if isinstance(arg, Tensor) else arg for arg in args), **(kwargs or {}))
+            return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+    module, signature = aot_export_module(Call(), tensors, trace_joint=False)
+    kernels = [node for node in module.graph.nodes if node.target is triton_kernel_wrapper_functional]
+    return Trace(
+        tuple(map(_kernel_node, kernels)),
+        frozenset(signature.user_inputs_to_mutate.values()),
+        call_targets(module.graph),
+    )
+
+
+def assert_kernels(trace: Trace, expected: dict[str, set[str]]) -> None:
+    """The trace holds exactly these kernels in this order, and torch sees exactly these tensors written.
+
+    A missing kernel computes nothing; an input among the written tensors is cloned, or counts as mutated, and a
+    graph that mutates its inputs loses CUDA graphs.
+    """
+    found = {kernel.name: set(kernel.writes) for kernel in trace.kernels}
+    assert list(found) == list(expected), f"kernels in the graph: {list(found)}, expected {list(expected)}"
+    assert len(trace.kernels) == len(expected), f"{len(trace.kernels)} kernel nodes, expected {len(expected)}"
+    assert found == expected, f"tensors taken to be written: {found}, expected {expected}"
+    assert not trace.mutated_inputs, f"inputs of the graph taken to be mutated: {set(trace.mutated_inputs)}"
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """What a launcher asked for: kernel[grid](*args, **kwargs)."""
+
+    kernel: JITFunction
+    grid: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By the kernel's own names."""
+        named = {name: value for name, value in self.kwargs.items() if name in self.kernel.arg_names}
+        return {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **named}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is for the compiler and not for the kernel."""
+        return {name: value for name, value in self.kwargs.items() if name not in self.kernel.arg_names}
+
+
+def assert_plain_launch(launch: KernelLaunch) -> None:
+    """Only these options reach the kernel under torch.compile; others, and defaults of arguments, are lost silently."""
+    assert set(launch.options) == {"num_warps", "num_stages"}, f"{launch.name} is launched with {launch.options}"
+    missing = set(launch.kernel.arg_names) - set(launch.arguments)
+    assert not missing, f"{launch.name} is launched without {missing}"
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[KernelLaunch]]:
+    """Kernels that op bodies launch within are noted and not run."""
+    launches: list[KernelLaunch] = []
+
+    class Recorder:
+        def __init__(self, kernel: JITFunction) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
+            return lambda *args, **kwargs: launches.append(KernelLaunch(self.kernel, grid, args, kwargs))
+
+    launchers = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("torch_ops.") and getattr(module, "wrap_triton", None) is _registry.wrap_triton
+    ]
+    with contextlib.ExitStack() as stack:
+        for module in launchers:
+            stack.enter_context(mock.patch.object(module, "wrap_triton", Recorder))
+        yield launches
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel built ahead of time for one target; `spilled` is bytes of stack and local memory, or VGPRs on AMD."""
+
+    launch: KernelLaunch
+    target: GPUTarget
+    shared: int
+    spilled: int
+    asm: dict[str, Any] = field(repr=False)
+
+    def __str__(self) -> str:
+        blocks = {name: value for name, value in self.launch.arguments.items() if name.startswith("BLOCK")}
+        return f"{self.launch.name} {blocks | self.launch.options}: {self.spilled} spilled, {self.shared} bytes shared"
+
+
+def build(launch: KernelLaunch, target: GPUTarget) -> Build:
+    """The launch through Triton's own specialization and compiler, up to the machine code. Needs `fake_gpu(target)`."""
+    args = [MockTensor(value.dtype) if isinstance(value, Tensor) else value for value in launch.args]
+    compiled = launch.kernel.warmup(*args, grid=launch.grid, **launch.kwargs)
+    spilled = _local_bytes(compiled.asm["cubin"]) if target.backend == "cuda" else _vgprs(compiled.asm["amdgcn"])
+    return Build(launch, target, compiled.metadata.shared, spilled, compiled.asm)
+
+
+def _local_bytes(cubin: bytes) -> int:
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    figures = re.findall(r"\bSTACK:(\d+).*\bLOCAL:(\d+)", usage)
+    assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {usage!r}"
+    return sum(map(int, figures[0]))
+
+
+def _vgprs(amdgcn: str) -> int:
+    return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)[0])
+
+
+def run_python(code: str, *, path: Path = ROOT, **environment: str) -> str:
+    """The output of `code` in a fresh process that imports the packages under `path`."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(path), "VK_ROWS": "", **environment},
+        cwd=path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr[-6000:]}"
+    return result.stdout

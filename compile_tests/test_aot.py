@@ -1,0 +1,128 @@
+"""Kernels built ahead of time for GPUs that are not here, exactly as the launcher would launch them there."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+
+from compile_tests.attention import KERNELS, attention_launches
+from compile_tests.contract import SM90, Build, build, fake_gpu, shared_memory
+from csrc_free_ops.configs import ROWS_DIR, shipped_rows
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": SM90,
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# The target of every GPU that has rows in csrc_free_ops/configs.
+SHIPPED_GPUS = {"h200": "sm_90"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Attention on one target: the launches of all its kernels. `gpu` has shipped rows; the default has the rule."""
+
+    target: str
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    length: int = 1024
+    gpu: str = "no-such-gpu"
+    variant: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        words = [self.target, f"d{self.head_dim}", dtype, *(name for name, _ in self.variant)]
+        words += ["causal"] * self.causal
+        return "-".join([*words, self.gpu, str(self.length)] if self.gpu in SHIPPED_GPUS else words)
+
+
+def _rule_points() -> list[Point]:
+    return [
+        *(Point(target, head_dim) for target in TARGETS for head_dim in (72, 128)),
+        *(Point("sm_90", head_dim) for head_dim in (16, 64, 80, 96, 256)),
+        *(Point(target, 72, causal=True) for target in ("sm_80", "sm_90", "gfx942")),
+        Point("sm_90", 128, causal=True),
+        Point("sm_89", 256),
+        Point("sm_90", 72, torch.float32),
+        Point("sm_90", 72, torch.float16),
+    ]
+
+
+def _shipped_points() -> list[Point]:
+    """One per dtype, head dimension and range of lengths that has rows of its own, causal or not."""
+    points = {
+        Point(SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), causal, max(row.min_length, 1), gpu): None
+        for gpu in SHIPPED_GPUS
+        for row in shipped_rows(gpu)
+        for causal in ((False, True) if row.causal is None else (row.causal,))
+        # fp16 builds to the code of bf16 but for its conversions.
+        if not (causal and row.dtype == "float16")
+    }
+    return list(points)
+
+
+POINTS = [*_rule_points(), *_shipped_points()]
+
+
+@lru_cache
+def _builds(point: Point) -> tuple[Build, ...]:
+    target = TARGETS[point.target]
+    launches = attention_launches(
+        target, point.gpu, rows=2 * point.length, segments=2, num_heads=16, head_dim=point.head_dim,
+        dtype=point.dtype, causal=point.causal, **dict(point.variant),
+    )  # fmt: skip
+    assert set(launches) == set(KERNELS)
+    with fake_gpu(target):
+        return tuple(build(launch, target) for launch in launches.values())
+
+
+# Rows and the rule are chosen without these in mind, so they may spill; they must still fit.
+FLAGGED = [
+    Point(target, 128, variant=(("window_left", 64), ("softcap", 30.0), ("num_k_heads", 4), ("dlse", True)))
+    for target in ("sm_86", "sm_90", "gfx942")
+]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_nothing_spills(point: Point) -> None:
+    spilling = [str(built) for built in _builds(point) if built.spilled]
+    assert not spilling, "\n".join(spilling)
+
+
+@pytest.mark.parametrize("point", [*POINTS, *FLAGGED], ids=str)
+def test_shared_memory_is_within_the_target(point: Point) -> None:
+    limit = shared_memory(TARGETS[point.target])
+    too_much = [str(built) for built in _builds(point) if built.shared > limit]
+    assert not too_much, "\n".join((f"limit {limit}", *too_much))
+
+
+HALF_ON_HOPPER = [point for point in POINTS if point.target == "sm_90" and point.dtype.itemsize == 2]
+
+
+@pytest.mark.parametrize("point", HALF_ON_HOPPER, ids=str)
+def test_hopper_multiplies_half_types_by_wgmma_alone(point: Point) -> None:
+    for built in _builds(point):
+        if point.head_dim > 128 and "BLOCK_N': 32" in str(built) and "dkdv" in str(built):
+            continue  # dk and dv of the 64 keys that wgmma needs would fill the register file
+        ptx = built.asm["ptx"]
+        assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, str(built)
+
+
+def test_every_gpu_with_shipped_rows_is_built_here() -> None:
+    assert {path.stem for path in ROWS_DIR.glob("*.json")} == set(SHIPPED_GPUS)
+
+
+def test_spills_are_seen() -> None:
+    """A tile far too large for its warps, so that a silent measure would show."""
+    launch = attention_launches(head_dim=128)["_attention_fwd_kernel"]
+    launch.kwargs.update(BLOCK_M=256, BLOCK_N=128, num_warps=4, num_stages=1)
+    with fake_gpu(SM90):
+        assert build(launch, SM90).spilled > 0

@@ -1,0 +1,110 @@
+"""Kernels as text. Under torch.compile their source is written out anew, with what the names in it mean, into one
+file; what does not survive that is lost, or fails on the user's machine only."""
+
+import ast
+import builtins
+import dis
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton.language as tl
+from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+from triton.runtime.jit import JITFunction
+
+from compile_tests.attention import KERNELS, attention_launches
+from compile_tests.contract import ROOT, SM90, build, fake_gpu
+
+
+def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]:
+    """(function, name, what it means there) for the global names of a kernel and of every function it calls."""
+    waiting, seen = [kernel], {kernel}
+    while waiting:
+        function = waiting.pop()
+        for instruction in dis.get_instructions(function.fn):
+            if instruction.opname != "LOAD_GLOBAL":
+                continue
+            name = instruction.argval
+            value = function.fn.__globals__.get(name, getattr(builtins, name, None))
+            yield function, name, value
+            if isinstance(value, JITFunction) and value not in seen:
+                seen.add(value)
+                waiting.append(value)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_names_in_kernels_keep_their_meaning(name: str) -> None:
+    meanings: dict[str, Any] = {"tl": tl}
+    problems = []
+    for function, used, value in _global_names(KERNELS[name]):
+        where = f"{function.fn.__module__}.{function.fn.__name__}"
+        if meanings.setdefault(used, value) is not value:
+            problems.append(f"{where}: {used} means one thing here and another elsewhere in the kernel")
+        elif isinstance(value, JITFunction):
+            if value.fn.__name__ != used:
+                problems.append(f"{where}: {used} is an alias of {value.fn.__name__}")
+        elif isinstance(value, tl.constexpr):
+            if used in function.fn.__globals__.get("__annotations__", {}):
+                problems.append(f"{where}: {used} is annotated; write {used} = tl.constexpr(...)")
+        elif used != "tl" and getattr(builtins, used, None) is not value:
+            problems.append(f"{where}: {used} is neither a JIT function nor a tl.constexpr")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_reemitted_kernel_builds_to_the_same_code(name: str, tmp_path: Path) -> None:
+    """Inductor's own text of the kernel, alone in a file, against the kernel where it lives."""
+    launch = attention_launches()[name]
+    source = user_defined_triton_kernel_transitive_closure_source_code(KERNELS[name])
+    file = tmp_path / "reemitted.py"
+    file.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")
+    spec = importlib.util.spec_from_file_location("reemitted", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernels = (KERNELS[name], vars(module)[name])
+    with fake_gpu(SM90):
+        built, rebuilt = (build(replace(launch, kernel=kernel), SM90).asm["ptx"] for kernel in kernels)
+    assert _instructions(rebuilt) == _instructions(built)
+
+
+def _instructions(ptx: str) -> list[str]:
+    """PTX up to the end of its function, without what names files and lines."""
+    lines = [line.split("//")[0].strip() for line in ptx[: ptx.index("\n}\n")].splitlines()]
+    return [line for line in lines if line and not line.startswith((".loc", ".file", "$L__tmp"))]
+
+
+def _jit_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for path in sorted((ROOT / "csrc_free_ops").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def _keywords(call: ast.Call) -> dict[str | None, str]:
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+
+
+def test_kernels_keep_to_what_torch_carries() -> None:
+    """Options of jit and defaults of arguments are lost; some writes are not seen; some names are mangled."""
+    functions = dict(_jit_functions())
+    problems = []
+    for where, node in functions.items():
+        if [ast.unparse(decorator) for decorator in node.decorator_list] != ["triton.jit"]:
+            problems.append(f"{where}: decorated by more than a bare triton.jit")
+        if node.name.startswith("__"):
+            problems.append(f"{where}: its name begins with two underscores")
+        if node.name.endswith("_kernel") and (node.args.defaults or any(node.args.kw_defaults)):
+            problems.append(f"{where}: an argument has a default")
+        for inner in ast.walk(node):
+            if inner is not node and isinstance(inner, ast.FunctionDef | ast.Lambda):
+                problems.append(f"{where}: holds another function")
+            if isinstance(inner, ast.Attribute) and inner.attr in ("make_block_ptr", "pointer_type", "scatter"):
+                problems.append(f"{where}: {inner.attr} can hide a write")
+            if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "tl.inline_asm_elementwise":
+                if _keywords(inner).get("is_pure") != "True":
+                    problems.append(f"{where}: inline assembly without is_pure=True")
+    assert functions
+    assert not problems, "\n".join(problems)

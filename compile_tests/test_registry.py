@@ -1,0 +1,207 @@
+"""What `torch_ops._registry` promises for every op: silent failures of torch and triton are loud or impossible."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch._library.triton import get_triton_kernels_for_op
+
+from compile_tests import broken_ops
+from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches
+from compile_tests.contract import (
+    KernelLaunch,
+    Trace,
+    assert_kernels,
+    assert_plain_launch,
+    capture_graphs,
+    fake_gpu,
+    symbolic_size,
+    trace_kernels,
+)
+from torch_ops import settings, window_attn
+from torch_ops._registry import OPS, remembered
+from torch_ops._versions import refuse_pair
+from torch_ops.settings import Settings
+
+SCHEMAS = Path(__file__).with_name("schemas.txt")
+# What torch must take each kernel to write: a tensor too few loses the kernel, one too many clones it.
+WRITES = {
+    "window_attn": {"_attention_fwd_kernel": {"out_ptr", "lse_ptr"}},
+    "window_attn_backward": {
+        "_attention_bwd_dq_kernel": {"delta_ptr", "dq_ptr"},
+        "_attention_bwd_dkdv_kernel": {"dk_ptr", "dv_ptr"},
+    },
+}
+
+
+def _trace(op: str, **variant: Any) -> Trace:
+    with fake_gpu() as mode:
+        with mode:
+            args, options = attention_calls(**variant)[op]
+        return trace_kernels(OPS[op].overload, args, options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", WRITES)
+def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
+    assert_kernels(_trace(op, **VARIANTS[variant]), WRITES[op])
+
+
+@pytest.mark.parametrize("op", WRITES)
+def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str) -> None:
+    """On a GPU with launch rows for ranges of lengths, where choosing by length would guard on it."""
+    with fake_gpu(name="h200") as mode:
+        with mode:
+            rows, segments = symbolic_size(mode, "rows", 100), symbolic_size(mode, "segments", 3)
+            args, options = attention_calls(rows=rows, segments=segments)[op]
+        assert_kernels(trace_kernels(OPS[op].overload, args, options), WRITES[op])
+    guards = [str(guard.expr) for guard in mode.shape_env.guards]
+    assert not guards and not mode.shape_env.replacements
+
+
+def test_every_op_with_kernels_is_traced_here() -> None:
+    assert set(WRITES) == {name for name in OPS if get_triton_kernels_for_op(f"vk::{name}")}
+
+
+@pytest.mark.parametrize("op", WRITES)
+def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
+    """A kernel that torch does not find in an op's source could be served from a stale cache after an edit."""
+    found = [kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")]
+    assert sorted(found) == sorted(WRITES[op])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_launches_carry_nothing_that_compilation_drops(variant: str) -> None:
+    launches = attention_launches(**VARIANTS[variant])
+    assert set(launches) == set(KERNELS)
+    for launch in launches.values():
+        assert_plain_launch(launch)
+
+
+@pytest.mark.parametrize("op", WRITES)
+def test_launch_options_reach_the_traced_kernel(op: str) -> None:
+    launches = attention_launches()
+    for kernel in _trace(op).kernels:
+        traced = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+        assert traced == launches[kernel.name].options
+
+
+@pytest.mark.parametrize(
+    "op, kernel, message",
+    (
+        (broken_ops.silent, "silent_kernel", "kernels in the graph"),
+        (broken_ops.overwriting, "overwriting_kernel", "to be written"),
+    ),
+    ids=("lost_kernel", "cloned_input"),
+)
+def test_a_broken_trace_is_caught(op: Callable[..., Tensor], kernel: str, message: str) -> None:
+    with fake_gpu() as mode:
+        with mode:
+            x = torch.empty(16, device="cuda")
+        trace = trace_kernels(op, (x,))
+    with pytest.raises(AssertionError, match=message):
+        assert_kernels(trace, {kernel: {"out_ptr"}})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        ({"SCALE": 1, "num_warps": 4, "num_stages": 1, "maxnreg": 128}, "maxnreg"),
+        ({"num_warps": 4, "num_stages": 1}, "without {'SCALE'}"),
+        ({"SCALE": 1}, "launched with {}"),
+    ),
+    ids=("dropped_option", "argument_left_to_its_default", "options_left_to_their_defaults"),
+)
+def test_a_launch_that_loses_something_is_caught(arguments: dict[str, Any], message: str) -> None:
+    launch = KernelLaunch(broken_ops.copying_kernel, (1,), (None, None), {"BLOCK": 16, **arguments})
+    with pytest.raises(AssertionError, match=message):
+        assert_plain_launch(launch)
+
+
+def test_launch_plans_are_remembered_until_a_setting_changes() -> None:
+    calls = []
+
+    @remembered
+    def prepare(x: Tensor, option: int) -> int:
+        calls.append(option)
+        return option
+
+    x = torch.empty(3, 4)
+    for tensor, option in ((x, 1), (torch.empty(3, 4), 1), (x, 2), (x.t(), 1), (x.double(), 1)):
+        assert prepare(tensor, option) == option
+    assert calls == [1, 2, 1, 1]
+    with settings(path="portable"):
+        prepare(x, 1)
+    assert calls == [1, 2, 1, 1, 1]
+
+
+def test_compiled_graphs_in_memory_are_dropped_when_a_setting_changes(device: str) -> None:
+    function, graphs = capture_graphs(window_attn)
+    q = torch.randn(20, 1, 16, device=device).half()
+    cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    for _ in range(2):
+        function(q, q, q, cu)
+    assert graphs.compiled == 1
+    with settings(path="portable"):
+        function(q, q, q, cu)
+    assert graphs.compiled == 2
+
+
+def test_cache_key_holds_settings_row_contents_and_the_users_own_tag(tmp_path: Path) -> None:
+    launch = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+    row = {"kernel": "attention_fwd", "dtype": "bfloat16", "head_dim": 72, "launch": launch}
+    provenance = {"gpu": "any", "triton": triton.__version__, "date": "2026-01-01"}
+    rows = tmp_path / "rows.json"
+    tags = []
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        own = Settings()
+        tags.append(torch.compiler.config.cache_key_tag)
+        with own(path="portable"):
+            tags.append(torch.compiler.config.cache_key_tag)
+        for warps in (4, 8):
+            launch["num_warps"] = warps
+            rows.write_text(json.dumps({"provenance": provenance, "rows": [row]}))
+            with own(rows=str(rows)):
+                tags.append(torch.compiler.config.cache_key_tag)
+        assert torch.compiler.config.cache_key_tag == tags[0]
+    assert len(set(tags)) == 4
+    assert all(tag.startswith("mine|") for tag in tags)
+
+
+def _schemas() -> str:
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("vk::")}
+    public = sorted(name for name in names if not name.startswith("vk::_"))
+    return "".join(f"{schema}\n" for name in public for schema in torch._C._jit_get_schemas_for_operator(name))
+
+
+def test_schemas_are_those_on_record() -> None:
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        SCHEMAS.write_text(_schemas())
+    assert _schemas() == SCHEMAS.read_text(), (
+        "A schema differs from compile_tests/schemas.txt. New trailing arguments with defaults are free; anything else "
+        "breaks callers and exported programs, and needs an entry in CHANGELOG.md. To accept: "
+        "EXPECTTEST_ACCEPT=1 python -m pytest compile_tests/test_registry.py -k schemas"
+    )
+
+
+@pytest.mark.parametrize(
+    "torch_version, triton_version",
+    (("2.10.0", "3.6.0"), ("2.13.0+cpu", "3.5.1"), ("2.11.0+cu130", "3.7.0"), ("2.11.1", "3.9.0")),
+)
+def test_versions_that_cannot_work_are_refused(torch_version: str, triton_version: str) -> None:
+    with pytest.raises(ImportError, match="found"):
+        refuse_pair(torch_version, triton_version)
+
+
+@pytest.mark.parametrize(
+    "torch_version, triton_version",
+    (("2.11.0+cu130", "3.6.0"), ("2.13.0+cpu", "3.7.1"), ("2.13.0", "3.6.0"), ("2.15.0a0+git1", "3.9.0")),
+)
+def test_versions_that_work_are_let_in(torch_version: str, triton_version: str) -> None:
+    refuse_pair(torch_version, triton_version)
