@@ -90,7 +90,8 @@ def test_agrees_at_real_shapes(name: str, device: str) -> None:
     verify(make_inputs(dataclasses.replace(case, num_heads=2), torch.bfloat16, device))
 
 
-LONGEST, WIDEST = (40, 12) if INTERPRET else (200, 32)
+# Every head dim has a case of its own; here each example on a GPU builds three kernels.
+LONGEST, WIDEST = (40, 12) if INTERPRET else (200, 16 if GPU else 32)
 lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, LONGEST)), max_size=2 if INTERPRET else 5)
 
 
@@ -118,7 +119,7 @@ def calls(draw) -> tuple[WindowAttnCase, torch.dtype]:
 
 
 @given(calls(), st.integers(0, 2**16))
-@hypothesis_settings(max_examples=50 if GPU else 12 if INTERPRET else 60)
+@hypothesis_settings(max_examples=24 if GPU else 12 if INTERPRET else 60)
 def test_agrees_on_anything(call: tuple[WindowAttnCase, torch.dtype], seed: int) -> None:
     case, dtype = call
     verify(make_inputs(case, dtype, "cuda" if GPU else "cpu", seed))
