@@ -12,6 +12,8 @@ import torch_ops
 # Read when a compiler is first imported; the fixtures below see to what is read later.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# Graphs here are small; a pool of compiling processes would cost more to start than it saves.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
