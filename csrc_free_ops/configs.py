@@ -58,13 +58,24 @@ class Row:
         return self.min_length <= length and (self.max_length is None or length < self.max_length)
 
 
-def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Powers of two (main, tail) that cover head_dim: 72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0)."""
-    main = max(16, next_power_of_2(head_dim + 1) // 2)
-    if head_dim <= main:
-        return main, 0
-    tail = max(16, next_power_of_2(head_dim - main))
-    return (main, tail) if tail < main else (2 * main, 0)
+def split_head_dim(head_dim: int, itemsize: int) -> tuple[int, int]:
+    """(main, tail), powers of two: head_dim is read as all whole mains that it holds and one tail (tiles/rows.py).
+
+    72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0). In fp32 no part is wider than 64, so that no sum is longer:
+    72 is (64, 16) as well, but 128 is two parts of (64, 0) and 208 three and a tail, (64, 16).
+    """
+    widest = 64 if itemsize == 4 else 256
+    main = min(widest, max(16, next_power_of_2(head_dim + 1) // 2))
+    rest = head_dim % main if head_dim > main else 0
+    # Beside 128 columns a tail of 16 or 32 leaves a gradient kernel with thousands of spilled bytes; one of 64 none.
+    tail = max(64 if main == 128 else 16, next_power_of_2(rest)) if rest else 0
+    return (2 * main, 0) if tail == main < widest else (main, tail)
+
+
+def covered_width(head_dim: int, itemsize: int) -> int:
+    """Columns of a tile: head_dim and what the parts of `split_head_dim` pad."""
+    main, tail = split_head_dim(head_dim, itemsize)
+    return max(1, head_dim // main) * main + tail
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
@@ -86,7 +97,7 @@ def shipped_rows(gpu_name: str) -> tuple[Row, ...]:
 
 def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> int:
     """An upper estimate of the pipeline's shared memory, by the tensors a kernel streams and holds."""
-    width = sum(split_head_dim(head_dim))
+    width = covered_width(head_dim, itemsize)
     held, streamed, rows, cols = {
         "attention_fwd": (1, 2, launch.block_m, launch.block_n),
         "attention_bwd_dq": (2, 2, launch.block_m, launch.block_n),
@@ -104,23 +115,22 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
     if gpu.backend == "interpreter":
         # Small, so that short segments in tests still take several blocks.
         return Launch(32, 16, 4, 1) if kernel != "attention_bwd_dkdv" else Launch(16, 32, 4, 1)
-    width = sum(split_head_dim(head_dim))
+    width = covered_width(head_dim, itemsize)
+    wide = width > 128
     if itemsize == 4:
         # fp32 products hold whole operands in registers.
-        ladder = [Launch(32, 32, 8, 1) if width <= 80 else Launch(16, 16, 8, 1)]
+        if gpu.backend == "hip":
+            return Launch(16, 16, 4, 1)
+        ladder = [Launch(16, 32, 8, 1) if kernel == "attention_bwd_dkdv" and wide else Launch(32, 32, 8, 1)]
+        ladder += [Launch(32, 16, 8, 1)]
     elif gpu.backend == "hip":
         ladder = [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
-    elif width > 128:
-        ladder = (
-            [Launch(64, 32, 8, 2)] if kernel == "attention_fwd" or (kernel, width) == ("attention_bwd_dq", 256) else []
-        )
-        ladder += [Launch(32, 32, 8, 1) if kernel == "attention_bwd_dkdv" else Launch(32, 16, 8, 1)]
     elif kernel == "attention_fwd":
-        ladder = [Launch(64, 32, 4, 2) if width <= 80 else Launch(64, 64, 4, 2)]
+        ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 64, 4, 2)]
     elif kernel == "attention_bwd_dq":
-        ladder = [Launch(64, 32, 8, 2)]
+        ladder = [Launch(64, 16, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 32, 8, 2)]
     else:
-        ladder = [Launch(32, 64, 8, 2)]
+        ladder = [Launch(32, 32, 8, 1)] if wide else [Launch(32, 64, 8, 2)]
     for launch in ladder:
         if _shared_bytes(kernel, launch, head_dim, itemsize) <= gpu.shared_memory:
             return launch

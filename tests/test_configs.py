@@ -12,6 +12,7 @@ from csrc_free_ops.configs import (
     Launch,
     Row,
     as_document,
+    covered_width,
     pick,
     read_rows,
     rule,
@@ -29,13 +30,23 @@ pytestmark = pytest.mark.no_interpret
 
 
 def test_head_dims_are_covered_without_waste() -> None:
-    assert [split_head_dim(d) for d in (8, 64, 72, 80, 96, 128, 256)] == [
-        (16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (256, 0),
+    assert [split_head_dim(d, 2) for d in (8, 64, 72, 80, 96, 128, 136, 256)] == [
+        (16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0),
     ]  # fmt: skip
-    for head_dim in range(8, 257, 8):
-        main, tail = split_head_dim(head_dim)
-        assert main + tail >= head_dim and main + tail <= max(16, 2 * head_dim)
-        assert all(part == 0 or part & (part - 1) == 0 and part >= 16 for part in (main, tail))
+    assert [split_head_dim(d, 4) for d in (8, 56, 72, 120, 128, 208)] == [
+        (16, 0), (64, 0), (64, 16), (64, 64), (64, 0), (64, 16),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_parts_hold_every_column_once(head_dim: int, itemsize: int) -> None:
+    main, tail = split_head_dim(head_dim, itemsize)
+    mains = max(1, head_dim // main)
+    assert all(part == 0 or part & (part - 1) == 0 and part >= 16 for part in (main, tail))
+    assert mains * main >= head_dim if tail == 0 else 0 < head_dim - mains * main <= tail <= main
+    assert head_dim <= covered_width(head_dim, itemsize) == mains * main + tail <= max(16, 2 * head_dim)
+    assert itemsize == 2 or main <= 64 and tail <= 64
 
 
 def test_shipped_rows_come_before_the_rule_and_user_rows_before_them() -> None:

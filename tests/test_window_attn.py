@@ -139,6 +139,40 @@ def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
+RELAUNCHED = WindowAttnCase("relaunched", "launches kept from the first call", (90, 40), 2, 72)
+
+
+def test_every_call_sees_its_own_tensors(device: str) -> None:
+    for seed in range(3):
+        verify(make_inputs(RELAUNCHED, torch.float16, device, seed))
+
+
+def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -> None:
+    inputs = make_inputs(RELAUNCHED, torch.float16, device)
+    verify(inputs)
+    for name in ("q", "k", "v", "dout"):
+        aligned = getattr(inputs, name)
+        shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+        verify(dataclasses.replace(inputs, **{name: shifted}))
+    verify(inputs)
+
+
+@pytest.mark.gpu
+def test_tf32_is_read_at_each_call(device: str) -> None:
+    inputs = make_inputs(RELAUNCHED, torch.float32, device)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    try:
+        outs = []
+        for torch.backends.cuda.matmul.allow_tf32 in (False, True, False, True):
+            outs.append(differentiate(torch.ops.vk.window_attn, inputs))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    for name in ("out", "dq", "dk", "dv"):
+        ieee, tf32, ieee_again, tf32_again = (out[name] for out in outs)
+        assert torch.equal(ieee, ieee_again) and torch.equal(tf32, tf32_again), name
+        assert not torch.equal(ieee, tf32), name
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_either_mode_is_right(deterministic: bool, device: str) -> None:
     case = WindowAttnCase("modes", "the flag", (90, 40), 2, 72, options={"deterministic": deterministic})

@@ -18,7 +18,7 @@ from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
 from csrc_free_ops.configs import Gpu, Launch, pick, split_head_dim
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
-from torch_ops._registry import INTERPRET, wrap_triton
+from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
 from torch_ops.settings import settings
 
 # Kernels add and subtract window bounds in 32 bits; lengths stay far below this.
@@ -109,7 +109,7 @@ def _head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def _constants(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int) -> dict[str, Any]:
-    main, tail = split_head_dim(q.shape[2])
+    main, tail = split_head_dim(q.shape[2], q.dtype.itemsize)
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
@@ -132,14 +132,18 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sc
     ready = _ready(q, k, v) and cu_q.is_contiguous() and cu_k.is_contiguous()
     # One tile more per segment than its rows fill, and those of the rows past the last segment (tiles/segments.py).
     grid = (total_q // launch.block_m + num_segments + 1, num_heads)
+    relaunch = Relaunch(_attention_fwd_kernel, grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
         if not ready:
             q, k, v = _addressable(q), _addressable(k), _addressable(v)
             cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-        wrap_triton(_attention_fwd_kernel)[grid](
-            q, k, v, out, lse, cu_q, cu_k, *scalars, PRECISION=_precision(q), **constants
-        )
+        tensors = (q, k, v, out, lse, cu_q, cu_k)
+        precision = _precision(q)
+        if not relaunch(precision, tensors):
+            options = {"PRECISION": precision, **constants}
+            compiled = wrap_triton(_attention_fwd_kernel)[grid](*tensors, *scalars, **options)
+            relaunch.keep(precision, tensors, options, compiled)
 
     return launch_forward
 
@@ -165,7 +169,7 @@ def plan_backward(
     num_segments = cu_q.shape[0] - 1
     unit, (q_head, k_head, v_head, out_head, dout_head) = _head_strides(q, k, v, out, dout)
     sizes = (total_q, total_k, num_segments, scores.scale, scores.softcap, *scores.bounds())
-    rows = {
+    strides = {
         "STRIDE_QT": _row_stride(q), "STRIDE_KT": _row_stride(k), "STRIDE_VT": _row_stride(v),
         "STRIDE_DOT": _row_stride(dout),
     }  # fmt: skip
@@ -173,16 +177,18 @@ def plan_backward(
     dq_launch, _ = choose("attention_bwd_dq", q, scores.causal, mean_length(total_q, num_segments))
     dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
     dq_constants = {
-        **rows, "STRIDE_OT": _row_stride(out), "STRIDE_DQT": _contiguous_row(q), "HAS_DLSE": dlse is not None,
+        **strides, "STRIDE_OT": _row_stride(out), "STRIDE_DQT": _contiguous_row(q), "HAS_DLSE": dlse is not None,
         **_constants(q, k, scores, dq_launch, unit),
     }  # fmt: skip
     dq_grid = (total_q // dq_launch.block_m + num_segments + 1, num_heads)
 
     dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores.causal, mean_length(total_k, num_segments))
     dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
-    dkdv_constants = {**rows, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
+    dkdv_constants = {**strides, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
     dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 1, num_k_heads)
 
+    relaunch_dq = Relaunch(_attention_bwd_dq_kernel, dq_grid, dq_scalars)
+    relaunch_dkdv = Relaunch(_attention_bwd_dkdv_kernel, dkdv_grid, dkdv_scalars)
     vectors = (lse, lse if dlse is None else dlse, cu_q, cu_k)
     ready = _ready(q, k, v, out, dout) and all(tensor.is_contiguous() for tensor in vectors)
 
@@ -196,11 +202,15 @@ def plan_backward(
             lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
         delta = torch.empty_like(lse)
         precision = _precision(q)
-        wrap_triton(_attention_bwd_dq_kernel)[dq_grid](
-            q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq, *dq_scalars, PRECISION=precision, **dq_constants
-        )
-        wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](
-            q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv, *dkdv_scalars, PRECISION=precision, **dkdv_constants
-        )
+        rows = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq)
+        if not relaunch_dq(precision, rows):
+            options = {"PRECISION": precision, **dq_constants}
+            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*rows, *dq_scalars, **options)
+            relaunch_dq.keep(precision, rows, options, compiled)
+        keys = (q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv)
+        if not relaunch_dkdv(precision, keys):
+            options = {"PRECISION": precision, **dkdv_constants}
+            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*keys, *dkdv_scalars, **options)
+            relaunch_dkdv.keep(precision, keys, options, compiled)
 
     return launch_backward

@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 from torch.library import Library, triton_op
 from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
+from triton.compiler import CompiledKernel
 
 from torch_ops.settings import settings
 
@@ -61,6 +62,43 @@ def wrap_triton(kernel: Any) -> Any:
     if INTERPRET or not torch._C._len_torch_dispatch_stack():
         return kernel
     return _torch_wrap_triton(kernel)
+
+
+class Relaunch:
+    """A plan's launch kept as compiled, for the calls after the first.
+
+    Triton looks some forty arguments over at each launch, which is most of its host time; a plan fixes them all but the
+    addresses, and `mode`, whatever else the kernel depends on. Kept are launches on aligned tensors only: for a pointer
+    off 16 bytes Triton builds other code.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
+        self._names = kernel.arg_names
+        self._grid = (*grid, 1)
+        self._scalars = scalars
+        self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __call__(self, mode: Any, tensors: tuple[Tensor, ...]) -> bool:
+        """Launches if a launch in this mode was kept and the tensors are aligned; says whether it did."""
+        kept = self._kept.get(mode)
+        if kept is None or not self._aligned(tensors):
+            return False
+        launch, rest = kept
+        launch(*tensors, *rest)
+        return True
+
+    def keep(self, mode: Any, tensors: tuple[Tensor, ...], constants: dict[str, Any], compiled: Any) -> None:
+        """`compiled` is what the launch returned: nothing in traces and in the interpreter, and nothing is kept."""
+        if isinstance(compiled, CompiledKernel) and self._aligned(tensors):
+            in_order = (constants[name] for name in self._names if name in constants)
+            self._kept[mode] = compiled[self._grid], (*self._scalars, *in_order)
+
+    @staticmethod
+    def _aligned(tensors: tuple[Tensor, ...]) -> bool:
+        addresses = 0
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+        return addresses % 16 == 0
 
 
 def is_eager() -> bool:

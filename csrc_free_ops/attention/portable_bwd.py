@@ -48,7 +48,7 @@ def _accumulate_dq(
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
         k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
-        scores, slope = cap_scores(dot_rows(q, k, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
+        scores, slope = cap_scores(dot_rows(q, k, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
         p = exponential(scores * factor - lse[:, None], NATURAL)
         if MASKED:
             seen = within_bounds(
@@ -56,11 +56,11 @@ def _accumulate_dq(
                 k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
-        dp = dot_rows(dout, v, TAIL, PRECISION)
+        dp = dot_rows(dout, v, PRECISION)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
-        dq = accumulate_rows(dq, ds.to(k[0].dtype), k, TAIL, PRECISION)
+        dq = accumulate_rows(dq, ds.to(k[0].dtype), k, PRECISION)
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
     return dq
@@ -113,7 +113,7 @@ def _attention_bwd_dq_kernel(
     out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
     statistics = head * total_q + q_start + rows
     lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
-    delta = sum_of_products(out, dout, TAIL)
+    delta = sum_of_products(out, dout)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + statistics, mask=inside, other=0.0)
     # A row that saw no key has no gradient, whatever came in for its lse.
@@ -133,7 +133,7 @@ def _attention_bwd_dq_kernel(
         HAS_RIGHT,
         BLOCK_N,
     )
-    dq = zero_rows(BLOCK_M, MAIN, TAIL)
+    dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     if HAS_LEFT:
         dq = _accumulate_dq(
             dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
@@ -156,7 +156,7 @@ def _attention_bwd_dq_kernel(
         starts,
         local,
         remaining,
-        scale_rows(dq, scale, TAIL),
+        scale_rows(dq, scale),
         STRIDE_DQT,
         HEAD_DIM,
         MAIN,
@@ -187,7 +187,7 @@ def _accumulate_dkdv(
         else:
             lse = tl.load(lse_base + start + local)
             delta = tl.load(delta_base + start + local)
-        scores, slope = cap_scores(dot_rows(k, q, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_N, BLOCK_M]
+        scores, slope = cap_scores(dot_rows(k, q, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_N, BLOCK_M]
         p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
             seen = within_bounds(
@@ -195,12 +195,12 @@ def _accumulate_dkdv(
                 k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
-        dp = dot_rows(v, dout, TAIL, PRECISION)
-        dv = accumulate_rows(dv, p.to(dout[0].dtype), dout, TAIL, PRECISION)
+        dp = dot_rows(v, dout, PRECISION)
+        dv = accumulate_rows(dv, p.to(dout[0].dtype), dout, PRECISION)
         ds = p * (dp - delta[None, :])
         if SOFTCAP:
             ds = ds * slope
-        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, TAIL, PRECISION)
+        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)
         q_base += BLOCK_M * STRIDE_QT
         dout_base += BLOCK_M * STRIDE_DOT
     return dk, dv
@@ -245,8 +245,8 @@ def _attention_bwd_dkdv_kernel(
     remaining = k_length - first
     k = load_rows(k_base, starts, local, remaining, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
     v = load_rows(v_base, starts, local, remaining, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
-    dk = zero_rows(BLOCK_N, MAIN, TAIL)
-    dv = zero_rows(BLOCK_N, MAIN, TAIL)
+    dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
+    dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
 
     last = tl.minimum(first + BLOCK_N, k_length) - 1
     low, full_low, full_high, high = block_span(
@@ -289,7 +289,7 @@ def _attention_bwd_dkdv_kernel(
         starts,
         local,
         remaining,
-        scale_rows(dk, scale, TAIL),
+        scale_rows(dk, scale),
         STRIDE_DKT,
         HEAD_DIM,
         MAIN,

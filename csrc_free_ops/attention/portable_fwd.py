@@ -46,7 +46,7 @@ def _attend(
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
         k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
-        scores, _ = cap_scores(dot_rows(q, k, TAIL, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
+        scores, _ = cap_scores(dot_rows(q, k, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             seen = within_bounds(
                 (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
@@ -54,7 +54,7 @@ def _attend(
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL, MASKED and (HAS_LEFT or HAS_RIGHT))
-        acc = accumulate_rows(scale_rows(acc, rescale[:, None], TAIL), weights.to(v[0].dtype), v, TAIL, PRECISION)
+        acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(v[0].dtype), v, PRECISION)
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
     return acc, peak, norm
@@ -97,7 +97,7 @@ def _attention_fwd_kernel(
     local = tl.arange(0, BLOCK_M)
     rows = first + local
     q = load_rows(q_base, starts, local, q_length - first, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
-    acc = zero_rows(BLOCK_M, MAIN, TAIL)
+    acc = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
 
@@ -132,7 +132,7 @@ def _attention_fwd_kernel(
 
     inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
     out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
-    out = scale_rows(acc, inverse[:, None], TAIL)
+    out = scale_rows(acc, inverse[:, None])
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
     lse = tl.where(norm > 0, natural_lse(peak, norm, q[0].dtype == tl.float32), float("-inf"))
     tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)

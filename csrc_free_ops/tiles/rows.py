@@ -1,8 +1,8 @@
 """Row blocks of a head dimension that need not be a power of two.
 
-A block of rows is a tuple of column parts: `(main,)`, or `(main, tail)` when the head dimension is split, as
-72 = 64 + 8 is into 64 + 16 columns. `tl.dot` wants powers of two; padding 72 to 128 would waste 1.8 times the
-matrix work, the split wastes a tenth. Columns past HEAD_DIM read as zero and are never stored.
+A block of rows is a tuple of column parts: as many of MAIN columns as HEAD_DIM holds, then one of TAIL if TAIL > 0.
+`tl.dot` wants powers of two: 72 = 64 + 8 is read into parts of 64 and 16, where padding it to 128 would waste 1.8 times
+the matrix work. Columns past HEAD_DIM read as zero and are never stored.
 
 Addresses are `base + row * STRIDE + column`. Row strides are constants of the layout (H D, or 3 H D for views of a
 packed projection) and compile into the kernel: loads are 16 bytes wide, and the rows that one thread reads are one
@@ -32,7 +32,7 @@ def _row_offsets(rows, STRIDE: tl.constexpr):
 
 @triton.jit
 def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
-    """Where the main and the tail part begin, the same for all tensors of one program.
+    """Where the main parts and the tail begin, the same for all tensors of one program.
 
     With a tail of 8 columns (D = 72) every other head begins in the middle of a 32-byte sector. There main takes
     columns 8 .. D-1 and tail 0 .. 7: a sum over columns does not mind their order, and no sector is fetched twice.
@@ -42,7 +42,7 @@ def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
         shifted = (head % 2).to(tl.int32)
         starts = (8 * shifted, MAIN - MAIN * shifted)
     else:
-        starts = (0, MAIN)
+        starts = (0, HEAD_DIM // MAIN * MAIN)
     return starts
 
 
@@ -70,13 +70,11 @@ def load_rows(
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows of one head; with CHECK_ROWS, rows from num_rows on read as zero, else all of them must exist."""
+    parts = (_load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
+    for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
+        parts += (_load_part(base, starts[0] + begin, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),)
     if TAIL > 0:
-        parts = (
-            _load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),
-            _load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM - MAIN, CHECK_ROWS),
-        )
-    else:
-        parts = (_load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
+        parts += (_load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM % MAIN, CHECK_ROWS),)
     return parts
 
 
@@ -105,57 +103,61 @@ def store_rows(
     base, starts, rows, num_rows, parts, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
+    _store_part(base, starts[0], rows, num_rows, parts[0], STRIDE, MAIN, HEAD_DIM)
+    for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
+        _store_part(base, starts[0] + begin, rows, num_rows, parts[begin // MAIN], STRIDE, MAIN, MAIN)
     if TAIL > 0:
-        _store_part(base, starts[0], rows, num_rows, parts[0], STRIDE, MAIN, MAIN)
-        _store_part(base, starts[1], rows, num_rows, parts[1], STRIDE, TAIL, HEAD_DIM - MAIN)
-    else:
-        _store_part(base, starts[0], rows, num_rows, parts[0], STRIDE, MAIN, HEAD_DIM)
+        _store_part(base, starts[1], rows, num_rows, parts[len(parts) - 1], STRIDE, TAIL, HEAD_DIM % MAIN)
 
 
 @triton.jit
-def zero_rows(BLOCK: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    main = tl.zeros((BLOCK, MAIN), tl.float32)
+def zero_rows(BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    parts = (tl.zeros((BLOCK, MAIN), tl.float32),)
+    for _ in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
+        parts += (tl.zeros((BLOCK, MAIN), tl.float32),)
     if TAIL > 0:
-        parts = (main, tl.zeros((BLOCK, TAIL), tl.float32))
-    else:
-        parts = (main,)
+        parts += (tl.zeros((BLOCK, TAIL), tl.float32),)
     return parts
 
 
 @triton.jit
-def scale_rows(parts, factor, TAIL: tl.constexpr):
+def scale_rows(parts, factor):
     """Each row times its entry of factor [BLOCK, 1], or all rows times one number."""
-    if TAIL > 0:
-        scaled = (parts[0] * factor, parts[1] * factor)
-    else:
-        scaled = (parts[0] * factor,)
+    scaled = (parts[0] * factor,)
+    for index in tl.static_range(1, len(parts)):
+        scaled += (parts[index] * factor,)
     return scaled
 
 
 @triton.jit
-def dot_rows(a, b, TAIL: tl.constexpr, PRECISION: tl.constexpr):
-    """a b^T summed over the head dimension: [BLOCK_A, BLOCK_B]."""
+def dot_rows(a, b, PRECISION: tl.constexpr):
+    """a b^T summed over the head dimension: [BLOCK_A, BLOCK_B].
+
+    In fp32 each part has a sum of its own, and the sums are added: the rounding of one long chain of additions would
+    be far beyond that of a matrix product. An fma adds them, since a plain addition would be folded into the dot.
+    """
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
-    if TAIL > 0:
-        product = tl.dot(a[1], tl.trans(b[1]), product, input_precision=PRECISION)
+    for index in tl.static_range(1, len(a)):
+        if a[0].dtype == tl.float32:
+            product = tl.fma(tl.dot(a[index], tl.trans(b[index]), input_precision=PRECISION), 1.0, product)
+        else:
+            product = tl.dot(a[index], tl.trans(b[index]), product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
-def accumulate_rows(acc, weights, rows, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+def accumulate_rows(acc, weights, rows, PRECISION: tl.constexpr):
     """acc + weights rows, with weights [BLOCK, BLOCK_ROWS]."""
-    main = tl.dot(weights, rows[0], acc[0], input_precision=PRECISION)
-    if TAIL > 0:
-        total = (main, tl.dot(weights, rows[1], acc[1], input_precision=PRECISION))
-    else:
-        total = (main,)
+    total = (tl.dot(weights, rows[0], acc[0], input_precision=PRECISION),)
+    for index in tl.static_range(1, len(rows)):
+        total += (tl.dot(weights, rows[index], acc[index], input_precision=PRECISION),)
     return total
 
 
 @triton.jit
-def sum_of_products(a, b, TAIL: tl.constexpr):
+def sum_of_products(a, b):
     """Row by row sum of a * b in fp32: [BLOCK]."""
     total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
-    if TAIL > 0:
-        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    for index in tl.static_range(1, len(a)):
+        total += tl.sum(a[index].to(tl.float32) * b[index].to(tl.float32), 1)
     return total
