@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from csrc_free_ops.configs import Gpu
 from torch_ops import _attention, cli
-from torch_ops.bench import attention_peers, contest, gate, machine, timing, window_attn
+from torch_ops.bench import attention_peers, contest, documents, gate, machine, timing, window_attn
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.attention_peers import REFERENCE, packed_call
 from torch_ops.bench.contest import Terms
@@ -44,6 +45,7 @@ from torch_ops.testing.cases import WINDOW_ATTN, make_inputs
 
 pytestmark = pytest.mark.no_interpret
 
+ROOT = Path(__file__).resolve().parent.parent
 TINY = "1x40x2x16"
 CPU = torch.device("cpu")
 TERMS = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
@@ -251,7 +253,8 @@ def test_flash_peers_are_called_as_documented(monkeypatch: pytest.MonkeyPatch) -
 def test_find_cases() -> None:
     names = [case.name for case in find_cases(["qwen25vl_*", "1x64x2x16c,image"])]
     assert names == [
-        "qwen25vl_4x4096", "qwen25vl_windows", "qwen25vl_ragged", "1x64x2x16c", "image",
+        "qwen25vl_4096", "qwen25vl_9216", "qwen25vl_16x1024", "qwen25vl_4x4096",
+        "qwen25vl_windows", "qwen25vl_ragged", "1x64x2x16c", "image",
     ]  # fmt: skip
     (case,) = find_cases(["8x2048x32/8x128c"])
     assert case.lengths == (2048,) * 8 and (case.num_heads, case.num_k_heads) == (32, 8)
@@ -498,6 +501,56 @@ def test_contest_command(tmp_path: Path) -> None:
     assert result.stdout == markdown(report)
     table = bench("table", out, out)
     assert table.stdout == f"{markdown(report)}\n{markdown(report)}"
+
+
+MARKED = "# Title\n\n<!-- vk bench table {}run.json -->\nold\n<!-- vk bench table end -->\n\nRest.\n"
+
+
+@pytest.mark.parametrize("summary", [False, True])
+def test_tables_in_documents_are_made_anew(tmp_path: Path, summary: bool) -> None:
+    (tmp_path / "run.json").write_text(golden_report().to_json())
+    document = tmp_path / "page.md"
+    document.write_text(MARKED.format("--summary " * summary))
+    assert bench("table", "--into", document).exit_code == 0
+    text = document.read_text()
+    made = bench("table", *["--summary"] * summary, tmp_path / "run.json").stdout
+    assert made in text and "old" not in text and text.startswith("# Title\n") and text.endswith("\n\nRest.\n")
+    assert bench("table", "--into", document).exit_code == 0 and document.read_text() == text
+
+
+def test_documents_without_tables_or_results_are_refused(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(MARKED.format(""))
+    assert "there are no results at" in refused("table", "--into", document)
+    assert document.read_text() == MARKED.format("")
+    document.write_text("no tables\n")
+    assert "marks no table" in refused("table", "--into", document)
+
+
+def test_summary_sets_every_peer_against_ours() -> None:
+    lines = documents.summary(golden_report()).splitlines()
+    assert lines[0] == "| case | shape | backward ms | cudnn | flash4 |"
+    assert lines[2:5] == [
+        "| one | 1x40x2x72 | 0.210 | 2.00 | 0.48 *wrong* |",
+        "| two | 40+8x2x72 | 0.210 | - | 2.00 |",
+        "| bad | 1x8x2x72 | 0.210 *wrong* | 2.00 | 0.48 *wrong* |",
+    ]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path: Path) -> None:
+    page = ROOT / name
+    copy = tmp_path / name
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    copy.write_text(page.read_text())
+    assert documents.refresh(copy)
+    assert copy.read_text() == page.read_text(), f"out of date: vk bench table --into {name}"
+
+
+def test_commands_are_noted_without_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["/x/vk", "bench", "host", "--out", "/a/b.json", "--commit=abc", "--trace", "t", "--cold"]
+    monkeypatch.setattr(sys, "argv", typed)
+    assert machine._command_line() == "vk bench host --cold"
 
 
 def test_plain_tables_show_the_same_cells() -> None:

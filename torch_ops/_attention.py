@@ -132,7 +132,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sc
     ready = _ready(q, k, v) and cu_q.is_contiguous() and cu_k.is_contiguous()
     # One tile more per segment than its rows fill, and those of the rows past the last segment (tiles/segments.py).
     grid = (total_q // launch.block_m + num_segments + 1, num_heads)
-    relaunch = Relaunch(_attention_fwd_kernel, grid, scalars)
+    relaunch = Relaunch(grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
         if not ready:
@@ -187,8 +187,8 @@ def plan_backward(
     dkdv_constants = {**strides, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
     dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 1, num_k_heads)
 
-    relaunch_dq = Relaunch(_attention_bwd_dq_kernel, dq_grid, dq_scalars)
-    relaunch_dkdv = Relaunch(_attention_bwd_dkdv_kernel, dkdv_grid, dkdv_scalars)
+    relaunch_dq = Relaunch(dq_grid, dq_scalars)
+    relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
     vectors = (lse, lse if dlse is None else dlse, cu_q, cu_k)
     ready = _ready(q, k, v, out, dout) and all(tensor.is_contiguous() for tensor in vectors)
 

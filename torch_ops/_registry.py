@@ -72,8 +72,7 @@ class Relaunch:
     off 16 bytes Triton builds other code.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
-        self._names = kernel.arg_names
+    def __init__(self, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
         self._grid = (*grid, 1)
         self._scalars = scalars
         self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
@@ -90,7 +89,7 @@ class Relaunch:
     def keep(self, mode: Any, tensors: tuple[Tensor, ...], constants: dict[str, Any], compiled: Any) -> None:
         """`compiled` is what the launch returned: nothing in traces and in the interpreter, and nothing is kept."""
         if isinstance(compiled, CompiledKernel) and self._aligned(tensors):
-            in_order = (constants[name] for name in self._names if name in constants)
+            in_order = (constants[name] for name in compiled.src.fn.arg_names if name in constants)
             self._kept[mode] = compiled[self._grid], (*self._scalars, *in_order)
 
     @staticmethod

@@ -82,8 +82,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:
-    """Time ops next to their peers, profile them, tune launches: vk bench --help."""
-    # Imported here: it brings plotting along, which nothing else needs.
+    """Time ops next to their peers, profile them, make tables of results: vk bench --help."""
+    # Imported here: its extra is needed for nothing else.
     try:
         application = importlib.import_module("torch_ops.bench").app
     except ImportError as error:

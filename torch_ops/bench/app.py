@@ -9,7 +9,7 @@ import torch
 import typer
 
 import torch_ops
-from torch_ops.bench import options, window_attn
+from torch_ops.bench import documents, options, window_attn
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.host import host_times
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
@@ -205,14 +205,24 @@ def host(
 def table(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="JSON from --out."),
+        typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="JSON from --out; with --into, documents."),
     ],
+    short: Annotated[bool, typer.Option("--summary", help="One row per case, every peer's time over ours.")] = False,
+    into: Annotated[bool, typer.Option("--into", help="Make the tables anew that these Markdown files mark.")] = False,
 ) -> None:
-    """Make Markdown tables again from stored JSON."""
+    """Make Markdown tables again from stored JSON.
+
+    A document marks a table by `<!-- vk bench table [--summary] RESULTS.json -->` and `<!-- vk bench table end -->`.
+    """
     for index, file in enumerate(files):
         with options.value_errors(str(file)):
+            if into:
+                if not documents.refresh(file):
+                    raise ValueError("it marks no table: see vk bench table --help")
+                continue
             report = Report.from_json(file.read_text())
-        typer.echo("\n" * bool(index) + markdown(report), nl=False)
+        text = documents.summary(report) if short else markdown(report)
+        typer.echo("\n" * bool(index) + text, nl=False)
 
 
 def _room_of(op: str) -> Room:

@@ -98,7 +98,15 @@ def _output(command: list[str]) -> str | None:
 
 
 def _command_line() -> str:
+    """What was typed, without what says where results go and where the code came from."""
     program, *arguments = sys.argv
     name = Path(program).name
     launcher = ["python", "-m", "torch_ops.bench"] if name == "__main__.py" else [name]
-    return shlex.join([*launcher, *arguments])
+    kept, rest = [], iter(arguments)
+    for argument in rest:
+        option, equals, _ = argument.partition("=")
+        if option not in ("--out", "--trace", "--commit"):
+            kept.append(argument)
+        elif not equals:
+            next(rest, None)
+    return shlex.join([*launcher, *kept])

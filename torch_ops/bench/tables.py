@@ -51,15 +51,19 @@ def tables(report: Report) -> list[Table]:
 
 
 def markdown(report: Report) -> str:
-    """What goes into `docs/results/`: every table, its notes, and where the figures come from."""
+    """What goes into documents: every table, its notes, and where the figures come from."""
     parts = []
     for table in tables(report):
-        lines = [f"### {table.title}", "", _row(table.headers), _row(["---"] * len(table.headers))]
-        lines += map(_row, table.rows)
+        lines = [f"### {table.title}", "", markdown_table(table)]
         lines += ["", *(f"- {note}" for note in table.notes)] if table.notes else []
         parts.append("\n".join(lines))
-    parts.append("\n".join(f"- {line}" for line in _origin(report)))
+    parts.append("\n".join(f"- {line}" for line in origin(report)))
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(table: Table) -> str:
+    """Its rows alone."""
+    return "\n".join(map(_row, (table.headers, ["---"] * len(table.headers), *table.rows)))
 
 
 def print_tables(report: Report) -> None:
@@ -81,7 +85,7 @@ def print_tables(report: Report) -> None:
         console.print(shown)
         _print_lines(console, table.notes)
         console.print()
-    _print_lines(console, _origin(report))
+    _print_lines(console, origin(report))
 
 
 def _print_lines(console: Console, lines: Iterable[str]) -> None:
@@ -93,7 +97,8 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _origin(report: Report) -> list[str]:
+def origin(report: Report) -> list[str]:
+    """Machine, versions, peers, date, commit and command."""
     source = report.provenance
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     driver = f", driver {source.driver}" if source.driver else ""
@@ -101,9 +106,9 @@ def _origin(report: Report) -> list[str]:
     lines += [f"{name}: {about}" for name, about in source.peers.items()]
     if report.ceilings is not None:
         lines.append(
-            f"measured in this run: copy {_digits(report.ceilings.copy_gb_s)} GB/s, "
+            f"measured in this run: copy {digits(report.ceilings.copy_gb_s)} GB/s, "
             f"{report.ceilings.matmul_dtype} matmul "
-            f"{_digits(report.ceilings.matmul_tflops)} TFLOP/s"
+            f"{digits(report.ceilings.matmul_tflops)} TFLOP/s"
         )
     return [*lines, f"{source.date}, commit {source.commit}: `{source.command}`"]
 
@@ -121,7 +126,7 @@ def _measurement_table(measurements: Sequence[Measurement]) -> Table:
                 _time(one.ours),
                 *(_time(peers[name]) if name in peers else NOTHING for name in names),
                 _ratio(one),
-                _digits(one.tflops),
+                digits(one.tflops),
                 f"{_mib(one.ours)} / {_mib(one.best_peer)}",
             )
         )
@@ -175,7 +180,7 @@ def _time(timed: Timed) -> str:
         return NOTHING if timed.status == UNAVAILABLE else timed.status
     low, high = min(timed.rounds_ms), max(timed.rounds_ms)
     mark = " wrong" if timed.status == WRONG else ""
-    return f"{_digits(timed.ms, 4)} ({_digits(low, 4)}..{_digits(high, 4)}){mark}"
+    return f"{digits(timed.ms, 4)} ({digits(low, 4)}..{digits(high, 4)}){mark}"
 
 
 def _ratio(one: Measurement) -> str:
@@ -202,22 +207,22 @@ def _profile_table(profiles: Sequence[Profile], ceilings: Ceilings) -> Table:
         (
             f"{one.op} {one.direction}, {one.case}, {one.dtype}, {one.path} path",
             one.shape,
-            _digits(one.ms, 4),
-            _digits(one.bytes_moved / 1e6),
-            _digits(one.gb_s),
+            digits(one.ms, 4),
+            digits(one.bytes_moved / 1e6),
+            digits(one.gb_s),
             f"{one.gb_s / ceilings.copy_gb_s:.1%}",
-            _digits(one.tflops),
+            digits(one.tflops),
             f"{one.tflops / ceilings.matmul_tflops:.1%}",
-            _digits(one.intensity),
+            digits(one.intensity),
             one.bound(ceilings),
-            _digits(one.floor_ms(ceilings), 4),
-            _digits(one.ms / one.floor_ms(ceilings)),
+            digits(one.floor_ms(ceilings), 4),
+            digits(one.ms / one.floor_ms(ceilings)),
         )
         for one in profiles
     )
     notes = (
         "bytes moved: each input read once, each output written once",
-        f"compute-bound above {_digits(ceilings.ridge)} FLOP/byte, memory-bound below",
+        f"compute-bound above {digits(ceilings.ridge)} FLOP/byte, memory-bound below",
     )
     return Table("against the ceilings of this machine", headers, rows, notes)
 
@@ -228,13 +233,13 @@ def _host_table(op: str, times: Sequence[HostTime]) -> Table:
     for time in times:
         share = time.microseconds / raw if time.microseconds is not None and raw else None
         target = "" if time.target is None else f"at most {time.target:.1f}"
-        rows.append((time.name, _digits(time.microseconds), _digits(share), target))
+        rows.append((time.name, digits(time.microseconds), digits(share), target))
     notes = dict.fromkeys(f"{time.name}: {time.note}" for time in times if time.note)
     headers = ("call", "host microseconds", "/ raw launch", "target")
     return Table(f"{op}, host time per call", headers, tuple(rows), tuple(notes))
 
 
-def _digits(value: float | None, significant: int = 3) -> str:
+def digits(value: float | None, significant: int = 3) -> str:
     """Plain decimals with so many significant digits, none of a large number cut."""
     if value is None:
         return NOTHING

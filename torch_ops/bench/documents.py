@@ -1,0 +1,80 @@
+"""Tables inside Markdown documents, made from stored results.
+
+A document marks a table's place by a pair of comments, the first of which names the results, relative to the document:
+
+    <!-- vk bench table --summary docs/results/h200_window_attn.json -->
+    ...
+    <!-- vk bench table end -->
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from torch_ops.bench.results import OK, UNAVAILABLE, Measurement, Report, Timed
+from torch_ops.bench.tables import NOTHING, Table, digits, markdown, markdown_table, origin
+
+_PLACE = re.compile(
+    r"(?P<begin><!-- vk bench table (?P<summary>--summary )?(?P<file>\S+) -->\n)(?P<table>.*?)"
+    r"(?P<end><!-- vk bench table end -->)",
+    re.DOTALL,
+)
+
+
+def summary(report: Report) -> str:
+    """One row per case: our times, and every peer's time over ours, forward and backward."""
+    names = list(dict.fromkeys(peer.name for one in report.measurements for peer in one.peers))
+    directions = list(dict.fromkeys(one.direction for one in report.measurements))
+    cases: dict[tuple[str, str, str], dict[str, Measurement]] = {}
+    for one in report.measurements:
+        cases.setdefault((one.op, one.case, one.shape), {})[one.direction] = one
+    headers = ["case", "shape"]
+    for direction in directions:
+        headers += [f"{direction} ms", *names]
+    rows = []
+    for (_, case, shape), found in cases.items():
+        row = [case, shape]
+        for direction in directions:
+            row += _cells(found.get(direction), names)
+        rows.append(tuple(row))
+    notes = (
+        "Under a peer's name: its time over ours, so that above 1 ours is faster. "
+        "*wrong*: its result breaks the tolerance rule. -: it cannot run the case.",
+        *origin(report),
+    )
+    lines = [markdown_table(Table("", tuple(headers), tuple(rows))), "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(one: Measurement | None, names: list[str]) -> list[str]:
+    if one is None or one.ours.ms is None:
+        return [NOTHING] * (1 + len(names))
+    peers = {peer.name: peer for peer in one.peers}
+    mark = "" if one.ours.status == OK else f" *{one.ours.status}*"
+    return [f"{digits(one.ours.ms)}{mark}", *(_over_ours(peers.get(name), one.ours.ms) for name in names)]
+
+
+def _over_ours(peer: Timed | None, ours: float) -> str:
+    if peer is None or peer.status == UNAVAILABLE or peer.ms is None:
+        return NOTHING
+    return f"{peer.ms / ours:.2f}" if peer.status == OK else f"{peer.ms / ours:.2f} *{peer.status}*"
+
+
+def refresh(document: Path) -> bool:
+    """Makes the document's marked tables anew; returns whether it had any, and leaves an equal one untouched.
+
+    Raises ValueError naming the results that are missing or are none.
+    """
+    before = document.read_text()
+    after, places = _PLACE.subn(lambda place: place["begin"] + _make(document.parent, place) + place["end"], before)
+    if after != before:
+        document.write_text(after)
+    return bool(places)
+
+
+def _make(folder: Path, place: re.Match[str]) -> str:
+    path = folder / place["file"]
+    if not path.is_file():
+        raise ValueError(f"there are no results at {path}")
+    make: Callable[[Report], str] = summary if place["summary"] else markdown
+    return make(Report.from_json(path.read_text()))
