@@ -43,6 +43,12 @@ test: $(VENV)/.installed-test ## the kernels in Triton's interpreter, then all o
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(ARGS) || status=1; \
 	exit $$status
 
+# These two run on what the machine has; without it the first import would say so at length.
+gpu-test bench: needs-torch
+.PHONY: needs-torch
+needs-torch:
+	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "$(PYTHON) has no torch; give PYTHON=... (after make demo: PYTHON=$(BIN)/python)"; exit 1; }
+
 gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD=i/n)
 	$(FROM_TREE) pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
 		$(wildcard tests/test_$(OP).py compile_tests/test_$(OP).py),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
@@ -50,12 +56,13 @@ gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
 
-lint: $(VENV)/.installed-dev $(BIN)/actionlint ## style, types, workflows, banned patterns
+lint: $(VENV)/.installed-dev ## style, types, banned patterns, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/actionlint
 	SKIP=ruff,ruff-format $(BIN)/pre-commit run --all-files
+	@$(MAKE) --no-print-directory $(BIN)/actionlint
+	$(BIN)/actionlint
 
 clean: ## remove what builds and tests left; the environment in .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -92,8 +92,11 @@ def test_kernels_keep_to_what_torch_carries() -> None:
     functions = dict(_jit_functions())
     problems = []
     for where, node in functions.items():
-        if [ast.unparse(decorator) for decorator in node.decorator_list] != ["triton.jit"]:
-            problems.append(f"{where}: decorated by more than a bare triton.jit")
+        # do_not_specialize saves builds of equal code in eager calls; losing it loses nothing else.
+        if [ast.unparse(decorator) for decorator in node.decorator_list] not in (
+            ["triton.jit"], ["triton.jit(do_not_specialize=SIZES)"],
+        ):  # fmt: skip
+            problems.append(f"{where}: decorated by more than triton.jit")
         if node.name.startswith("__"):
             problems.append(f"{where}: its name begins with two underscores")
         if node.name.endswith("_kernel") and (node.args.defaults or any(node.args.kw_defaults)):

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from compile_tests.contract import (
     symbolic_size,
     trace_kernels,
 )
-from torch_ops import settings, window_attn
+from torch_ops import _registry, settings, window_attn
 from torch_ops._registry import OPS, remembered
 from torch_ops._versions import refuse_pair
 from torch_ops.settings import Settings
@@ -205,3 +206,40 @@ def test_versions_that_cannot_work_are_refused(torch_version: str, triton_versio
 )
 def test_versions_that_work_are_let_in(torch_version: str, triton_version: str) -> None:
     refuse_pair(torch_version, triton_version)
+
+
+class TestRelaunch:
+    """What is kept of a launch, with a stand-in for the compiled kernel."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+        launched: list[tuple[Any, ...]] = []
+
+        class Compiled:
+            src = SimpleNamespace(fn=SimpleNamespace(arg_names=("x_ptr", "size", "A", "B")))
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *args: launched.append((grid, *args))
+
+        monkeypatch.setattr(_registry, "CompiledKernel", Compiled)
+        self.compiled = Compiled()
+        return launched
+
+    def test_constants_follow_the_kernel_s_order_and_options_are_left_out(self, launched: list[Any]) -> None:
+        relaunch, x, y = _registry.Relaunch((3, 2), (64,)), torch.zeros(4), torch.ones(4)
+        assert not relaunch("mode", (x,)) and not launched
+        relaunch.keep("mode", (x,), {"num_warps": 4, "B": 2, "A": 1}, self.compiled)
+        assert relaunch("mode", (y,))
+        assert launched == [((3, 2, 1), y, 64, 1, 2)] and launched[0][1] is y
+
+    def test_other_modes_and_misaligned_tensors_are_left_to_triton(self, launched: list[Any]) -> None:
+        relaunch, x = _registry.Relaunch((1,), ()), torch.zeros(5)
+        relaunch.keep("mode", (x[1:],), {"A": 1}, self.compiled)
+        assert not relaunch("mode", (x,)), "kept of a misaligned launch"
+        relaunch.keep("mode", (x,), {"A": 1}, self.compiled)
+        assert not relaunch("other", (x,)) and not relaunch("mode", (x[1:],)) and not launched
+
+    def test_nothing_is_kept_of_a_trace(self, launched: list[Any]) -> None:
+        relaunch, x = _registry.Relaunch((1,), ()), torch.zeros(4)
+        relaunch.keep("mode", (x,), {"A": 1}, None)
+        assert not relaunch("mode", (x,)) and not launched

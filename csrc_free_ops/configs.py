@@ -2,7 +2,8 @@
 
 The order is: the user's measured rows, the shipped rows of this GPU (`configs/<gpu>.json`), a rule that launches
 anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal") and to a range
-of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape, and are None elsewhere.
+of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape, and are None elsewhere,
+where the row of the longest segments counts.
 """
 
 import json
@@ -79,7 +80,7 @@ def covered_width(head_dim: int, itemsize: int) -> int:
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """The rows of one JSON file, as `vk bench tune` writes it."""
+    """The rows of one JSON file, as `as_document` makes it."""
     document = json.loads(path.read_text())
     origin = "{gpu}, triton {triton}, {date}".format(**document["provenance"])
     rows = []
@@ -108,7 +109,7 @@ def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> 
 
 
 def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
-    """A launch that runs on any GPU: the largest of a ladder of tiles that fits the shared memory. Not measured.
+    """The largest of a ladder of tiles that fits the shared memory, the smallest where none does. Not measured.
 
     The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
     """

@@ -481,6 +481,16 @@ def test_recorded_launch_repeats_the_launcher(monkeypatch: pytest.MonkeyPatch) -
 # The command.
 
 
+def test_a_case_too_large_for_the_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contest_without_memory(*_: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(sys.modules["torch_ops.bench.app"], "contest", contest_without_memory)
+    result = bench("window_attn", "--shapes", TINY, "--device", "cpu")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"{TINY} does not fit into the memory of CPU" in result.stderr.splitlines()[-1]
+
+
 def test_contest_command(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     result = bench(

@@ -100,7 +100,7 @@ def test_encode_json(checkpoint: Path, small_image: Path) -> None:
     assert report["tokens_per_second"] == pytest.approx(1400 / report["seconds"])
     compare = report["compare"]
     assert compare["attention"] == "sdpa"
-    assert compare["speedup"] == pytest.approx(compare["seconds"] / report["seconds"])
+    assert compare["speedup"] is None, "on the CPU both are ATen's attention"
     names = {"last_hidden_state", "pooler_output", "deepstack_features[0]"}
     assert compare["differences"].keys() == names
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner
 
 import torch_ops
@@ -94,6 +96,13 @@ def test_bad_checkpoints(tmp_path: Path, config: str | None, message: str) -> No
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     assert message in refused("encode", STREET, "--model", tmp_path)
+
+
+def test_a_tower_whose_head_dimension_the_op_does_not_take(tmp_path: Path) -> None:
+    config = Qwen3VLVisionConfig(depth=1, hidden_size=60, num_heads=5, intermediate_size=8, out_hidden_size=8)
+    Qwen3VLVisionModel(config).save_pretrained(tmp_path)
+    said = refused("encode", STREET, "--model", tmp_path, "--device", "cpu")
+    assert "the tower has head dimension 12; vk::window_attn takes multiples of 8 up to 256" in said
 
 
 def test_transformers_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import torch_ops
+from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
 from csrc_free_ops.configs import (
     Gpu,
     Launch,
@@ -115,6 +117,17 @@ def test_settings_refuse_by_name_and_restore() -> None:
     with torch_ops.settings(path="portable", checked=True) as inside:
         assert inside.path == "portable" and inside.checked
     assert torch_ops.settings.path == "auto" and not torch_ops.settings.checked
+    with pytest.raises(AttributeError):
+        torch_ops.settings.chekced = True
+
+
+def test_settings_hold_without_a_with_statement() -> None:
+    torch_ops.settings(checked=True)
+    assert torch_ops.settings.checked
+    torch_ops.settings(checked=False)
+    assert not torch_ops.settings.checked
+    with pytest.raises(ValueError, match="path must be one of"):
+        torch_ops.settings(path="fast")
 
 
 def test_settings_and_sources_enter_the_key_of_compiled_artefacts() -> None:
@@ -143,6 +156,10 @@ def test_explain_says_path_and_reason() -> None:
     assert report["path"] == "reference" and report["kernels"] == {}
     with pytest.raises(ValueError, match="heads of k must be a divisor"):
         torch_ops.explain(torch.ops.vk.window_attn, q[:, :1], q, q, cumulative((10,), "cpu"))
+    with pytest.raises(ValueError, match="softcap must be 0"):
+        torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), softcap=-3.0)
+    with pytest.raises(TypeError, match="nonsense"):
+        torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), nonsense=7)
     with pytest.raises(ValueError, match="op must be one of window_attn, got 'relu'"):
         torch_ops.explain(torch.relu, q)
 
@@ -157,13 +174,38 @@ def test_explain_names_the_rows_in_use() -> None:
         assert entry["launch"]["num_warps"] in (4, 8) and entry["source"]
 
 
+def test_warmup_refuses_what_it_cannot_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="device must be a GPU that PyTorch finds here, got 'cpu'"):
+        torch_ops.warmup([72], device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="layouts must be some of contiguous, encoder, qkv_view, got 'packed'"):
+        torch_ops.warmup([64], layouts=["packed"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        torch_ops.warmup([72])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True])
 def test_warmup_builds_every_combination(backward: bool) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    calls = torch_ops.warmup(
-        [64, 72], dtypes=[torch.float16, torch.float32], mean_lengths=[16, 40], backward=backward, device=device
-    )
-    assert calls == 8
+    calls = torch_ops.warmup([64, 72], dtypes=[torch.float16, torch.float32], mean_lengths=[16, 40], backward=backward)
+    assert calls == 16
+
+
+@pytest.mark.gpu
+def test_calls_after_warmup_build_nothing() -> None:
+    def built() -> int:
+        kernels = (_attention_fwd_kernel, _attention_bwd_dq_kernel, _attention_bwd_dkdv_kernel)
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    torch_ops.warmup([72], num_heads=[4], mean_lengths=[100], backward=True)
+    before = built()
+    # Other numbers of rows and segments, of which one is no multiple of 16 and the other is 1.
+    for lengths in ((100, 117, 90), (101,)):
+        packed = torch.randn(sum(lengths), 3, 4, 72, device="cuda", dtype=torch.bfloat16)
+        q, k = (packed[:, index].clone().requires_grad_() for index in range(2))
+        torch_ops.window_attn(q, k, packed[:, 2], cumulative(lengths, "cuda")).sum().backward()
+    assert built() == before > 0
 
 
 def test_info_lists_ops_and_rows() -> None:

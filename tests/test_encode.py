@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -254,6 +255,12 @@ def test_open_image_is_upright_rgb(tmp_path: Path) -> None:
         Image.new(mode, (8, 6)).save(path)
         opened = open_image(path)
         assert (opened.mode, opened.size) == ("RGB", (8, 6))
+
+
+def test_sixteen_bits_per_pixel_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    pixels = np.array([[0, 257, 128 * 257, 65535]], dtype=np.uint16)
+    Image.fromarray(pixels).save(tmp_path / "deep.png")
+    assert np.asarray(open_image(tmp_path / "deep.png"))[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
 def test_open_image_refuses(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import triton.language as tl
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
+from torch_ops.testing.cases import cumulative
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -25,35 +26,39 @@ pytestmark = [
 def _locate_kernel(cu_ptr, other_ptr, out_ptr, num_segments, total, total_other, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     segment = 0
-    beyond = num_segments + 1
+    beyond = num_segments + 2
     while beyond - segment > 1:
         probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_ptr + probe, mask=probe < beyond, other=0)
+        cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
         segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK)
-    following = tl.minimum(segment + 1, num_segments)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
     found = place_tile(
-        tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1, mask=segment < num_segments, other=total),
-        tl.load(other_ptr + segment), tl.load(other_ptr + following), segment, total, total_other, tile, BLOCK,
+        tl.load(cu_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_ptr + behind, mask=segment <= num_segments, other=total),
+        tl.load(other_ptr + before), tl.load(other_ptr + behind), segment, total, total_other, tile, BLOCK,
     )  # fmt: skip
     for i in tl.static_range(5):
         tl.store(out_ptr + tile * 5 + i, found[i])
 
 
 @pytest.mark.parametrize("lengths", [(), (5,), (16,), (0, 16, 0, 33, 1, 0), (1,) * 150, (40, 0) * 90], ids=len)
+@pytest.mark.parametrize("skipped", [0, 5, 32, 50])
 @pytest.mark.parametrize("padding", [0, 9])
-def test_tiles_cover_every_row_once(lengths: tuple[int, ...], padding: int, device: str) -> None:
-    block, total = 16, sum(lengths) + padding
-    cu = torch.tensor([0, *np.cumsum(lengths, dtype=np.int64).tolist()], dtype=torch.int32, device=device)
-    tiles = total // block + len(lengths) + 1
+def test_tiles_cover_every_row_once(lengths: tuple[int, ...], padding: int, skipped: int, device: str) -> None:
+    block, total = 16, skipped + sum(lengths) + padding
+    cu = skipped + cumulative(lengths, device)
+    tiles = total // block + len(lengths) + 2
     found = torch.empty(tiles, 5, dtype=torch.int32, device=device)
     _locate_kernel[(tiles,)](cu, cu, found, len(lengths), total, total, BLOCK=block)
     covered = np.zeros(total, dtype=np.int64)
-    starts = cu.tolist()
+    starts = [0, *cu.tolist()]
     for start, length, first, other_start, other_length in found.tolist():
         if first >= length:
             continue
         assert first >= 0 and first % block == 0 and start in starts
-        assert (other_start, other_length) in ((start, length), (starts[-1], 0))
+        assert (other_start, other_length) in ((start, length), (starts[1], 0), (starts[-1], 0))
+        assert other_length or start in (0, starts[-1])
         covered[start + first : start + min(first + block, length)] += 1
     assert (covered == 1).all()
 

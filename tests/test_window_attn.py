@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from torch_ops import window_attn
+from torch_ops._attention import _precision
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references
 from torch_ops.testing.cases import (
     LAYOUTS,
@@ -112,7 +113,8 @@ def calls(draw) -> tuple[WindowAttnCase, torch.dtype]:
     }
     case = WindowAttnCase(
         "fuzz", "anything", q_lengths, group * num_k_heads, draw(st.integers(1, WIDEST)) * 8,
-        k_lengths=k_lengths, num_k_heads=num_k_heads, padding=draw(st.sampled_from([0, 0, 3, 40])),
+        k_lengths=k_lengths, num_k_heads=num_k_heads,
+        skipped=draw(st.sampled_from([0, 0, 5, 40])), padding=draw(st.sampled_from([0, 0, 3, 40])),
         layout=draw(st.sampled_from(LAYOUTS)), options=options,
     )  # fmt: skip
     return case, draw(st.sampled_from([torch.float16] if INTERPRET else DTYPES))
@@ -157,6 +159,32 @@ def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -
     verify(inputs)
 
 
+def test_nan_is_not_taken_for_a_row_without_keys(device: str) -> None:
+    inputs = make_inputs(WindowAttnCase("nan", "a NaN among the queries", (40,), 2, 64), torch.float16, device)
+    inputs.q[5, 1] = torch.nan
+    out, lse = inputs.call(torch.ops.vk.window_attn)
+    expected = torch.zeros(40, 2, dtype=torch.bool, device=device)
+    expected[5, 1] = True
+    assert torch.equal(out.isnan().all(-1), expected) and torch.equal(lse.isnan(), expected.T)
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("set_tf32", ["old", "new"])
+def test_either_setting_of_tf32_is_understood(set_tf32: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    q = torch.empty(1, 1, 16)
+    try:
+        if set_tf32 == "old":
+            matmul.allow_tf32 = True
+        else:
+            matmul.fp32_precision = "tf32"
+        assert _precision(q) == "tf32" and _precision(q.half()) == "ieee"
+    finally:
+        matmul.fp32_precision = "ieee" if before == "none" else before
+    assert _precision(q) == "ieee"
+
+
 @pytest.mark.gpu
 def test_tf32_is_read_at_each_call(device: str) -> None:
     inputs = make_inputs(RELAUNCHED, torch.float32, device)
@@ -180,7 +208,7 @@ def test_either_mode_is_right(deterministic: bool, device: str) -> None:
 
 
 def test_heads_of_odd_number_read_their_own_columns(device: str) -> None:
-    """At D = 72 odd heads take their columns in another order; each head alone must give the same bits."""
+    """At D = 72 odd heads take their columns in another order; each is as right as a head alone."""
     inputs = make_inputs(WindowAttnCase("odd", "shifted columns", (70,), 3, 72), torch.float16, device)
     together = window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
     for head in range(3):
@@ -189,7 +217,7 @@ def test_heads_of_odd_number_read_their_own_columns(device: str) -> None:
         reference = references.window_attn(
             *(tensor[:, one].double() for tensor in (inputs.q, inputs.k, inputs.v)), inputs.cu_seqlens
         )[0]
-        assert_close_to_reference(alone, together[:, one], reference, f"head {head}")
+        assert_close_to_reference(together[:, one], alone, reference, f"head {head}")
 
 
 def test_a_segment_does_not_see_the_others(device: str) -> None:
@@ -202,12 +230,12 @@ def test_a_segment_does_not_see_the_others(device: str) -> None:
 
 
 def test_neighbours_may_hold_nan(device: str) -> None:
-    """Rows past the last segment, and other segments' rows, reach neither results nor gradients."""
-    case = WindowAttnCase("nan", "isolation", (20, 30), 1, 72, padding=25)
+    """Rows outside all segments reach neither results nor gradients."""
+    case = WindowAttnCase("nan", "isolation", (20, 30), 1, 72, skipped=7, padding=25)
     clean = make_inputs(case, torch.float32, device)
     dirty = make_inputs(case, torch.float32, device)
     for tensor in (dirty.q, dirty.k, dirty.v, dirty.dout):
-        tensor[50:] = torch.nan
+        tensor[:7] = tensor[57:] = torch.nan
     for name, tensor in differentiate(torch.ops.vk.window_attn, dirty).items():
         assert torch.equal(tensor, differentiate(torch.ops.vk.window_attn, clean)[name]), name
 
@@ -327,7 +355,7 @@ def test_wild_boundaries_stay_inside(values: tuple[int, ...], device: str) -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((1, 40), r"cu_seqlens\[0\] must be 0, got 1"),
+        ((-1, 40), r"cu_seqlens\[0\] must be at least 0, got -1"),
         ((0, 30, 20), r"cu_seqlens\[2\] must be at least cu_seqlens\[1\] = 30, got 20"),
         ((0, 30, 50), r"cu_seqlens\[2\] must be at most the 40 rows there are, got 50"),
     ],
@@ -384,14 +412,22 @@ def _refusals() -> list:
             changed(cu_seqlens_k=lambda g: g["cu_seqlens"][:1]),
             r"cu_seqlens_k must be of shape \[2\] as cu_seqlens is, got \[1\]",
         ),
-        ("scale", changed(scale=lambda g: -1.0), r"scale must be a positive number, got -1.0"),
-        ("nan_scale", changed(scale=lambda g: float("nan")), r"scale must be a positive number, got nan"),
+        ("scale", changed(scale=lambda g: -1.0), r"scale must be a positive number .*, got -1.0"),
+        ("tiny_scale", changed(scale=lambda g: 1e-50), r"scale must be a positive number that fp32 holds, got 1e-50"),
+        ("nan_scale", changed(scale=lambda g: float("nan")), r"scale must be a positive number .*, got nan"),
         (
             "window",
             changed(window_left=lambda g: -2),
             r"window_left must be -1 \(unbounded\) or a number of keys, got -2",
         ),
-        ("softcap", changed(softcap=lambda g: -3.0), r"softcap must be 0 \(off\) or a positive number, got -3.0"),
+        ("softcap", changed(softcap=lambda g: -3.0), r"softcap must be 0 \(off\) or a positive number .*, got -3.0"),
+        ("huge_softcap", changed(softcap=lambda g: 1e39), r"softcap must be 0 .* that fp32 holds, got 1e\+39"),
+        ("none", changed(v=lambda g: None), r"v must be a dense tensor, got None"),
+        (
+            "sparse",
+            changed(q=lambda g: g["q"].to_sparse()),
+            r"q must be a dense tensor, got one of layout",
+        ),
         (
             "device",
             changed(cu_seqlens=lambda g: g["cu_seqlens"].to("meta")),

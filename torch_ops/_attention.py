@@ -54,8 +54,8 @@ class Scores:
         """Query-key pairs that are seen; all pairs, an upper bound, where the lengths are fake."""
         if isinstance(cu_q, FakeTensor) or cu_q.is_meta:
             return total_q * total_k
-        q_lengths = np.diff(cu_q.cpu().numpy())
-        k_lengths = q_lengths if cu_k is None else np.diff(cu_k.cpu().numpy())
+        q_lengths = _lengths(cu_q, total_q)
+        k_lengths = q_lengths if cu_k is None else _lengths(cu_k, total_k)
         left, right = self.bounds()
         pairs = 0
         for q_length, k_length in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True):
@@ -63,6 +63,11 @@ class Scores:
             low, high = np.maximum(position - left, 0), np.minimum(position + right, k_length - 1)
             pairs += int(np.maximum(high - low + 1, 0).sum())
         return pairs
+
+
+def _lengths(cu: Tensor, total: int) -> np.ndarray:
+    """Rows of each segment, clamped as the kernels clamp them."""
+    return np.maximum(np.diff(cu.cpu().numpy().clip(0, total)), 0)
 
 
 def mean_length(total: int, num_segments: int) -> int | None:
@@ -79,8 +84,8 @@ def choose(kernel: str, q: Tensor, causal: bool, length: int | None) -> tuple[La
 
 
 def _precision(q: Tensor) -> str:
-    """tf32 for fp32 products only where PyTorch allows it."""
-    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """tf32 for fp32 products only where PyTorch allows it, by whichever of its settings."""
+    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _addressable(tensor: Tensor) -> Tensor:
@@ -130,8 +135,8 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sc
         "STRIDE_OT": _contiguous_row(q), **_constants(q, k, scores, launch, unit),
     }  # fmt: skip
     ready = _ready(q, k, v) and cu_q.is_contiguous() and cu_k.is_contiguous()
-    # One tile more per segment than its rows fill, and those of the rows past the last segment (tiles/segments.py).
-    grid = (total_q // launch.block_m + num_segments + 1, num_heads)
+    # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
+    grid = (total_q // launch.block_m + num_segments + 2, num_heads)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -180,12 +185,12 @@ def plan_backward(
         **strides, "STRIDE_OT": _row_stride(out), "STRIDE_DQT": _contiguous_row(q), "HAS_DLSE": dlse is not None,
         **_constants(q, k, scores, dq_launch, unit),
     }  # fmt: skip
-    dq_grid = (total_q // dq_launch.block_m + num_segments + 1, num_heads)
+    dq_grid = (total_q // dq_launch.block_m + num_segments + 2, num_heads)
 
     dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores.causal, mean_length(total_k, num_segments))
     dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
     dkdv_constants = {**strides, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
-    dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 1, num_k_heads)
+    dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 2, num_k_heads)
 
     relaunch_dq = Relaunch(dq_grid, dq_scalars)
     relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
@@ -202,15 +207,15 @@ def plan_backward(
             lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
         delta = torch.empty_like(lse)
         precision = _precision(q)
-        rows = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq)
-        if not relaunch_dq(precision, rows):
+        tensors = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq)
+        if not relaunch_dq(precision, tensors):
             options = {"PRECISION": precision, **dq_constants}
-            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*rows, *dq_scalars, **options)
-            relaunch_dq.keep(precision, rows, options, compiled)
-        keys = (q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv)
-        if not relaunch_dkdv(precision, keys):
+            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*tensors, *dq_scalars, **options)
+            relaunch_dq.keep(precision, tensors, options, compiled)
+        after = (q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv)
+        if not relaunch_dkdv(precision, after):
             options = {"PRECISION": precision, **dkdv_constants}
-            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*keys, *dkdv_scalars, **options)
-            relaunch_dkdv.keep(precision, keys, options, compiled)
+            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*after, *dkdv_scalars, **options)
+            relaunch_dkdv.keep(precision, after, options, compiled)
 
     return launch_backward

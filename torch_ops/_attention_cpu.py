@@ -1,7 +1,7 @@
 """The attention core on the CPU, in ATen: PyTorch's own fused kernel per segment, or blocks of query rows.
 
-No T x T mask is built. Half types compute in fp32, fp64 in fp64, and the gradient of fp32 too. It is written out, as in
-the kernels, and not taken by autograd: ops on the CPU are opaque to it.
+No T x T mask is built. fp64 computes in fp64, all else in fp32. The gradient is written out, as in the kernels, and not
+taken by autograd: ops on the CPU are opaque to it.
 """
 
 from collections.abc import Iterator
@@ -85,8 +85,8 @@ def attention_backward_cpu(
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv, as the launch of `plan_backward` does."""
     heads = k.shape[1]
-    # Scores recomputed in fp32 would round differently from those that lse came from, and P would not sum to 1.
-    dtype = torch.float64 if lse.dtype == torch.float64 or q.dtype == torch.float32 else torch.float32
+    # In the precision that lse came from: scores of another would be off by its rounding, and P would not sum to 1.
+    dtype = lse.dtype
     dq.zero_()
     dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):

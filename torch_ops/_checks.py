@@ -1,7 +1,5 @@
 """The shared refusals. Each names the op, the argument, what was wanted and what came."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -35,6 +33,8 @@ def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: T
 
 
 def check_packed(op: str, argument: str, tensor: Tensor) -> None:
+    if tensor is None or tensor.layout is not torch.strided:
+        refuse(op, argument, "a dense tensor", "None" if tensor is None else f"one of layout {tensor.layout}")
     if tensor.dim() != 3:
         refuse(op, argument, "packed as [T, H, D]", f"shape {list(tensor.shape)}")
 
@@ -65,8 +65,8 @@ def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str,
 def check_cu_seqlens_values(op: str, argument: str, cu_seqlens: Tensor, total: int) -> None:
     """What only the device knows; costs a synchronisation."""
     values = cu_seqlens.tolist()
-    if values[0] != 0:
-        refuse(op, f"{argument}[0]", "0", values[0])
+    if values[0] < 0:
+        refuse(op, f"{argument}[0]", "at least 0", values[0])
     for index in range(1, len(values)):
         if values[index] < values[index - 1]:
             refuse(
@@ -79,14 +79,19 @@ def check_cu_seqlens_values(op: str, argument: str, cu_seqlens: Tensor, total: i
         refuse(op, f"{argument}[{len(values) - 1}]", f"at most the {total} rows there are", values[-1])
 
 
+def _is_positive_fp32(value: float) -> bool:
+    """Neither 0 nor infinite once a kernel takes it as fp32."""
+    return torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max
+
+
 def check_scale(op: str, scale: float | None) -> None:
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
-        refuse(op, "scale", "a positive number", scale)
+    if scale is not None and not _is_positive_fp32(scale):
+        refuse(op, "scale", "a positive number that fp32 holds", scale)
 
 
 def check_softcap(op: str, softcap: float) -> None:
-    if not (math.isfinite(softcap) and softcap >= 0):
-        refuse(op, "softcap", "0 (off) or a positive number", softcap)
+    if softcap != 0 and not _is_positive_fp32(softcap):
+        refuse(op, "softcap", "0 (off) or a positive number that fp32 holds", softcap)
 
 
 def check_window(op: str, argument: str, width: int) -> None:

@@ -8,6 +8,7 @@ import triton
 
 from csrc_free_ops.configs import Gpu
 
+# Bytes that a block can ask for (CUDA C++ Programming Guide, technical specifications per compute capability).
 SHARED_MEMORY = {
     80: 166912,
     86: 101376,
@@ -27,7 +28,7 @@ def _describe(driver: Any, index: int | None) -> Gpu:
         shared = SHARED_MEMORY.get(target.arch, 65536)
         return Gpu(f"{target.backend}-{target.arch}", target.backend, target.arch, shared)
     properties = torch.cuda.get_device_properties(index)
-    name = properties.name.lower().removeprefix("nvidia ").split()[0]
+    name = properties.name.lower().removeprefix("nvidia ").replace(" ", "-")
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
     return Gpu(name, target.backend, target.arch, shared)
 
@@ -36,3 +37,8 @@ def gpu() -> Gpu:
     """The current device, as Triton's active driver describes it."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
     return _describe(triton.runtime.driver.active, index)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether the device's memory did not suffice; the CPU's allocator has no type of error for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

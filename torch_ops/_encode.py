@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from torch_ops._device import out_of_memory
 from torch_ops._encode_report import Run, comparison, figures, print_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,10 +91,13 @@ def encode(
                     encoder = qwen_vl.load_tower(model, kind, where, advance)
                 else:
                     encoder = qwen_vl.build_tower(name, seed, kind, where, advance)
+                _check_head_dim(encoder.config)
                 _check_patches(encoder.config, pixel_values)
             pixels = pixel_values.to(where, kind)
             runs = _run(encoder, pixels, grid, compile_, compare, repeat, step)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             raise InputError(
                 f"{where} has not enough memory for {pixel_values.shape[0]} tokens in one call; "
                 f"give fewer or smaller images",
@@ -189,6 +193,12 @@ def _read_images(
     return torch.cat(pixel_values), torch.cat(grids), sizes
 
 
+def _check_head_dim(config: Any) -> None:
+    head_dim = config.hidden_size // config.num_heads
+    if not 8 <= head_dim <= 256 or head_dim % 8:
+        raise ValueError(f"the tower has head dimension {head_dim}; vk::window_attn takes multiples of 8 up to 256")
+
+
 def _check_patches(config: Any, pixel_values: torch.Tensor) -> None:
     wanted = config.in_channels * config.temporal_patch_size * config.patch_size**2
     if pixel_values.shape[1] != wanted:
@@ -216,7 +226,7 @@ def _run(
         call = torch.compile(encoder, fullgraph=True) if compiled else encoder
         runs = [_timed("vk::window_attn", call, pixel_values, grid, repeat)]
     except Exception as error:
-        if not compiled or isinstance(error, torch.OutOfMemoryError):
+        if not compiled or out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"torch.compile failed: {reason}; leave out --compile", 1) from error

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,11 +40,14 @@ def _explain_window_attn(
     causal: bool = False,
     window_left: int = -1,
     window_right: int = -1,
-    *_: Any,
-    **__: Any,
+    softcap: float = 0.0,
+    deterministic: bool = True,
+    return_lse: bool = False,
 ) -> dict[str, Any]:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        OPS["window_attn"].overload(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right)
+        OPS["window_attn"](
+            q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic
+        )  # fmt: skip
     report: dict[str, Any] = {"op": "vk::window_attn", "device": str(q.device)}
     if not runs_kernels(q):
         return {
@@ -64,31 +68,53 @@ def _explain_window_attn(
     return {**report, "path": "portable", "why": why, "kernels": kernels}
 
 
+LAYOUTS = ("contiguous", "encoder", "qkv_view")
+
+
 def warmup(
     head_dims: Iterable[int],
     dtypes: Iterable[torch.dtype] = (torch.bfloat16,),
+    num_heads: Iterable[int] = (16,),
     mean_lengths: Iterable[int] = (64, 1024),
+    layouts: Iterable[str] = ("contiguous", "encoder"),
     causal: bool = False,
     backward: bool = False,
     device: torch.device | str = "cuda",
 ) -> int:
     """Builds `window_attn`'s kernels before the first request pays for it; returns how many calls were made.
 
+    Every combination is built. Head dimension, number of heads and layout set the strides between rows, which are
+    constants of a kernel.
+
     Args:
-        head_dims, dtypes: every combination is built.
+        head_dims, dtypes, num_heads: of q, k and v, which have as many heads as each other.
         mean_lengths: tokens per segment to expect; a GPU's rows may hold different launches for short and long ones.
+        layouts: "contiguous"; "qkv_view": q, k and v as views of one projection [T, 3, H, D]; "encoder": v as such a
+            view, q and k contiguous, as Qwen-VL's encoders have them after the rotary embedding.
         causal, backward: which variants.
+
+    Raises:
+        ValueError: for a layout that is none of these, and where there is no such GPU: for the CPU nothing is built.
     """
+    if not torch.cuda.is_available() or torch.device(device).type != "cuda":
+        raise ValueError(f"warmup: device must be a GPU that PyTorch finds here, got {str(device)!r}")
+    layouts = tuple(layouts)
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            raise ValueError(f"warmup: layouts must be some of {', '.join(LAYOUTS)}, got {layout!r}")
     calls = 0
-    for head_dim in head_dims:
-        for dtype in dtypes:
-            for length in mean_lengths:
-                q = torch.randn(2 * length, 2, head_dim, device=device, dtype=dtype, requires_grad=backward)
-                cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
-                out, _ = OPS["window_attn"](q, q, q, cu_seqlens, None, None, causal)
-                if backward:
-                    out.backward(out.detach())
-                calls += 1
+    for head_dim, dtype, heads, length, layout in product(head_dims, dtypes, num_heads, mean_lengths, layouts):
+        packed = torch.randn(2 * length, 3, heads, head_dim, device=device, dtype=dtype)
+        views = [packed[:, index] for index in range(3)]
+        q, k, v = views if layout == "qkv_view" else (*(view.contiguous() for view in views[:2]), views[2])
+        if layout == "contiguous":
+            v = v.contiguous()
+        q, k, v = (tensor.detach().requires_grad_(backward) for tensor in (q, k, v))
+        cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+        out, _ = OPS["window_attn"](q, k, v, cu_seqlens, None, None, causal)
+        if backward:
+            out.backward(out.detach())
+        calls += 1
     return calls
 
 

@@ -2,7 +2,7 @@
 
 `vk_op` makes a `torch.library.triton_op` and settles around it what every op promises:
 
-- The fake is the function that the body itself calls first: it checks, then allocates the outputs.
+- The fake is the check and the allocation of outputs that the body itself begins with.
 - CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
   and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
 - Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
@@ -16,12 +16,12 @@ enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_ker
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch._library.autograd import make_autograd_impl
 from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -33,7 +33,7 @@ from triton.compiler import CompiledKernel
 
 from torch_ops.settings import settings
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRET = triton.knobs.runtime.interpret
 NAMESPACE = "vk"
 REMEMBERED = 4096
 
@@ -69,7 +69,8 @@ class Relaunch:
 
     Triton looks some forty arguments over at each launch, which is most of its host time; a plan fixes them all but the
     addresses, and `mode`, whatever else the kernel depends on. Kept are launches on aligned tensors only: for a pointer
-    off 16 bytes Triton builds other code.
+    off 16 bytes Triton builds other code. What a debugger or profiler sets in `triton.knobs` for the compiler therefore
+    counts before the first call; hooks on launches are called each time.
     """
 
     def __init__(self, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
@@ -131,8 +132,8 @@ def remembered(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Whether this tensor's op launches kernels: on a GPU, or anywhere under the interpreter."""
-    return INTERPRET or tensor.is_cuda
+    """Whether this tensor's op launches kernels: on a GPU, or under the interpreter, which computes in numpy."""
+    return tensor.is_cuda or (INTERPRET and tensor.dtype in (torch.float16, torch.float32))
 
 
 def vk_op(
@@ -144,7 +145,8 @@ def vk_op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """Registers the decorated body as `vk::<name>`; its annotations are the schema.
 
-    `fake` takes the body's arguments, refuses bad ones and returns the empty outputs; the body begins by calling it.
+    `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
+    itself uses.
     With `autocast` the floating tensors are cast to the autocast region's dtype. `flops(*args)` counts a call.
     """
 
@@ -208,7 +210,7 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
         return Differentiable.apply(*args, *defaults[len(args) :])
 
     _library.impl(name, run, "CUDA")
-    for key in ("AutogradCPU", "AutogradCUDA"):
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         _library.impl(name, autograd, key, with_keyset=True)
 
 

@@ -1,7 +1,7 @@
 """The library's settings: one object, read once from the environment, changed only through it.
 
     torch_ops.settings.path                          what is in force
-    torch_ops.settings.update(path="portable")       for the rest of the process
+    torch_ops.settings(path="portable")              for the rest of the process, as settings.update(...)
     with torch_ops.settings(checked=True): ...       for a block
 
 Environment: VK_PATH (auto, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows).
@@ -34,7 +34,7 @@ class _Values:
             raise ValueError(f"settings: path must be one of {', '.join(PATHS)}, got {self.path!r}")
         if not isinstance(self.checked, bool):
             raise ValueError(f"settings: checked must be True or False, got {self.checked!r}")
-        if self.rows and not Path(self.rows).is_file():
+        if not isinstance(self.rows, str | os.PathLike) or (self.rows and not Path(self.rows).is_file()):
             raise ValueError(f"settings: rows must name a JSON file of launch rows, got {self.rows!r}")
 
 
@@ -60,11 +60,13 @@ def source_hash() -> str:
 
 
 class Settings:
-    """What is in force: `path`, `checked`, `rows`.
+    """What is in force: `path`, `checked`, `rows`; changed by `settings(...)`, with or without `with`.
 
     A change of path or rows changes the kernels that graphs are made of, so it drops compiled graphs in memory and
     enters the key of compiled artefacts on disk.
     """
+
+    __slots__ = ("_user_tag", "_values", "generation")
 
     def __init__(self) -> None:
         self._values = _from_environment()
@@ -100,10 +102,14 @@ class Settings:
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
 
-    @contextlib.contextmanager
-    def __call__(self, **changes: object) -> Iterator["Settings"]:
+    def __call__(self, **changes: object) -> contextlib.AbstractContextManager["Settings"]:
+        """Changes settings at once, as `update` does; used in a `with` statement, for its block only."""
         before = self._values
         self.update(**changes)
+        return self._until_exit(before)
+
+    @contextlib.contextmanager
+    def _until_exit(self, before: _Values) -> Iterator["Settings"]:
         try:
             yield self
         finally:

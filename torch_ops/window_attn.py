@@ -89,7 +89,8 @@ def _window_attn_fake(
 
 def _window_attn_flops(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1, *_: Any,
+    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
+    *_: Any, **__: Any,
 ) -> int:  # fmt: skip
     """4 D per head and seen pair; counts a single segment, the upper bound, where cu_seqlens is fake."""
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
@@ -235,18 +236,18 @@ def window_attn(
     """softmax(scale q k^T) v within each segment of packed tensors.
 
     Query row i of a segment with Lq queries and Lk keys stands at key position i + Lk - Lq (aligned bottom-right).
-    A row that sees no key gives out 0 and lse -inf; so do rows past `cu_seqlens[-1]`, and neither passes on any
-    gradient.
+    A row that sees no key gives out 0 and lse -inf; so do rows before `cu_seqlens[0]` and past `cu_seqlens[-1]`.
+    Neither passes on any gradient, as long as what comes in for it is finite.
 
     Args:
         q: [Tq, H, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides; columns that are not contiguous
             are copied. On the CPU also fp64.
         k, v: [Tk, Hk, D], dtype and device of q, H a multiple of Hk: each key head serves H / Hk query heads.
-        cu_seqlens: int32 [n + 1] on q's device, from 0 and never falling: segment s is rows cu_seqlens[s] up to
+        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] up to
             cu_seqlens[s + 1]. Empty segments are fine. Values are never copied to the host; out-of-range ones are
             clamped, and refused by name under `torch_ops.settings(checked=True)`.
         cu_seqlens_k: the keys' own boundaries, of the same shape; those of the queries where None.
-        scale: what multiplies q k^T, positive; 1 / sqrt(D) where None.
+        scale: what multiplies q k^T, a positive number (no tensor: it gets no gradient); 1 / sqrt(D) where None.
         causal: whether a query sees only keys up to its own position.
         window_left, window_right: how many keys before and after its position a query sees; -1 is all.
         softcap: c > 0 replaces a score s by c tanh(s / c).

@@ -16,6 +16,7 @@ P and ds are rounded to the input dtype for the products, as in the forward.
 import triton
 import triton.language as tl
 
+from csrc_free_ops.attention.portable_fwd import SIZES
 from csrc_free_ops.tiles.masks import block_span, within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -66,7 +67,7 @@ def _accumulate_dq(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_ptr,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
@@ -81,15 +82,17 @@ def _attention_bwd_dq_kernel(
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     segment = 0
-    beyond = num_segments + 1
+    beyond = num_segments + 2
     while beyond - segment > 1:
         probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_q_ptr + probe, mask=probe < beyond, other=0)
+        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
         segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
-    following = tl.minimum(segment + 1, num_segments)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
     q_start, q_length, first, k_start, k_length = place_tile(
-        tl.load(cu_q_ptr + segment), tl.load(cu_q_ptr + segment + 1, mask=segment < num_segments, other=total_q),
-        tl.load(cu_k_ptr + segment), tl.load(cu_k_ptr + following), segment, total_q, total_k, tile, BLOCK_M,
+        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
+        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
     )  # fmt: skip
     if first >= q_length:
         return
@@ -206,7 +209,7 @@ def _accumulate_dkdv(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
     stride_qh, stride_kh, stride_vh, stride_doh,
@@ -221,15 +224,17 @@ def _attention_bwd_dkdv_kernel(
     k_head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     segment = 0
-    beyond = num_segments + 1
+    beyond = num_segments + 2
     while beyond - segment > 1:
         probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_k_ptr + probe, mask=probe < beyond, other=0)
+        cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
         segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_k, tile, BLOCK_N)
-    following = tl.minimum(segment + 1, num_segments)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
     k_start, k_length, first, q_start, q_length = place_tile(
-        tl.load(cu_k_ptr + segment), tl.load(cu_k_ptr + segment + 1, mask=segment < num_segments, other=total_k),
-        tl.load(cu_q_ptr + segment), tl.load(cu_q_ptr + following), segment, total_k, total_q, tile, BLOCK_N,
+        tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
+        tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
     )  # fmt: skip
     if first >= k_length:
         return

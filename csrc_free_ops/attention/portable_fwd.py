@@ -29,6 +29,9 @@ from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, natural_lse
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from csrc_free_ops.tiles.softmax import update
 
+# Code for sizes of other divisibility would be the same, built anew for images of every other size.
+SIZES = ("total_q", "total_k", "num_segments", "window_left", "window_right")
+
 
 @triton.jit
 def _attend(
@@ -60,7 +63,7 @@ def _attend(
     return acc, peak, norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
     stride_qh, stride_kh, stride_vh,
@@ -74,15 +77,17 @@ def _attention_fwd_kernel(
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     segment = 0
-    beyond = num_segments + 1
+    beyond = num_segments + 2
     while beyond - segment > 1:
         probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_q_ptr + probe, mask=probe < beyond, other=0)
+        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
         segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
-    following = tl.minimum(segment + 1, num_segments)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
     q_start, q_length, first, k_start, k_length = place_tile(
-        tl.load(cu_q_ptr + segment), tl.load(cu_q_ptr + segment + 1, mask=segment < num_segments, other=total_q),
-        tl.load(cu_k_ptr + segment), tl.load(cu_k_ptr + following), segment, total_q, total_k, tile, BLOCK_M,
+        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
+        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
     )  # fmt: skip
     if first >= q_length:
         return
@@ -130,9 +135,10 @@ def _attention_fwd_kernel(
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
     )  # fmt: skip
 
-    inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
+    # Not norm > 0: a row of NaN is no row without keys.
+    inverse = tl.where(norm == 0, 0.0, 1.0 / norm)
     out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
     out = scale_rows(acc, inverse[:, None])
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
-    lse = tl.where(norm > 0, natural_lse(peak, norm, q[0].dtype == tl.float32), float("-inf"))
+    lse = tl.where(norm == 0, float("-inf"), natural_lse(peak, norm, q[0].dtype == tl.float32))
     tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)

@@ -1,7 +1,8 @@
 """Which keys a query sees. Causal order and sliding windows are one pair of bounds.
 
-Query row i of a segment with `num_rows` queries and `num_cols` keys stands at key position i + num_cols - num_rows
-(aligned bottom-right) and sees from `left` keys before it to `right` keys after it; causal is right = 0.
+Query row i of a segment with Lq queries and Lk keys stands at key position i + shift, shift = Lk - Lq (aligned
+bottom-right), and sees from `left` keys before it to `right` keys after it; causal is right = 0. Seen from the keys the
+same holds with shift = Lq - Lk and the bounds exchanged: key j is seen by positions j - right .. j + left.
 """
 
 import triton
@@ -32,8 +33,9 @@ def block_span(
 ):
     """The blocks of the other side that positions first .. last see, of which the inner ones need no mask.
 
-    Position p sees p + shift - before .. p + shift + after, within 0 .. length-1. Returns (low, full_low, full_high,
-    high): blocks low .. full_low and full_high .. high need the mask, every entry of full_low .. full_high is seen.
+    Position p sees p + shift - before .. p + shift + after, within 0 .. length-1. Returns the positions (low, full_low,
+    full_high, high), all but the last multiples of BLOCK: what lies in low .. full_low and full_high .. high needs the
+    mask, every entry in full_low .. full_high is seen.
     """
     low = 0
     full_low = 0

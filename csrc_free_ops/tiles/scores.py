@@ -1,4 +1,8 @@
-"""The step between q k^T and softmax."""
+"""The step between q k^T and softmax.
+
+Exponents (scores, their peak, lse while it is subtracted) are in one unit throughout a kernel: natural in fp32, base 2
+in half types. lse in memory is always natural.
+"""
 
 import triton
 import triton.language as tl

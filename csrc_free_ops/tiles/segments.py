@@ -1,13 +1,14 @@
 """From a program's number to its segment and rows, with lengths known only on the device.
 
-Segments s = 0 .. n-1 own rows cu[s] .. cu[s+1]-1 of the packed tensors. The grid is an upper bound from shapes alone,
-`total // BLOCK + n + 1` tiles: segment s starts at tile cu[s] // BLOCK + s, a number that grows strictly with s and
-leaves every segment the ceil(length / BLOCK) tiles it needs and at most one more. One segment follows the last: the
-rows past cu[n], which attend to nothing. Values are clamped to the tensor, so malformed cu cannot reach outside it.
+n segments own the rows from cu[0] to cu[n] of the packed tensors; one more before them and one after own the rest, and
+attend to nothing. So segment s = 1 .. n is rows cu[s-1] .. cu[s]-1, segment 0 begins at row 0, segment n+1 ends at
+`total`. The grid is an upper bound from shapes alone, `total // BLOCK + n + 2` tiles: a segment that starts at row r
+starts at tile r // BLOCK + s, a number that grows strictly with s and leaves every segment the ceil(length / BLOCK)
+tiles it needs and at most one more. Values are clamped to the tensor, so malformed cu cannot reach outside it.
 
-A kernel finds its segment, the last s in 0 .. n whose first tile is not past its own, by SEARCH_WIDTH-ary search. It
-loads from cu in its own body: torch takes a pointer that enters a function for written where an address that is stored
-to depends on what the function returns, and would clone cu and call it mutated.
+A kernel finds its segment, the last whose first tile is not past its own, by SEARCH_WIDTH-ary search. It loads from cu
+in its own body: torch takes a pointer that enters a function for written where an address that is stored to depends on
+what the function returns, and would clone cu and call it mutated.
 """
 
 import triton
@@ -25,7 +26,7 @@ def probe_segments(low, high):
 
 @triton.jit
 def narrow_segments(cu, probe, step, low, high, total, tile, BLOCK: tl.constexpr):
-    """The segments between which the search goes on, given the boundaries cu at its probes."""
+    """The segments between which the search goes on, given the first rows cu of those at its probes."""
     first_tile = tl.minimum(tl.maximum(cu, 0), total) // BLOCK + probe
     count = tl.sum(((probe < high) & (first_tile <= tile)).to(tl.int32), 0)
     low += tl.maximum(count - 1, 0) * step

@@ -11,7 +11,8 @@ def update(scores, factor, peak, norm, NATURAL: tl.constexpr, MASKED: tl.constex
     """One block of scores [M, N]: its weights, and the factor that moves earlier sums to the new peak.
 
     peak [M] is the running maximum of score * factor, norm [M] the running sum of exp(score * factor - peak), to the
-    base 2 or e. With MASKED a row may hold nothing but -inf so far; its peak stays -inf and its weights are 0.
+    base 2 or e. With MASKED a row may hold nothing but -inf so far; its peak stays -inf and its weights are 0. A block
+    that is masked at its end alone always leaves a row some key, and does not need it.
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     if MASKED:

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import torch_ops
+from torch_ops._device import out_of_memory
 from torch_ops.bench import documents, options, window_attn
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.host import host_times
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
 from torch_ops.bench.options import say
 from torch_ops.bench.profile import profile_case
-from torch_ops.bench.results import OK, WRONG, Measurement, Report
+from torch_ops.bench.results import OK, WRONG, Measurement, Report, read_report
 from torch_ops.bench.room import Contender, Room
 from torch_ops.bench.tables import markdown, print_tables
 
@@ -92,7 +92,9 @@ def _contests(
 
             try:
                 measured = contest(room, case, contenders, terms, on_step)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 message = f"{case.name} does not fit into the memory of {report.provenance.device}"
                 raise options.bad("--shapes", message) from error
             report = dataclasses.replace(report, measurements=(*report.measurements, *measured))
@@ -220,7 +222,7 @@ def table(
                 if not documents.refresh(file):
                     raise ValueError("it marks no table: see vk bench table --help")
                 continue
-            report = Report.from_json(file.read_text())
+            report = read_report(file)
         text = documents.summary(report) if short else markdown(report)
         typer.echo("\n" * bool(index) + text, nl=False)
 

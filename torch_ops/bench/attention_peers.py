@@ -98,8 +98,8 @@ def _varlen_attn() -> Any:
 def _flash2_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
     if option := _uses(case, "softcap"):
         return f"has no {option} in varlen_attn"
-    if case.padding:
-        return "leaves rows past the last segment unwritten"
+    if case.skipped or case.padding:
+        return "leaves rows outside all segments unwritten"
     return _needs_half_on_gpu(dtype, device)
 
 
@@ -184,7 +184,7 @@ CUDNN = Contender(
     "cudnn",
     _bind_cudnn,
     _cudnn_refuses,
-    lambda: f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version()}",
+    lambda: f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version() or '(not here)'}",
 )
 FLASH2 = Contender(
     "flash2",

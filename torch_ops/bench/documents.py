@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_ops.bench.results import OK, UNAVAILABLE, Measurement, Report, Timed
+from torch_ops.bench.results import OK, UNAVAILABLE, Measurement, Report, Timed, read_report
 from torch_ops.bench.tables import NOTHING, Table, digits, markdown, markdown_table, origin
 
 _PLACE = re.compile(
@@ -77,4 +77,4 @@ def _make(folder: Path, place: re.Match[str]) -> str:
     if not path.is_file():
         raise ValueError(f"there are no results at {path}")
     make: Callable[[Report], str] = summary if place["summary"] else markdown
-    return make(Report.from_json(path.read_text()))
+    return make(read_report(path))

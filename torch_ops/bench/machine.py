@@ -47,7 +47,8 @@ def provenance(device: torch.device, commit: str | None, peers: dict[str, str]) 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {platform.machine()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -85,10 +85,11 @@ def _lengths(lengths: tuple[int, ...]) -> str:
 def _from_notation(text: str) -> WindowAttnCase:
     match = NOTATION.fullmatch(text)
     if match is None:
-        names = ", ".join(case.name for case in window_attn_cases("bench"))
+        names = ", ".join(case.name for case in (*window_attn_cases("bench"), *window_attn_cases("smoke")))
         raise ValueError(
             f"no case is called {text!r}; give one of {names}, a pattern of names such as "
-            f"'qwen3vl_*', or SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72"
+            f"'qwen3vl_*', or SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72, "
+            f"with unequal segments 33+2*64x16x72"
         )
     part = match.groupdict()
     terms = part["terms"] or f"{part['count']}*{part['length']}"

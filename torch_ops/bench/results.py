@@ -226,6 +226,14 @@ class Report:
         os.replace(partial, path)
 
 
+def read_report(path: Path) -> Report:
+    """Raises ValueError for a file that --out did not write."""
+    try:
+        return Report.from_json(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not a JSON file that --out wrote: {error}") from error
+
+
 def _timed(entry: dict[str, Any]) -> Timed:
     gate = tuple(GateReport(**report) for report in entry["gate"])
     return Timed(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "gate": gate})

@@ -56,8 +56,7 @@ def _default_peers(device: torch.device) -> tuple[str, ...]:
 
 def _cost(inputs: WindowAttnInputs, backward: bool) -> Cost:
     """Two products in the forward, five in the backward, of the pairs that options leave seen."""
-    seen = {name: value for name, value in inputs.options.items() if name != "softcap"}
-    flops = replace(inputs, options=seen).call(flop_registry[torch.ops.vk.window_attn])
+    flops = inputs.call(flop_registry[torch.ops.vk.window_attn])
     heads_rows = inputs.q.shape[0] * inputs.q.shape[1]
     lse = heads_rows * inputs.dlse.element_size()
     boundaries = inputs.cu_seqlens.nbytes
@@ -85,16 +84,18 @@ def _trials(case: WindowAttnCase, dtype: torch.dtype, device: torch.device, back
     So the case itself is run too, and the heads of its last key head are compared on the longest
     and the last segment, which is all that fp64 has room for.
     """
-    on_gpu = device.type == "cuda"
-    room = min(2**28, torch.cuda.get_device_properties(device).total_memory // 128) if on_gpu else 0
-    reduced = shorten(case, room or 2**22, case.num_heads)
+    # Entries of score matrices: in fp64, and with a gradient, the reference keeps several of them.
+    entries, entries_of_one = 2**22, 2**24
+    if device.type == "cuda":
+        entries = entries_of_one = min(2**28, torch.cuda.get_device_properties(device).total_memory // 128)
+    reduced = shorten(case, entries, case.num_heads)
     inputs = make_inputs(reduced, dtype, device, seed=1)
     truths = _truth(inputs, torch.float64, backward), _truth(inputs, dtype, backward)
     trials = [Trial(notation(reduced), reduced, inputs, lambda name, tensor: tensor, *truths)]
     if reduced == case:
         return trials
     group = case.num_heads // (case.num_k_heads or case.num_heads)
-    whole = longest_within(case, (room or 2**24) // group)
+    whole = longest_within(case, entries_of_one // group)
     inputs = make_inputs(whole, dtype, device, seed=2)
     last = len(whole.lengths) - 1
     longest = whole.lengths.index(max(whole.lengths))
@@ -124,7 +125,7 @@ class _Cut:
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         """The part of q, k, v, out or a gradient, by its name, that belongs here."""
-        if name[-1] in "kv":
+        if name in ("k", "v", "dk", "dv"):
             return tensor[self.keys, -1:]
         return tensor[self.rows, -self.group :]
 

@@ -95,7 +95,11 @@ def window_attention_forward(
 
 
 def register() -> str:
-    """Register the attention with Transformers and return its name; harmless if called again."""
+    """Register the attention with Transformers and return its name; harmless if called again.
+
+    The name works in a config's ``_attn_implementation``, which is what ``use_window_attn`` sets; as
+    ``attn_implementation=`` Transformers would look for a hub kernel of this name.
+    """
     AttentionInterface.register(ATTENTION_NAME, window_attention_forward)
     return ATTENTION_NAME
 

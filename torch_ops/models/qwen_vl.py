@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
@@ -136,13 +137,17 @@ def load_tower(
 
 
 def open_image(path: str | Path) -> Image.Image:
-    """The image at ``path`` as RGB, upright (EXIF), first frame of an animation.
+    """The image at ``path`` as RGB of 8 bits, upright (EXIF), first frame of an animation, without transparency.
 
     Raises OSError for a file that cannot be read and ValueError for one that is not an image.
     """
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):
+                # 16 bits per pixel; convert would clip at 255.
+                upright = Image.fromarray((np.asarray(upright).clip(0, 65535) // 257).astype(np.uint8))
+            return upright.convert("RGB")
     except UnidentifiedImageError as error:
         raise ValueError(f"{path} is not an image that Pillow can read; give a PNG, JPEG or WebP file") from error
     except FileNotFoundError as error:

@@ -16,7 +16,10 @@ RAGGED_WINDOWS = (64,) * 153 + (48,) * 17 + (16,) * 9 + (12,)
 
 @dataclass(frozen=True)
 class WindowAttnCase:
-    """Shapes and options of one call; `k_lengths` and `num_k_heads` are those of the queries where None."""
+    """Shapes and options of one call; `k_lengths` and `num_k_heads` are those of the queries where None.
+
+    `skipped` rows come before the first segment, `padding` rows after the last.
+    """
 
     name: str
     reaches: str
@@ -25,6 +28,7 @@ class WindowAttnCase:
     head_dim: int
     k_lengths: tuple[int, ...] | None = None
     num_k_heads: int | None = None
+    skipped: int = 0
     padding: int = 0
     layout: str = "contiguous"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -32,16 +36,16 @@ class WindowAttnCase:
 
     @property
     def total_q(self) -> int:
-        return sum(self.lengths) + self.padding
+        return self.skipped + sum(self.lengths) + self.padding
 
     @property
     def total_k(self) -> int:
-        return self.total_q if self.k_lengths is None else sum(self.k_lengths) + self.padding
+        return self.total_q if self.k_lengths is None else self.skipped + sum(self.k_lengths) + self.padding
 
     @property
     def uniform(self) -> bool:
         """Whether the call is a batch of equal, square segments: what dense peers can run too."""
-        return len(set(self.lengths)) == 1 and self.k_lengths is None and self.padding == 0
+        return len(set(self.lengths)) == 1 and self.k_lengths is None and self.skipped == self.padding == 0
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ def make_inputs(
         q=_packed(q_shape, case.layout, draw),
         k=_packed(k_shape, case.layout, draw),
         v=_packed(k_shape, case.layout, draw),
-        cu_seqlens=cumulative(case.lengths, device),
-        cu_seqlens_k=None if case.k_lengths is None else cumulative(case.k_lengths, device),
+        cu_seqlens=case.skipped + cumulative(case.lengths, device),
+        cu_seqlens_k=None if case.k_lengths is None else case.skipped + cumulative(case.k_lengths, device),
         dout=_packed(q_shape, case.layout, draw),
         dlse=draw(case.num_heads, case.total_q).to(torch.promote_types(dtype, torch.float32)),
         options=dict(case.options),
@@ -129,6 +133,9 @@ WINDOW_ATTN = (
     _case("ragged", "segments shorter and longer than a tile", (33, 1, 64, 17, 130), 2, 80, "smoke", "edge"),
     _case("empty", "empty segments first, last and between", (0, 5, 0, 0, 40, 0), 1, 64),
     _case("padding", "rows past the last segment", (37, 20), 2, 72, padding=45),
+    _case("skipped", "rows before the first segment", (37, 20), 2, 72, skipped=45, padding=3),
+    _case("skipped_cross", "keys before the first segment", (7, 30), 1, 64, k_lengths=(40, 5), skipped=33),
+    _case("peaked", "scores so large that a row sees one key", (50,), 2, 64, options={"scale": 4.0}),
     _case("no_segments", "nothing but padding", (), 1, 16, padding=20),
     _case("no_rows", "no rows at all", (0,), 2, 64),
     _case("many", "more segments than one step of the search looks at", (3, 1, 2, 5) * 40, 1, 8),

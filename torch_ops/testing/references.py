@@ -60,7 +60,8 @@ def window_attn(
     """(out, lse) of `vk::window_attn`, one segment after the other with the whole score matrix of each."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     heads = q.shape[1]
-    outs, lses = [q[:0]], [q.new_empty((heads, 0))]
+    before = int(cu_seqlens[0])
+    outs, lses = [q[:0], q.new_zeros((before, *q.shape[1:]))], [q.new_full((heads, before), -torch.inf)]
     for queries, keys, seen in _segments(cu_seqlens, cu_seqlens_k, causal, window_left, window_right):
         q_segment, k_segment, v_segment = (
             _per_query_head(tensor, rows, heads) for tensor, rows in ((q, queries), (k, keys), (v, keys))
