@@ -557,6 +557,21 @@ def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path:
     assert copy.read_text() == page.read_text(), f"out of date: vk bench table --into {name}"
 
 
+def test_chart_shows_every_contender_and_is_the_same_twice(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "run.json").write_text(golden_report().to_json())
+    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        assert bench("chart", tmp_path / "run.json", picture).exit_code == 0
+    one, two = (picture.read_text() for picture in pictures)
+    assert one == two
+    for word in ("vk", "cudnn", "flash4", "result is wrong", "window_attn, backward, bfloat16, NVIDIA H200", "200"):
+        assert f">{word}<" in one or f"> {word}<" in one, word
+    (tmp_path / "host.json").write_text(dataclasses.replace(golden_report(), measurements=()).to_json())
+    assert "no measurements" in refused("chart", tmp_path / "host.json", tmp_path / "three.svg")
+    assert "Format 'word' is not supported" in refused("chart", tmp_path / "run.json", tmp_path / "three.word")
+
+
 def test_commands_are_noted_without_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = ["/x/vk", "bench", "host", "--out", "/a/b.json", "--commit=abc", "--trace", "t", "--cold"]
     monkeypatch.setattr(sys, "argv", typed)

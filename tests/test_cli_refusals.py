@@ -117,6 +117,8 @@ def test_transformers_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert "pip install 'vk-ops[transformers]'" in refused("encode", STREET)
 
 
-def test_bench_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_ops.bench", None)
-    assert "vk bench needs its extra: pip install 'vk-ops[bench]'" in refused("bench", "--help")
+def test_chart_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_ops.bench.chart", None)
+    results = Path(__file__).parent.parent / "docs" / "results" / "h200_window_attn.json"
+    said = refused("bench", "chart", results, "out.svg")
+    assert "vk bench chart needs matplotlib: pip install 'vk-ops[bench]'" in said

@@ -31,8 +31,11 @@ def _blocks(queries: slice, keys: slice) -> Iterator[tuple[slice, int]]:
 
 
 def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) -> Tensor:
-    """[Hk, group, rows, D]; keys and values have a group of one and broadcast."""
-    return tensor[rows].to(dtype).unflatten(1, (num_k_heads, -1)).permute(1, 2, 0, 3)
+    """[Hk, group, rows, D]; keys and values have a group of one and broadcast.
+
+    Contiguous, so that equal values give equal bits in whatever strides they come.
+    """
+    return tensor[rows].to(dtype).unflatten(1, (num_k_heads, -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def _block_scores(q: Tensor, k: Tensor, position: int, scores: Scores) -> tuple[Tensor, Tensor | None]:

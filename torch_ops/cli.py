@@ -15,7 +15,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import torch_ops
-from torch_ops._encode import InputError, encode
+from torch_ops._encode import encode
 
 
 class _OneLineErrors(TyperGroup):
@@ -83,11 +83,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 )
 def bench(context: typer.Context) -> None:
     """Time ops next to their peers, profile them, make tables of results: vk bench --help."""
-    # Imported here: its extra is needed for nothing else.
-    try:
-        application = importlib.import_module("torch_ops.bench").app
-    except ImportError as error:
-        raise InputError(f"vk bench needs its extra: pip install 'vk-ops[bench]' ({error})") from error
+    # Imported here: nothing else needs it.
+    application = importlib.import_module("torch_ops.bench").app
     command = typer.main.get_command(application)
     code = command.main(args=context.args, prog_name="vk bench", standalone_mode=False)
     raise typer.Exit(code if isinstance(code, int) else 0)

@@ -20,6 +20,7 @@ from csrc_free_ops.attention.portable_fwd import SIZES
 from csrc_free_ops.tiles.masks import block_span, within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
+    add_rows,
     column_starts,
     dot_rows,
     load_rows,
@@ -265,7 +266,13 @@ def _attention_bwd_dkdv_kernel(
         HAS_LEFT,
         BLOCK_M,
     )
+    # In fp32 each query head is summed by itself, which keeps the chain of additions, and so its rounding, short.
+    HEADS_APART: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
     for member in range(GROUP):
+        if HEADS_APART:
+            dk_before, dv_before = dk, dv
+            dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
+            dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
         head = k_head * GROUP + member
         q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, UNIT)
         dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, UNIT)
@@ -287,6 +294,9 @@ def _attention_bwd_dkdv_kernel(
             q_length, k_length, scale, softcap, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, True,
         )  # fmt: skip
+        if HEADS_APART:
+            dk = add_rows(dk_before, dk)
+            dv = add_rows(dv_before, dv)
     dk_base = row_base(dk_ptr, first_row, k_head, 1, STRIDE_DKT, HEAD_DIM)
     dv_base = row_base(dv_ptr, first_row, k_head, 1, STRIDE_DKT, HEAD_DIM)
     store_rows(

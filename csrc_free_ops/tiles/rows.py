@@ -130,6 +130,14 @@ def scale_rows(parts, factor):
 
 
 @triton.jit
+def add_rows(a, b):
+    total = (a[0] + b[0],)
+    for index in tl.static_range(1, len(a)):
+        total += (a[index] + b[index],)
+    return total
+
+
+@triton.jit
 def dot_rows(a, b, PRECISION: tl.constexpr):
     """a b^T summed over the head dimension: [BLOCK_A, BLOCK_B].
 

@@ -227,6 +227,24 @@ def table(
         typer.echo("\n" * bool(index) + text, nl=False)
 
 
+@app.command()
+def chart(
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS.json", exists=True, dir_okay=False, help="JSON from --out.")
+    ],
+    picture: Annotated[Path, typer.Argument(metavar="PICTURE", dir_okay=False, help="Where to, such as out.svg.")],
+) -> None:
+    """Draw stored results: TFLOP/s of every contender, case by case, in SVG, PNG or PDF."""
+    try:
+        from torch_ops.bench.chart import draw
+    except ImportError as error:
+        message = f"vk bench chart needs matplotlib: pip install 'vk-ops[bench]' ({error})"
+        raise typer.BadParameter(message) from error
+    options.check_output(picture, "PICTURE")
+    with options.value_errors(str(results)):
+        draw(read_report(results), picture)
+
+
 def _room_of(op: str) -> Room:
     if op not in ROOMS:
         raise typer.BadParameter(f"no op {op!r} has a bench room; give one of {', '.join(ROOMS)}", param_hint="'OP'")
