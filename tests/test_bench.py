@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -295,20 +296,27 @@ def test_shorter_cases_keep_what_matters() -> None:
 # Timing.
 
 
-def test_rounds_rotate() -> None:
-    order: list[str] = []
-    clock = itertools.count()
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_orders_are_balanced(count: int) -> None:
+    orders = timing.balanced_orders(count)
+    for place in range(count):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(range(count), len(orders) // count)
+    follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(follows) == count * (count - 1) and len(set(follows.values())) <= 1
+
+
+def test_every_contender_is_timed_in_every_round() -> None:
+    taken: list[str] = []
 
     def timer(name: str) -> timing.Timer:
         def sample() -> float:
-            order.append(name)
-            return float(next(clock))
+            taken.append(name)
+            return float(taken.count(name))
 
-        return timing.Timer("stub", sample)
+        return timing.Timer("wall", sample)
 
-    figures = timing.interleave({name: timer(name) for name in "abc"}, 4)
-    assert "".join(order) == "abcbcacababc"
-    assert figures == {"a": (0, 5, 7, 9), "b": (1, 3, 8, 10), "c": (2, 4, 6, 11)}
+    figures = timing.interleave({name: timer(name) for name in "ab"}, 3)
+    assert "".join(taken) == "abbaab" and figures == {"a": (1, 2, 3), "b": (1, 2, 3)}
     assert timing.interleave({}, 3) == {}
 
 

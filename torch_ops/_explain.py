@@ -83,8 +83,8 @@ def warmup(
 ) -> int:
     """Builds `window_attn`'s kernels before the first request pays for it; returns how many calls were made.
 
-    Every combination is built. Head dimension, number of heads and layout set the strides between rows, which are
-    constants of a kernel.
+    Every combination is built, for one segment and for more. Head dimension, number of heads and layout set the strides
+    between rows, which are constants of a kernel.
 
     Args:
         head_dims, dtypes, num_heads: of q, k and v, which have as many heads as each other.
@@ -103,14 +103,15 @@ def warmup(
         if layout not in LAYOUTS:
             raise ValueError(f"warmup: layouts must be some of {', '.join(LAYOUTS)}, got {layout!r}")
     calls = 0
-    for head_dim, dtype, heads, length, layout in product(head_dims, dtypes, num_heads, mean_lengths, layouts):
-        packed = torch.randn(2 * length, 3, heads, head_dim, device=device, dtype=dtype)
+    shapes = product(head_dims, dtypes, num_heads, mean_lengths, layouts, (1, 2))
+    for head_dim, dtype, heads, length, layout, segments in shapes:
+        packed = torch.randn(segments * length, 3, heads, head_dim, device=device, dtype=dtype)
         views = [packed[:, index] for index in range(3)]
         q, k, v = views if layout == "qkv_view" else (*(view.contiguous() for view in views[:2]), views[2])
         if layout == "contiguous":
             v = v.contiguous()
         q, k, v = (tensor.detach().requires_grad_(backward) for tensor in (q, k, v))
-        cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+        cu_seqlens = torch.arange(segments + 1, dtype=torch.int32, device=device) * length
         out, _ = OPS["window_attn"](q, k, v, cu_seqlens, None, None, causal)
         if backward:
             out.backward(out.detach())

@@ -16,7 +16,7 @@ P and ds are rounded to the input dtype for the products, as in the forward.
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.portable_fwd import SIZES
+from csrc_free_ops.attention.portable_fwd import COUNTS, SIZES
 from csrc_free_ops.tiles.masks import block_span, within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -68,7 +68,7 @@ def _accumulate_dq(
     return dq
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_ptr,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
@@ -210,7 +210,7 @@ def _accumulate_dkdv(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
     stride_qh, stride_kh, stride_vh, stride_doh,

@@ -44,7 +44,7 @@ def _contest_command(op: str) -> Callable[..., None]:
         device: options.DeviceName = None,
         path: options.PathName = None,
         peers: options.PeerNames = None,
-        rounds: options.Rounds = 3,
+        rounds: options.Rounds = 4,
         cold: options.Cold = False,
         out: options.Out = None,
         show_markdown: options.Markdown = False,
@@ -68,7 +68,7 @@ def _contest_command(op: str) -> Callable[..., None]:
 
     First the gate: on each case every contender is held against the fp64 reference by the tolerance
     rule, forward and, with --backward, every gradient; what is wrong is marked and never counts as
-    the best peer. Then every contender is timed in every round, in rotating order. Peak memory is
+    the best peer. Then every contender is timed in every round, in balanced order. Peak memory is
     what one call allocates.
     """
     return command

@@ -2,10 +2,11 @@
 
 On a GPU: device time, the median over replays of a CUDA graph that holds several calls, or, where a
 call cannot be captured, the median over calls between two events. On the CPU: wall time. Contenders
-are timed in rounds whose order rotates, so that clocks and temperature treat all of them alike.
+are timed in rounds of balanced order, so that clocks and temperature treat all of them alike.
 """
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
@@ -37,15 +38,25 @@ class Timer:
     calls: Sequence[Work] = ()
 
 
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders of so many contenders in which each stands at every place, and right after every other, equally often.
+
+    What runs hot slows down what comes next. E. J. Williams, Experimental designs balanced for the estimation of
+    residual effects of treatments, 1949: as many orders as contenders, twice as many of an odd number.
+    """
+    zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    orders = [[(index + turn) % count for index in zigzag] for turn in range(count)]
+    return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]
+
+
 def interleave(
     timers: dict[str, Timer], rounds: int, on_sample: Callable[[str], None] = lambda name: None
 ) -> dict[str, tuple[float, ...]]:
-    """Every timer in every round; each round begins one contender further on."""
+    """Every timer in every round, in the orders of `balanced_orders`."""
     names = list(timers)
     figures: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds if names else 0):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    for order in itertools.islice(itertools.cycle(balanced_orders(len(names))), rounds):
+        for name in (names[index] for index in order):
             on_sample(name)
             figures[name].append(timers[name].sample())
     return {name: tuple(values) for name, values in figures.items()}
