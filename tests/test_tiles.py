@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.masks import block_span
-from csrc_free_ops.tiles.scores import tanh
+from csrc_free_ops.tiles.scores import exp, tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from torch_ops.testing.cases import cumulative
 
@@ -101,6 +101,24 @@ def test_spans_hold_all_that_is_seen_and_mask_what_is_not(seed: int, device: str
             assert not visited[begin : begin + block].any(), "a block is visited twice"
             visited[begin : begin + block] = True
     assert not seen[:, ~visited].any(), "a key that is seen is not visited"
+
+
+@triton.jit
+def _exp_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(y_ptr + offsets, exp(tl.load(x_ptr + offsets)))
+
+
+def test_exp_is_accurate_and_keeps_what_is_not_finite(device: str) -> None:
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -200.0, 200.0, -87.0])
+    x = torch.cat([torch.linspace(-87, 88, 1016), special, torch.linspace(-2, 0, 1024)]).to(device)
+    y = torch.empty_like(x)
+    _exp_kernel[(1,)](x, y, N=2048)
+    exact = torch.exp(x.double())
+    finite = (x >= -87) & (x <= 88)
+    assert ((y - exact).abs() <= 1.5 * 2**-23 * exact)[finite].all()
+    assert y[1016:1023].tolist()[:4] == [1, 1, torch.inf, 0] and y[1020].isnan()
+    assert y[1021:1023].tolist() == [0, torch.inf]
 
 
 @triton.jit

@@ -98,12 +98,12 @@ lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, LONGEST)), m
 
 @st.composite
 def calls(draw) -> tuple[WindowAttnCase, torch.dtype]:
-    # At least 40 rows: on fewer numbers, eager may be exact by luck and the rule would ask the same of ours.
-    q_lengths = (*draw(lengths), draw(st.integers(40, 60)))
+    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    q_lengths = (*draw(lengths), draw(st.integers(40, 60) if INTERPRET else st.integers(150, 200)))
     k_lengths = None
     if draw(st.booleans()):
         k_lengths = tuple(draw(st.integers(0, LONGEST)) for _ in q_lengths)
-    group, num_k_heads = draw(st.sampled_from([1, 2] if INTERPRET else [1, 2, 3, 7])), draw(st.integers(1, 2))
+    group, num_k_heads = draw(st.sampled_from([1, 2] if INTERPRET else [1, 2, 3, 7])), draw(st.integers(2, 3))
     options = {
         "causal": draw(st.booleans()),
         "window_left": draw(st.sampled_from([-1, -1, 0, 5, 64, 1000])),
