@@ -62,10 +62,10 @@ class Row:
 def split_head_dim(head_dim: int, itemsize: int) -> tuple[int, int]:
     """(main, tail), powers of two: head_dim is read as all whole mains that it holds and one tail (tiles/rows.py).
 
-    72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0). In fp32 no part is wider than 64, so that no sum is longer:
-    72 is (64, 16) as well, but 128 is two parts of (64, 0) and 208 three and a tail, (64, 16).
+    72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0). In fp32 no part is wider than 32, so that no sum is longer:
+    72 is two parts of 32 and a tail, (32, 16), and 128 four parts, (32, 0).
     """
-    widest = 64 if itemsize == 4 else 256
+    widest = 32 if itemsize == 4 else 256
     main = min(widest, max(16, next_power_of_2(head_dim + 1) // 2))
     rest = head_dim % main if head_dim > main else 0
     # Beside 128 columns a tail of 16 or 32 leaves a gradient kernel with thousands of spilled bytes; one of 64 none.

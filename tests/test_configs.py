@@ -36,7 +36,7 @@ def test_head_dims_are_covered_without_waste() -> None:
         (16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0),
     ]  # fmt: skip
     assert [split_head_dim(d, 4) for d in (8, 56, 72, 120, 128, 208)] == [
-        (16, 0), (64, 0), (64, 16), (64, 64), (64, 0), (64, 16),
+        (16, 0), (32, 32), (32, 16), (32, 32), (32, 0), (32, 16),
     ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_parts_hold_every_column_once(head_dim: int, itemsize: int) -> None:
     assert all(part == 0 or part & (part - 1) == 0 and part >= 16 for part in (main, tail))
     assert mains * main >= head_dim if tail == 0 else 0 < head_dim - mains * main <= tail <= main
     assert head_dim <= covered_width(head_dim, itemsize) == mains * main + tail <= max(16, 2 * head_dim)
-    assert itemsize == 2 or main <= 64 and tail <= 64
+    assert itemsize == 2 or main <= 32 and tail <= 32
 
 
 def test_shipped_rows_come_before_the_rule_and_user_rows_before_them() -> None:
