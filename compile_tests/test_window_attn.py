@@ -479,5 +479,5 @@ def test_double_backward_is_refused(device: str) -> None:
     (gradient,) = torch.autograd.grad(
         window_attn(q, inputs.k, inputs.v, inputs.cu_seqlens).square().sum(), q, create_graph=True
     )
-    with pytest.raises(RuntimeError, match="vk.window_attn_backward.*no autograd formula"):
+    with pytest.raises(RuntimeError, match="window_attn_backward has no derivative"):
         gradient.sum().backward()

@@ -50,6 +50,14 @@ class Op:
     body: Callable[..., Any]
     register_autograd: Callable[..., None]
 
+    def refuse_autograd(self) -> None:
+        """For the gradient of another op: a second derivative is refused by name."""
+
+        def refuse(ctx: Any, *grads: Any) -> None:
+            raise NotImplementedError(f"{NAMESPACE}::{self.name} has no derivative: there are no second derivatives")
+
+        self.register_autograd(refuse)
+
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
 

@@ -198,6 +198,9 @@ def window_attn_backward_op(
     return dq, dk, dv
 
 
+window_attn_backward_op.refuse_autograd()
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, cu_seqlens_k, *options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
