@@ -95,7 +95,8 @@ def _cell(value: Any) -> str:
         return "\n".join(f"{key} {_cell(item)}" for key, item in value.items())
     if isinstance(value, list):
         return "\n".join(map(_cell, value)) or "none"
-    return str(value)
+    words = {None: "none", True: "yes", False: "no"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def main() -> None:
