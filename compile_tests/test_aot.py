@@ -51,7 +51,7 @@ def _rule_points() -> list[Point]:
         *(Point(target, 72, causal=True) for target in ("sm_80", "sm_90", "gfx942")),
         Point("sm_90", 128, causal=True),
         Point("sm_89", 256),
-        *(Point("sm_90", head_dim, torch.float32) for head_dim in (72, 208)),
+        *(Point("sm_90", head_dim, torch.float32) for head_dim in (72, 104, 208)),
         *(Point(target, 256, torch.float32) for target in ("sm_86", "sm_90", "gfx942")),
         Point("sm_90", 72, torch.float16),
     ]

@@ -122,8 +122,12 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
         # fp32 products hold whole operands in registers.
         if gpu.backend == "hip":
             return Launch(16, 16, 4, 1)
-        ladder = [Launch(16, 32, 8, 1) if kernel == "attention_bwd_dkdv" and wide else Launch(32, 32, 8, 1)]
-        ladder += [Launch(32, 16, 8, 1)]
+        if kernel == "attention_bwd_dkdv" and width > 96:
+            ladder = [Launch(16, 32, 8, 1), Launch(32, 16, 8, 1)]
+        elif kernel == "attention_bwd_dq":
+            ladder = [Launch(32, 16, 8, 1)]
+        else:
+            ladder = [Launch(32, 32, 8, 1), Launch(32, 16, 8, 1)]
     elif gpu.backend == "hip":
         ladder = [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
     elif kernel == "attention_fwd":
