@@ -566,7 +566,6 @@ def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path:
 
 
 def test_chart_shows_every_contender_and_is_the_same_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "run.json").write_text(golden_report().to_json())
     pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for picture in pictures:

@@ -41,4 +41,4 @@ def gpu() -> Gpu:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether the device's memory did not suffice; the CPU's allocator has no type of error for it."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
