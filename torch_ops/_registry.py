@@ -198,7 +198,8 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             outputs = run(*args)
-            definition._setup_context_fn(ctx, args, outputs)
+            if definition._setup_context_fn is not None:
+                definition._setup_context_fn(ctx, args, outputs)
             return outputs
 
         @staticmethod
