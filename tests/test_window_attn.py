@@ -145,6 +145,17 @@ def test_every_call_sees_its_own_tensors(device: str) -> None:
         verify(make_inputs(RELAUNCHED, torch.float16, device, seed))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu_than_the_current_one() -> None:
+    compiled = torch.compile(torch.ops.vk.window_attn, fullgraph=True)
+    for where in ("cuda:1", "cuda:0", "cuda:1"):
+        inputs = make_inputs(RELAUNCHED, torch.float16, where)
+        verify(inputs)
+        assert torch.equal(inputs.call(compiled)[0], inputs.call(torch.ops.vk.window_attn)[0])
+    assert torch.cuda.current_device() == 0
+
+
 def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -> None:
     inputs = make_inputs(RELAUNCHED, torch.float16, device)
     verify(inputs)

@@ -4,7 +4,7 @@ Every case says which branch it is there for. Tags: "smoke" (the few that every 
 a branch of its own), "bench" (real shapes; too long for the interpreter).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,10 +61,10 @@ class WindowAttnInputs:
     dlse: Tensor
     options: dict[str, Any]
 
-    def call(self, function: Any, **tensors: Tensor) -> Any:
-        """function(q, k, v, cu_seqlens, cu_seqlens_k, **options), with q, k, v replaced where given."""
-        q, k, v = (tensors.get(name, getattr(self, name)) for name in ("q", "k", "v"))
-        return function(q, k, v, self.cu_seqlens, self.cu_seqlens_k, **self.options)
+    def call(self, function: Any, **tensors: Any) -> Any:
+        """function(q, k, v, cu_seqlens, cu_seqlens_k, **options), with those of these tensors that are given."""
+        given = replace(self, **tensors)
+        return function(given.q, given.k, given.v, given.cu_seqlens, given.cu_seqlens_k, **given.options)
 
 
 def cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
