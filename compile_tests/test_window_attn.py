@@ -473,11 +473,19 @@ def test_functional_gradient_is_right_or_refused(device: str) -> None:
         torch.testing.assert_close(gradient, leaf.grad)
 
 
-def test_double_backward_is_refused(device: str) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "error", "message"),
+    [
+        (False, NotImplementedError, "vk::window_attn_backward has no derivative"),
+        (True, RuntimeError, "does not currently support double backward"),
+    ],
+)
+def test_double_backward_is_refused(compiled: bool, error: type[Exception], message: str, device: str) -> None:
+    call = torch.compile(window_attn, fullgraph=True) if compiled else window_attn
     inputs = _packed((40, 23), device)
     q = inputs.q.requires_grad_()
     (gradient,) = torch.autograd.grad(
-        window_attn(q, inputs.k, inputs.v, inputs.cu_seqlens).square().sum(), q, create_graph=True
+        call(q, inputs.k, inputs.v, inputs.cu_seqlens).square().sum(), q, create_graph=True
     )
-    with pytest.raises(RuntimeError, match="window_attn_backward has no derivative"):
+    with pytest.raises(error, match=message):
         gradient.sum().backward()

@@ -99,7 +99,7 @@ def calls(draw) -> tuple[WindowAttnCase, torch.dtype]:
     k_lengths = None
     if draw(st.booleans()):
         k_lengths = tuple(draw(st.integers(0, LONGEST)) for _ in q_lengths)
-    group, num_k_heads = draw(st.sampled_from([1, 2] if INTERPRET else [1, 2, 3, 7])), draw(st.integers(2, 3))
+    group, num_k_heads = draw(st.sampled_from([1, 2] if INTERPRET else [1, 2, 3, 7])), draw(st.integers(1, 3))
     options = {
         "causal": draw(st.booleans()),
         "window_left": draw(st.sampled_from([-1, -1, 0, 5, 64, 1000])),
@@ -312,7 +312,8 @@ def test_a_second_derivative_is_refused(device: str) -> None:
     inputs = make_inputs(WindowAttnCase("double", "create_graph", (9,), 1, 8), torch.float32, device)
     q = inputs.q.requires_grad_()
     (dq,) = torch.autograd.grad(window_attn(q, inputs.k, inputs.v, inputs.cu_seqlens).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="window_attn_backward has no derivative: there are no second"):
+    refusal = "vk::window_attn_backward has no derivative: there are no second derivatives"
+    with pytest.raises(NotImplementedError, match=refusal):
         torch.autograd.grad(dq.sum(), q)
 
 

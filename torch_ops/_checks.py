@@ -44,9 +44,9 @@ def check_num_heads(op: str, argument: str, num_heads: int) -> None:
         refuse(op, f"the number of heads of {argument}", "from 1 to 65535", num_heads)
 
 
-def check_head_dim(op: str, head_dim: int) -> None:
+def check_head_dim(op: str, argument: str, head_dim: int) -> None:
     if not (8 <= head_dim <= 256 and head_dim % 8 == 0):
-        refuse(op, "the head dimension of q", "a multiple of 8 from 8 to 256", head_dim)
+        refuse(op, f"the head dimension of {argument}", "a multiple of 8 from 8 to 256", head_dim)
 
 
 def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str, like: Tensor) -> None:

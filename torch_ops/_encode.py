@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from torch_ops._checks import check_head_dim
 from torch_ops._device import out_of_memory
 from torch_ops._encode_report import Run, comparison, figures, print_report
 
@@ -91,8 +92,9 @@ def encode(
                     encoder = qwen_vl.load_tower(model, kind, where, advance)
                 else:
                     encoder = qwen_vl.build_tower(name, seed, kind, where, advance)
-                _check_head_dim(encoder.config)
-                _check_patches(encoder.config, pixel_values)
+                config = encoder.config
+                check_head_dim("vk::window_attn", "the tower", config.hidden_size // config.num_heads)
+                _check_patches(config, pixel_values)
             pixels = pixel_values.to(where, kind)
             runs = _run(encoder, pixels, grid, compile_, compare, repeat, step)
         except RuntimeError as error:
@@ -191,12 +193,6 @@ def _read_images(
         advance(done, len(paths))
     pixel_values, grids = zip(*batches, strict=True)
     return torch.cat(pixel_values), torch.cat(grids), sizes
-
-
-def _check_head_dim(config: Any) -> None:
-    head_dim = config.hidden_size // config.num_heads
-    if not 8 <= head_dim <= 256 or head_dim % 8:
-        raise ValueError(f"the tower has head dimension {head_dim}; vk::window_attn takes multiples of 8 up to 256")
 
 
 def _check_patches(config: Any, pixel_values: torch.Tensor) -> None:

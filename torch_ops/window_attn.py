@@ -39,7 +39,7 @@ def _check_window_attn(
     check_packed(op, "q", q)
     check_float(op, "q", q)
     check_num_heads(op, "q", q.shape[1])
-    check_head_dim(op, q.shape[2])
+    check_head_dim(op, "q", q.shape[2])
     for name, tensor in (("k", k), ("v", v)):
         check_packed(op, name, tensor)
         check_like(op, name, tensor, "q", q)
