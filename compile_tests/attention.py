@@ -1,6 +1,8 @@
 """Calls of the attention ops on fake CUDA tensors, and what their bodies launch."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -8,8 +10,13 @@ from torch._library.triton import get_triton_kernels_for_op
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
+from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel, _attention_bwd_dq_hopper_kernel
+from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
+from csrc_free_ops.configs import Launch
+from torch_ops import _attention_hopper
 from torch_ops._registry import OPS
+from torch_ops._scores import Scores
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -57,3 +64,37 @@ def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **var
         for name, (args, options) in attention_calls(**variant).items():
             OPS[name].body(*args, **options)
     return {launch.name: launch for launch in launches}
+
+
+HOPPER_KERNELS: dict[str, JITFunction] = {
+    kernel.fn.__name__: kernel
+    for kernel in (
+        _attention_fwd_hopper_kernel, _attention_bwd_dq_hopper_kernel, _attention_bwd_dkdv_hopper_kernel
+    )
+}  # fmt: skip
+
+
+def hopper_launches(
+    launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
+    num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
+) -> dict[str, KernelLaunch]:  # fmt: skip
+    """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows."""
+    q = torch.empty(2048, num_heads, head_dim, device="meta", dtype=dtype)
+    k = torch.empty(2048, num_k_heads, head_dim, device="meta", dtype=dtype)
+    lse = torch.empty(num_heads, 2048, device="meta")
+    cu = torch.empty(segments + 1, device="meta", dtype=torch.int32)
+    scores = Scores(0.1, left, right)
+    launched: list[KernelLaunch] = []
+    stand_ins: dict[str, Any] = {name: Recorder(launched, kernel) for name, kernel in HOPPER_KERNELS.items()}
+    with mock.patch.multiple(
+        _attention_hopper,
+        _programs=lambda index: 132,
+        _tickets=lambda device: SimpleNamespace(take=lambda: cu),
+        **stand_ins,
+    ):
+        forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
+        forward(q, k, k, cu, cu, q, lse)
+        both = launches["attention_bwd_dq_hopper"], launches["attention_bwd_dkdv_hopper"]
+        backward = _attention_hopper.plan_backward_hopper(q, k, segments, both, scores, dlse)
+        backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
+    return {launch.name: launch for launch in launched}

@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +31,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, MockTensor
 
+import torch_ops
 from csrc_free_ops.configs import Gpu
 from torch_ops import _device, _registry
 
@@ -142,16 +146,17 @@ def shared_memory(target: GPUTarget) -> int:
 
 
 @contextlib.contextmanager
-def fake_gpu(target: GPUTarget = SM90, name: str = "no-such-gpu") -> Iterator[FakeTensorMode]:
+def fake_gpu(target: GPUTarget = SM90, name: str = "no-such-gpu", path: str = "portable") -> Iterator[FakeTensorMode]:
     """Within, torch and Triton believe in a GPU of this target: fake CUDA tensors trace, kernels build, none runs.
 
-    `name` chooses shipped launch rows, as in "h200"; the default has none, so the rule chooses.
+    `name` chooses shipped launch rows, as in "h200"; the default has none, so the rule chooses. `path` is the setting:
+    kernels of other paths are opaque in traces.
     """
     described = Gpu(name, target.backend, target.arch, shared_memory(target))
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_FakeDriver(target))
     try:
-        with mock.patch.object(_device, "_describe", lambda driver, index: described):
+        with mock.patch.object(_device, "_describe", lambda driver, index: described), torch_ops.settings(path=path):
             yield FakeTensorMode(shape_env=ShapeEnv())
     finally:
         triton.runtime.driver.set_active(before)
@@ -261,17 +266,21 @@ def assert_plain_launch(launch: KernelLaunch) -> None:
     assert not missing, f"{launch.name} is launched without {missing}"
 
 
+@dataclass(frozen=True)
+class Recorder:
+    """Stands in for a kernel: its launches are noted and not run."""
+
+    launches: list[KernelLaunch]
+    kernel: JITFunction
+
+    def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append(KernelLaunch(self.kernel, grid, args, kwargs))
+
+
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[KernelLaunch]]:
     """Kernels that op bodies launch within are noted and not run."""
     launches: list[KernelLaunch] = []
-
-    class Recorder:
-        def __init__(self, kernel: JITFunction) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
-            return lambda *args, **kwargs: launches.append(KernelLaunch(self.kernel, grid, args, kwargs))
 
     launchers = [
         module
@@ -280,7 +289,7 @@ def record_launches() -> Iterator[list[KernelLaunch]]:
     ]
     with contextlib.ExitStack() as stack:
         for module in launchers:
-            stack.enter_context(mock.patch.object(module, "wrap_triton", Recorder))
+            stack.enter_context(mock.patch.object(module, "wrap_triton", partial(Recorder, launches)))
         yield launches
 
 
@@ -301,18 +310,34 @@ class Build:
 
 def build(launch: KernelLaunch, target: GPUTarget) -> Build:
     """The launch through Triton's own specialization and compiler, up to the machine code. Needs `fake_gpu(target)`."""
-    args = [MockTensor(value.dtype) if isinstance(value, Tensor) else value for value in launch.args]
+    args = [_stand_in(value) for value in launch.args]
     compiled = launch.kernel.warmup(*args, grid=launch.grid, **launch.kwargs)
     spilled = _local_bytes(compiled.asm["cubin"]) if target.backend == "cuda" else _vgprs(compiled.asm["amdgcn"])
     return Build(launch, target, compiled.metadata.shared, spilled, compiled.asm)
 
 
-def _local_bytes(cubin: bytes) -> int:
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _stand_in(value: Any) -> Any:
+    """For a tensor, one that Triton's compiler takes for it."""
+    if isinstance(value, TensorDescriptor):
+        return dataclasses.replace(value, base=MockTensor(value.base.dtype))
+    return MockTensor(value.dtype) if isinstance(value, Tensor) else value
+
+
+def _cuobjdump(cubin: bytes, *options: str) -> str:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([program, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def sass(built: Build) -> str:
+    """The machine code of a build for an NVIDIA GPU."""
+    return _cuobjdump(built.asm["cubin"], "-sass")
+
+
+def _local_bytes(cubin: bytes) -> int:
+    usage = _cuobjdump(cubin, "-res-usage")
     figures = re.findall(r"\bSTACK:(\d+).*\bLOCAL:(\d+)", usage)
     assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {usage!r}"
     return sum(map(int, figures[0]))

@@ -95,7 +95,7 @@ def test_edited_backward_takes_effect(edited: Installation, before: dict[str, An
 
 
 def test_edited_launcher_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    edited.edit("torch_ops/_attention.py", "head_dim**-0.5 if scale is None", "head_dim**-1.0 if scale is None")
+    edited.edit("torch_ops/_scores.py", "head_dim**-0.5 if scale is None", "head_dim**-1.0 if scale is None")
     after = edited.run()
     assert after["hits"] == 0
     assert after["lse"] != pytest.approx(before["lse"])

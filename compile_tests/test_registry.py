@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
 from compile_tests import broken_ops
@@ -64,6 +65,20 @@ def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str) -> None:
         assert_kernels(trace_kernels(OPS[op].overload, args, options), WRITES[op])
     guards = [str(guard.expr) for guard in mode.shape_env.guards]
     assert not guards and not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize("ahead_of_time", [False, True])
+@pytest.mark.parametrize("op", WRITES)
+def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, ahead_of_time: bool) -> None:
+    """An AOTInductor package has no Python to call the launch with: it gets the portable kernel."""
+    with fake_gpu(name="h200", path="hopper") as mode, V.set_aot_compilation(ahead_of_time):
+        with mode:
+            rows, segments = symbolic_size(mode, "rows", 100), symbolic_size(mode, "segments", 3)
+            args, options = attention_calls(rows=rows, segments=segments)[op]
+        trace = trace_kernels(OPS[op].overload, args, options)
+    assert ("auto_functionalized" in trace.targets) == (not ahead_of_time)
+    assert_kernels(trace, WRITES[op] if ahead_of_time else {})
+    assert not mode.shape_env.guards and not mode.shape_env.replacements
 
 
 def test_every_op_with_kernels_is_traced_here() -> None:

@@ -108,7 +108,7 @@ def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> 
     return itemsize * (width * (held * rows + streamed * max(launch.num_stages, 1) * cols) + square)
 
 
-def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
+def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False) -> Launch:
     """The largest of a ladder of tiles that fits the shared memory, the smallest where none does. Not measured.
 
     The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
@@ -118,6 +118,14 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int) -> Launch:
         return Launch(32, 16, 4, 1) if kernel != "attention_bwd_dkdv" else Launch(16, 32, 4, 1)
     width = covered_width(head_dim, itemsize)
     wide = width > 128
+    if kernel == "attention_bwd_dq_hopper":
+        return Launch(128, 64, 8, 3) if masked or width > 80 else Launch(192, 64, 12, 3)
+    if kernel == "attention_bwd_dkdv_hopper":
+        return Launch(64, 128, 8, 3)
+    if kernel == "attention_fwd_hopper":
+        # Warpgroups share K and V, so the tallest is best; a third one leaves no registers for masks or wider heads.
+        stages = 2 if width > 80 else 3
+        return Launch(128, 128, 8, stages) if masked or width > 96 else Launch(192, 128, 12, stages)
     if itemsize == 4:
         # fp32 products hold whole operands in registers.
         if gpu.backend == "hip":
@@ -151,12 +159,17 @@ def pick(
     causal: bool,
     length: int | None,
     user_rows: tuple[Row, ...] = (),
+    masked: bool | None = None,
 ) -> tuple[Launch, str]:
-    """The launch of `kernel`, and where it comes from. `length` is the mean segment length, None if unknown."""
+    """The launch of `kernel`, and where it comes from.
+
+    `length` is the mean segment length, None if unknown; `masked` whether there are bounds on keys, causal or not.
+    """
     for row in (*user_rows, *shipped_rows(gpu.name)):
         if row.fits(kernel, dtype, head_dim, causal, length):
             return row.launch, row.source
-    return rule(kernel, gpu, itemsize, head_dim), f"rule for {gpu.backend} {gpu.arch}, unmeasured"
+    launch = rule(kernel, gpu, itemsize, head_dim, causal if masked is None else masked)
+    return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 
 def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:

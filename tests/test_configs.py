@@ -23,6 +23,7 @@ from csrc_free_ops.configs import (
 )
 from torch_ops._attention import choose, mean_length
 from torch_ops._device import SHARED_MEMORY
+from torch_ops._scores import Scores
 from torch_ops.testing.cases import cumulative
 
 H200 = Gpu("h200", "cuda", 90, SHARED_MEMORY[90])
@@ -107,7 +108,7 @@ def test_symbolic_lengths_are_not_looked_at() -> None:
 
 
 def test_settings_refuse_by_name_and_restore() -> None:
-    with pytest.raises(ValueError, match="path must be one of auto, portable, got 'fast'"):
+    with pytest.raises(ValueError, match="path must be one of auto, hopper, portable, got 'fast'"):
         torch_ops.settings.update(path="fast")
     with pytest.raises(ValueError, match="speed is not a setting; there are path, checked, rows"):
         torch_ops.settings.update(speed=1)
@@ -144,10 +145,10 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
     path.write_text(json.dumps(as_document([row], {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))
     q = torch.empty(10, 1, 64, dtype=torch.float16)
-    assert choose("attention_fwd", q, False, 10)[0] != row.launch
+    assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
     with torch_ops.settings(rows=str(path)):
-        assert choose("attention_fwd", q, False, 10)[0] == row.launch
-    assert choose("attention_fwd", q, False, 10)[0] != row.launch
+        assert choose("attention_fwd", q, Scores(1.0), 10)[0] == row.launch
+    assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
 
 
 def test_explain_says_path_and_reason() -> None:
@@ -167,7 +168,8 @@ def test_explain_says_path_and_reason() -> None:
 @pytest.mark.gpu
 def test_explain_names_the_rows_in_use() -> None:
     q = torch.randn(1024, 2, 72, device="cuda", dtype=torch.bfloat16)
-    report = torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((1024,), "cuda"))
+    with torch_ops.settings(path="portable"):
+        report = torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((1024,), "cuda"))
     assert report["path"] == "portable"
     assert set(report["kernels"]) == {"attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"}
     for entry in report["kernels"].values():

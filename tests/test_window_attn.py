@@ -505,12 +505,12 @@ def test_flops_of_fake_lengths_are_a_bound() -> None:
 @pytest.mark.parametrize("allowed", [False, True])
 def test_tf32_only_where_allowed(allowed: bool, device: str) -> None:
     inputs = make_inputs(WindowAttnCase("tf32", "precision", (256,), 1, 64), torch.float32, device)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
     try:
         out = window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.fp32_precision = before
     exact, _ = references.window_attn(*(t.double() for t in (inputs.q, inputs.k, inputs.v)), inputs.cu_seqlens)
     error = ((out - exact).norm() / exact.norm()).item()
     assert (error > 1e-5) == allowed, error

@@ -4,70 +4,27 @@ Ops that stand on the core call `plan_forward` and `plan_backward` by bare name.
 on values on the device; it returns the function that launches, which writes into tensors that the op allocated.
 """
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
 from csrc_free_ops.configs import Gpu, Launch, pick, split_head_dim
+from torch_ops._attention_hopper import addressable, plan_backward_hopper, plan_forward_hopper, refusal
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
-from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
+from torch_ops._registry import INTERPRET, Relaunch, is_eager, opaque_launch, remembered, wrap_triton
+from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-# Kernels add and subtract window bounds in 32 bits; lengths stay far below this.
-UNBOUNDED = 2**30
+# Rows per segment, on average, from which the Hopper path is faster.
+SHORT = 128
 INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What stands between q k^T and softmax; `left` and `right` bound the keys around a query, -1 is unbounded."""
-
-    scale: float
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
-
-    @staticmethod
-    def of(head_dim: int, scale: float | None, causal: bool, left: int, right: int, softcap: float) -> "Scores":
-        """From an op's arguments; causal order is a right bound of 0."""
-        scale = head_dim**-0.5 if scale is None else scale
-        return Scores(scale, left, 0 if causal else right, softcap)
-
-    @property
-    def causal(self) -> bool:
-        return self.right == 0 and self.left < 0
-
-    def bounds(self) -> tuple[int, int]:
-        left = UNBOUNDED if self.left < 0 else min(self.left, UNBOUNDED)
-        right = UNBOUNDED if self.right < 0 else min(self.right, UNBOUNDED)
-        return left, right
-
-    def count_pairs(self, cu_q: Tensor, cu_k: Tensor | None, total_q: int, total_k: int) -> int:
-        """Query-key pairs that are seen; all pairs, an upper bound, where the lengths are fake."""
-        if isinstance(cu_q, FakeTensor) or cu_q.is_meta:
-            return total_q * total_k
-        q_lengths = _lengths(cu_q, total_q)
-        k_lengths = q_lengths if cu_k is None else _lengths(cu_k, total_k)
-        left, right = self.bounds()
-        pairs = 0
-        for q_length, k_length in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True):
-            position = np.arange(q_length) + (k_length - q_length)
-            low, high = np.maximum(position - left, 0), np.minimum(position + right, k_length - 1)
-            pairs += int(np.maximum(high - low + 1, 0).sum())
-        return pairs
-
-
-def _lengths(cu: Tensor, total: int) -> np.ndarray:
-    """Rows of each segment, clamped as the kernels clamp them."""
-    return np.maximum(np.diff(cu.cpu().numpy().clip(0, total)), 0)
 
 
 def mean_length(total: int, num_segments: int) -> int | None:
@@ -77,10 +34,13 @@ def mean_length(total: int, num_segments: int) -> int | None:
     return total // max(num_segments, 1)
 
 
-def choose(kernel: str, q: Tensor, causal: bool, length: int | None) -> tuple[Launch, str]:
+def choose(kernel: str, q: Tensor, scores: Scores, length: int | None) -> tuple[Launch, str]:
     """The launch of `kernel` for this dtype and head dimension, and where it comes from."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
-    return pick(kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], causal, length, settings.rows)
+    dtype = dtype_name(q.dtype)
+    return pick(
+        kernel, device, dtype, q.dtype.itemsize, q.shape[2], scores.causal, length, settings.rows, scores.masked
+    )  # fmt: skip
 
 
 def _precision(q: Tensor) -> str:
@@ -123,11 +83,74 @@ def _constants(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int) 
     }  # fmt: skip
 
 
+def why_portable(softcap: float, length: int | None, backward: bool = False, **tensors: Tensor) -> str:
+    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path."""
+    if INTERPRET:
+        return "TRITON_INTERPRET=1"
+    if settings.path == "portable":
+        return "settings.path is 'portable'"
+    if backward and settings.path == "auto":
+        return "the Hopper backward has not been measured yet; settings.path 'hopper' takes it"
+    reason = refusal(gpu(), softcap, **tensors)
+    if not reason and settings.path == "auto" and length is not None and length < SHORT:
+        reason = f"segments of {length} rows on average; the Hopper path is faster from {SHORT} on"
+    return reason
+
+
+def _ahead_of_time() -> bool:
+    """Whether AOTInductor makes a package, which runs without Python and so without opaque launches."""
+    if "torch._inductor.virtualized" not in sys.modules:
+        return False
+    return bool(sys.modules["torch._inductor.virtualized"].V.aot_compilation)
+
+
 def plan_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scores: Scores) -> Callable[..., None]:
     """launch(q, k, v, cu_q, cu_k, out, lse) fills out [Tq, H, D] and lse [H, Tq], both contiguous."""
+    num_segments = cu_q.shape[0] - 1
+    length = mean_length(q.shape[0], num_segments)
+    if not is_eager():
+        # Which path is faster shows at run time only: the choice moves there with the launch.
+        if why_portable(scores.softcap, None, q=q, k=k, v=v) or _ahead_of_time():
+            return _plan_forward_portable(q, k, v, cu_q, cu_k, scores)
+        return partial(_launch_forward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
+    if why_portable(scores.softcap, length, q=q, k=k, v=v):
+        return _plan_forward_portable(q, k, v, cu_q, cu_k, scores)
+    chosen, _ = choose("attention_fwd_hopper", q, scores, length)
+    hopper = plan_forward_hopper(q, k, num_segments, chosen, scores)
+    portable: list[Callable[..., None]] = []
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
+        if addressable(q, k, v):
+            hopper(q, k, v, cu_q, cu_k, out, lse)
+            return
+        if not portable:
+            portable.append(_plan_forward_portable(q, k, v, cu_q, cu_k, scores))
+        portable[0](q, k, v, cu_q, cu_k, out, lse)
+
+    return launch_forward
+
+
+@opaque_launch("_attention_fwd", writes=("out", "lse"))
+def _launch_forward_opaque(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor,
+    scale: float, left: int, right: int,
+) -> None:  # fmt: skip
+    _prepare_forward(q, k, v, cu_q, cu_k, scale, left, right)(q, k, v, cu_q, cu_k, out, lse)
+
+
+@remembered
+def _prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, left: int, right: int
+) -> Callable[..., None]:
+    return plan_forward(q, k, v, cu_q, cu_k, Scores(scale, left, right))
+
+
+def _plan_forward_portable(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scores: Scores
+) -> Callable[..., None]:
     total_q, num_heads, _ = q.shape
     num_segments = cu_q.shape[0] - 1
-    launch, _ = choose("attention_fwd", q, scores.causal, mean_length(total_q, num_segments))
+    launch, _ = choose("attention_fwd", q, scores, mean_length(total_q, num_segments))
     unit, strides = _head_strides(q, k, v)
     scalars = (*strides, total_q, k.shape[0], num_segments, scores.scale, scores.softcap, *scores.bounds())
     constants = {
@@ -169,6 +192,55 @@ def plan_backward(
 
     out and lse come from anywhere, so that a context-parallel caller can pass merged ones.
     """
+    num_segments = cu_q.shape[0] - 1
+    length = mean_length(q.shape[0], num_segments)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    if not is_eager():
+        if why_portable(scores.softcap, None, True, **tensors) or _ahead_of_time():
+            return _plan_backward_portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
+        return partial(_launch_backward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
+    if why_portable(scores.softcap, length, True, **tensors):
+        return _plan_backward_portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
+    dq_launch, _ = choose("attention_bwd_dq_hopper", q, scores, length)
+    dkdv_launch, _ = choose("attention_bwd_dkdv_hopper", q, scores, mean_length(k.shape[0], num_segments))
+    hopper = plan_backward_hopper(q, k, num_segments, (dq_launch, dkdv_launch), scores, dlse is not None)
+    portable: list[Callable[..., None]] = []
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        if addressable(q, k, v, out, dout):
+            hopper(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
+            return
+        if not portable:
+            portable.append(_plan_backward_portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores))
+        portable[0](dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
+
+    return launch_backward
+
+
+@opaque_launch("_attention_bwd", writes=("dq", "dk", "dv"))
+def _launch_backward_opaque(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int,
+) -> None:  # fmt: skip
+    plan = _prepare_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scale, left, right)
+    plan(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
+
+
+@remembered
+def _prepare_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor, scale: float, left: int, right: int,
+) -> Callable[..., None]:  # fmt: skip
+    return plan_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, Scores(scale, left, right))
+
+
+def _plan_backward_portable(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor, scores: Scores,
+) -> Callable[..., None]:  # fmt: skip
     total_q, num_heads, _ = q.shape
     total_k, num_k_heads, _ = k.shape
     num_segments = cu_q.shape[0] - 1
@@ -179,7 +251,7 @@ def plan_backward(
         "STRIDE_DOT": _row_stride(dout),
     }  # fmt: skip
 
-    dq_launch, _ = choose("attention_bwd_dq", q, scores.causal, mean_length(total_q, num_segments))
+    dq_launch, _ = choose("attention_bwd_dq", q, scores, mean_length(total_q, num_segments))
     dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
     dq_constants = {
         **strides, "STRIDE_OT": _row_stride(out), "STRIDE_DQT": _contiguous_row(q), "HAS_DLSE": dlse is not None,
@@ -187,7 +259,7 @@ def plan_backward(
     }  # fmt: skip
     dq_grid = (total_q // dq_launch.block_m + num_segments + 2, num_heads)
 
-    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores.causal, mean_length(total_k, num_segments))
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, mean_length(total_k, num_segments))
     dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
     dkdv_constants = {**strides, "STRIDE_DKT": _contiguous_row(k), **_constants(q, k, scores, dkdv_launch, unit)}
     dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 2, num_k_heads)

@@ -10,9 +10,10 @@ import triton
 from torch import Tensor
 
 from csrc_free_ops.configs import shipped_rows
-from torch_ops._attention import Scores, choose, mean_length
+from torch_ops._attention import choose, mean_length, why_portable
 from torch_ops._device import gpu
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
+from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 KERNELS = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv")
@@ -57,15 +58,19 @@ def _explain_window_attn(
             "kernels": {},
         }
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
-    why = (
-        "TRITON_INTERPRET=1" if INTERPRET else f"settings.path is {settings.path!r}; no other path exists for this GPU"
-    )
+    segments = cu_seqlens.shape[0] - 1
+    length = mean_length(q.shape[0], segments)
+    why = why_portable(softcap, length, q=q, k=k, v=v)
+    why_backward = why_portable(softcap, length, True, q=q, k=k, v=v)
+    path = "portable" if why else "hopper"
     kernels = {}
-    for kernel in KERNELS:
-        total = k.shape[0] if kernel == "attention_bwd_dkdv" else q.shape[0]
-        launch, source = choose(kernel, q, scores.causal, mean_length(total, cu_seqlens.shape[0] - 1))
+    for name in KERNELS:
+        kernel = name if (why_backward if "bwd" in name else why) else f"{name}_hopper"
+        total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
+        launch, source = choose(kernel, q, scores, mean_length(total, segments))
         kernels[kernel] = {"launch": vars(launch), "source": source}
-    return {**report, "path": "portable", "why": why, "kernels": kernels}
+    why = why or f"{gpu().name} is a Hopper GPU" + (f"; backward: {why_backward}" if why_backward else "")
+    return {**report, "path": path, "why": why, "kernels": kernels}
 
 
 LAYOUTS = ("contiguous", "encoder", "qkv_view")

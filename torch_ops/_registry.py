@@ -144,6 +144,21 @@ def runs_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda or (INTERPRET and tensor.dtype in (torch.float16, torch.float32))
 
 
+def opaque_launch(name: str, *, writes: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers the decorated launch as `vk::<name>`, a private op that fills the tensors in `writes`.
+
+    For kernels that cannot pass through `wrap_triton` (Gluon): no compiler looks into it. Ops call it in traces alone,
+    with outputs of their own.
+    """
+
+    def register(launch: Callable[..., None]) -> Callable[..., None]:
+        definition = torch.library.custom_op(f"{NAMESPACE}::{name}", launch, mutates_args=writes, device_types="cuda")
+        definition.register_fake(lambda *args, **kwargs: None)
+        return functools.wraps(launch)(definition)
+
+    return register
+
+
 def vk_op(
     name: str,
     *,

@@ -4,7 +4,8 @@
     torch_ops.settings(path="portable")              for the rest of the process, as settings.update(...)
     with torch_ops.settings(checked=True): ...       for a block
 
-Environment: VK_PATH (auto, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows).
+Environment: VK_PATH (auto, hopper, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows), and
+VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1, which are VK_PATH=portable.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import torch
 
 from csrc_free_ops.configs import Row, read_rows
 
-PATHS = ("auto", "portable")
+PATHS = ("auto", "hopper", "portable")
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,15 @@ def _from_environment() -> _Values:
     checked = os.environ.get("VK_CHECKED", "0")
     if checked not in ("0", "1"):
         raise ValueError(f"VK_CHECKED must be 0 or 1, got {checked!r}")
+    path = os.environ.get("VK_PATH", "auto")
+    for variable in ("VK_DISABLE_WARP_SPECIALIZE", "AIKF_DISABLE_WARP_SPECIALIZE"):
+        disabled = os.environ.get(variable, "0")
+        if disabled not in ("0", "1"):
+            raise ValueError(f"{variable} must be 0 or 1, got {disabled!r}")
+        path = "portable" if disabled == "1" else path
     default_rows = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vk" / "rows.json"
     rows = os.environ.get("VK_ROWS", str(default_rows) if default_rows.is_file() else "")
-    return _Values(path=os.environ.get("VK_PATH", "auto"), checked=checked == "1", rows=rows)
+    return _Values(path=path, checked=checked == "1", rows=rows)
 
 
 @lru_cache
@@ -76,7 +83,7 @@ class Settings:
 
     @property
     def path(self) -> str:
-        """ "auto" takes the fastest path the GPU has, "portable" always the stock Triton one."""
+        """ "auto" takes the fastest path, "portable" always stock Triton's, "hopper" Gluon's wherever it can run."""
         return self._values.path
 
     @property

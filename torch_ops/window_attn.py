@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._attention import Scores, plan_backward, plan_forward
+from torch_ops._attention import plan_backward, plan_forward
 from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
 from torch_ops._checks import (
     check_cu_seqlens,
@@ -29,6 +29,7 @@ from torch_ops._checks import (
     refuse,
 )
 from torch_ops._registry import is_eager, remembered, runs_kernels, vk_op
+from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 

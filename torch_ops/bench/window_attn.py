@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 import torch_ops
 from torch_ops import _attention
+from torch_ops._scores import Scores
 from torch_ops.bench.attention_peers import PEERS, packed_call
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial
@@ -183,7 +184,7 @@ def _raw_calls(
         return None, None, f"only the portable path has one; calls take the {path} path here"
     q, k, v, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
     out, lse = torch.ops.vk.window_attn(q, k, v, cu_seqlens)
-    scores = _attention.Scores.of(q.shape[2], None, False, -1, -1, 0.0)
+    scores = Scores.of(q.shape[2], None, False, -1, -1, 0.0)
     planned = _attention.plan_forward(q, k, v, cu_seqlens, cu_seqlens, scores)
 
     def launcher() -> None:

@@ -1,0 +1,436 @@
+"""Attention forward on Hopper, in Gluon: the maths of `portable_fwd`, by warp specialization.
+
+A program has one producer warp, which brings tiles to shared memory by TMA, and two or three consumer warpgroups of 64
+query rows each, which multiply and exponentiate. K and V pass through a ring of STAGES stages that all consumers read.
+A consumer's step on key block i, after FlashAttention-3 (arXiv 2407.08608, algorithm 2):
+
+    issue  s = q k_i^T
+    issue  o += p_{i-1} v_{i-1}              both on the tensor cores, while the other warpgroups exponentiate
+    wait s;  m' = max(m, max s);  p_i = 2^(s - m');  l = l 2^(m - m') + sum p_i
+    wait o;  o *= 2^(m - m')
+
+The producer draws the next tile (`hopper_work`) while the consumers are busy with the last, and tells them by a note in
+shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from csrc_free_ops.attention.hopper_work import (
+    FIRST_BARRIER,
+    NOTE,
+    NOTES,
+    POINTERS,
+    deal,
+    draw,
+    is_inside,
+    keep_pointer,
+    kept_pointer,
+    pass_over,
+    place,
+    read_note,
+    rows_of,
+    turn_around,
+    write_note,
+)
+from csrc_free_ops.tiles.hopper import (
+    accumulate,
+    barrier_arrive,
+    barrier_sync,
+    check_base,
+    clear_rows,
+    exp2,
+    flat,
+    join_strips,
+    meet,
+    per_row,
+    row_maximum,
+    row_partial_sums,
+    scale_strips,
+    shared_base,
+    store_rows,
+    strips,
+    wait_strips,
+    wgmma_layout,
+    zero_strips,
+)
+from csrc_free_ops.tiles.masks import block_span
+from csrc_free_ops.tiles.scores import LN2
+
+# Below every finite score: rows that have seen no key have a maximum from which -inf can be subtracted.
+LOWEST = gl.constexpr(-1e38)
+# A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile.
+BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD = (
+    gl.constexpr(field) for field in range(9)
+)
+# Addresses, in notes of their own and of the whole tensors.
+OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
+
+
+@gluon.jit
+def _produce(descs, pointers, tiles, full, sizes, OPTIONS: gl.constexpr):
+    HEAD_DIM: gl.constexpr = OPTIONS[0]
+    GROUP: gl.constexpr = OPTIONS[1]
+    HAS_LEFT: gl.constexpr = OPTIONS[2]
+    HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    GROUPS: gl.constexpr = OPTIONS[4]
+    BLOCK_N: gl.constexpr = OPTIONS[5]
+    STAGES: gl.constexpr = OPTIONS[6]
+    HEADS: gl.constexpr = OPTIONS[8]
+    ORDER: gl.constexpr = OPTIONS[9]
+    q_descs, k_descs, v_desc = descs
+    cu_q_ptr, cu_k_ptr = pointers
+    q_tiles, k_tiles, v_tiles, notes, addresses = tiles
+    q_full, k_full, v_full = full
+    total_q, total_k, num_segments, window_left, window_right = sizes
+    EMPTY: gl.constexpr = 32 + 128 * GROUPS
+    K_EMPTY: gl.constexpr = FIRST_BARRIER
+    V_EMPTY: gl.constexpr = K_EMPTY + STAGES
+    Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
+    MAIN: gl.constexpr = q_descs[0].block_shape[2]
+    PARTS: gl.constexpr = len(q_descs)
+    TAIL: gl.constexpr = q_descs[PARTS - 1].block_shape[2] if PARTS > 1 else 0
+    WIDTH: gl.constexpr = v_desc.block_shape[2]
+    V_TILES: gl.constexpr = v_tiles.shape[0] // STAGES
+
+    num_tiles, dealt = deal(cu_q_ptr, num_segments, total_q, HEADS, GROUPS, ORDER)
+    num_work = num_tiles * HEADS
+    stage = 0
+    loaded = 0
+    count = 0
+    work = gl.program_id(0)
+    while work < num_work:
+        head, segment, q_start, q_length, unit, taken = place(
+            work, num_tiles, dealt, cu_q_ptr, num_segments, total_q, HEADS, GROUPS, ORDER
+        )
+        k_start, k_length = rows_of(cu_k_ptr, segment, num_segments, total_k)
+        k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
+        first = unit * 64
+        if HAS_RIGHT:
+            # The longest first: the later a row, the more keys it sees.
+            first = gl.maximum((q_length + 63) // 64 - taken - unit, 0) * 64
+            taken = gl.minimum(taken, (q_length + 63) // 64 - unit)
+        if unit * 64 < q_length:
+            rows = gl.minimum(taken * 64, q_length - first)
+            shift = k_length - q_length
+            low, full_low, full_high, high = block_span(
+                first, first + rows - 1, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
+            )  # fmt: skip
+            # A tile that sees no key passes over one block that is all masked.
+            blocks = gl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
+            slot = count % NOTES
+            for group in gl.static_range(GROUPS):
+                if count > 0:
+                    barrier_sync(Q_EMPTY + group, 160)
+            row = q_start + first
+            write_note(notes, slot, BLOCKS, blocks)
+            write_note(notes, slot, KEYS, gl.minimum(high, k_length) - low)
+            write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK_N)
+            write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK_N)
+            write_note(notes, slot, SEEN_LOW, first + shift - low - window_left)
+            write_note(notes, slot, SEEN_HIGH, first + shift - low + window_right)
+            write_note(notes, slot, ROW, row)
+            write_note(notes, slot, ROWS, rows)
+            write_note(notes, slot, HEAD, head)
+            out_ptr = kept_pointer(addresses, OUT, q_tiles[0].dtype)
+            write_note(addresses, slot, OUT, (out_ptr + (row.to(gl.int64) * HEADS + head) * HEAD_DIM).to(gl.int64))
+            lse_ptr = kept_pointer(addresses, LSE, gl.float32)
+            write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
+            for group in gl.static_range(GROUPS):
+                bar = q_full.index(group)
+                mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
+                for part in gl.static_range(PARTS):
+                    tma.async_copy_global_to_shared(
+                        q_descs[part], [row + group * 64, head, part * MAIN], bar, q_tiles[part].index(group)
+                    )
+            k_head = head // GROUP
+            for block in range(blocks):
+                key = k_start + low + block * BLOCK_N
+                if loaded >= STAGES:
+                    barrier_sync(K_EMPTY + stage, EMPTY)
+                bar = k_full.index(stage)
+                mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
+                for part in gl.static_range(PARTS):
+                    tma.async_copy_global_to_shared(
+                        k_descs[part], [key, k_head, part * MAIN], bar, k_tiles[part].index(stage)
+                    )
+                if loaded >= STAGES:
+                    barrier_sync(V_EMPTY + stage, EMPTY)
+                bar = v_full.index(stage)
+                mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
+                for part in gl.static_range(V_TILES):
+                    tma.async_copy_global_to_shared(
+                        v_desc, [key, k_head, part * WIDTH], bar, v_tiles.index(stage * V_TILES + part)
+                    )
+                loaded += 1
+                stage, _ = turn_around(stage, STAGES)
+            count += 1
+        work = draw(kept_pointer(addresses, TICKET, gl.int32), num_work)
+    for group in gl.static_range(GROUPS):
+        if count > 0:
+            barrier_sync(Q_EMPTY + group, 160)
+    write_note(notes, count % NOTES, BLOCKS, 0)
+    for group in gl.static_range(GROUPS):
+        mbarrier.arrive(q_full.index(group), count=1)
+    # What consumers arrived at must be left as it was found.
+    for index in gl.static_range(STAGES):
+        if index < loaded:
+            barrier_sync(K_EMPTY + index, EMPTY)
+            barrier_sync(V_EMPTY + index, EMPTY)
+
+
+@gluon.jit
+def _multiply_qk(q, k_tiles, stage, zeros):
+    """Begins q k^T. The products of the parts of the head dimension add up in one accumulator."""
+    s = zeros
+    for part in gl.static_range(len(q)):
+        k = flat(k_tiles[part].index(stage))
+        s = warpgroup_mma(q[part], k.permute([1, 0]), s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _mask(s, notes, slot, left, row, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    LAYOUT: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    block = read_note(notes, slot, BLOCKS) - left
+    cols = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
+    s = gl.where((cols < read_note(notes, slot, KEYS)) & (rows >= 0), s, float("-inf"))
+    if HAS_RIGHT:
+        s = gl.where(cols <= rows + read_note(notes, slot, SEEN_HIGH), s, float("-inf"))
+    if HAS_LEFT:
+        s = gl.where(cols >= rows + read_note(notes, slot, SEEN_LOW), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _store_strips(tile, o, FIRST: gl.constexpr):
+    """The strips from FIRST on into a tile of shared memory, which may be wider than they are."""
+    COUNT: gl.constexpr = tile.shape[1] // 8
+    padded = o
+    for _ in gl.static_range(FIRST + COUNT - len(o)):
+        padded = padded + (o[0],)
+    tile.store(join_strips(padded, FIRST, COUNT).to(tile.dtype))
+
+
+@gluon.jit
+def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.constexpr):
+    HEAD_DIM: gl.constexpr = OPTIONS[0]
+    HAS_LEFT: gl.constexpr = OPTIONS[2]
+    HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    GROUPS: gl.constexpr = OPTIONS[4]
+    BLOCK_N: gl.constexpr = OPTIONS[5]
+    STAGES: gl.constexpr = OPTIONS[6]
+    OVERLAP: gl.constexpr = OPTIONS[7]
+    HEADS: gl.constexpr = OPTIONS[8]
+    q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
+    q_full, k_full, v_full = full
+    EMPTY: gl.constexpr = 32 + 128 * GROUPS
+    K_EMPTY: gl.constexpr = FIRST_BARRIER
+    V_EMPTY: gl.constexpr = K_EMPTY + STAGES
+    Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
+    PARTS: gl.constexpr = len(q_tiles)
+    WIDTH: gl.constexpr = v_tiles.shape[3]
+    V_TILES: gl.constexpr = v_tiles.shape[0] // STAGES
+    STAGE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2 * V_TILES
+    SCORES: gl.constexpr = wgmma_layout(BLOCK_N)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
+    DTYPE: gl.constexpr = v_tiles.dtype
+    STRIPS: gl.constexpr = HEAD_DIM // 8
+    OWN: gl.constexpr = INDEX * 64
+
+    q = ()
+    for part in gl.static_range(PARTS):
+        q = q + (flat(q_tiles[part].index(INDEX)),)
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
+    base = shared_base()
+    stage = 0
+    phase = 0
+    turn = 0
+    mbarrier.wait(q_full.index(INDEX), 0)
+    blocks = read_note(notes, 0, BLOCKS)
+    while blocks > 0:
+        slot = turn % NOTES
+        if OWN >= read_note(notes, slot, ROWS):
+            stage, phase = pass_over(blocks, stage, phase, k_full, v_full, K_EMPTY, V_EMPTY, EMPTY, STAGES)
+            barrier_arrive(Q_EMPTY + INDEX, 160)
+        else:
+            mbarrier.wait(k_full.index(stage), phase)
+            s = warpgroup_mma_wait(0, [_multiply_qk(q, k_tiles, stage, zeros)])
+            barrier_arrive(K_EMPTY + stage, EMPTY)
+            # Blocks are counted from the last: the first ones and the last ones may need masks.
+            tail_masked = read_note(notes, slot, TAIL_MASKED)
+            masked = blocks <= tail_masked
+            if HAS_LEFT:
+                head_masked = read_note(notes, slot, HEAD_MASKED)
+                masked = masked | (blocks > head_masked)
+            if masked:
+                s = _mask(s, notes, slot, blocks, OWN, HAS_LEFT, HAS_RIGHT)
+            peak = gl.maximum(row_maximum(s) * scale, LOWEST)
+            p = exp2(s * scale - peak[:, None])
+            norm = row_partial_sums(p)
+            weights = strips(p.to(DTYPE))
+            o = zero_strips(STRIPS)
+            mbarrier.wait(v_full.index(stage), phase)
+            behind = stage
+            stage, wrapped = turn_around(stage, STAGES)
+            phase = phase ^ wrapped
+            left = blocks - 1
+            while left > 0:
+                if not OVERLAP:
+                    o = wait_strips(accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH), 0)
+                    barrier_arrive(V_EMPTY + behind, EMPTY)
+                mbarrier.wait(k_full.index(stage), phase)
+                s = _multiply_qk(q, k_tiles, stage, zeros)
+                if OVERLAP:
+                    o = accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH)
+                    s = warpgroup_mma_wait(1, [s])
+                else:
+                    s = warpgroup_mma_wait(0, [s])
+                barrier_arrive(K_EMPTY + stage, EMPTY)
+                masked = left <= tail_masked
+                if HAS_LEFT:
+                    masked = masked | (left > head_masked)
+                if masked:
+                    s = _mask(s, notes, slot, left, OWN, HAS_LEFT, HAS_RIGHT)
+                before = peak
+                peak = gl.maximum(before, row_maximum(s) * scale)
+                rescale = exp2(before - peak)
+                p = exp2(s * scale - peak[:, None])
+                norm = norm * per_row(rescale, norm) + row_partial_sums(p)
+                # Also the end of a basic block: without one ptxas moves the wait below above the exponentials.
+                mbarrier.wait(v_full.index(stage), phase)
+                if OVERLAP:
+                    o = wait_strips(o, 0)
+                    barrier_arrive(V_EMPTY + behind, EMPTY)
+                weights = strips(p.to(DTYPE))
+                o = scale_strips(o, per_row(rescale, o[0]))
+                behind = stage
+                stage, wrapped = turn_around(stage, STAGES)
+                phase = phase ^ wrapped
+                left -= 1
+            keys = read_note(notes, slot, KEYS) - (read_note(notes, slot, BLOCKS) - 1) * BLOCK_N
+            row = read_note(notes, slot, ROW) + OWN
+            head = read_note(notes, slot, HEAD)
+            rows = read_note(notes, slot, ROWS) - OWN
+            out_address = read_note(addresses, slot, OUT) + OWN * HEADS * HEAD_DIM * 2
+            lse_address = read_note(addresses, slot, LSE) + OWN * 4
+            barrier_arrive(Q_EMPTY + INDEX, 160)
+            if keys < BLOCK_N:
+                clear_rows(base + behind * STAGE_BYTES, keys, BLOCK_N, WIDTH, V_TILES)
+                fence_async_shared()
+                meet()
+            o = wait_strips(accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH), 0)
+            barrier_arrive(V_EMPTY + behind, EMPTY)
+
+            total = gl.convert_layout(gl.sum(norm, 1), ROW_LAYOUT, assert_trivial=True)
+            # Not total > 0: a row of NaN is no row without keys.
+            inverse = gl.where(total == 0, 0.0, 1.0 / total)
+            lse = gl.where(total == 0, float("-inf"), (peak + gl.log2(total)) * LN2)
+            local = gl.arange(0, 64, ROW_LAYOUT)
+            gl.store(lse_address.to(gl.pointer_type(gl.float32), bitcast=True) + local, lse, mask=local < rows)
+            o = scale_strips(o, per_row(inverse, o[0]))
+            if rows >= 64:
+                tma.store_wait(0)
+                for part in gl.static_range(PARTS):
+                    _store_strips(flat(out_tiles[part].index(INDEX)), o, part * (out_tiles[0].shape[3] // 8))
+                fence_async_shared()
+                meet()
+                for part in gl.static_range(PARTS):
+                    tma.async_copy_shared_to_global(
+                        out_descs[part], [row, head, part * out_tiles[0].shape[3]], out_tiles[part].index(INDEX)
+                    )
+            else:
+                store_rows(out_address, o, rows, DTYPE, HEADS * HEAD_DIM)
+        turn += 1
+        mbarrier.wait(q_full.index(INDEX), turn & 1)
+        blocks = read_note(notes, turn % NOTES, BLOCKS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attention_fwd_hopper_kernel(
+    q_main, q_tail, k_main, k_tail, v_desc, out_main, out_tail,
+    out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, ticket_ptr,
+    total_q, total_k, num_segments, scale, window_left, window_right,
+    HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs). scale is that of softmax times log2(e); *_tail count only where HEAD_DIM has a tail.
+
+    ticket_ptr is an int32 that holds 0, and does again when the kernel ends; no other launch may use it meanwhile.
+    ORDER is SINGLE for one segment, BY_LENGTH for at most RANKED - 2 of them, else IN_PLACE.
+    """
+    MAIN: gl.constexpr = q_main.block_shape[2]
+    TAIL: gl.constexpr = q_tail.block_shape[2]
+    WIDTH: gl.constexpr = v_desc.block_shape[2]
+    V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    DTYPE: gl.constexpr = q_main.dtype
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # The largest, and first: it lies where `accumulate` looks for it.
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * V_TILES, BLOCK_N, 1, WIDTH], v_desc.layout)
+    check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
+    k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 1, MAIN], k_main.layout),)
+    q_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], q_main.layout),)
+    out_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], q_main.layout),)
+    q_descs = (q_main,)
+    k_descs = (k_main,)
+    out_descs = (out_main,)
+    if HEAD_DIM > MAIN:
+        k_tiles = k_tiles + (gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 1, TAIL], k_tail.layout),)
+        q_tiles = q_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, TAIL], q_tail.layout),)
+        out_tiles = out_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, TAIL], q_tail.layout),)
+        q_descs = q_descs + (q_tail,)
+        k_descs = k_descs + (k_tail,)
+        out_descs = out_descs + (out_tail,)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTE, 1], VECTOR)
+    addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
+    keep_pointer(addresses, OUT, out_ptr)
+    keep_pointer(addresses, LSE, lse_ptr)
+    keep_pointer(addresses, TICKET, ticket_ptr)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(index), count=1)
+    for index in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(index), count=1)
+        mbarrier.init(v_full.index(index), count=1)
+    fence_async_shared()
+    OPTIONS: gl.constexpr = (
+        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, BLOCK_N, STAGES, OVERLAP, HEADS, ORDER,
+    )  # fmt: skip
+    full = (q_full, k_full, v_full)
+    descs = (q_descs, k_descs, v_desc)
+    pointers = (cu_q_ptr, cu_k_ptr)
+    filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
+    sizes = (total_q, total_k, num_segments, window_left, window_right)
+    used = (q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out_descs, used, full, scale, OPTIONS)),
+                (_consume, (1, out_descs, used, full, scale, OPTIONS)),
+                (_produce, (descs, pointers, filled, full, sizes, OPTIONS)),
+            ],
+            [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out_descs, used, full, scale, OPTIONS)),
+                (_consume, (1, out_descs, used, full, scale, OPTIONS)),
+                (_consume, (2, out_descs, used, full, scale, OPTIONS)),
+                (_produce, (descs, pointers, filled, full, sizes, OPTIONS)),
+            ],
+            [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,227 @@
+"""How the tiles of a Hopper kernel are dealt out to its programs, and how a program's producer tells its consumers.
+
+Programs are as many as the GPU has multiprocessors, and draw tiles one after another: up to GROUPS times 64 rows of one
+segment and head, one times 64 for each consumer warpgroup. Those drawn together have the same keys, which then come
+from the L2 cache. Lengths are known on the device alone:
+
+    SINGLE      one segment, cut so that the last round of tiles is full
+    BY_LENGTH   few segments, the longest first, so that what is left at the end is small
+    IN_PLACE    many segments, by the closed form of `tiles.segments`
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from csrc_free_ops.tiles.hopper import barrier_arrive
+from csrc_free_ops.tiles.segments import narrow_segments
+
+# Named barriers below belong to Triton.
+FIRST_BARRIER = gl.constexpr(5)
+# Segments that one warp ranks by length, and those that it looks at in one step of a search.
+RANKED = gl.constexpr(32)
+SEARCHED = gl.constexpr(128)
+# Orders of tiles.
+SINGLE, BY_LENGTH, IN_PLACE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+# A note is so many numbers; two of them, so that one can be written while the other is read.
+NOTE = gl.constexpr(16)
+NOTES = gl.constexpr(2)
+# Where pointers and sizes lie behind the notes: a producer has too few registers to hold them.
+POINTERS = gl.constexpr(NOTES.value * NOTE.value)
+
+
+@gluon.constexpr_function
+def _scalar(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def write_note(notes, slot, FIELD: gl.constexpr, value):
+    notes.index(slot * NOTE + FIELD).store(gl.full([1], value, notes.dtype, _scalar(1)))
+
+
+@gluon.jit
+def read_note(notes, slot, FIELD: gl.constexpr):
+    return gl.max(notes.index(slot * NOTE + FIELD).load(_scalar(4)), 0)
+
+
+@gluon.jit
+def keep_number(notes, FIELD: gl.constexpr, number):
+    """Behind the notes, as `keep_pointer`."""
+    notes.index(POINTERS + FIELD).store(gl.full([1], number, notes.dtype, _scalar(gl.num_warps())))
+
+
+@gluon.jit
+def kept_number(notes, FIELD: gl.constexpr):
+    return gl.max(notes.index(POINTERS + FIELD).load(_scalar(1)), 0)
+
+
+@gluon.jit
+def keep_pointer(addresses, FIELD: gl.constexpr, pointer):
+    addresses.index(POINTERS + FIELD).store(gl.full([1], pointer.to(gl.int64), gl.int64, _scalar(gl.num_warps())))
+
+
+@gluon.jit
+def kept_pointer(addresses, FIELD: gl.constexpr, DTYPE: gl.constexpr):
+    return gl.max(addresses.index(POINTERS + FIELD).load(_scalar(1)), 0).to(gl.pointer_type(DTYPE), bitcast=True)
+
+
+@gluon.jit
+def turn_around(counter, limit):
+    """The next of 0 .. limit-1 after `counter`, and 1 where it begins anew."""
+    wrapped = counter == limit - 1
+    return gl.where(wrapped, 0, counter + 1), wrapped.to(gl.int32)
+
+
+@gluon.jit
+def rows_of(cu_ptr, segment, num_segments, total):
+    """Start and number of the rows of segments 0 .. num_segments + 1, counted as in `tiles.segments`."""
+    start = gl.load(cu_ptr + segment - 1, mask=(segment > 0) & (segment <= num_segments + 1), other=0)
+    end = gl.load(cu_ptr + segment, mask=segment <= num_segments, other=total)
+    start = gl.minimum(gl.maximum(start, 0), total)
+    length = gl.maximum(gl.minimum(gl.maximum(end, 0), total) - start, 0)
+    return start, gl.where(segment <= num_segments + 1, length, 0)
+
+
+@gluon.jit
+def is_inside(segment, num_segments):
+    """Whether it is one of the segments and not the rows before or after them."""
+    return (segment > 0) & (segment <= num_segments)
+
+
+@gluon.jit
+def _rank_segments(cu_ptr, num_segments, total, BLOCK_M: gl.constexpr):
+    """For at most RANKED - 2 segments: each one's first tile when the longest come first, and its number of tiles.
+
+    Rows of no segment see no key, so they come last, and among equals the first come first.
+    """
+    segment = gl.arange(0, RANKED, gl.BlockedLayout([1], [32], [1], [0]))
+    rows = rows_of(cu_ptr, segment, num_segments, total)[1]
+    length = gl.where(is_inside(segment, num_segments), rows, -1)
+    first = gl.zeros_like(rows)
+    for other in range(num_segments + 2):
+        other_rows = rows_of(cu_ptr, other, num_segments, total)[1]
+        other_length = gl.where(is_inside(other, num_segments), other_rows, -1)
+        ahead = (other_length > length) | ((other_length == length) & (other < segment))
+        first += gl.where(ahead, (other_rows + BLOCK_M - 1) // BLOCK_M, 0)
+    return segment, first, (rows + BLOCK_M - 1) // BLOCK_M
+
+
+@gluon.jit
+def _search_segment(cu_ptr, num_segments, total, tile, BLOCK_M: gl.constexpr):
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        step = (beyond - segment + SEARCHED - 1) // SEARCHED
+        probe = segment + gl.arange(0, SEARCHED, gl.BlockedLayout([SEARCHED // 32], [32], [1], [0])) * step
+        cu = gl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_M)
+    return segment
+
+
+@gluon.jit
+def _cut(units, heads, programs, GROUPS: gl.constexpr):
+    """How one segment of `units` times 64 rows is cut: whole tiles per head, and units of the narrower ones after them.
+
+    Whole rounds of the programs take whole tiles; what is left takes the narrowest that still make one round.
+    """
+    rounds = units * heads // (GROUPS * programs)
+    whole = gl.minimum(rounds * programs // heads, units // GROUPS)
+    left = units - whole * GROUPS
+    narrow = GROUPS
+    for width in gl.static_range(GROUPS - 1, 0, -1):
+        if (left + width - 1) // width * heads <= programs:
+            narrow = width
+    return whole, narrow
+
+
+@gluon.jit
+def deal(cu_ptr, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr):
+    """The number of tiles of one head, and what `place` needs to know."""
+    BLOCK_M: gl.constexpr = 64 * GROUPS
+    if ORDER == SINGLE:
+        start, length = rows_of(cu_ptr, 1, num_segments, total)
+        units = (length + 63) // 64
+        whole, narrow = _cut(units, HEADS, gl.num_programs(0), GROUPS)
+        own = whole + (units - whole * GROUPS + narrow - 1) // narrow
+        before = (start + BLOCK_M - 1) // BLOCK_M
+        num_tiles = own + before + (total - start - length + BLOCK_M - 1) // BLOCK_M
+        dealt = (whole, narrow, own, before)
+    elif ORDER == BY_LENGTH:
+        segments, first, counts = _rank_segments(cu_ptr, num_segments, total, BLOCK_M)
+        num_tiles = gl.sum(counts, 0)
+        dealt = (segments, first, counts)
+    else:
+        num_tiles = total // BLOCK_M + num_segments + 2
+        dealt = (num_tiles,)
+    return num_tiles, dealt
+
+
+@gluon.jit
+def place(
+    work, num_tiles, dealt, cu_ptr, num_segments, total,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Of one piece of work: head, segment, the segment's start and length, and the first of how many units of 64 rows.
+
+    There is nothing to do where that unit lies past the length.
+    """
+    BLOCK_M: gl.constexpr = 64 * GROUPS
+    if ORDER == SINGLE:
+        whole, narrow, own, before = dealt
+        head = work % HEADS
+        tile = work // HEADS
+        segment = gl.where(tile < own, 1, gl.where(tile - own < before, 0, 2))
+        taken = gl.where((segment == 1) & (tile >= whole), narrow, GROUPS)
+        outside = (tile - own - gl.where(segment == 2, before, 0)) * GROUPS
+        inside = gl.where(tile < whole, tile * GROUPS, whole * GROUPS + (tile - whole) * narrow)
+        unit = gl.where(segment == 1, inside, outside)
+        start, length = rows_of(cu_ptr, segment, num_segments, total)
+    elif ORDER == BY_LENGTH:
+        segments, firsts, counts = dealt
+        head = work % HEADS
+        tile = work // HEADS
+        found = (firsts <= tile) & (tile < firsts + counts)
+        segment = gl.sum(gl.where(found, segments, 0), 0)
+        taken = GROUPS
+        unit = (tile - gl.sum(gl.where(found, firsts, 0), 0)) * GROUPS
+        start, length = rows_of(cu_ptr, segment, num_segments, total)
+    else:
+        head = work // num_tiles
+        tile = work % num_tiles
+        segment = _search_segment(cu_ptr, num_segments, total, tile, BLOCK_M)
+        taken = GROUPS
+        start, length = rows_of(cu_ptr, segment, num_segments, total)
+        unit = (tile - start // BLOCK_M - segment) * GROUPS
+    return head, segment, start, length, unit, taken
+
+
+@gluon.jit
+def draw(ticket_ptr, num_work):
+    """The next piece of work, num_work or more where there is none. ticket_ptr holds 0 before and after a launch."""
+    programs = gl.num_programs(0)
+    work = num_work
+    if num_work > programs:
+        # Whoever draws the last ticket knows that all others have drawn theirs.
+        ticket = gl.atomic_add(ticket_ptr, 1)
+        if ticket == num_work - 1:
+            gl.store(ticket_ptr, 0)
+        work = programs + ticket
+    return work
+
+
+@gluon.jit
+def pass_over(
+    count, stage, phase, first_full, second_full,
+    FIRST_EMPTY: gl.constexpr, SECOND_EMPTY: gl.constexpr, EMPTY: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Over stages that other warpgroups use."""
+    for _ in range(count):
+        mbarrier.wait(first_full.index(stage), phase)
+        barrier_arrive(FIRST_EMPTY + stage, EMPTY)
+        mbarrier.wait(second_full.index(stage), phase)
+        barrier_arrive(SECOND_EMPTY + stage, EMPTY)
+        stage, wrapped = turn_around(stage, STAGES)
+        phase = phase ^ wrapped
+    return stage, phase

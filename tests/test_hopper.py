@@ -1,0 +1,132 @@
+"""The Hopper path alone: the sizes, streams and graphs that it plans for.
+
+Under VK_PATH=hopper all of tests/test_window_attn.py runs on it too, wherever it can.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_ops
+from torch_ops import _attention_hopper, settings, window_attn
+from torch_ops._device import gpu
+from torch_ops.testing import check, references
+from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
+
+HEAD_DIMS = tuple(_attention_hopper.PARTS)
+# One, few and many segments are dealt out differently; one segment is cut so that the last round is full.
+LENGTHS = {
+    "one": (1024,),
+    "one_of_several_rounds": (4096,),
+    "one_uneven": (2311,),
+    "few": (784, 17, 0, 1764, 64, 1),
+    "many": (130, 7, 256, 0) * 12,
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper(device: str) -> None:
+    if device != "cuda" or gpu().arch != 90:
+        pytest.skip("needs a Hopper GPU")
+
+
+def _inputs(lengths: tuple[int, ...], head_dim: int = 72, num_heads: int = 16, **options: object) -> WindowAttnInputs:
+    case = WindowAttnCase("hopper", "path", lengths, num_heads, head_dim, options=options)
+    return make_inputs(case, torch.bfloat16, "cuda")
+
+
+def _call(inputs: WindowAttnInputs, path: str) -> tuple[Tensor, Tensor]:
+    with settings(path=path):
+        return inputs.call(lambda *args, **options: window_attn(*args, **options, return_lse=True))
+
+
+def _assert_right(inputs: WindowAttnInputs, actual: tuple[Tensor, Tensor]) -> None:
+    exact = inputs.call(references.window_attn, q=inputs.q.double(), k=inputs.k.double(), v=inputs.v.double())
+    eager = inputs.call(references.window_attn)
+    names = ("out", "lse")
+    check(*(dict(zip(names, values, strict=True)) for values in (actual, eager, exact)))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_deals_out_every_row_once(head_dim: int, lengths: str) -> None:
+    inputs = _inputs(LENGTHS[lengths], head_dim)
+    first = _call(inputs, "hopper")
+    _assert_right(inputs, first)
+    for _ in range(3):
+        again = _call(inputs, "hopper")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("bounds", ({"causal": True}, {"window_left": 100, "window_right": 30}, {"window_left": 200}))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> None:
+    inputs = _inputs((1500, 300), head_dim, 4, **bounds)
+    _assert_right(inputs, _call(inputs, "hopper"))
+
+
+def test_paths_are_as_explained() -> None:
+    inputs = _inputs((1024,))
+    explained = {}
+    for path in ("auto", "hopper", "portable"):
+        with settings(path=path):
+            explained[path] = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"]
+    assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
+
+
+def test_addresses_that_tma_cannot_reach_are_computed_too() -> None:
+    inputs = _inputs((300, 200))
+    shifted = {}
+    for name in ("q", "k", "v"):
+        tensor = getattr(inputs, name)
+        shifted[name] = torch.empty(tensor.numel() + 1, device="cuda", dtype=tensor.dtype)[1:].view(tensor.shape)
+        shifted[name].copy_(tensor)
+    with settings(path="hopper"):
+        out = inputs.call(window_attn, **shifted)
+    assert torch.equal(out, _call(inputs, "portable")[0])
+
+
+def test_streams_do_not_share_their_tiles() -> None:
+    """Programs of one launch draw tiles from a counter; two launches at once must not draw from the same."""
+    inputs = [_inputs((700, 900, 20, 800)) for _ in range(2)]
+    expected = [_call(each, "hopper")[0] for each in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    outs: list[list[Tensor]] = [[], []]
+    with settings(path="hopper"):
+        for _ in range(20):
+            for stream, each, out in zip(streams, inputs, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    out.append(each.call(window_attn))
+    torch.cuda.synchronize()
+    for out, right in zip(outs, expected, strict=True):
+        assert all(torch.equal(one, right) for one in out)
+
+
+def test_graphs_captured_alike_replay_side_by_side() -> None:
+    inputs = [_inputs((700, 900, 20, 800)) for _ in range(2)]
+    expected = [_call(each, "hopper")[0] for each in inputs]
+    graphs, outs = [], []
+    with settings(path="hopper"):
+        for each in inputs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs.append(each.call(window_attn))
+            graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for out, right in zip(outs, expected, strict=True):
+        assert torch.equal(out, right)
+
+
+def test_opaque_launch_is_a_sound_op() -> None:
+    inputs = _inputs((40, 23), 64, 2)
+    out = torch.zeros_like(inputs.q)
+    lse = torch.zeros(2, 63, device="cuda")
+    args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, out, lse, 0.125, -1, -1)
+    with settings(path="hopper"):
+        torch.library.opcheck(torch.ops.vk._attention_fwd.default, args)

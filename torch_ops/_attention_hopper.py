@@ -1,0 +1,198 @@
+"""The launcher of the attention core's Hopper kernels (Gluon), which no compiler of PyTorch's can take apart.
+
+`refusal` says from metadata alone why a call cannot take this path; `plan_forward_hopper` returns the function that
+launches, as the plans of `_attention` do.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel, _attention_bwd_dq_hopper_kernel
+from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.configs import Gpu, Launch
+from torch_ops._scores import Scores
+
+# The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
+TRITON_VERSIONS = ((3, 6), (3, 7))
+LOG2E = 1.4426950408889634
+# By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
+PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
+# By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
+REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
+
+
+def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
+    """Why a call with these, of which q is one, cannot take the Hopper path, or nothing."""
+    q = tensors["q"]
+    if gpu.backend != "cuda" or gpu.arch != 90:
+        return f"{gpu.name} is no Hopper GPU"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in TRITON_VERSIONS:
+        return f"the Hopper path was not measured with triton {triton.__version__}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return "the Hopper path takes fp16 and bf16"
+    # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
+    if all(q.shape[2] != head_dim for head_dim in PARTS):
+        return f"the Hopper path takes head dimensions {', '.join(map(str, PARTS))}"
+    if softcap > 0:
+        return "the Hopper path has no softcap"
+    for name, tensor in tensors.items():
+        # What TMA can address: strides of whole 16 bytes.
+        row, head, column = tensor.stride()
+        if column != 1 or row % 8 or head % 8 or row == 0 or (head == 0 and tensor.shape[1] > 1):
+            return f"TMA cannot address {name} of strides {tensor.stride()}"
+    return ""
+
+
+def addressable(*tensors: Tensor) -> bool:
+    """Whether TMA can start at these addresses, and there is anything to address."""
+    return all(tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 for tensor in tensors)
+
+
+class _Tickets:
+    """Counters that programs draw their tiles from: an int32 that is 0 between launches, one per stream.
+
+    Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
+    gets a counter of its own for good.
+    """
+
+    SLAB = 4096
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_stream: dict[int, Tensor] = {}
+        self._fresh: list[Tensor] = []
+        self._captured: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(self._new())
+            return self._captured[-1]
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        counter = self._of_stream.get(stream)
+        if counter is None:
+            counter = self._of_stream[stream] = self._new()
+        return counter
+
+    def _new(self) -> Tensor:
+        if not self._fresh:
+            # 16 bytes apart, so that every launch is on aligned tensors.
+            slab = torch.zeros(self.SLAB, 4, dtype=torch.int32, device=self._device)
+            if not torch.cuda.is_current_stream_capturing():
+                # Other streams do not wait for this one's zeros.
+                torch.cuda.current_stream(self._device).synchronize()
+            self._fresh = list(slab[:, :1].unbind())
+        return self._fresh.pop()
+
+
+_tickets = lru_cache(_Tickets)
+
+
+@lru_cache
+def _programs(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _layout(columns: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=3)
+
+
+def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles of `rows` rows and `columns` columns of one head; what lies outside of [T, H, D] reads as zero."""
+    row, head, _ = tensor.stride()
+    if tensor.shape[1] == 1:
+        head = tensor.shape[2]
+    if tensor.shape[0] == 1:
+        row = head * tensor.shape[1]
+    return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns))
+
+
+def _order(num_segments: int) -> int:
+    if num_segments == 1:
+        return SINGLE.value
+    return (BY_LENGTH if num_segments <= RANKED.value - 2 else IN_PLACE).value
+
+
+def _constants(
+    q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores, rows: int, overlap: bool
+) -> dict[str, Any]:
+    """What all kernels are built for; `rows` is how many a program owns."""
+    groups = rows // 64
+    consumer, producer, at_launch = REGISTERS[groups, overlap]
+    return {
+        "HEAD_DIM": q.shape[2], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDER": _order(num_segments),
+        "GROUPS": groups, "STAGES": launch.num_stages,
+        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+        "num_warps": 4, "maxnreg": at_launch,
+    }  # fmt: skip
+
+
+def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores) -> Callable[..., None]:
+    """launch(q, k, v, cu_q, cu_k, out, lse) on tensors that `addressable` allows."""
+    # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
+    overlap = launch.block_m == 128 or q.shape[2] <= 72
+    constants = _constants(q, k, num_segments, launch, scores, launch.block_m, overlap)
+    constants |= {"BLOCK_N": launch.block_n, "OVERLAP": overlap}
+    scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
+    main, tail, width = PARTS[q.shape[2]]
+    device = q.device
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
+        descriptors = (
+            _describe(q, 64, main), _describe(q, 64, tail),
+            _describe(k, launch.block_n, main), _describe(k, launch.block_n, tail),
+            _describe(v, launch.block_n, width),
+            _describe(out, 64, main), _describe(out, 64, tail),
+        )  # fmt: skip
+        ticket = _tickets(device).take()
+        _attention_fwd_hopper_kernel[(_programs(device.index),)](
+            *descriptors, out, lse, cu_q.contiguous(), cu_k.contiguous(), ticket, *scalars, **constants
+        )
+
+    return launch_forward
+
+
+def plan_backward_hopper(
+    q: Tensor, k: Tensor, num_segments: int, launches: tuple[Launch, Launch], scores: Scores, has_dlse: bool
+) -> Callable[..., None]:
+    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) on tensors that `addressable` allows.
+
+    `launches` are of the kernel of dq and of that of dk and dv.
+    """
+    dq_launch, dkdv_launch = launches
+    dq_constants = _constants(q, k, num_segments, dq_launch, scores, dq_launch.block_m, dq_launch.block_m == 128)
+    dq_constants["HAS_DLSE"] = has_dlse
+    dkdv_constants = _constants(q, k, num_segments, dkdv_launch, scores, dkdv_launch.block_n, True)
+    if q.shape[2] > 96:
+        # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
+        dkdv_constants |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+    scalars = (q.shape[0], k.shape[0], num_segments, scores.scale, *scores.bounds())
+    device = q.device
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        q_desc, k_desc, v_desc, out_desc, dout_desc = (_describe(each, 64, 16) for each in (q, k, v, out, dout))
+        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+        dlse = lse if dlse is None else dlse.contiguous()
+        delta = torch.empty_like(lse)
+        grid = (_programs(device.index),)
+        _attention_bwd_dq_hopper_kernel[grid](
+            q_desc, k_desc, v_desc, out_desc, dout_desc, lse, dlse, delta, cu_q, cu_k, dq, _tickets(device).take(),
+            *scalars, **dq_constants,
+        )  # fmt: skip
+        _attention_bwd_dkdv_hopper_kernel[grid](
+            q_desc, k_desc, v_desc, dout_desc, lse, delta, cu_q, cu_k, dk, dv, _tickets(device).take(),
+            *scalars, **dkdv_constants,
+        )  # fmt: skip
+
+    return launch_backward
