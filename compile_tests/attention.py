@@ -27,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dlse": {"dlse": True},
     "head_major": {"head_major": True},
     "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
+    "short": {"rows": 100},
+    "short_with_everything": {"rows": 100, "window_left": 9, "window_right": 3, "softcap": 5.0, "dlse": True},
 }
 KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel for name in OPS for kernel in get_triton_kernels_for_op(f"vk::{name}")
@@ -34,7 +36,7 @@ KERNELS: dict[str, JITFunction] = {
 
 
 def attention_calls(
-    rows: Any = 100, segments: Any = 2, head_dim: int = 72, num_heads: int = 2, num_k_heads: int | None = None,
+    rows: Any = 200, segments: Any = 2, head_dim: int = 72, num_heads: int = 2, num_k_heads: int | None = None,
     keys: int | None = None, dlse: bool = False, head_major: bool = False, dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
@@ -58,8 +60,13 @@ def attention_calls(
     }
 
 
+def is_short(name: str) -> bool:
+    """Whether this variant, or this kernel, is one of short segments."""
+    return "short" in name or "rest" in name
+
+
 def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **variant: Any) -> dict[str, KernelLaunch]:
-    """By kernel name, what the bodies of both ops launch on such a GPU."""
+    """By kernel name, what the bodies of both ops launch on such a GPU; up to 64 rows a segment count as short."""
     with fake_gpu(target, gpu) as mode, record_launches() as launches, mode:
         for name, (args, options) in attention_calls(**variant).items():
             OPS[name].body(*args, **options)

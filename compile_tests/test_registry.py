@@ -15,7 +15,7 @@ from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
 from compile_tests import broken_ops
-from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches
+from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches, is_short
 from compile_tests.contract import (
     KernelLaunch,
     Trace,
@@ -40,6 +40,17 @@ WRITES = {
         "_attention_bwd_dkdv_kernel": {"dk_ptr", "dv_ptr"},
     },
 }
+SHORT_WRITES = {
+    "window_attn": {
+        "_attention_fwd_short_kernel": {"out_ptr", "lse_ptr"},
+        "_attention_fwd_rest_kernel": {"out_ptr", "lse_ptr"},
+    },
+    "window_attn_backward": {
+        "_attention_bwd_short_kernel": {"dq_ptr", "dk_ptr", "dv_ptr"},
+        "_attention_bwd_dq_rest_kernel": {"delta_ptr", "dq_ptr"},
+        "_attention_bwd_dkdv_rest_kernel": {"dk_ptr", "dv_ptr"},
+    },
+}
 
 
 def _trace(op: str, **variant: Any) -> Trace:
@@ -52,7 +63,8 @@ def _trace(op: str, **variant: Any) -> Trace:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("op", WRITES)
 def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
-    assert_kernels(_trace(op, **VARIANTS[variant]), WRITES[op])
+    expected = SHORT_WRITES if is_short(variant) else WRITES
+    assert_kernels(_trace(op, **VARIANTS[variant]), expected[op])
 
 
 @pytest.mark.parametrize("op", WRITES)
@@ -89,21 +101,22 @@ def test_every_op_with_kernels_is_traced_here() -> None:
 def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
     """A kernel that torch does not find in an op's source could be served from a stale cache after an edit."""
     found = [kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")]
-    assert sorted(found) == sorted(WRITES[op])
+    assert sorted(found) == sorted([*WRITES[op], *SHORT_WRITES[op]])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_launches_carry_nothing_that_compilation_drops(variant: str) -> None:
     launches = attention_launches(**VARIANTS[variant])
-    assert set(launches) == set(KERNELS)
+    assert set(launches) == {name for name in KERNELS if is_short(name) == is_short(variant)}
     for launch in launches.values():
         assert_plain_launch(launch)
 
 
+@pytest.mark.parametrize("rows", [100, 200], ids=["short", "long"])
 @pytest.mark.parametrize("op", WRITES)
-def test_launch_options_reach_the_traced_kernel(op: str) -> None:
-    launches = attention_launches()
-    for kernel in _trace(op).kernels:
+def test_launch_options_reach_the_traced_kernel(op: str, rows: int) -> None:
+    launches = attention_launches(rows=rows)
+    for kernel in _trace(op, rows=rows).kernels:
         traced = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
         assert traced == launches[kernel.name].options
 

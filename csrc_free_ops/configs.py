@@ -115,9 +115,20 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     """
     if gpu.backend == "interpreter":
         # Small, so that short segments in tests still take several blocks.
-        return Launch(32, 16, 4, 1) if kernel != "attention_bwd_dkdv" else Launch(16, 32, 4, 1)
+        if kernel.endswith("_short"):
+            return Launch(16, 16, 4, 1)
+        return Launch(16, 32, 4, 1) if "dkdv" in kernel else Launch(32, 16, 4, 1)
     width = covered_width(head_dim, itemsize)
     wide = width > 128
+    if kernel.endswith("_short"):
+        # Before wgmma operands lie in registers too.
+        warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
+        return Launch(32, 32, 4, 1) if gpu.backend == "hip" else Launch(64, 64, warps, 1)
+    if kernel.endswith("_rest"):
+        # They also hold what tells them their tile, and are not there to be fast.
+        if width > 96:
+            return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(64, 16, 8, 1)
+        return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
     if kernel == "attention_bwd_dq_hopper":
         return Launch(128, 64, 8, 3) if masked or width > 80 else Launch(192, 64, 12, 3)
     if kernel == "attention_bwd_dkdv_hopper":

@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from csrc_free_ops.configs import Gpu
-from torch_ops import _attention, cli
+from torch_ops import _attention, _attention_portable, _attention_short, cli
 from torch_ops.bench import attention_peers, contest, documents, gate, machine, timing, window_attn
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.attention_peers import REFERENCE, packed_call
@@ -462,28 +462,33 @@ def test_commit_is_that_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 # The raw launch that host times are compared with.
 
 
-def test_recorded_launch_repeats_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("length", [40, 100], ids=["short", "long"])
+def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **options: made.append((grid, args, options))
 
     made: list[Any] = []
-    (case,) = find_cases([TINY])
+    (case,) = find_cases([f"1x{length}x2x16"])
     inputs = make_inputs(case, torch.float16)
-    monkeypatch.setattr(_attention, "_attention_fwd_kernel", Kernel())
-    monkeypatch.setattr(_attention, "gpu", lambda: Gpu("stub", "cuda", 90, 232448))
+    monkeypatch.setattr(_attention_portable, "_attention_fwd_kernel", Kernel())
+    monkeypatch.setattr(_attention_short, "_attention_fwd_short_kernel", Kernel())
+    monkeypatch.setattr(_attention_short, "_attention_fwd_rest_kernel", Kernel())
+    for launcher in (_attention, _attention_portable):
+        monkeypatch.setattr(launcher, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
     monkeypatch.setattr(window_attn, "_path", lambda inputs: "portable")
     launch, launcher, why = window_attn._raw_calls(inputs)
     assert launch is not None and launcher is not None and why == ""
     launcher()
     launch()
-    recorded, by_launcher, by_launch = made
+    launches = 2 if length <= 64 else 1
+    recorded, by_launcher, by_launch = (made[begin : begin + launches] for begin in range(0, len(made), launches))
     assert recorded == by_launcher == by_launch
-    assert recorded[0][1] == case.num_heads and recorded[1][0] is inputs.q
-    wrap = _attention.wrap_triton
+    assert recorded[0][0][-1] == case.num_heads and recorded[0][1][0] is inputs.q
+    wrap = _attention_portable.wrap_triton
     with recorded_launches():
-        assert _attention.wrap_triton is not wrap
-    assert _attention.wrap_triton is wrap
+        assert _attention_portable.wrap_triton is not wrap
+    assert _attention_portable.wrap_triton is wrap
 
 
 # The command.

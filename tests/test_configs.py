@@ -21,7 +21,7 @@ from csrc_free_ops.configs import (
     shipped_rows,
     split_head_dim,
 )
-from torch_ops._attention import choose, mean_length
+from torch_ops._attention_portable import choose, mean_length
 from torch_ops._device import SHARED_MEMORY
 from torch_ops._scores import Scores
 from torch_ops.testing.cases import cumulative
@@ -140,7 +140,7 @@ def test_settings_and_sources_enter_the_key_of_compiled_artefacts() -> None:
 
 
 def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ops._attention.gpu", lambda: H200)
+    monkeypatch.setattr("torch_ops._attention_portable.gpu", lambda: H200)
     path = tmp_path / "rows.json"
     row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
     path.write_text(json.dumps(as_document([row], {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from torch_ops import window_attn
-from torch_ops._attention import _precision
+from torch_ops._attention_portable import precision_of
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references
 from torch_ops.testing.cases import (
     LAYOUTS,
@@ -186,10 +186,10 @@ def test_either_setting_of_tf32_is_understood(set_tf32: str) -> None:
             matmul.allow_tf32 = True
         else:
             matmul.fp32_precision = "tf32"
-        assert _precision(q) == "tf32" and _precision(q.half()) == "ieee"
+        assert precision_of(q) == "tf32" and precision_of(q.half()) == "ieee"
     finally:
         matmul.fp32_precision = "ieee" if before == "none" else before
-    assert _precision(q) == "ieee"
+    assert precision_of(q) == "ieee"
 
 
 @pytest.mark.gpu

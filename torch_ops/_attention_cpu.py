@@ -53,7 +53,7 @@ def _block_scores(q: Tensor, k: Tensor, position: int, scores: Scores) -> tuple[
 
 
 def attention_forward_cpu(
-    scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor
+    scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:  # fmt: skip
     """Fills out and lse, as the launch of `plan_forward` does."""
     heads = k.shape[1]
@@ -64,7 +64,7 @@ def attention_forward_cpu(
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
     out.zero_()
     lse.fill_(-torch.inf)
-    for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):
+    for queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
         if plain:
             fused, fused_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *(tensor[rows].transpose(0, 1)[None] for tensor, rows in ((q, queries), (k, keys), (v, keys))),
@@ -84,7 +84,7 @@ def attention_forward_cpu(
 
 def attention_backward_cpu(
     scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Fills dq, dk and dv, as the launch of `plan_backward` does."""
     heads = k.shape[1]
@@ -92,7 +92,7 @@ def attention_backward_cpu(
     dtype = lse.dtype
     dq.zero_()
     dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    for queries, keys in _segments(cu_q, cu_k, q.shape[0], k.shape[0]):
+    for queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
         for rows, position in _blocks(queries, keys):
             q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))

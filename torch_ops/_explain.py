@@ -10,7 +10,9 @@ import triton
 from torch import Tensor
 
 from csrc_free_ops.configs import shipped_rows
-from torch_ops._attention import choose, mean_length, why_portable
+from torch_ops._attention import why_portable
+from torch_ops._attention_portable import choose, mean_length
+from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._scores import Scores
@@ -65,9 +67,14 @@ def _explain_window_attn(
     path = "portable" if why else "hopper"
     kernels = {}
     for name in KERNELS:
-        kernel = name if (why_backward if "bwd" in name else why) else f"{name}_hopper"
+        stock = why_backward if "bwd" in name else why
+        kernel = name if stock else f"{name}_hopper"
         total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
         launch, source = choose(kernel, q, scores, mean_length(total, segments))
+        short = f"{'_'.join(name.split('_')[:2])}_short"
+        chosen = short_launch(short, q, k, cu_seqlens_k, scores, length) if stock else None
+        if chosen:
+            kernel, (launch, source) = short, chosen
         kernels[kernel] = {"launch": vars(launch), "source": source}
     why = why or f"{gpu().name} is a Hopper GPU" + (f"; backward: {why_backward}" if why_backward else "")
     return {**report, "path": path, "why": why, "kernels": kernels}

@@ -106,7 +106,7 @@ def _prepare_window_attn(
     _check_window_attn("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
     if runs_kernels(q):
-        return plan_forward(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, scores)
+        return plan_forward(q, k, v, cu_seqlens, cu_seqlens_k, scores)
     return partial(attention_forward_cpu, scores)
 
 
@@ -119,7 +119,7 @@ def window_attn_op(
     launch = _prepare_window_attn(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap)
     _check_values("window_attn", q, k, cu_seqlens, cu_seqlens_k)
     out, lse = _outputs(q)
-    launch(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, out, lse)
+    launch(q, k, v, cu_seqlens, cu_seqlens_k, out, lse)
     return out, lse
 
 
@@ -176,8 +176,7 @@ def _prepare_window_attn_backward(
     )
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
     if runs_kernels(q):
-        cu_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-        return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_k, scores)
+        return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scores)
     return partial(attention_backward_cpu, scores)
 
 
@@ -194,8 +193,7 @@ def window_attn_backward_op(
     )  # fmt: skip
     _check_values("window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
     dq, dk, dv = _gradients(q, k, v)
-    cu_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_k, dq, dk, dv)
+    launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dq, dk, dv)
     return dq, dk, dv
 
 

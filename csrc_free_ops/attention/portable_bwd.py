@@ -68,35 +68,18 @@ def _accumulate_dq(
     return dq
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_ptr,
-    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
-    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+@triton.jit
+def differentiate_queries(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    head, q_start, q_length, first, k_start, k_length,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, total_q, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
-    q_start, q_length, first, k_start, k_length = place_tile(
-        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
-        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
-    )  # fmt: skip
-    if first >= q_length:
-        return
+    """delta and dq of BLOCK_M query rows of a segment, from `first` on."""
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     k_head = head // GROUP
@@ -168,6 +151,44 @@ def _attention_bwd_dq_kernel(
     )
 
 
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
+    q_start, q_length, first, k_start, k_length = place_tile(
+        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
+        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
+    )  # fmt: skip
+    if first >= q_length:
+        return
+    differentiate_queries(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
+        head, q_start, q_length, first, k_start, k_length,
+        stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, total_q, scale, softcap, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
 @triton.jit
 def _accumulate_dkdv(
     dk, dv, k, v, cols, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
@@ -210,35 +231,18 @@ def _accumulate_dkdv(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
-    stride_qh, stride_kh, stride_vh, stride_doh,
-    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+@triton.jit
+def differentiate_keys(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
+    k_head, k_start, k_length, first, q_start, q_length,
+    stride_qh, stride_kh, stride_vh, stride_doh, total_q, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys, key heads): dk and dv, over the GROUP query heads in order."""
-    k_head = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_k, tile, BLOCK_N)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
-    k_start, k_length, first, q_start, q_length = place_tile(
-        tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
-        tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
-    )  # fmt: skip
-    if first >= k_length:
-        return
+    """dk and dv of BLOCK_N keys of a segment, from `first` on, over the GROUP query heads in order."""
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     first_row = k_start + first
@@ -311,3 +315,41 @@ def _attention_bwd_dkdv_kernel(
         TAIL,
     )
     store_rows(dv_base, starts, local, remaining, dv, STRIDE_DKT, HEAD_DIM, MAIN, TAIL)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_doh,
+    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_N keys, key heads): dk and dv."""
+    k_head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_k, tile, BLOCK_N)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
+    k_start, k_length, first, q_start, q_length = place_tile(
+        tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
+        tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
+    )  # fmt: skip
+    if first >= k_length:
+        return
+    differentiate_keys(
+        q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
+        k_head, k_start, k_length, first, q_start, q_length,
+        stride_qh, stride_kh, stride_vh, stride_doh, total_q, scale, softcap, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip

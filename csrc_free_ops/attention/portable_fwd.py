@@ -25,9 +25,9 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, natural_lse
+from csrc_free_ops.tiles.scores import cap_scores, exponent_factor
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
-from csrc_free_ops.tiles.softmax import update
+from csrc_free_ops.tiles.softmax import normalize, update
 
 # Sizes that only count: for those of another divisibility Triton would build the same code again. One segment is a case
 # of its own, 4 % faster on 1024 rows.
@@ -65,34 +65,16 @@ def _attend(
     return acc, peak, norm
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
-    stride_qh, stride_kh, stride_vh,
-    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+@triton.jit
+def attend_tile(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
+    stride_qh, stride_kh, stride_vh, total_q, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
-    q_start, q_length, first, k_start, k_length = place_tile(
-        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
-        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
-    )  # fmt: skip
-    if first >= q_length:
-        return
+    """out and lse of BLOCK_M query rows of a segment, from `first` on."""
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     k_head = head // GROUP
@@ -137,10 +119,43 @@ def _attention_fwd_kernel(
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
     )  # fmt: skip
 
-    # Not norm > 0: a row of NaN is no row without keys.
-    inverse = tl.where(norm == 0, 0.0, 1.0 / norm)
+    out, lse = normalize(acc, peak, norm, q[0].dtype == tl.float32)
     out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
-    out = scale_rows(acc, inverse[:, None])
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
-    lse = tl.where(norm == 0, float("-inf"), natural_lse(peak, norm, q[0].dtype == tl.float32))
     tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qh, stride_kh, stride_vh,
+    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
+    q_start, q_length, first, k_start, k_length = place_tile(
+        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
+        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
+    )  # fmt: skip
+    if first >= q_length:
+        return
+    attend_tile(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
+        stride_qh, stride_kh, stride_vh, total_q, scale, softcap, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip

@@ -34,7 +34,8 @@ def narrow_segments(cu, probe, step, low, high, total, tile, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _span(start, end, total):
+def clamp_span(start, end, total):
+    """Start and length of the rows start .. end-1 as far as they are in the tensor."""
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.minimum(tl.maximum(end, 0), total)
     return start, tl.maximum(end - start, 0)
@@ -47,6 +48,21 @@ def place_tile(start, end, other_start, other_end, segment, total, total_other, 
     Returns (start, length, first, other_start, other_length): the segment's rows start .. start+length-1, the
     tile's first row within it (a surplus tile has first >= length), and the other side's rows.
     """
-    start, length = _span(start, end, total)
-    other_start, other_length = _span(other_start, other_end, total_other)
+    start, length = clamp_span(start, end, total)
+    other_start, other_length = clamp_span(other_start, other_end, total_other)
     return start, length, (tile - start // BLOCK - segment) * BLOCK, other_start, other_length
+
+
+@triton.jit
+def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
+    """The same for the rows before `begin` and from `end` on, which belong to no segment, by themselves.
+
+    Returns (number of tiles, start, length, first), the latter as `place_tile` does.
+    """
+    begin = tl.minimum(tl.maximum(begin, 0), total)
+    end = tl.minimum(tl.maximum(end, begin), total)
+    before = (begin + BLOCK - 1) // BLOCK
+    count = before + (total - end + BLOCK - 1) // BLOCK
+    is_before = tile < before
+    first = tl.where(is_before, tile, tile - before) * BLOCK
+    return count, tl.where(is_before, 0, end), tl.where(is_before, begin, total - end), first

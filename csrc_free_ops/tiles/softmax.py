@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from csrc_free_ops.tiles.scores import exponential
+from csrc_free_ops.tiles.rows import scale_rows
+from csrc_free_ops.tiles.scores import exponential, natural_lse
 
 
 @triton.jit
@@ -22,3 +23,12 @@ def update(scores, factor, peak, norm, NATURAL: tl.constexpr, MASKED: tl.constex
     weights = exponential(scores * factor - anchor[:, None], NATURAL)
     rescale = exponential(peak - anchor, NATURAL)
     return weights, rescale, new_peak, norm * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def normalize(acc, peak, norm, NATURAL: tl.constexpr):
+    """Rows of out and lse, once all blocks are summed up: 0 and -inf for a row without keys."""
+    # Not norm > 0: a row of NaN is no row without keys.
+    inverse = tl.where(norm == 0, 0.0, 1.0 / norm)
+    lse = tl.where(norm == 0, float("-inf"), natural_lse(peak, norm, NATURAL))
+    return scale_rows(acc, inverse[:, None]), lse

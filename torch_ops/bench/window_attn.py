@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 import torch_ops
-from torch_ops import _attention
+from torch_ops import _attention_portable, _attention_short
+from torch_ops._attention import plan_forward
 from torch_ops._scores import Scores
 from torch_ops.bench.attention_peers import PEERS, packed_call
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
@@ -185,15 +186,19 @@ def _raw_calls(
     q, k, v, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
     out, lse = torch.ops.vk.window_attn(q, k, v, cu_seqlens)
     scores = Scores.of(q.shape[2], None, False, -1, -1, 0.0)
-    planned = _attention.plan_forward(q, k, v, cu_seqlens, cu_seqlens, scores)
+    planned = plan_forward(q, k, v, cu_seqlens, None, scores)
 
     def launcher() -> None:
-        planned(q, k, v, cu_seqlens, cu_seqlens, out, lse)
+        planned(q, k, v, cu_seqlens, None, out, lse)
 
     with recorded_launches() as launches:
         launcher()
-    kernel, grid, args, options = launches[0]
-    return lambda: kernel[grid](*args, **options), launcher, ""
+
+    def launch() -> None:
+        for kernel, grid, args, options in launches:
+            kernel[grid](*args, **options)
+
+    return launch, launcher, ""
 
 
 Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
@@ -203,7 +208,8 @@ Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
 def recorded_launches() -> Iterator[list[Launch]]:
     """Collects what the attention launcher launches: kernel, grid, arguments, keyword arguments."""
     launches: list[Launch] = []
-    wrap = _attention.wrap_triton
+    launchers: tuple[Any, ...] = (_attention_portable, _attention_short)
+    wrap = _attention_portable.wrap_triton
 
     class Recorder:
         def __init__(self, kernel: Any) -> None:
@@ -216,11 +222,13 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
             return launch
 
-    _attention.wrap_triton = Recorder
+    for launcher in launchers:
+        launcher.wrap_triton = Recorder
     try:
         yield launches
     finally:
-        _attention.wrap_triton = wrap
+        for launcher in launchers:
+            launcher.wrap_triton = wrap
 
 
 ROOM = Room(

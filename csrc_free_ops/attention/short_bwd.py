@@ -1,0 +1,217 @@
+"""Attention backward for segments of at most one block, in stock Triton: all three gradients in one pass.
+
+The maths of `portable_bwd`, the programs of `short_fwd`. Where a whole segment is one block, its weights serve dq as
+well as dk and dv, every tensor is read once, and no sum crosses programs. Scores are kept transposed, [keys, queries],
+so that dk and dv take them from registers.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.attention.portable_bwd import differentiate_keys, differentiate_queries
+from csrc_free_ops.attention.portable_fwd import COUNTS
+from csrc_free_ops.attention.short_fwd import LOOK, SHORT_SIZES
+from csrc_free_ops.tiles.masks import within_bounds
+from csrc_free_ops.tiles.rows import (
+    accumulate_rows,
+    column_starts,
+    dot_rows,
+    load_rows,
+    row_base,
+    scale_rows,
+    store_rows,
+    sum_of_products,
+    zero_rows,
+)
+from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, exponent_of_lse, exponential
+from csrc_free_ops.tiles.segments import (
+    clamp_span,
+    narrow_segments,
+    place_outside,
+    place_tile,
+    probe_segments,
+)
+
+
+@triton.jit
+def _differentiate_scores(
+    k, v, q, dout, lse, delta, length, scale, softcap, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a segment of 1 .. BLOCK rows the weights and the gradient of the scores, [keys, queries]."""
+    NATURAL: tl.constexpr = q[0].dtype == tl.float32
+    local = tl.arange(0, BLOCK)
+    scores, slope = cap_scores(dot_rows(k, q, PRECISION), scale, softcap, SOFTCAP)
+    factor = exponent_factor(scale, SOFTCAP, NATURAL)
+    p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
+    seen = within_bounds(
+        (local < length)[None, :] & (local < length)[:, None], local[None, :], local[:, None],
+        0, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    p = tl.where(seen, p, 0.0)
+    ds = p * (dot_rows(v, dout, PRECISION) - delta[None, :])
+    if SOFTCAP:
+        ds = ds * slope
+    return p.to(q[0].dtype), ds.to(q[0].dtype)
+
+
+@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_short_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    total, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    local = tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    segment = program // NUM_HEADS
+    start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
+    if (length > 0) & (length <= BLOCK):
+        head = program % NUM_HEADS
+        starts = column_starts(head, HEAD_DIM, MAIN)
+        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, UNIT)
+        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, UNIT)
+        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, UNIT)
+        out_base = row_base(out_ptr, start, head, stride_oh, STRIDE_OT, UNIT)
+        dout_base = row_base(dout_ptr, start, head, stride_doh, STRIDE_DOT, UNIT)
+        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
+        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
+        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
+        out = load_rows(out_base, starts, local, length, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+        dout = load_rows(dout_base, starts, local, length, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+        row_of_head = tl.cast(head, tl.int64) * total + start
+        lse = tl.load(lse_ptr + row_of_head + local, mask=local < length, other=float("-inf"))
+        delta = sum_of_products(out, dout)
+        if HAS_DLSE:
+            delta -= tl.load(dlse_ptr + row_of_head + local, mask=local < length, other=0.0)
+        # A row that saw no key has no gradient, whatever came in for its lse.
+        delta = tl.where(lse == float("-inf"), 0.0, delta)
+        p, ds = _differentiate_scores(
+            k, v, q, dout, lse, delta, length, scale, softcap, window_left, window_right,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK,
+        )  # fmt: skip
+        dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)
+        dv_base = row_base(dv_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
+        store_rows(dv_base, starts, local, length, dv, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dk = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), ds, q, PRECISION)
+        dk_base = row_base(dk_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
+        store_rows(dk_base, starts, local, length, scale_rows(dk, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dq = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), tl.trans(ds), k, PRECISION)
+        dq_base = row_base(dq_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
+        store_rows(dq_base, starts, local, length, scale_rows(dq, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+
+
+@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dq_rest_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, delta_ptr, dq_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    total, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid of any size: delta and dq of segments of more than SHORT rows, and of the rows outside of all segments."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    begin = tl.load(cu_ptr)
+    end = tl.load(cu_ptr + num_segments)
+    longest = 0
+    for index in range(0, num_segments, LOOK):
+        segments = index + tl.arange(0, LOOK)
+        froms = tl.load(cu_ptr + segments, mask=segments < num_segments, other=0)
+        tos = tl.load(cu_ptr + segments + 1, mask=segments < num_segments, other=0)
+        longest = tl.maximum(longest, tl.max(clamp_span(froms, tos, total)[1], 0))
+    tiles = tl.where(longest > SHORT, total // BLOCK_M + num_segments + 2, 0)
+    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_M)
+    for item in range(program, (outside + tiles) * NUM_HEADS, programs):
+        head = tl.cast(item % NUM_HEADS, tl.int64)
+        tile = item // NUM_HEADS - outside
+        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_M)
+        attended = 0
+        if tile >= 0:
+            segment = 0
+            beyond = num_segments + 2
+            while beyond - segment > 1:
+                probe, step = probe_segments(segment, beyond)
+                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_M)
+            inside = (segment > 0) & (segment <= num_segments)
+            start, length, first, _, attended = place_tile(
+                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
+                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
+                segment, total, total, tile, BLOCK_M,
+            )  # fmt: skip
+            length = tl.where(length > SHORT, length, 0)
+        if first < length:
+            differentiate_queries(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
+                head, start, length, first, start, attended,
+                stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, total, scale, softcap,
+                window_left, window_right,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                HAS_DLSE, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dkdv_rest_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_doh,
+    total, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid of any size: dk and dv of the same segments and rows, after `_attention_bwd_dq_rest_kernel`."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    begin = tl.load(cu_ptr)
+    end = tl.load(cu_ptr + num_segments)
+    longest = 0
+    for index in range(0, num_segments, LOOK):
+        segments = index + tl.arange(0, LOOK)
+        froms = tl.load(cu_ptr + segments, mask=segments < num_segments, other=0)
+        tos = tl.load(cu_ptr + segments + 1, mask=segments < num_segments, other=0)
+        longest = tl.maximum(longest, tl.max(clamp_span(froms, tos, total)[1], 0))
+    tiles = tl.where(longest > SHORT, total // BLOCK_N + num_segments + 2, 0)
+    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_N)
+    for item in range(program, (outside + tiles) * NUM_HEADS, programs):
+        head = tl.cast(item % NUM_HEADS, tl.int64)
+        tile = item // NUM_HEADS - outside
+        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_N)
+        attended = 0
+        if tile >= 0:
+            segment = 0
+            beyond = num_segments + 2
+            while beyond - segment > 1:
+                probe, step = probe_segments(segment, beyond)
+                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_N)
+            inside = (segment > 0) & (segment <= num_segments)
+            start, length, first, _, attended = place_tile(
+                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
+                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
+                segment, total, total, tile, BLOCK_N,
+            )  # fmt: skip
+            length = tl.where(length > SHORT, length, 0)
+        if first < length:
+            differentiate_keys(
+                q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
+                head, start, length, first, start, attended,
+                stride_qh, stride_kh, stride_vh, stride_doh, total, scale, softcap, window_left, window_right,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+            )  # fmt: skip

@@ -1,0 +1,168 @@
+"""The launcher of the attention core's kernels in stock Triton, and what launchers of such kernels share.
+
+Plans are as those of `_attention`, which chooses among the paths.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
+from csrc_free_ops.configs import Gpu, Launch, pick, split_head_dim
+from torch_ops._checks import dtype_name
+from torch_ops._device import gpu
+from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
+from torch_ops._scores import Scores
+from torch_ops.settings import settings
+
+INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30)
+
+
+def mean_length(total: int, num_segments: int) -> int | None:
+    """Rows per segment where both are plain numbers; None in graphs of dynamic shape, which may not branch on it."""
+    if isinstance(total, torch.SymInt) or isinstance(num_segments, torch.SymInt):
+        return None
+    return total // max(num_segments, 1)
+
+
+def choose(kernel: str, q: Tensor, scores: Scores, length: int | None) -> tuple[Launch, str]:
+    """The launch of `kernel` for this dtype and head dimension, and where it comes from."""
+    device = INTERPRETED_GPU if INTERPRET else gpu()
+    dtype = dtype_name(q.dtype)
+    return pick(
+        kernel, device, dtype, q.dtype.itemsize, q.shape[2], scores.causal, length, settings.rows, scores.masked
+    )  # fmt: skip
+
+
+def precision_of(q: Tensor) -> str:
+    """tf32 for fp32 products only where PyTorch allows it, by whichever of its settings."""
+    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def with_columns(tensor: Tensor) -> Tensor:
+    """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether kernels can read all of them as they are."""
+    return all(tensor.stride(2) == 1 for tensor in tensors)
+
+
+def contiguous_row(tensor: Tensor) -> int:
+    return tensor.shape[1] * tensor.shape[2]
+
+
+def row_stride(tensor: Tensor) -> int:
+    return tensor.stride(0) if tensor.stride(2) == 1 else contiguous_row(tensor)
+
+
+def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
+    """UNIT, and the head strides in it: where all are multiples of 8, kernels know it and load 16 bytes at a time."""
+    strides = [tensor.stride(1) if tensor.stride(2) == 1 else tensor.shape[2] for tensor in tensors]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return unit, tuple(stride // unit for stride in strides)
+
+
+def constants_of(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int) -> dict[str, Any]:
+    main, tail = split_head_dim(q.shape[2], q.dtype.itemsize)
+    return {
+        "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
+        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
+
+
+def plan_forward_portable(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores
+) -> Callable[..., None]:
+    total_q, num_heads, _ = q.shape
+    num_segments = cu_q.shape[0] - 1
+    launch, _ = choose("attention_fwd", q, scores, mean_length(total_q, num_segments))
+    unit, strides = head_strides(q, k, v)
+    scalars = (*strides, total_q, k.shape[0], num_segments, scores.scale, scores.softcap, *scores.bounds())
+    constants = {
+        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
+        "STRIDE_OT": contiguous_row(q), **constants_of(q, k, scores, launch, unit),
+    }  # fmt: skip
+    ready = readable(q, k, v) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
+    # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
+    grid = (total_q // launch.block_m + num_segments + 2, num_heads)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_forward(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
+        cu_k = cu_q if cu_k is None else cu_k
+        if not ready:
+            q, k, v = with_columns(q), with_columns(k), with_columns(v)
+            cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
+        tensors = (q, k, v, out, lse, cu_q, cu_k)
+        precision = precision_of(q)
+        if not relaunch(precision, tensors):
+            options = {"PRECISION": precision, **constants}
+            compiled = wrap_triton(_attention_fwd_kernel)[grid](*tensors, *scalars, **options)
+            relaunch.keep(precision, tensors, options, compiled)
+
+    return launch_forward
+
+
+def plan_backward_portable(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor | None, scores: Scores,
+) -> Callable[..., None]:  # fmt: skip
+    total_q, num_heads, _ = q.shape
+    total_k, num_k_heads, _ = k.shape
+    num_segments = cu_q.shape[0] - 1
+    unit, (q_head, k_head, v_head, out_head, dout_head) = head_strides(q, k, v, out, dout)
+    sizes = (total_q, total_k, num_segments, scores.scale, scores.softcap, *scores.bounds())
+    strides = {
+        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
+        "STRIDE_DOT": row_stride(dout),
+    }  # fmt: skip
+
+    dq_launch, _ = choose("attention_bwd_dq", q, scores, mean_length(total_q, num_segments))
+    dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
+    dq_constants = {
+        **strides, "STRIDE_OT": row_stride(out), "STRIDE_DQT": contiguous_row(q), "HAS_DLSE": dlse is not None,
+        **constants_of(q, k, scores, dq_launch, unit),
+    }  # fmt: skip
+    dq_grid = (total_q // dq_launch.block_m + num_segments + 2, num_heads)
+
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, mean_length(total_k, num_segments))
+    dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
+    dkdv_constants = {**strides, "STRIDE_DKT": contiguous_row(k), **constants_of(q, k, scores, dkdv_launch, unit)}
+    dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 2, num_k_heads)
+
+    relaunch_dq = Relaunch(dq_grid, dq_scalars)
+    relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
+    vectors = (lse, lse if dlse is None else dlse, cu_q, cu_q if cu_k is None else cu_k)
+    ready = readable(q, k, v, out, dout) and all(tensor.is_contiguous() for tensor in vectors)
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        dlse = lse if dlse is None else dlse
+        cu_k = cu_q if cu_k is None else cu_k
+        if not ready:
+            q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
+            lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
+        delta = torch.empty_like(lse)
+        precision = precision_of(q)
+        tensors = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq)
+        if not relaunch_dq(precision, tensors):
+            options = {"PRECISION": precision, **dq_constants}
+            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*tensors, *dq_scalars, **options)
+            relaunch_dq.keep(precision, tensors, options, compiled)
+        after = (q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv)
+        if not relaunch_dkdv(precision, after):
+            options = {"PRECISION": precision, **dkdv_constants}
+            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*after, *dkdv_scalars, **options)
+            relaunch_dkdv.keep(precision, after, options, compiled)
+
+    return launch_backward
