@@ -1,9 +1,9 @@
 """Launch configurations: one `pick` chooses, nothing is timed at run time.
 
 The order is: the user's measured rows, the shipped rows of this GPU (`configs/<gpu>.json`), a rule that launches
-anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal") and to a range
-of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape, and are None elsewhere,
-where the row of the longest segments counts.
+anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal"; "masked", causal
+or by a window) and to a range of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape,
+and are None elsewhere, where the row of the longest segments counts.
 """
 
 import json
@@ -45,14 +45,15 @@ class Row:
     head_dim: int
     launch: Launch
     causal: bool | None = None
+    masked: bool | None = None
     min_length: int = 0
     max_length: int | None = None
     source: str = ""
 
-    def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, length: int | None) -> bool:
+    def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, masked: bool, length: int | None) -> bool:
         if (self.kernel, self.dtype, self.head_dim) != (kernel, dtype, head_dim):
             return False
-        if self.causal is not None and self.causal != causal:
+        if self.causal not in (None, causal) or self.masked not in (None, masked):
             return False
         if length is None:
             return self.max_length is None
@@ -176,10 +177,11 @@ def pick(
 
     `length` is the mean segment length, None if unknown; `masked` whether there are bounds on keys, causal or not.
     """
+    masked = causal if masked is None else masked
     for row in (*user_rows, *shipped_rows(gpu.name)):
-        if row.fits(kernel, dtype, head_dim, causal, length):
+        if row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
-    launch = rule(kernel, gpu, itemsize, head_dim, causal if masked is None else masked)
+    launch = rule(kernel, gpu, itemsize, head_dim, masked)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 

@@ -39,6 +39,11 @@ class _Values:
             raise ValueError(f"settings: rows must name a JSON file of launch rows, got {self.rows!r}")
 
 
+def default_rows() -> Path:
+    """The user's own launch rows: what `vk bench tune` writes and settings read, unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vk" / "rows.json"
+
+
 def _from_environment() -> _Values:
     checked = os.environ.get("VK_CHECKED", "0")
     if checked not in ("0", "1"):
@@ -49,8 +54,7 @@ def _from_environment() -> _Values:
         if disabled not in ("0", "1"):
             raise ValueError(f"{variable} must be 0 or 1, got {disabled!r}")
         path = "portable" if disabled == "1" else path
-    default_rows = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vk" / "rows.json"
-    rows = os.environ.get("VK_ROWS", str(default_rows) if default_rows.is_file() else "")
+    rows = os.environ.get("VK_ROWS", str(default_rows()) if default_rows().is_file() else "")
     return _Values(path=path, checked=checked == "1", rows=rows)
 
 

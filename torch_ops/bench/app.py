@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import torch_ops
+from csrc_free_ops.candidates import CANDIDATES
 from torch_ops._device import out_of_memory
 from torch_ops.bench import documents, options, window_attn
 from torch_ops.bench.contest import Terms, contest
@@ -18,6 +19,8 @@ from torch_ops.bench.profile import profile_case
 from torch_ops.bench.results import OK, WRONG, Measurement, Report, read_report
 from torch_ops.bench.room import Contender, Room
 from torch_ops.bench.tables import markdown, print_tables
+from torch_ops.bench.tune import TUNED_PATHS, Journal, find_points, in_words, provenance_of, search
+from torch_ops.settings import default_rows
 
 ROOMS: dict[str, Room] = {room.op: room for room in (window_attn.ROOM,)}
 
@@ -114,6 +117,60 @@ def _exit_if_wrong(measurements: tuple[Measurement, ...]) -> None:
 
 for _op in ROOMS:
     app.command(_op)(_contest_command(_op))
+
+
+@app.command()
+def tune(
+    op: OpName,
+    shapes: options.Shapes = None,
+    backward: options.Backward = False,
+    dtype: options.DtypeName = None,
+    device: options.DeviceName = None,
+    path: options.PathName = None,
+    kernels: Annotated[
+        list[str] | None,
+        typer.Option("--kernels", metavar="NAME", help="Kernels by name; repeated or separated by commas."),
+    ] = None,
+    rounds: options.Rounds = 4,
+    cold: options.Cold = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="ROWS.json", dir_okay=False, help="Unless given, the user's rows, used from then on."
+        ),
+    ] = None,
+    commit: options.Commit = None,
+) -> None:
+    """Find the fastest launch of each kernel here, and write rows that calls then take.
+
+    Every candidate is held against the fp64 reference first; one that spills registers is out. A run that was
+    broken off goes on from what its file holds. Rows reach from one measured length half-way to the next, so give
+    short and long shapes. Without --path every path of this GPU is tuned.
+    """
+    room = _room_of(op)
+    where = options.find_device(device)
+    terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold)
+    if path is not None:
+        options.find_path(path)
+    with options.value_errors("--shapes"):
+        cases = room.cases(shapes or (), where)
+    rows = out or default_rows()
+    with options.value_errors("--out"):
+        journal = Journal.open(rows, provenance_of(provenance(where, commit, {})))
+    wanted = [name.strip() for item in kernels or () for name in item.split(",")]
+    with options.value_errors("--kernels"):
+        points = find_points(room, cases, TUNED_PATHS if path is None else (path,), wanted, terms)
+    if not points:
+        raise options.bad("--device", f"these calls on {where} launch no kernel that has candidates")
+    left = [(point, case) for point, case in points if point.key not in journal.points]
+    say(f"{len(points)} points, {len(points) - len(left)} of them in {rows} already")
+    with options.progress(sum(len(CANDIDATES[point.kernel.name]) for point, _ in left)) as step:
+        for point, case in left:
+            tried = search(room, point, case, terms, step)
+            journal.points[point.key] = point.kernel, tried
+            journal.write(rows)
+            say(f"{point.key}: {in_words(tried)}")
+    say(f"rows are in {rows}" + ("" if out else "; processes that start from now on take them"))
 
 
 @app.command()

@@ -49,7 +49,7 @@ def contest(
     """One measurement for each direction. The first contender is ours."""
     trials = room.trials(case, terms.dtype, terms.device, terms.backward)
     verdicts = _verdicts(case, trials, contenders, terms, on_step)
-    inputs = _input_sets(room, case, terms, trials)
+    inputs = input_sets(room, case, terms, trials)
     del trials
     measurements = []
     for direction in terms.directions:
@@ -84,7 +84,7 @@ def _verdicts(
     return verdicts
 
 
-def _input_sets(room: Room, case: Case, terms: Terms, trials: Sequence[Trial]) -> list[object]:
+def input_sets(room: Room, case: Case, terms: Terms, trials: Sequence[Trial]) -> list[object]:
     """Where a trial ran the case itself its inputs serve again: drawing large ones takes seconds."""
     drawn = [trial.inputs for trial in trials if trial.case == case]
     inputs = drawn[:1] or [room.inputs(case, terms.dtype, terms.device, 0)]

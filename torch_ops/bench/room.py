@@ -109,6 +109,18 @@ class HostCall:
 
 
 @dataclass(frozen=True)
+class TunedKernel:
+    """One kernel in one call: what the row of its launch is bound to. `masked` is causal or by a window."""
+
+    name: str
+    backward: bool
+    dtype: str
+    head_dim: int
+    masked: bool
+    length: int
+
+
+@dataclass(frozen=True)
 class Room:
     """An op's bench room.
 
@@ -124,6 +136,8 @@ class Room:
         ours, peers: the contenders; peers in the order of the table's columns.
         default_peers: names of the peers on a device.
         host_calls: `host_calls(dtype, device)`.
+        kernels: `kernels(case, inputs)`, those whose launches rows choose, on the path in force.
+        jits: the op's kernels.
     """
 
     op: str
@@ -138,3 +152,5 @@ class Room:
     peers: tuple[Contender, ...]
     default_peers: Callable[[torch.device], tuple[str, ...]]
     host_calls: Callable[[torch.dtype, torch.device], list[HostCall]]
+    kernels: Callable[[Any, Any], list[TunedKernel]]
+    jits: tuple[Any, ...]

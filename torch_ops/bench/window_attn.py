@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 import torch_ops
+from csrc_free_ops.attention import hopper_bwd, hopper_fwd, portable_bwd, portable_fwd, short_bwd, short_fwd
 from torch_ops import _attention_portable, _attention_short
 from torch_ops._attention import plan_forward
 from torch_ops._scores import Scores
 from torch_ops.bench.attention_peers import PEERS, packed_call
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
-from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial
+from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel
 from torch_ops.testing import references
 from torch_ops.testing.cases import (
     WindowAttnCase,
@@ -28,6 +29,12 @@ from torch_ops.testing.cases import (
 # The case whose host time is taken: so small that the device is never behind.
 HOST_CASE = "1x128x16x72"
 PROFILED = "qwen3vl_l_4096"
+JITS = tuple(
+    vars(module)[name]
+    for module in (portable_fwd, portable_bwd, short_fwd, short_bwd, hopper_fwd, hopper_bwd)
+    for name in vars(module)
+    if name.endswith("_kernel")
+)
 
 
 def _bind_ours(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
@@ -72,11 +79,32 @@ def _cost(inputs: WindowAttnInputs, backward: bool) -> Cost:
     return Cost(flops * 5 // 2, item * (4 * queries + 2 * keys) + lse + boundaries)
 
 
-def _path(inputs: WindowAttnInputs) -> str:
+def _explained(inputs: WindowAttnInputs) -> dict[str, Any]:
     explained: dict[str, Any] = inputs.call(
         lambda *args, **options: torch_ops.explain(torch_ops.window_attn, *args, **options)
     )
-    return str(explained["path"])
+    return explained
+
+
+def _path(inputs: WindowAttnInputs) -> str:
+    return str(_explained(inputs)["path"])
+
+
+def _kernels(case: WindowAttnCase, inputs: WindowAttnInputs) -> list[TunedKernel]:
+    segments = len(case.lengths)
+    options = inputs.options
+    masked = bool(options.get("causal")) or any(options.get(f"window_{side}", -1) >= 0 for side in ("left", "right"))
+    return [
+        TunedKernel(
+            name=name,
+            backward="bwd" in name,
+            dtype=str(inputs.q.dtype).removeprefix("torch."),
+            head_dim=inputs.q.shape[2],
+            masked=masked,
+            length=(inputs.k if "dkdv" in name else inputs.q).shape[0] // max(segments, 1),
+        )
+        for name in _explained(inputs)["kernels"]
+    ]
 
 
 def _trials(case: WindowAttnCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
@@ -244,4 +272,6 @@ ROOM = Room(
     peers=PEERS,
     default_peers=_default_peers,
     host_calls=_host_calls,
+    kernels=_kernels,
+    jits=JITS,
 )

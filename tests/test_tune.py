@@ -1,0 +1,156 @@
+"""`vk bench tune`: what becomes a row, what is refused, and that a broken-off run goes on."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import torch_ops
+from csrc_free_ops.candidates import CANDIDATES
+from csrc_free_ops.configs import Launch, Row, read_rows
+from torch_ops import cli
+from torch_ops._attention_portable import choose
+from torch_ops._scores import Scores
+from torch_ops.bench import tune
+from torch_ops.bench.app import app
+from torch_ops.bench.room import TunedKernel
+from torch_ops.bench.tune import Journal, Tried, rows_of
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+SMALL, TALL = Launch(64, 64, 4, 2), Launch(128, 64, 4, 2)
+PROVENANCE = {"gpu": "X", "torch": "2", "triton": "3", "date": "now", "command": "vk", "commit": "c"}
+
+
+def _kernel(length: int, masked: bool = False, name: str = "attention_fwd") -> TunedKernel:
+    return TunedKernel(name, False, "bfloat16", 72, masked, length)
+
+
+def _point(length: int, best: Launch, **kernel: Any) -> tuple[TunedKernel, list[Tried]]:
+    other = TALL if best == SMALL else SMALL
+    return _kernel(length, **kernel), [Tried(other, (2.0, 2.1)), Tried(best, (1.0, 1.1)), Tried(other, note="spills")]
+
+
+def test_rows_reach_half_way_to_the_next_length() -> None:
+    rows = rows_of([_point(4096, TALL), _point(64, SMALL), _point(1024, SMALL), _point(64, TALL, masked=True)])
+    assert rows == [
+        Row("attention_fwd", "bfloat16", 72, SMALL, masked=False, min_length=0, max_length=2048),
+        Row("attention_fwd", "bfloat16", 72, TALL, masked=False, min_length=2048),
+        Row("attention_fwd", "bfloat16", 72, TALL, masked=True),
+    ]
+
+
+def test_of_two_calls_of_one_length_the_longer_speaks() -> None:
+    slow = (_kernel(64), [Tried(TALL, (9.0,)), Tried(SMALL, (10.0,))])
+    assert [row.launch for row in rows_of([slow, _point(64, SMALL)])] == [TALL]
+
+
+def test_a_point_without_a_launch_makes_no_row() -> None:
+    assert rows_of([(_kernel(64), [Tried(SMALL, note="wrong")])]) == []
+
+
+def test_the_journal_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "rows.json"
+    journal = Journal(PROVENANCE, {"a": _point(64, SMALL)})
+    journal.write(file)
+    assert Journal.open(file, PROVENANCE) == journal
+    assert [row.launch for row in read_rows(file)] == [SMALL]
+    assert [each.name for each in file.parent.iterdir()] == ["rows.json"]
+
+
+def test_a_file_of_another_gpu_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    Journal({**PROVENANCE, "gpu": "Y"}, {}).write(file)
+    before = file.read_text()
+    with pytest.raises(ValueError, match="was measured with gpu Y, and this is X; give another file"):
+        Journal.open(file, PROVENANCE)
+    assert file.read_text() == before
+
+
+def test_every_candidate_is_there_once() -> None:
+    for name, launches in CANDIDATES.items():
+        assert len(set(launches)) == len(launches), name
+    # The lists of the reports that the project started from.
+    forward = {(each.block_m, each.block_n, each.num_warps) for each in CANDIDATES["attention_fwd"]}
+    assert {(128, 64, 4), (128, 128, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)} <= forward
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (("--kernels", "fast"), "no kernel 'fast' has candidates; give some of attention_fwd"),
+        (("--path", "fast"), "unknown path 'fast'; give one of auto, hopper, portable"),
+        (("--device", "cpu"), "these calls on cpu launch no kernel that has candidates"),
+    ],
+)
+def test_refuses_in_one_line(argument: tuple[str, str], message: str, capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    with pytest.raises(SystemExit) as stopped:
+        cli.app(["bench", "tune", "window_attn", "--device", "cpu", "--out", str(file), *argument])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and not file.exists()
+
+
+def test_builds_that_spill_are_seen() -> None:
+    class Build:
+        n_spills = 3
+
+    class Jit:
+        device_caches = {0: ({"before": object()},)}
+
+    jit = Jit()
+    with tune._fresh_builds([jit, object()]) as builds:
+        assert builds() == []
+        jit.device_caches[0] = ({"now": Build()},)
+        assert [build.n_spills for build in builds()] == [3]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Launch, ...]]:
+    """Two candidates for each kernel, one of which short calls do not take."""
+    candidates = {
+        "attention_fwd": (Launch(32, 16, 4, 1), Launch(16, 32, 4, 1)),
+        "attention_fwd_short": (Launch(16, 16, 4, 1), Launch(8, 8, 4, 1)),
+    }
+    for module in (tune, __import__("torch_ops.bench.app", fromlist=["app"])):
+        monkeypatch.setattr(module, "CANDIDATES", candidates)
+    return candidates
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not INTERPRET, reason="its candidates are the interpreter's")
+def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch, ...]]) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["tune", "window_attn", "--device", "cpu", "--dtype", "float16", "--rounds", "2", "--out", str(file)]
+    first = CliRunner().invoke(app, [*arguments, "--shapes", "1x40x1x16"])
+    assert first.exit_code == 0 and "1 points, 0 of them" in first.output
+    before = json.loads(file.read_text())["points"]
+    second = CliRunner().invoke(app, [*arguments, "--shapes", "1x40x1x16,2x10x1x16"])
+    assert second.exit_code == 0 and "2 points, 1 of them" in second.output
+    after = json.loads(file.read_text())["points"]
+    assert set(after) == {"attention_fwd float16 1x40x1x16", "attention_fwd_short float16 2x10x1x16"}
+    assert after | before == after
+    notes = {
+        one["launch"]["block_m"]: one.get("note") for one in after["attention_fwd_short float16 2x10x1x16"]["tried"]
+    }
+    assert notes == {16: None, 8: "calls of this length do not take it then"}
+    winner = Launch(**after["attention_fwd float16 1x40x1x16"]["tried"][0]["launch"])
+    with torch_ops.settings(rows=str(file)):
+        launch, source = choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), Scores(1.0), 40)
+    assert launch == winner and source.startswith("rows.json: CPU")
+
+
+@pytest.mark.gpu
+def test_tunes_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: launches[:2] for name, launches in CANDIDATES.items()}
+    for module in (tune, __import__("torch_ops.bench.app", fromlist=["app"])):
+        monkeypatch.setattr(module, "CANDIDATES", few)
+    file = tmp_path / "rows.json"
+    arguments = ["--shapes", "2x64x2x72,2x300x2x72", "--backward", "--rounds", "2", "--out", str(file)]
+    result = CliRunner().invoke(app, ["tune", "window_attn", *arguments])
+    assert result.exit_code == 0, result.output
+    assert {"attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv"} <= {row.kernel for row in read_rows(file)}
