@@ -1,6 +1,7 @@
 """How a launch is chosen, settings, explain, warmup and info."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,18 @@ def test_info_lists_ops_and_rows() -> None:
     assert info["versions"]["torch"] == torch.__version__
     assert info["settings"] == {"path": "auto", "checked": False}
     assert json.loads(json.dumps(info)) == info
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "hopper", "forward"),
+    [("h200", 90, "yes", r"\d+ rows"), ("l4", 89, "l4 is no Hopper GPU", "rule, unmeasured")],
+)
+def test_info_says_which_paths_and_rows_there_are(
+    name: str, arch: int, hopper: str, forward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("torch_ops._explain.gpu", lambda: Gpu(name, "cuda", arch, 101376))
+    info = torch_ops.info()
+    assert info["paths"] == {"portable": "yes", "hopper": hopper}
+    assert re.fullmatch(forward, info["rows"]["kernels"]["attention_fwd"])

@@ -9,8 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from csrc_free_ops.configs import shipped_rows
+from csrc_free_ops.configs import Row, shipped_rows
 from torch_ops._attention import why_portable
+from torch_ops._attention_hopper import refusal
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
@@ -19,6 +20,8 @@ from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 KERNELS = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv")
+# All whose launches rows choose.
+ROWED = (*KERNELS, "attention_fwd_short", "attention_bwd_short", *(f"{kernel}_hopper" for kernel in KERNELS))
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def warmup(
 
 
 def info() -> dict[str, Any]:
-    """Versions, devices, registered ops, settings, and which launch rows apply on this machine."""
+    """Versions, devices, registered ops, settings, and which paths and launch rows there are on this machine."""
     from torch_ops import __version__
 
     devices = []
@@ -143,6 +146,7 @@ def info() -> dict[str, Any]:
              "memory_gib": round(properties.total_memory / 2**30, 1)}
         )  # fmt: skip
     rows: dict[str, Any] = {"user": len(settings.rows)}
+    paths = {}
     if torch.cuda.is_available():
         device = gpu()
         shipped = shipped_rows(device.name)
@@ -150,9 +154,12 @@ def info() -> dict[str, Any]:
             "gpu": device.name,
             "shipped": len(shipped),
             "source": shipped[0].source if shipped else "rule, unmeasured",
+            "kernels": {kernel: _rows_of(kernel, (*settings.rows, *shipped)) for kernel in ROWED},
         }
+        example = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
+        paths = {"portable": "yes", "hopper": refusal(device, 0.0, q=example) or "yes"}
     else:
-        rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes"}
+        rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes", "kernels": {}}
     return {
         "versions": {
             "vk": __version__,
@@ -164,5 +171,11 @@ def info() -> dict[str, Any]:
         "interpreter": INTERPRET,
         "settings": {"path": settings.path, "checked": settings.checked},
         "ops": {name: str(op.overload._schema) for name, op in sorted(OPS.items())},
+        "paths": paths,
         "rows": rows,
     }
+
+
+def _rows_of(kernel: str, rows: tuple[Row, ...]) -> str:
+    count = sum(row.kernel == kernel for row in rows)
+    return f"{count} rows" if count else "rule, unmeasured"
