@@ -25,8 +25,8 @@ LENGTHS = {
 
 
 @pytest.fixture(autouse=True)
-def hopper(device: str) -> None:
-    if device != "cuda" or gpu().arch != 90:
+def hopper(device: str, request: pytest.FixtureRequest) -> None:
+    if "no_interpret" not in request.keywords and (device != "cuda" or gpu().arch != 90):
         pytest.skip("needs a Hopper GPU")
 
 
@@ -63,6 +63,23 @@ def test_deals_out_every_row_once(head_dim: int, lengths: str) -> None:
 def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> None:
     inputs = _inputs((1500, 300), head_dim, 4, **bounds)
     _assert_right(inputs, _call(inputs, "hopper"))
+
+
+@pytest.mark.no_interpret
+def test_copied_descriptors_equal_made_ones() -> None:
+    describe = _attention_hopper._Descriptors((64, 64), (128, 16))
+    for rows in (300, 300, 300):
+        q, k = (torch.empty(rows, 3, 4, 72, dtype=torch.bfloat16)[:, index] for index in range(2))
+        made = _attention_hopper._describe(q, 64, 64), _attention_hopper._describe(k, 128, 16)
+        for copied, expected in zip(describe(q, k), made, strict=True):
+            assert copied.base is expected.base and vars(copied) == vars(expected)
+
+
+def test_every_call_sees_its_own_tensors() -> None:
+    """Launches after the first are kept ones."""
+    for seed in range(3):
+        inputs = make_inputs(WindowAttnCase("own", "tensors", (700, 300), 4, 72), torch.bfloat16, "cuda", seed)
+        _assert_right(inputs, _call(inputs, "hopper"))
 
 
 def test_paths_are_as_explained() -> None:

@@ -18,6 +18,7 @@ from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch
+from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
 
 # The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
@@ -114,6 +115,29 @@ def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns))
 
 
+class _Descriptors:
+    """Descriptors of the tensors of a plan, tiles of the given rows and columns: all but the addresses is the plan's.
+
+    Making and checking one takes longer than a launch, so the first call's are copied.
+    """
+
+    def __init__(self, *tiles: tuple[int, int]) -> None:
+        self._tiles = tiles
+        self._fields: tuple[dict[str, Any], ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
+        if not self._fields:
+            made = [_describe(tensor, *tile) for tensor, tile in zip(tensors, self._tiles, strict=True)]
+            # Without the tensor, which the plan must not keep alive.
+            self._fields = tuple({**vars(each), "base": None} for each in made)
+        descriptors = []
+        for tensor, fields in zip(tensors, self._fields, strict=True):
+            descriptor = object.__new__(TensorDescriptor)
+            vars(descriptor).update(fields, base=tensor)
+            descriptors.append(descriptor)
+        return tuple(descriptors)
+
+
 def _order(num_segments: int) -> int:
     if num_segments == 1:
         return SINGLE.value
@@ -143,19 +167,18 @@ def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch,
     constants |= {"BLOCK_N": launch.block_n, "OVERLAP": overlap}
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
     main, tail, width = PARTS[q.shape[2]]
+    cols = launch.block_n
+    describe = _Descriptors((64, main), (64, tail), (cols, main), (cols, tail), (cols, width), (64, main), (64, tail))
     device = q.device
+    grid = (_programs(device.index), 1)
+    relaunch = Relaunch(grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
-        descriptors = (
-            _describe(q, 64, main), _describe(q, 64, tail),
-            _describe(k, launch.block_n, main), _describe(k, launch.block_n, tail),
-            _describe(v, launch.block_n, width),
-            _describe(out, 64, main), _describe(out, 64, tail),
-        )  # fmt: skip
-        ticket = _tickets(device).take()
-        _attention_fwd_hopper_kernel[(_programs(device.index),)](
-            *descriptors, out, lse, cu_q.contiguous(), cu_k.contiguous(), ticket, *scalars, **constants
-        )
+        descriptors = describe(q, q, k, k, v, out, out)
+        tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), _tickets(device).take())
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
 
     return launch_forward
 
@@ -175,24 +198,29 @@ def plan_backward_hopper(
         # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
         dkdv_constants |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale, *scores.bounds())
+    describe = _Descriptors(*[(64, 16)] * 5)
     device = q.device
+    grid = (_programs(device.index), 1)
+    relaunch_dq = Relaunch(grid, scalars)
+    relaunch_dkdv = Relaunch(grid, scalars)
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     ) -> None:  # fmt: skip
-        q_desc, k_desc, v_desc, out_desc, dout_desc = (_describe(each, 64, 16) for each in (q, k, v, out, dout))
+        descriptors = describe(q, k, v, out, dout)
         lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
         dlse = lse if dlse is None else dlse.contiguous()
         delta = torch.empty_like(lse)
-        grid = (_programs(device.index),)
-        _attention_bwd_dq_hopper_kernel[grid](
-            q_desc, k_desc, v_desc, out_desc, dout_desc, lse, dlse, delta, cu_q, cu_k, dq, _tickets(device).take(),
-            *scalars, **dq_constants,
-        )  # fmt: skip
-        _attention_bwd_dkdv_hopper_kernel[grid](
-            q_desc, k_desc, v_desc, dout_desc, lse, delta, cu_q, cu_k, dk, dv, _tickets(device).take(),
-            *scalars, **dkdv_constants,
-        )  # fmt: skip
+        tensors = (lse, dlse, delta, cu_q, cu_k, dq, _tickets(device).take())
+        if not relaunch_dq(None, tensors, descriptors):
+            compiled = _attention_bwd_dq_hopper_kernel[grid](*descriptors, *tensors, *scalars, **dq_constants)
+            relaunch_dq.keep(None, tensors, dq_constants, compiled)
+        q_desc, k_desc, v_desc, _, dout_desc = descriptors
+        of_keys = (q_desc, k_desc, v_desc, dout_desc)
+        tensors = (lse, delta, cu_q, cu_k, dk, dv, _tickets(device).take())
+        if not relaunch_dkdv(None, tensors, of_keys):
+            compiled = _attention_bwd_dkdv_hopper_kernel[grid](*of_keys, *tensors, *scalars, **dkdv_constants)
+            relaunch_dkdv.keep(None, tensors, dkdv_constants, compiled)
 
     return launch_backward

@@ -86,13 +86,16 @@ class Relaunch:
         self._scalars = scalars
         self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
-    def __call__(self, mode: Any, tensors: tuple[Tensor, ...]) -> bool:
-        """Launches if a launch in this mode was kept and the tensors are aligned; says whether it did."""
+    def __call__(self, mode: Any, tensors: tuple[Tensor, ...], descriptors: tuple[Any, ...] = ()) -> bool:
+        """Launches if a launch in this mode was kept and the tensors are aligned; says whether it did.
+
+        `descriptors`, of tensors that are aligned, are the kernel's first arguments.
+        """
         kept = self._kept.get(mode)
         if kept is None or not self._aligned(tensors):
             return False
         launch, rest = kept
-        launch(*tensors, *rest)
+        launch(*descriptors, *tensors, *rest)
         return True
 
     def keep(self, mode: Any, tensors: tuple[Tensor, ...], constants: dict[str, Any], compiled: Any) -> None:
