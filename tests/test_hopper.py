@@ -3,8 +3,13 @@
 Under VK_PATH=hopper all of tests/test_window_attn.py runs on it too, wherever it can.
 """
 
+import time
+from collections.abc import Iterator
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import torch_ops
@@ -25,9 +30,11 @@ LENGTHS = {
 
 
 @pytest.fixture(autouse=True)
-def hopper(device: str, request: pytest.FixtureRequest) -> None:
+def hopper(device: str, request: pytest.FixtureRequest) -> Iterator[None]:
     if "no_interpret" not in request.keywords and (device != "cuda" or gpu().arch != 90):
         pytest.skip("needs a Hopper GPU")
+    with settings(path=settings.path):
+        yield
 
 
 def _inputs(lengths: tuple[int, ...], head_dim: int = 72, num_heads: int = 16, **options: object) -> WindowAttnInputs:
@@ -138,6 +145,72 @@ def test_graphs_captured_alike_replay_side_by_side() -> None:
     torch.cuda.synchronize()
     for out, right in zip(outs, expected, strict=True):
         assert torch.equal(out, right)
+
+
+@triton.jit
+def _hold_kernel(released_ptr, values_ptr, patience, VALUES: tl.constexpr):
+    """Keeps its multiprocessor until released, or until its patience ends, so that a failing test ends too.
+
+    What it holds in registers leaves too few of them for a program of another kernel.
+    """
+    places = values_ptr + tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    values = tl.load(places)
+    looks = 0
+    released = 0
+    while (released == 0) & (looks < patience):
+        released = tl.atomic_add(released_ptr, 0)
+        looks += 1
+    tl.store(places, values + looks)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("left", [1, 12])
+def test_ends_beside_a_kernel_that_holds_most_of_the_gpu(left: int, captured: bool) -> None:
+    """No program waits for another, so it does not matter how few run at once."""
+    inputs = _inputs((700, 900, 20, 800))
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
+    stream, holding = torch.cuda.Stream(), torch.cuda.Stream()
+    released = torch.zeros(1, dtype=torch.int32, device="cuda")
+    one = torch.ones(1, dtype=torch.int32).pin_memory()
+    settings.update(path="hopper")
+
+    def step() -> tuple[Tensor, ...]:
+        out = inputs.call(window_attn, **leaves)
+        return out, *torch.autograd.grad(out, tuple(leaves.values()), inputs.dout)
+
+    # Twice, so that beside the holder no kernel is loaded and no memory asked for: either waits for the whole GPU.
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            expected = step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph, stream=stream):
+                results = step()
+    held = torch.cuda.get_device_properties(0).multi_processor_count - left
+    values = torch.zeros(held, 2**15, device="cuda")
+    _hold_kernel[(held,)](released, values, 0, VALUES=2**15, num_warps=32)
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.stream(holding):
+            _hold_kernel[(held,)](released, values, 20_000_000, VALUES=2**15, num_warps=32)
+            over = holding.record_event()
+        with torch.cuda.stream(stream):
+            if captured:
+                graph.replay()
+            else:
+                results = step()
+            done = stream.record_event()
+        deadline = time.monotonic() + 30
+        while not done.query() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended, still_held = done.query(), not over.query()
+    finally:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            released.copy_(one, non_blocking=True)
+        torch.cuda.synchronize()
+    assert ended and still_held
+    for actual, right in zip(results, expected, strict=True):
+        assert torch.equal(actual, right)
 
 
 def test_opaque_launch_is_a_sound_op() -> None:
