@@ -12,6 +12,8 @@ from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel, _attention_bwd_dq_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_pass import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.configs import Launch
 from torch_ops import _attention_hopper
@@ -76,7 +78,8 @@ def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **var
 HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
-        _attention_fwd_hopper_kernel, _attention_bwd_dq_hopper_kernel, _attention_bwd_dkdv_hopper_kernel
+        _attention_fwd_hopper_kernel, _attention_bwd_dq_hopper_kernel, _attention_bwd_dkdv_hopper_kernel,
+        _attention_bwd_hopper_kernel, _attention_bwd_delta_kernel, _attention_bwd_round_kernel,
     )
 }  # fmt: skip
 
@@ -103,5 +106,7 @@ def hopper_launches(
         forward(q, k, k, cu, cu, q, lse)
         both = launches["attention_bwd_dq_hopper"], launches["attention_bwd_dkdv_hopper"]
         backward = _attention_hopper.plan_backward_hopper(q, k, segments, both, scores, dlse)
-        backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
+        args = (q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
+        backward(*args)
+        _attention_hopper.plan_backward_pass(q, q, k, q, segments, scores, dlse, ordered=not dlse)(*args)
     return {launch.name: launch for launch in launched}

@@ -3,8 +3,9 @@
 Under VK_PATH=hopper all of tests/test_window_attn.py runs on it too, wherever it can.
 """
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 import torch_ops
+from tests.test_window_attn import backward, differentiate
 from torch_ops import _attention_hopper, settings, window_attn
+from torch_ops._attention_portable import choose
 from torch_ops._device import gpu
+from torch_ops._scores import Scores
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
@@ -98,6 +102,98 @@ def test_paths_are_as_explained() -> None:
     assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
 
 
+KINDS = ("two_kernels", "one_pass", "one_pass_in_order")
+
+
+def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> dict[str, Tensor]:
+    """From this out and lse, by one of the Hopper backwards; what it leaves unwritten is NaN."""
+    grads = [torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)]
+    options = inputs.options
+    scores = Scores.of(
+        inputs.q.shape[2], options.get("scale"), options.get("causal", False),
+        options.get("window_left", -1), options.get("window_right", -1), 0.0,
+    )  # fmt: skip
+    cu_k = inputs.cu_seqlens if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k
+    tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
+    segments = inputs.cu_seqlens.shape[0] - 1
+    if kind == "two_kernels":
+        launches = tuple(
+            choose(f"attention_bwd_{of}_hopper", inputs.q, scores, 1024)[0] for of in ("dq", "dkdv")
+        )  # fmt: skip
+        plan = _attention_hopper.plan_backward_hopper(inputs.q, inputs.k, segments, launches, scores, True)
+    else:
+        plan = _attention_hopper.plan_backward_pass(
+            inputs.dout, inputs.q, inputs.k, out, segments, scores, True, ordered=kind == "one_pass_in_order"
+        )
+    plan(*tensors, *grads)
+    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+def _assert_gradients_right(inputs: WindowAttnInputs, kind: str) -> None:
+    exact = differentiate(references.window_attn, inputs, torch.float64)
+    out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
+    actual = _gradients(inputs, out, lse, kind)
+    check(actual, backward(inputs, out, lse), {name: exact[name] for name in actual})
+    if kind != "one_pass":
+        for _ in range(3):
+            again = _gradients(inputs, out, lse, kind)
+            for name in actual:
+                assert torch.equal(actual[name], again[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradients(head_dim: int, lengths: str, kind: str) -> None:
+    _assert_gradients_right(_inputs(LENGTHS[lengths], head_dim, 4), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bounds", ({"causal": True}, {"window_left": 100, "window_right": 30}, {"window_left": 200}))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradients_with_bounds(head_dim: int, bounds: dict[str, int], kind: str) -> None:
+    _assert_gradients_right(_inputs((1500, 300), head_dim, 4, **bounds), kind)
+
+
+GENERAL = {
+    "other_keys": {"lengths": (300, 40, 500), "k_lengths": (700, 0, 90)},
+    "other_keys_causal": {"lengths": (300, 40, 500), "k_lengths": (700, 10, 90), "options": {"causal": True}},
+    "other_keys_window": {
+        "lengths": (300, 40, 500), "k_lengths": (700, 10, 90), "options": {"window_left": 50, "window_right": 9}
+    },
+    "outside": {"lengths": (300, 200), "skipped": 130, "padding": 300},
+    "groups": {"lengths": (300, 200), "num_heads": 6, "num_k_heads": 2},
+    "views": {"lengths": (300, 200), "layout": "qkv_view"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", GENERAL)
+def test_gradients_in_general(case: str, kind: str, dtype: torch.dtype) -> None:
+    fields = {"num_heads": 2, "head_dim": 72, **GENERAL[case]}
+    _assert_gradients_right(make_inputs(WindowAttnCase("general", "path", **fields), dtype, "cuda"), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_outside_of_segments_may_be_nan(kind: str) -> None:
+    inputs = make_inputs(
+        WindowAttnCase("nan", "outside", (300, 200), 2, 72, skipped=130, padding=300), torch.bfloat16, "cuda"
+    )
+    exact = differentiate(references.window_attn, inputs, torch.float64)
+    out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
+    clean = _gradients(inputs, out, lse, kind)
+    for name in ("q", "k", "v"):
+        getattr(inputs, name)[:130] = torch.nan
+        getattr(inputs, name)[630:] = torch.nan
+    spoiled = _gradients(inputs, out, lse, kind)
+    for name in clean:
+        if kind == "one_pass":
+            torch.testing.assert_close(spoiled[name], clean[name])
+        else:
+            assert torch.equal(spoiled[name], clean[name]), name
+
+
 def test_addresses_that_tma_cannot_reach_are_computed_too() -> None:
     inputs = _inputs((300, 200))
     shifted = {}
@@ -163,22 +259,49 @@ def _hold_kernel(released_ptr, values_ptr, patience, VALUES: tl.constexpr):
     tl.store(places, values + looks)
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("left", [1, 12])
-def test_ends_beside_a_kernel_that_holds_most_of_the_gpu(left: int, captured: bool) -> None:
-    """No program waits for another, so it does not matter how few run at once."""
-    inputs = _inputs((700, 900, 20, 800))
-    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    stream, holding = torch.cuda.Stream(), torch.cuda.Stream()
+@contextlib.contextmanager
+def _holding_all_but(left: int) -> Iterator[Callable[[], bool]]:
+    """Within, another kernel holds all multiprocessors but so many; yields what says whether it still does."""
+    held = torch.cuda.get_device_properties(0).multi_processor_count - left
     released = torch.zeros(1, dtype=torch.int32, device="cuda")
     one = torch.ones(1, dtype=torch.int32).pin_memory()
+    values = torch.zeros(held, 2**15, device="cuda")
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    _hold_kernel[(held,)](released, values, 0, VALUES=2**15, num_warps=32)
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            _hold_kernel[(held,)](released, values, 20_000_000, VALUES=2**15, num_warps=32)
+            over = stream.record_event()
+        yield lambda: not over.query()
+    finally:
+        with torch.cuda.stream(other):
+            released.copy_(one, non_blocking=True)
+        torch.cuda.synchronize()
+
+
+def _ends(done: torch.cuda.Event) -> bool:
+    deadline = time.monotonic() + 30
+    while not done.query() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return done.query()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("left", [1, 12])
+def test_ends_beside_a_kernel_that_holds_most_of_the_gpu(left: int, captured: bool, deterministic: bool) -> None:
+    """It does not matter how few programs run at once."""
+    inputs = _inputs((700, 900, 20, 800))
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
     settings.update(path="hopper")
 
     def step() -> tuple[Tensor, ...]:
-        out = inputs.call(window_attn, **leaves)
+        out = window_attn(**leaves, cu_seqlens=inputs.cu_seqlens, deterministic=deterministic)
         return out, *torch.autograd.grad(out, tuple(leaves.values()), inputs.dout)
 
     # Twice, so that beside the holder no kernel is loaded and no memory asked for: either waits for the whole GPU.
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
             expected = step()
@@ -186,31 +309,34 @@ def test_ends_beside_a_kernel_that_holds_most_of_the_gpu(left: int, captured: bo
         if captured:
             with torch.cuda.graph(graph, stream=stream):
                 results = step()
-    held = torch.cuda.get_device_properties(0).multi_processor_count - left
-    values = torch.zeros(held, 2**15, device="cuda")
-    _hold_kernel[(held,)](released, values, 0, VALUES=2**15, num_warps=32)
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.stream(holding):
-            _hold_kernel[(held,)](released, values, 20_000_000, VALUES=2**15, num_warps=32)
-            over = holding.record_event()
-        with torch.cuda.stream(stream):
-            if captured:
-                graph.replay()
-            else:
-                results = step()
-            done = stream.record_event()
-        deadline = time.monotonic() + 30
-        while not done.query() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        ended, still_held = done.query(), not over.query()
-    finally:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            released.copy_(one, non_blocking=True)
-        torch.cuda.synchronize()
-    assert ended and still_held
+    with _holding_all_but(left) as held, torch.cuda.stream(stream):
+        if captured:
+            graph.replay()
+        else:
+            results = step()
+        assert _ends(stream.record_event()) and held()
     for actual, right in zip(results, expected, strict=True):
-        assert torch.equal(actual, right)
+        if deterministic:
+            assert torch.equal(actual, right)
+        else:
+            torch.testing.assert_close(actual, right)
+
+
+@pytest.mark.parametrize("left", [1, 12])
+def test_programs_in_order_end_beside_such_a_kernel_too(left: int) -> None:
+    """Those that add dq up in order do wait for others, but only for such as are running."""
+    inputs = _inputs((4096, 300), 64, 4)
+    exact = differentiate(references.window_attn, inputs, torch.float64)
+    out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            expected = _gradients(inputs, out, lse, "one_pass_in_order")
+    with _holding_all_but(left) as held, torch.cuda.stream(stream):
+        actual = _gradients(inputs, out, lse, "one_pass_in_order")
+        assert _ends(stream.record_event()) and held()
+    for name, right in expected.items():
+        assert torch.equal(actual[name], right), name
 
 
 def test_opaque_launch_is_a_sound_op() -> None:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from csrc_free_ops.tiles.masks import block_span
+from csrc_free_ops.tiles.masks import block_span, is_seen, turn_among
 from csrc_free_ops.tiles.scores import exp, tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from torch_ops.testing.cases import cumulative
@@ -101,6 +101,53 @@ def test_spans_hold_all_that_is_seen_and_mask_what_is_not(seed: int, device: str
             assert not visited[begin : begin + block].any(), "a block is visited twice"
             visited[begin : begin + block] = True
     assert not seen[:, ~visited].any(), "a key that is seen is not visited"
+
+
+@triton.jit
+def _turns_kernel(
+    out_ptr, tiles, blocks, shift, before, after, length, other_length,
+    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each tile and block: whether the tile sees it, its turn there, and whether any tile does."""
+    for tile in range(tiles):
+        first = tile * OWNED
+        last = tl.minimum(first + OWNED, length) - 1
+        low, _, _, high = block_span(
+            first, last, shift, before, after, other_length, HAS_BEFORE, HAS_AFTER, BLOCK
+        )  # fmt: skip
+        for block in range(blocks):
+            other = block * BLOCK
+            place = out_ptr + (tile * blocks + block) * 3
+            tl.store(place, ((other >= low) & (other < high)).to(tl.int32))
+            tl.store(
+                place + 1,
+                turn_among(tile, tiles - 1, other, shift, before, after, HAS_BEFORE, HAS_AFTER, OWNED, BLOCK),
+            )
+            tl.store(
+                place + 2,
+                is_seen(other, shift, before, after, length, HAS_BEFORE, HAS_AFTER, OWNED, BLOCK).to(tl.int32),
+            )
+
+
+@pytest.mark.parametrize("before", [None, 0, 7, 40])
+@pytest.mark.parametrize("after", [None, 0, 9, 70])
+@pytest.mark.parametrize(("length", "other_length"), [(64, 64), (70, 33), (17, 90), (90, 17), (1, 1), (33, 1)])
+def test_tiles_take_turns_at_a_block(
+    length: int, other_length: int, before: int | None, after: int | None, device: str
+) -> None:
+    """Whoever sees a block has a turn of its own there, without a gap, and in the order that tiles are dealt out in."""
+    owned, block = 16, 8
+    tiles, blocks = -(-length // owned), -(-other_length // block)
+    out = torch.zeros(tiles, blocks, 3, dtype=torch.int32, device=device)
+    _turns_kernel[(1,)](
+        out, tiles, blocks, other_length - length, before or 0, after or 0, length, other_length,
+        HAS_BEFORE=before is not None, HAS_AFTER=after is not None, OWNED=owned, BLOCK=block,
+    )  # fmt: skip
+    for sees, turns, seen in out.permute(1, 2, 0).tolist():
+        in_turn = [turn for turn, does in zip(turns, sees, strict=True) if does]
+        assert in_turn == (sorted(in_turn, reverse=True) if before is not None else sorted(in_turn))
+        assert sorted(in_turn) == list(range(len(in_turn)))
+        assert set(seen) == {int(any(sees))}
 
 
 @triton.jit

@@ -10,7 +10,13 @@ from functools import partial
 
 from torch import Tensor
 
-from torch_ops._attention_hopper import addressable, plan_backward_hopper, plan_forward_hopper, refusal
+from torch_ops._attention_hopper import (
+    addressable,
+    plan_backward_hopper,
+    plan_backward_pass,
+    plan_forward_hopper,
+    refusal,
+)
 from torch_ops._attention_portable import choose, mean_length, plan_backward_portable, plan_forward_portable
 from torch_ops._attention_short import plan_backward_short, plan_forward_short, short_launch
 from torch_ops._device import gpu
@@ -108,10 +114,12 @@ def plan_backward(
     cu_q: Tensor,
     cu_k: Tensor | None,
     scores: Scores,
+    deterministic: bool = True,
 ) -> Callable[..., None]:
     """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) fills the gradients, contiguous.
 
-    out and lse come from anywhere, so that a context-parallel caller can pass merged ones.
+    out and lse come from anywhere, so that a context-parallel caller can pass merged ones. Unless `deterministic`, dq
+    may be added up in any order.
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
@@ -119,10 +127,14 @@ def plan_backward(
     if why_portable(scores.softcap, length, True, **tensors) or _ahead_of_time():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
-        return partial(_launch_backward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
-    dq_launch, _ = choose("attention_bwd_dq_hopper", q, scores, length)
-    dkdv_launch, _ = choose("attention_bwd_dkdv_hopper", q, scores, mean_length(k.shape[0], num_segments))
-    hopper = plan_backward_hopper(q, k, num_segments, (dq_launch, dkdv_launch), scores, dlse is not None)
+        options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}
+        return partial(_launch_backward_opaque, **options)
+    if deterministic:
+        dq_launch, _ = choose("attention_bwd_dq_hopper", q, scores, length)
+        dkdv_launch, _ = choose("attention_bwd_dkdv_hopper", q, scores, mean_length(k.shape[0], num_segments))
+        hopper = plan_backward_hopper(q, k, num_segments, (dq_launch, dkdv_launch), scores, dlse is not None)
+    else:
+        hopper = plan_backward_pass(dout, q, k, out, num_segments, scores, dlse is not None, ordered=False)
     portable: list[Callable[..., None]] = []
 
     def launch_backward(
@@ -153,8 +165,9 @@ def _plan_backward_stock(
 def _launch_backward_opaque(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int,
+    deterministic: bool,
 ) -> None:  # fmt: skip
-    plan = _prepare_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scale, left, right)
+    plan = _prepare_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scale, left, right, deterministic)
     plan(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
 
 
@@ -162,5 +175,6 @@ def _launch_backward_opaque(
 def _prepare_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor, cu_k: Tensor | None, scale: float, left: int, right: int,
+    deterministic: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    return plan_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, Scores(scale, left, right))
+    return plan_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, Scores(scale, left, right), deterministic)

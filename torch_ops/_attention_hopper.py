@@ -15,15 +15,20 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel, _attention_bwd_dq_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_pass import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
-from csrc_free_ops.configs import Gpu, Launch
+from csrc_free_ops.configs import Gpu, Launch, split_head_dim
+from torch_ops._attention_portable import head_strides, row_stride
 from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
 
 # The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
 TRITON_VERSIONS = ((3, 6), (3, 7))
 LOG2E = 1.4426950408889634
+# Of the one-pass backward: query rows whose dq is sent at once, and keys of a program.
+SENT_ROWS, PASS_KEYS = 64, 128
 # By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
@@ -222,5 +227,63 @@ def plan_backward_hopper(
         if not relaunch_dkdv(None, tensors, of_keys):
             compiled = _attention_bwd_dkdv_hopper_kernel[grid](*of_keys, *tensors, *scalars, **dkdv_constants)
             relaunch_dkdv.keep(None, tensors, dkdv_constants, compiled)
+
+    return launch_backward
+
+
+def plan_backward_pass(
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, scores: Scores, has_dlse: bool, ordered: bool
+) -> Callable[..., None]:
+    """The same in one pass, dq by sums in memory: `ordered`, the bits are the same every time."""
+    total_q, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
+    # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
+    consumer, producer = (232, 40) if head_dim <= 96 else (240, 24)
+    bounds = {"HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": ordered}
+    constants = {
+        "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": group, **bounds,
+        # Tiles of one width, which SINGLE does not deal out.
+        "ORDER": max(_order(num_segments), BY_LENGTH.value), "STAGES": 2,
+        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": 168,
+    }  # fmt: skip
+    tiles = total_q // SENT_ROWS + num_segments + 2
+    unit, head_stride = head_strides(out, dout)
+    delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
+    split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "BLOCK_M": SENT_ROWS, "num_warps": 4, "num_stages": 1}
+    delta_constants = {
+        "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
+        "BLOCK_N": PASS_KEYS, **bounds, **split,
+    }  # fmt: skip
+    round_constants = {"STRIDE_DQT": num_heads * head_dim, **split}
+    scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
+    round_scalars = (total_q, scores.scale)
+    describe = _Descriptors(*[(64, 16)] * 4)
+    device = q.device
+    grid, delta_grid, round_grid = (_programs(device.index), 1), (tiles, num_heads), (-(-total_q // 64), num_heads)
+    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
+    relaunch_round = Relaunch(round_grid, round_scalars)
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+        dlse = lse if dlse is None else dlse.contiguous()
+        delta = torch.empty_like(lse)
+        sums = torch.empty((num_heads, total_q, head_dim), dtype=torch.float32, device=device)
+        counts = torch.empty((num_heads, tiles), dtype=torch.int32, device=device)
+        before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
+        if not relaunch_delta(None, before):
+            compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
+            relaunch_delta.keep(None, before, delta_constants, compiled)
+        descriptors = describe(q, k, v, dout)
+        tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv, _tickets(device).take())
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+        if not relaunch_round(None, (sums, dq)):
+            compiled = _attention_bwd_round_kernel[round_grid](sums, dq, *round_scalars, **round_constants)
+            relaunch_round.keep(None, (sums, dq), round_constants, compiled)
 
     return launch_backward

@@ -169,14 +169,14 @@ def _window_attn_backward_flops(
 def _prepare_window_attn_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
+    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, deterministic: bool,
 ) -> Callable[..., None]:  # fmt: skip
     _check_window_attn_backward(
         dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap
     )
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
     if runs_kernels(q):
-        return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scores)
+        return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scores, deterministic)
     return partial(attention_backward_cpu, scores)
 
 
@@ -189,7 +189,7 @@ def window_attn_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch = _prepare_window_attn_backward(
         dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k,
-        scale, causal, window_left, window_right, softcap,
+        scale, causal, window_left, window_right, softcap, deterministic,
     )  # fmt: skip
     _check_values("window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
     dq, dk, dv = _gradients(q, k, v)
@@ -253,7 +253,8 @@ def window_attn(
         causal: whether a query sees only keys up to its own position.
         window_left, window_right: how many keys before and after its position a query sees; -1 is all.
         softcap: c > 0 replaces a score s by c tanh(s / c).
-        deterministic: False allows float atomics. The path in use has none: the bits are the same either way.
+        deterministic: False lets the backward add dq up in any order. The Hopper backward makes use of it, where
+            `torch_ops.settings(path="hopper")` asks for it; all other kernels give the same bits either way.
         return_lse: whether to return (out, lse).
 
     Returns:

@@ -46,6 +46,7 @@ from csrc_free_ops.tiles.hopper import (
     clear_rows,
     exp2,
     flat,
+    keep_strips,
     meet,
     multiply,
     narrow_strips,
@@ -75,13 +76,13 @@ TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field
 
 
 @gluon.jit
-def _load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
+def load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
     for tile in gl.static_range(TILES):
         tma.async_copy_global_to_shared(desc, [row, head, tile * 16], bar, tiles.index(first + tile))
 
 
 @gluon.jit
-def _mask(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):
+def mask_weights(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):
     """p [64, BLOCK], 0 where row and column do not see each other or the column is none of the segment."""
     LAYOUT: gl.constexpr = p[0].type.layout
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -99,7 +100,7 @@ def _mask(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constex
 
 
 @gluon.jit
-def _clear_tail(address, rows, TILES: gl.constexpr):
+def clear_tail(address, rows, TILES: gl.constexpr):
     """Rows past a segment's end may hold anything; what they are multiplied by 0 with must be numbers."""
     clear_rows(address, rows, BLOCK, 16, TILES)
     fence_async_shared()
@@ -188,7 +189,7 @@ def _produce(descs, memory, full, vectors, OF_KEYS: gl.constexpr, OPTIONS: gl.co
             mbarrier.expect(bar, OWNED * GROUPS * TILES * TILE_BYTES)
             for owned in gl.static_range(OWNED):
                 for group in gl.static_range(GROUPS):
-                    _load_tiles(
+                    load_tiles(
                         own_descs[owned], row + group * BLOCK, head, bar, tiles, (owned * GROUPS + group) * TILES, TILES
                     )
             for member in range(MEMBERS):
@@ -199,14 +200,14 @@ def _produce(descs, memory, full, vectors, OF_KEYS: gl.constexpr, OPTIONS: gl.co
                         barrier_sync(FIRST_EMPTY + stage, EMPTY)
                     bar = first_full.index(stage)
                     mbarrier.expect(bar, TILES * TILE_BYTES)
-                    _load_tiles(
+                    load_tiles(
                         first_desc, other_start + other, other_head, bar, tiles, FIRST_STAGE + stage * TILES, TILES
                     )
                     if loaded >= STAGES:
                         barrier_sync(SECOND_EMPTY + stage, EMPTY)
                     bar = second_full.index(stage)
                     mbarrier.expect(bar, TILES * TILE_BYTES)
-                    _load_tiles(
+                    load_tiles(
                         second_desc, other_start + other, other_head, bar, tiles,
                         FIRST_STAGE + (STAGES + stage) * TILES, TILES,
                     )  # fmt: skip
@@ -286,14 +287,14 @@ def _consume_keys(INDEX: gl.constexpr, memory, full, vectors, scale, OPTIONS: gl
             tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
             mbarrier.wait(q_full.index(stage), phase)
             if (blocks == 1) & (tail < BLOCK):
-                _clear_tail(q + stage * STAGE_BYTES, tail, TILES)
+                clear_tail(q + stage * STAGE_BYTES, tail, TILES)
             s = wait_strips(multiply(k, q + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE), 0)
             left = blocks
             remaining = GROUP * blocks
             while remaining > 0:
                 mbarrier.wait(dout_full.index(stage), phase)
                 if (left == 1) & (tail < BLOCK):
-                    _clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
+                    clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
                 dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
                 p = ()
                 for index in gl.static_range(BLOCK // 8):
@@ -304,7 +305,7 @@ def _consume_keys(INDEX: gl.constexpr, memory, full, vectors, scale, OPTIONS: gl
                     if HAS_RIGHT:
                         masked = masked | (left > read_note(notes, slot, HEAD_MASKED))
                     if masked:
-                        p = _mask(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
+                        p = mask_weights(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
                 weights = narrow_strips(p, DTYPE)
                 dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
                 following, wrapped = turn_around(stage, STAGES)
@@ -313,7 +314,7 @@ def _consume_keys(INDEX: gl.constexpr, memory, full, vectors, scale, OPTIONS: gl
                 if remaining > 1:
                     mbarrier.wait(q_full.index(following), following_phase)
                     if (left == 1) & (tail < BLOCK):
-                        _clear_tail(q + following * STAGE_BYTES, tail, TILES)
+                        clear_tail(q + following * STAGE_BYTES, tail, TILES)
                 # After the last block of what lies there, unused.
                 s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
                 dp = wait_strips(dp, 2)
@@ -333,9 +334,11 @@ def _consume_keys(INDEX: gl.constexpr, memory, full, vectors, scale, OPTIONS: gl
                 remaining -= 1
             dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
             dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
+            # Keys that no query sees may be NaN, and have no gradient all the same.
+            seen = read_note(notes, slot, OTHERS) > 0
             barrier_arrive(OWN_EMPTY, EMPTY)
-            store_rows(dk_address, scale_strips(dk, scale), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
-            store_rows(dv_address, dv, rows, DTYPE, HEADS // GROUP * HEAD_DIM)
+            store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
+            store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         turn += 1
         mbarrier.wait(own_full.index(0), turn & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
@@ -404,13 +407,13 @@ def _consume_queries(INDEX: gl.constexpr, tiles, memory, full, scale, OPTIONS: g
             tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
             mbarrier.wait(k_full.index(stage), phase)
             if (blocks == 1) & (tail < BLOCK):
-                _clear_tail(k + stage * STAGE_BYTES, tail, TILES)
+                clear_tail(k + stage * STAGE_BYTES, tail, TILES)
             s = wait_strips(multiply(q, k + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE), 0)
             left = blocks
             while left > 0:
                 mbarrier.wait(v_full.index(stage), phase)
                 if (left == 1) & (tail < BLOCK):
-                    _clear_tail(v + stage * STAGE_BYTES, tail, TILES)
+                    clear_tail(v + stage * STAGE_BYTES, tail, TILES)
                 dp = multiply(dout, v + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
                 p = ()
                 for index in gl.static_range(BLOCK // 8):
@@ -419,13 +422,13 @@ def _consume_queries(INDEX: gl.constexpr, tiles, memory, full, scale, OPTIONS: g
                 if HAS_LEFT:
                     masked = masked | (left > read_note(notes, slot, HEAD_MASKED))
                 if masked:
-                    p = _mask(p, notes, slot, left, OWN, HAS_LEFT, HAS_RIGHT)
+                    p = mask_weights(p, notes, slot, left, OWN, HAS_LEFT, HAS_RIGHT)
                 following, wrapped = turn_around(stage, STAGES)
                 following_phase = phase ^ wrapped
                 if left > 1:
                     mbarrier.wait(k_full.index(following), following_phase)
                     if (left == 2) & (tail < BLOCK):
-                        _clear_tail(k + following * STAGE_BYTES, tail, TILES)
+                        clear_tail(k + following * STAGE_BYTES, tail, TILES)
                 # After the last block of what lies there, unused.
                 s = multiply(q, k + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
                 dp = wait_strips(dp, 1)
@@ -449,7 +452,7 @@ def _consume_queries(INDEX: gl.constexpr, tiles, memory, full, scale, OPTIONS: g
 
 
 @gluon.jit
-def _keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_other, num_segments, before, after):
+def keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_other, num_segments, before, after):
     keep_pointer(addresses, CU_OWN, cu_own_ptr)
     keep_pointer(addresses, CU_OTHER, cu_other_ptr)
     keep_number(notes, TOTAL_OWN, total_own)
@@ -460,7 +463,7 @@ def _keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_oth
 
 
 @gluon.jit
-def _make_barriers(STAGES: gl.constexpr, SECOND_ARRIVALS: gl.constexpr):
+def make_barriers(STAGES: gl.constexpr, SECOND_ARRIVALS: gl.constexpr):
     own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     first_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     second_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -493,12 +496,12 @@ def _attention_bwd_dq_hopper_kernel(
     keep_pointer(addresses, DLSE, dlse_ptr)
     keep_pointer(addresses, FIRST_GRADIENT, dq_ptr)
     keep_pointer(addresses, TICKET, ticket_ptr)
-    full = _make_barriers(STAGES, 1)
+    full = make_barriers(STAGES, 1)
     OPTIONS: gl.constexpr = (
         HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, STAGES, HEADS, ORDER, DTYPE, HAS_DLSE,
     )  # fmt: skip
     descs = ((q_desc, dout_desc, out_desc), k_desc, v_desc)
-    _keep_sizes(notes, addresses, cu_q_ptr, cu_k_ptr, total_q, total_k, num_segments, window_left, window_right)
+    keep_sizes(notes, addresses, cu_q_ptr, cu_k_ptr, total_q, total_k, num_segments, window_left, window_right)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)
     if GROUPS == 2:
@@ -547,10 +550,10 @@ def _attention_bwd_dkdv_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
-    full = _make_barriers(STAGES, 2)
+    full = make_barriers(STAGES, 2)
     OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, STAGES, HEADS, ORDER, DTYPE)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
-    _keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
+    keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)
     gl.warp_specialize(

@@ -47,6 +47,11 @@ def read_note(notes, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
+def read_note_by_warp(notes, slot, FIELD: gl.constexpr):
+    return gl.max(notes.index(slot * NOTE + FIELD).load(_scalar(1)), 0)
+
+
+@gluon.jit
 def keep_number(notes, FIELD: gl.constexpr, number):
     """Behind the notes, as `keep_pointer`."""
     notes.index(POINTERS + FIELD).store(gl.full([1], number, notes.dtype, _scalar(gl.num_warps())))
@@ -209,6 +214,18 @@ def draw(ticket_ptr, num_work):
             gl.store(ticket_ptr, 0)
         work = programs + ticket
     return work
+
+
+@gluon.jit
+def draw_in_order(ticket_ptr, num_work):
+    """The same where a program waits for what others do with earlier pieces: each piece is drawn, the first one too.
+
+    So whoever has an earlier piece is running, and the one with the earliest of all waits for nobody.
+    """
+    ticket = gl.atomic_add(ticket_ptr, 1)
+    if ticket == num_work + gl.num_programs(0) - 1:
+        gl.store(ticket_ptr, 0)
+    return ticket
 
 
 @gluon.jit

@@ -137,6 +137,15 @@ def scale_strips(parts, factor):
     return scaled
 
 
+@gluon.jit
+def keep_strips(parts, condition):
+    """parts, or 0 where the condition, of one value, does not hold: 0 times NaN would be NaN."""
+    kept = ()
+    for index in gl.static_range(len(parts)):
+        kept = kept + (gl.where(condition, parts[index], 0.0),)
+    return kept
+
+
 @gluon.constexpr_function
 def _narrow_text(dtype):
     return f"cvt.rn.{_type_name(dtype)}x2.f32 $0, $2, $1;"
@@ -314,6 +323,117 @@ def wait_strips(sums, PENDING: gl.constexpr):
     CONSTRAINTS: gl.constexpr = _wait_constraints(len(sums))
     TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, sums, dtype=TYPES, is_pure=False, pack=4)
+
+
+@gluon.constexpr_function
+def _columns_text(strip_count, left_area, right_area, high, dtype):
+    registers = 4 * strip_count
+    products = ",".join(f"${index}" for index in range(registers))
+    lines = ["{ .reg .b64 left, right; .reg .b32 low; .reg .pred add;", "wgmma.fence.sync.aligned;"]
+    for area in range(2):
+        for step in range(4):
+            lines += [
+                f"add.s32 low, ${registers}, {(area * left_area + step * 512) // 16}; mov.b64 left, {{low, {high}}};",
+                f"add.s32 low, ${registers + 4}, {(area * right_area + step * 512) // 16};",
+                f"mov.b64 right, {{low, {high}}};",
+                f"setp.ne.b32 add, {min(area + step, 1)}, 0;",
+                f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
+                f" {{{products}}}, left, right, add, 1, 1, 1, 1;",
+            ]
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+
+@gluon.constexpr_function
+def _columns_constraints(strip_count):
+    return ",".join(["=f"] * (4 * strip_count) + ["r"] * 8)
+
+
+@gluon.jit
+def multiply_columns(
+    left, right, STRIPS: gl.constexpr, LEFT_AREA: gl.constexpr, RIGHT_AREA: gl.constexpr, DTYPE: gl.constexpr
+):
+    """Begins left^T @ right, [64, 8 STRIPS]. `wait_strips` ends it.
+
+    Both have 128 rows, in two areas of 64, so many bytes apart, each of which is tiles of 16 columns.
+    """
+    WORDS: gl.constexpr = right_operand(64, 16)
+    TEXT: gl.constexpr = _columns_text(STRIPS, LEFT_AREA, RIGHT_AREA, WORDS[1], _type_name(DTYPE))
+    CONSTRAINTS: gl.constexpr = _columns_constraints(STRIPS)
+    TYPES: gl.constexpr = _repeat(gl.float32, STRIPS)
+    like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
+    operands = [like + ((left >> 4) + WORDS[0]), like + ((right >> 4) + WORDS[0])]
+    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
+
+
+@gluon.jit
+def put_pairs(address, part):
+    """A strip of a half type to the shared addresses of its elements; columns two by two."""
+    TEXT: gl.constexpr = "st.shared.b32 [$2], $4; mov.b32 $0, 0; mov.b32 $1, 0;"
+    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r", [address, part], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def put_float_pairs(address, part):
+    """The same of fp32."""
+    TEXT: gl.constexpr = "st.shared.v2.f32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;"
+    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,f,f", [address, part], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def send_sums(address, source, size, first):
+    """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there where it is the first.
+
+    By one warp; when it returns, `source` may be overwritten.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one, put, add; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
+        setp.ne.and.s32 put, $4, 0, one; setp.eq.and.s32 add, $4, 0, one;
+        @put cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;
+        @add cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$1], [$2], $3;
+        @one cp.async.bulk.commit_group;
+        @one cp.async.bulk.wait_group.read 0;
+        bar.warp.sync 0xffffffff; mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r", [address, source, size, first], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sent_all(value):
+    """Waits until all that this warp has sent has arrived; `value` is any number."""
+    TEXT: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_turn(counter, turn):
+    """Until the number at global `counter` is `turn`; what was sent before it became so is there then."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred other;
+        AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
+        fence.proxy.async;
+        }""",
+        "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(counter):
+    """One more at global `counter`, once all that this warp has sent has arrived."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
+        @one cp.async.bulk.wait_group 0;
+        fence.proxy.async; fence.acq_rel.gpu;
+        @one red.release.gpu.global.add.u32 [$1], 1;
+        bar.warp.sync 0xffffffff; mov.b32 $0, 0;
+        }""",
+        "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -52,3 +52,37 @@ def block_span(
     full_low = tl.maximum(full_low, low)
     full_high = tl.maximum(full_high // BLOCK * BLOCK, full_low)
     return low, full_low, full_high, high
+
+
+@triton.jit
+def turn_among(
+    own, last, other, shift, before, after,
+    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many of the tiles that see the block at `other` come to it before tile `own`, which sees it, does.
+
+    Tiles 0 .. last of OWNED positions see blocks of BLOCK as `block_span` says. They come in order, but with a bound
+    before them from the last to the first: then it is the last that sees a block first of all.
+    """
+    if HAS_BEFORE:
+        turn = tl.minimum((other + BLOCK - 1 - shift + before) // OWNED, last) - own
+    elif HAS_AFTER:
+        turn = own - tl.maximum(other - shift - after, 0) // OWNED
+    else:
+        turn = own
+    return turn
+
+
+@triton.jit
+def is_seen(
+    other, shift, before, after, length,
+    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether any tile of `turn_among`, of `length` positions in all, sees the block at `other`."""
+    low = 0
+    high = length - 1
+    if HAS_AFTER:
+        low = tl.maximum(other - shift - after, 0)
+    if HAS_BEFORE:
+        high = tl.minimum(other + BLOCK - 1 - shift + before, high)
+    return (high >= 0) & (low < length) & (low // OWNED <= high // OWNED)

@@ -1,0 +1,525 @@
+"""Attention backward on Hopper in one pass, in Gluon: the maths of `portable_bwd` with five products instead of seven.
+
+A program owns 128 keys of a key head, two consumer warpgroups 64 each, and goes over the queries that see them. dk and
+dv stay in registers, as in `hopper_bwd`. dq is a sum over programs: it is added up in fp32 in global memory, by a warp
+of its own, which sends each block's part from shared memory while the consumers go on (`hopper_bwd_sums` gets the
+memory ready and rounds it). A consumer's step on a block of 64 queries, all scores transposed, [keys, queries]:
+
+    issue  dp = v dout^T
+    issue  dq of the block before = ds^T k          each warpgroup some of the columns, over the keys of both
+    p = 2^(s - lse)                                 under both
+    issue  dv += p dout
+    wait dq, hand it to the sending warp
+    wait dp;  ds = p (dp - delta), to registers and to shared memory
+    issue  dk += ds q
+    issue  s of the next block
+
+ORDERED fixes the order in which programs add, so that the bits are the same every time. A part is sent when a counter
+says that those before it have been, and those before it belong to programs that drew their keys earlier
+(`hopper_work.draw_in_order`): the earliest that is not done yet waits for nobody, so no set of running programs can
+wait in a circle, however few of them the GPU has room for. Keys are added from the first to the last; with a bound on
+later keys from the last to the first, since then the program of the last keys comes to a block first.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from csrc_free_ops.attention.hopper_bwd import (
+    AFTER,
+    BEFORE,
+    BLOCK,
+    BLOCKS,
+    CU_OTHER,
+    CU_OWN,
+    DELTA,
+    FIRST_GRADIENT,
+    HEAD_MASKED,
+    LSE,
+    OTHERS,
+    ROWS,
+    SECOND_GRADIENT,
+    SEEN_HIGH,
+    SEEN_LOW,
+    SEGMENTS,
+    TAIL_MASKED,
+    TICKET,
+    TILE_BYTES,
+    TOTAL_OTHER,
+    TOTAL_OWN,
+    clear_tail,
+    keep_sizes,
+    load_tiles,
+    make_barriers,
+    mask_weights,
+)
+from csrc_free_ops.attention.hopper_work import (
+    FIRST_BARRIER,
+    NOTE,
+    NOTES,
+    POINTERS,
+    deal,
+    draw_in_order,
+    is_inside,
+    keep_pointer,
+    kept_number,
+    kept_pointer,
+    place,
+    read_note,
+    read_note_by_warp,
+    rows_of,
+    turn_around,
+    write_note,
+)
+from csrc_free_ops.tiles.hopper import (
+    accumulate,
+    await_turn,
+    barrier_arrive,
+    barrier_sync,
+    check_base,
+    clear_rows,
+    exp2,
+    flat,
+    keep_strips,
+    meet,
+    multiply,
+    multiply_columns,
+    narrow_strips,
+    pass_turn,
+    put_float_pairs,
+    put_pairs,
+    scale_strips,
+    send_sums,
+    sent_all,
+    shared_base,
+    store_rows,
+    wait_strips,
+    wgmma_layout,
+    widen,
+    zero_strips,
+)
+from csrc_free_ops.tiles.masks import block_span, turn_among
+from csrc_free_ops.tiles.scores import LOG2E
+
+# Keys of a program.
+OWNED = gl.constexpr(2 * BLOCK.value)
+# Threads of the consumers, and with them those of one more warp.
+CONSUMERS, MEETING = gl.constexpr(256), gl.constexpr(288)
+
+# Notes of a tile beyond those of `hopper_bwd`: its head; how many BLOCKS are sent, which is none where BLOCKS is 1 for
+# want of any; its number among those of its segment, and that of the last; the queries; where their counters begin.
+HEAD, SENT, PLACE, LAST, FIRST_OTHER, ROW_OTHER, LENGTH, SHIFT, SLOT = (gl.constexpr(field) for field in range(7, 16))
+# Addresses of whole tensors.
+SUMS, COUNTS = gl.constexpr(2), gl.constexpr(8)
+
+
+@gluon.jit
+def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
+    """As in `hopper_bwd`, but that every tile is drawn, and that the sending warp reads notes too."""
+    HEAD_DIM: gl.constexpr = OPTIONS[0]
+    GROUP: gl.constexpr = OPTIONS[1]
+    HAS_LEFT: gl.constexpr = OPTIONS[2]
+    HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    STAGES: gl.constexpr = OPTIONS[4]
+    HEADS: gl.constexpr = OPTIONS[5]
+    ORDER: gl.constexpr = OPTIONS[6]
+    own_descs, q_desc, dout_desc = descs
+    tiles, notes, addresses = memory
+    own_full, q_full, dout_full = full
+    lses, deltas = vectors
+    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
+    FIRST_STAGE: gl.constexpr = 4 * TILES
+    EMPTY: gl.constexpr = MEETING
+    Q_EMPTY: gl.constexpr = FIRST_BARRIER
+    DOUT_EMPTY: gl.constexpr = Q_EMPTY + STAGES
+    OWN_EMPTY: gl.constexpr = DOUT_EMPTY + STAGES
+    K_HEADS: gl.constexpr = HEADS // GROUP
+    num_tiles, dealt = deal(
+        kept_pointer(addresses, CU_OWN, gl.int32), kept_number(notes, SEGMENTS), kept_number(notes, TOTAL_OWN),
+        K_HEADS, 2, ORDER,
+    )  # fmt: skip
+    num_work = num_tiles * K_HEADS
+    stage = 0
+    loaded = 0
+    count = 0
+    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+    while work < num_work:
+        num_segments = kept_number(notes, SEGMENTS)
+        total_own = kept_number(notes, TOTAL_OWN)
+        head, segment, start, length, unit, taken = place(
+            work, num_tiles, dealt, kept_pointer(addresses, CU_OWN, gl.int32), num_segments, total_own,
+            K_HEADS, 2, ORDER,
+        )  # fmt: skip
+        cu_other_ptr = kept_pointer(addresses, CU_OTHER, gl.int32)
+        other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, kept_number(notes, TOTAL_OTHER))
+        other_length = gl.where(is_inside(segment, num_segments), other_length, 0)
+        if unit * BLOCK < length:
+            if HAS_RIGHT:
+                unit = (length + OWNED - 1) // OWNED * 2 - 2 - unit
+            first = unit * BLOCK
+            rows = gl.minimum(OWNED, length - first)
+            shift = other_length - length
+            before = kept_number(notes, BEFORE)
+            after = kept_number(notes, AFTER)
+            low, full_low, full_high, high = block_span(
+                first, first + rows - 1, shift, before, after, other_length, HAS_RIGHT, HAS_LEFT, BLOCK
+            )
+            sent = gl.maximum((high - low + BLOCK - 1) // BLOCK, 0)
+            blocks = gl.maximum(sent, 1)
+            slot = count % NOTES
+            if count > 0:
+                barrier_sync(OWN_EMPTY, EMPTY + 32)
+            write_note(notes, slot, BLOCKS, blocks)
+            write_note(notes, slot, SENT, sent)
+            write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
+            write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK)
+            write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK)
+            write_note(notes, slot, SEEN_LOW, first + shift - low - before)
+            write_note(notes, slot, SEEN_HIGH, first + shift - low + after)
+            write_note(notes, slot, ROWS, rows)
+            write_note(notes, slot, HEAD, head)
+            write_note(notes, slot, PLACE, unit // 2)
+            write_note(notes, slot, FIRST_OTHER, low)
+            write_note(notes, slot, ROW_OTHER, other_start)
+            write_note(notes, slot, LENGTH, other_length)
+            write_note(notes, slot, SLOT, other_start // BLOCK + segment)
+            write_note(notes, slot, SHIFT, shift)
+            write_note(notes, slot, LAST, (length - 1) // OWNED)
+            offset = ((start + first).to(gl.int64) * K_HEADS + head) * HEAD_DIM
+            gradient = kept_pointer(addresses, FIRST_GRADIENT, tiles.dtype) + offset
+            write_note(addresses, slot, FIRST_GRADIENT, gradient.to(gl.int64))
+            gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
+            write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
+            bar = own_full.index(0)
+            mbarrier.expect(bar, 4 * TILES * TILE_BYTES)
+            for owned in gl.static_range(2):
+                for group in gl.static_range(2):
+                    load_tiles(
+                        own_descs[owned], start + first + group * BLOCK, head, bar, tiles,
+                        (owned * 2 + group) * TILES, TILES,
+                    )  # fmt: skip
+            for member in range(GROUP):
+                other_head = head * GROUP + member
+                for block in range(blocks):
+                    other = low + block * BLOCK
+                    if loaded >= STAGES:
+                        barrier_sync(Q_EMPTY + stage, EMPTY)
+                    bar = q_full.index(stage)
+                    mbarrier.expect(bar, TILES * TILE_BYTES)
+                    load_tiles(q_desc, other_start + other, other_head, bar, tiles, FIRST_STAGE + stage * TILES, TILES)
+                    if loaded >= STAGES:
+                        barrier_sync(DOUT_EMPTY + stage, EMPTY)
+                    bar = dout_full.index(stage)
+                    mbarrier.expect(bar, TILES * TILE_BYTES)
+                    load_tiles(
+                        dout_desc, other_start + other, other_head, bar, tiles,
+                        FIRST_STAGE + (STAGES + stage) * TILES, TILES,
+                    )  # fmt: skip
+                    local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
+                    inside = other + local < other_length
+                    place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
+                    lse_ptr = kept_pointer(addresses, LSE, gl.float32) + place_of_row
+                    lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
+                    delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
+                    delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
+                    lses.index(stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+                    deltas.index(stage).store(delta)
+                    mbarrier.arrive(bar, count=1)
+                    loaded += 1
+                    stage, _ = turn_around(stage, STAGES)
+            count += 1
+        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+    if count > 0:
+        barrier_sync(OWN_EMPTY, EMPTY + 32)
+    write_note(notes, count % NOTES, BLOCKS, 0)
+    mbarrier.arrive(own_full.index(0), count=1)
+    for index in gl.static_range(STAGES):
+        if index < loaded:
+            barrier_sync(Q_EMPTY + index, EMPTY)
+            barrier_sync(DOUT_EMPTY + index, EMPTY)
+
+
+@gluon.jit
+def _send(told, full, sums, OPTIONS: gl.constexpr):
+    """Adds the consumers' parts of dq to those of other programs, each in its turn."""
+    HEAD_DIM: gl.constexpr = OPTIONS[0]
+    GROUP: gl.constexpr = OPTIONS[1]
+    HAS_LEFT: gl.constexpr = OPTIONS[2]
+    HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    STAGES: gl.constexpr = OPTIONS[4]
+    ORDERED: gl.constexpr = OPTIONS[8]
+    notes, addresses = told
+    own_full, q_full, dout_full = full
+    EMPTY: gl.constexpr = MEETING
+    OWN_EMPTY: gl.constexpr = FIRST_BARRIER + 2 * STAGES
+    STAGED: gl.constexpr = OWN_EMPTY + 2
+    FREE: gl.constexpr = OWN_EMPTY + 3
+    source = shared_base() + sums
+    turn = 0
+    barrier_arrive(FREE, EMPTY)
+    mbarrier.wait(own_full.index(0), 0)
+    blocks = read_note_by_warp(notes, 0, BLOCKS)
+    while blocks > 0:
+        slot = turn % NOTES
+        sent = read_note_by_warp(notes, slot, SENT)
+        first = read_note_by_warp(notes, slot, FIRST_OTHER)
+        length = read_note_by_warp(notes, slot, LENGTH)
+        own = read_note_by_warp(notes, slot, PLACE)
+        row = read_note_by_warp(notes, slot, ROW_OTHER)
+        tile = read_note_by_warp(notes, slot, SLOT)
+        head = read_note_by_warp(notes, slot, HEAD) * GROUP
+        barrier_arrive(OWN_EMPTY, EMPTY + 32)
+        total = kept_number(notes, TOTAL_OTHER)
+        slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
+        # What is staged at first is no part of dq.
+        barrier_sync(STAGED, EMPTY)
+        barrier_arrive(FREE, EMPTY)
+        for member in range(GROUP):
+            for block in range(blocks):
+                barrier_sync(STAGED, EMPTY)
+                if block < sent:
+                    other = first + block * BLOCK
+                    place_of_row = (head + member).to(gl.int64) * total + row + other
+                    address = kept_pointer(addresses, SUMS, gl.float32) + place_of_row * HEAD_DIM
+                    counter = kept_pointer(addresses, COUNTS, gl.int32) + (head + member) * slots + tile
+                    counter += other // BLOCK
+                    size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
+                    if ORDERED:
+                        position = turn_among(
+                            own, read_note_by_warp(notes, slot, LAST), other, read_note_by_warp(notes, slot, SHIFT),
+                            kept_number(notes, BEFORE), kept_number(notes, AFTER), HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
+                        )  # fmt: skip
+                        await_turn(counter.to(gl.int64), position)
+                        send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
+                        barrier_arrive(FREE, EMPTY)
+                        pass_turn(counter.to(gl.int64))
+                    else:
+                        send_sums(address.to(gl.int64), source, size, 0)
+                        barrier_arrive(FREE, EMPTY)
+                else:
+                    barrier_arrive(FREE, EMPTY)
+        turn += 1
+        mbarrier.wait(own_full.index(0), turn & 1)
+        blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
+    # Shared memory must not end before what is sent from it.
+    sent_all(turn)
+
+
+@gluon.jit
+def _stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Strips of dq to shared memory, row by row, in the order of columns that `hopper_bwd_sums` tells."""
+    LAYOUT: gl.constexpr = dq[0].type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    cols = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :]
+    begin = address + rows * (HEAD_DIM * 4) + cols * 4
+    for index in gl.static_range(len(dq)):
+        if HEAD_DIM % 32 == 0:
+            put_float_pairs(begin + (((FIRST + index) ^ ((rows + first_row) & 3)) * 32), dq[index])
+        else:
+            put_float_pairs(begin + (FIRST + index) * 32, dq[index])
+
+
+@gluon.jit
+def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
+    HEAD_DIM: gl.constexpr = OPTIONS[0]
+    GROUP: gl.constexpr = OPTIONS[1]
+    HAS_LEFT: gl.constexpr = OPTIONS[2]
+    HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    STAGES: gl.constexpr = OPTIONS[4]
+    HEADS: gl.constexpr = OPTIONS[5]
+    DTYPE: gl.constexpr = OPTIONS[7]
+    notes, addresses = told
+    own_full, q_full, dout_full = full
+    lses, deltas = vectors
+    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
+    STRIPS: gl.constexpr = HEAD_DIM // 8
+    STAGE_BYTES: gl.constexpr = TILES * TILE_BYTES
+    DS_BYTES: gl.constexpr = 4 * TILE_BYTES
+    EMPTY: gl.constexpr = MEETING
+    Q_EMPTY: gl.constexpr = FIRST_BARRIER
+    DOUT_EMPTY: gl.constexpr = Q_EMPTY + STAGES
+    OWN_EMPTY: gl.constexpr = DOUT_EMPTY + STAGES
+    SCORED: gl.constexpr = OWN_EMPTY + 1
+    STAGED: gl.constexpr = OWN_EMPTY + 2
+    FREE: gl.constexpr = OWN_EMPTY + 3
+    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
+    # Beside two sums of more columns there are registers for the rounded weights alone.
+    ROUNDED: gl.constexpr = HEAD_DIM > 80
+    OWN: gl.constexpr = INDEX * BLOCK
+    # Of dq each warpgroup makes some of the columns.
+    HALF: gl.constexpr = (TILES + 1) // 2
+    FIRST: gl.constexpr = 2 * HALF * INDEX
+    WIDE: gl.constexpr = 2 * HALF if INDEX == 0 else STRIPS - 2 * HALF
+    base = shared_base()
+    k = base + INDEX * STAGE_BYTES
+    v = base + (2 + INDEX) * STAGE_BYTES
+    q = base + 4 * STAGE_BYTES
+    dout = q + STAGES * STAGE_BYTES
+    scores = dout + STAGES * STAGE_BYTES
+    sums = base + SUMS_AT
+    columns = base + INDEX * HALF * TILE_BYTES
+    LAYOUT: gl.constexpr = wgmma_layout(8)
+    lines = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    places = lines * 32 + gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 2
+    flip = ((lines >> 2) & 1) * 16 + gl.zeros([64, 8], gl.int32, LAYOUT)
+    factor = scale * LOG2E
+    stage = 0
+    phase = 0
+    turn = 0
+    side = 0
+    mbarrier.wait(own_full.index(0), 0)
+    blocks = read_note(notes, 0, BLOCKS)
+    while blocks > 0:
+        slot = turn % NOTES
+        rows = read_note(notes, slot, ROWS) - OWN
+        first_row = read_note(notes, slot, ROW_OTHER)
+        if rows < BLOCK:
+            clear_rows(k, rows, BLOCK, 16, TILES)
+            clear_rows(v, rows, BLOCK, 16, TILES)
+            fence_async_shared()
+            meet()
+        dk = zero_strips(STRIPS)
+        dv = zero_strips(STRIPS)
+        tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
+        mbarrier.wait(q_full.index(stage), phase)
+        if (blocks == 1) & (tail < BLOCK):
+            clear_tail(q + stage * STAGE_BYTES, tail, TILES)
+        s = wait_strips(multiply(k, q + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE), 0)
+        left = blocks
+        remaining = GROUP * blocks
+        while remaining > 0:
+            mbarrier.wait(dout_full.index(stage), phase)
+            if (left == 1) & (tail < BLOCK):
+                clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
+            dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            # Of the last block; what it makes of the first is not used.
+            barrier_sync(SCORED, CONSUMERS)
+            if not ROUNDED:
+                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+            p = ()
+            for index in gl.static_range(BLOCK // 8):
+                lse = lses.index(stage).slice(8 * index, 8).load(COLUMN)
+                p = p + (exp2(s[index] * factor - lse[None, :]),)
+            masked = rows < BLOCK
+            if HAS_LEFT or HAS_RIGHT:
+                masked = masked | (left <= read_note(notes, slot, TAIL_MASKED))
+                if HAS_RIGHT:
+                    masked = masked | (left > read_note(notes, slot, HEAD_MASKED))
+            if masked:
+                kept = ()
+                for index in gl.static_range(BLOCK // 8):
+                    kept = kept + (gl.where(lines < rows, p[index], 0.0),)
+                if HAS_LEFT or HAS_RIGHT:
+                    p = mask_weights(kept, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
+                else:
+                    p = kept
+            weights = narrow_strips(p, DTYPE)
+            if ROUNDED:
+                # Nor are there for the scores and dq at once.
+                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+                dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
+            else:
+                dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
+            dq = wait_strips(dq, 1)
+            barrier_sync(FREE, EMPTY)
+            _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
+            fence_async_shared()
+            barrier_arrive(STAGED, EMPTY)
+            dp = wait_strips(dp, 1)
+            ds = ()
+            for index in gl.static_range(BLOCK // 8):
+                delta = deltas.index(stage).slice(8 * index, 8).load(COLUMN)
+                weight = widen(weights[index]) if ROUNDED else p[index]
+                ds = ds + (weight * (dp[index] - delta[None, :]),)
+            rounded = narrow_strips(ds, DTYPE)
+            side = side ^ 1
+            at = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES + places
+            for index in gl.static_range(BLOCK // 8):
+                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
+            fence_async_shared()
+            dk = accumulate(dk, rounded, q + stage * STAGE_BYTES, BLOCK, 16)
+            following, wrapped = turn_around(stage, STAGES)
+            following_phase = phase ^ wrapped
+            left = gl.where(left == 1, blocks, left - 1)
+            if remaining > 1:
+                mbarrier.wait(q_full.index(following), following_phase)
+                if (left == 1) & (tail < BLOCK):
+                    clear_tail(q + following * STAGE_BYTES, tail, TILES)
+            s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            dv = wait_strips(dv, 2)
+            barrier_arrive(DOUT_EMPTY + stage, EMPTY)
+            dk = wait_strips(dk, 1)
+            barrier_arrive(Q_EMPTY + stage, EMPTY)
+            s = wait_strips(s, 0)
+            stage = following
+            phase = following_phase
+            remaining -= 1
+        barrier_sync(SCORED, CONSUMERS)
+        dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+        dq = wait_strips(dq, 0)
+        barrier_sync(FREE, EMPTY)
+        _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
+        fence_async_shared()
+        barrier_arrive(STAGED, EMPTY)
+        dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
+        dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
+        seen = read_note(notes, slot, SENT) > 0
+        # K is read by both warpgroups for dq.
+        barrier_sync(SCORED, CONSUMERS)
+        barrier_arrive(OWN_EMPTY, EMPTY + 32)
+        store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
+        store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
+        turn += 1
+        mbarrier.wait(own_full.index(0), turn & 1)
+        blocks = read_note(notes, turn % NOTES, BLOCKS)
+    barrier_sync(FREE, EMPTY)
+
+
+@gluon.jit
+def _attention_bwd_hopper_kernel(
+    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
+    ticket_ptr, total_q, total_k, num_segments, scale, window_left, window_right,
+    HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    ORDER: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
+
+    For ticket_ptr see `hopper_work.draw`. ORDER is BY_LENGTH or IN_PLACE: all tiles but the last have OWNED keys.
+    """
+    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
+    DTYPE: gl.constexpr = q_desc.dtype
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BEFORE_SUMS: gl.constexpr = (4 + 2 * STAGES) * TILES + 16
+    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + HEAD_DIM // 8, 64, 1, 16], q_desc.layout)
+    check_base(flat(tiles.index(0)))
+    notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
+    addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
+    keep_pointer(addresses, LSE, lse_ptr)
+    keep_pointer(addresses, DELTA, delta_ptr)
+    keep_pointer(addresses, SUMS, sums_ptr)
+    keep_pointer(addresses, COUNTS, counts_ptr)
+    keep_pointer(addresses, FIRST_GRADIENT, dk_ptr)
+    keep_pointer(addresses, SECOND_GRADIENT, dv_ptr)
+    keep_pointer(addresses, TICKET, ticket_ptr)
+    vectors = (
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
+    )
+    full = make_barriers(STAGES, 2)
+    OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED)
+    descs = ((k_desc, v_desc), q_desc, dout_desc)
+    keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
+    memory = (tiles, notes, addresses)
+    told = (notes, addresses)
+    SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
+    gl.warp_specialize(
+        [
+            (_consume, (0, told, full, vectors, scale, SUMS_AT, OPTIONS)),
+            (_consume, (1, told, full, vectors, scale, SUMS_AT, OPTIONS)),
+            (_produce, (descs, memory, full, vectors, OPTIONS)),
+            (_send, (told, full, SUMS_AT, OPTIONS)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )

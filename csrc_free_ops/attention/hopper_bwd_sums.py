@@ -1,0 +1,111 @@
+"""What stands before and after the one-pass Hopper backward, in stock Triton.
+
+It adds dq up in memory, in fp32 and by rows, sums [H, T, D]; each program that has keys of a segment adds its part. The
+first kernel here makes delta and gets the sums and their counters ready, the second rounds them to dq.
+
+Where D is a multiple of 32, every row of sums has its columns in another order: column c lies at c ^ 8 (row % 4). The
+rows that a warp writes to shared memory at once would else meet in the same banks.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.attention.portable_fwd import COUNTS, SIZES
+from csrc_free_ops.tiles.masks import is_seen
+from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
+from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
+
+
+@triton.jit
+def _columns(rows, start, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """[BLOCK, WIDTH]: where the columns from `start` on lie in these rows of sums."""
+    cols = start + tl.arange(0, WIDTH)[None, :] + 0 * rows[:, None]
+    if HEAD_DIM % 32 == 0:
+        cols = cols ^ ((rows % 4) * 8)[:, None]
+    return cols
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_delta_kernel(
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, sums_ptr, counts_ptr,
+    stride_oh, stride_doh, total_q, total_k, num_segments, window_left, window_right,
+    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counter at 0, and its sums where they must be 0.
+
+    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    tl.store(counts_ptr + head * tl.num_programs(0) + tile, 0)
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        probe, step = probe_segments(segment, beyond)
+        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
+    q_start, q_length, first, k_start, k_length = place_tile(
+        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
+        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
+    )  # fmt: skip
+    if first >= q_length:
+        return
+    local = tl.arange(0, BLOCK_M)
+    remaining = q_length - first
+    row = q_start + first
+    starts = column_starts(head, HEAD_DIM, MAIN)
+    out_base = row_base(out_ptr, row, head, stride_oh, STRIDE_OT, UNIT)
+    dout_base = row_base(dout_ptr, row, head, stride_doh, STRIDE_DOT, UNIT)
+    out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+    statistics = head * total_q + row + local
+    lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
+    delta = sum_of_products(out, dout)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + statistics, mask=local < remaining, other=0.0)
+    # A row that saw no key has no gradient, whatever came in for its lse.
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + statistics, delta, mask=local < remaining)
+
+    shift = q_length - k_length
+    seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
+    if not (ORDERED and seen):
+        base = sums_ptr + (head * total_q + row) * HEAD_DIM
+        for start in tl.static_range(0, HEAD_DIM, 8):
+            places = local[:, None] * HEAD_DIM + start + tl.arange(0, 8)[None, :]
+            tl.store(base + places, tl.zeros((BLOCK_M, 8), tl.float32), mask=(local < remaining)[:, None])
+
+
+@triton.jit(do_not_specialize=("total_q",))
+def _attention_bwd_round_kernel(
+    sums_ptr, dq_ptr, total_q, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of BLOCK_M rows, heads): dq = scale sums, rounded."""
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M
+    scale = tl.cast(scale, tl.float32)
+    local = tl.arange(0, BLOCK_M)
+    inside = (row + local < total_q)[:, None]
+    sums = sums_ptr + (head * total_q + row) * HEAD_DIM
+    dq = dq_ptr + row * STRIDE_DQT + head * HEAD_DIM
+    for start in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
+        cols = start + tl.arange(0, MAIN)[None, :]
+        # BLOCK_M is a multiple of 4: a row's place within the block tells its order too.
+        part = tl.load(
+            sums + local[:, None] * HEAD_DIM + _columns(local, start, MAIN, HEAD_DIM), mask=inside, other=0.0
+        )
+        tl.store(dq + local[:, None] * STRIDE_DQT + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    if TAIL > 0:
+        START: tl.constexpr = HEAD_DIM // MAIN * MAIN
+        cols = START + tl.arange(0, TAIL)[None, :]
+        mask = inside & (cols < HEAD_DIM)
+        places = local[:, None] * HEAD_DIM + _columns(local, START, TAIL, HEAD_DIM)
+        part = tl.load(sums + places, mask=mask, other=0.0)
+        tl.store(dq + local[:, None] * STRIDE_DQT + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=mask)

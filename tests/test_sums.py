@@ -1,0 +1,88 @@
+"""The kernels before and after the one-pass Hopper backward, by themselves: they are stock Triton."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
+from csrc_free_ops.configs import split_head_dim
+from torch_ops.testing.cases import cumulative
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+BLOCK_M, BLOCK_N = 16, 32
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not (INTERPRET or torch.cuda.is_available()), reason="kernels need the interpreter or a GPU"),
+]
+
+
+def _split(head_dim: int) -> dict[str, int]:
+    main, tail = split_head_dim(head_dim, 2)
+    return {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "BLOCK_M": BLOCK_M}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (9, None), (9, 5)])
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_delta_counters_and_sums(
+    ordered: bool, bounds: tuple[int | None, int | None], has_dlse: bool, device: str
+) -> None:
+    """Sums are 0 where nobody will write them: rows outside of segments, rows without keys, rows that see none."""
+    left, right = bounds
+    q_lengths, k_lengths, skipped, padding = (40, 7, 0, 50), (40, 0, 5, 12), 5, 20
+    heads, head_dim = 2, 72
+    cu_q, cu_k = (skipped + cumulative(lengths, device) for lengths in (q_lengths, k_lengths))
+    total_q, total_k = (skipped + sum(lengths) + padding for lengths in (q_lengths, k_lengths))
+    tiles = total_q // BLOCK_M + len(q_lengths) + 2
+    out, dout = (torch.randn(total_q, heads, head_dim, device=device, dtype=torch.float16) for _ in range(2))
+    lse, dlse = (torch.randn(heads, total_q, device=device) for _ in range(2))
+    lse[:, 8] = -torch.inf
+    delta, sums = (torch.full(shape, torch.nan, device=device) for shape in (lse.shape, (*lse.shape, head_dim)))
+    counts = torch.full((heads, tiles), -1, dtype=torch.int32, device=device)
+    _attention_bwd_delta_kernel[(tiles, heads)](
+        out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
+        total_q, total_k, len(q_lengths), left or 0, right or 0,
+        STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, UNIT=8, HAS_DLSE=has_dlse,
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, BLOCK_N=BLOCK_N, **_split(head_dim),
+    )  # fmt: skip
+    expected = (out.double() * dout.double()).sum(2).T - (dlse if has_dlse else 0)
+    torch.testing.assert_close(delta.double(), expected.where(lse.isfinite(), 0.0), atol=1e-4, rtol=1e-4)
+    assert not counts.any()
+
+    # Rows of which some key of their block is seen by some row of their tile may be left to those who add.
+    left_alone = torch.zeros(total_q, dtype=torch.bool)
+    for begin, q_length, k_length in zip(cu_q.tolist(), q_lengths, k_lengths, strict=False):
+        for first in range(0, q_length, BLOCK_M):
+            position = torch.arange(first, first + BLOCK_M)[:, None] + k_length - q_length
+            keys = torch.arange(k_length)[None, :]
+            seen = torch.ones(BLOCK_M, k_length, dtype=torch.bool)
+            if left is not None:
+                seen &= keys >= position - left
+            if right is not None:
+                seen &= keys <= position + right
+            left_alone[begin + first : begin + min(first + BLOCK_M, q_length)] = bool(seen.any())
+    written = sums.isfinite().all(2).all(0).cpu()
+    assert (sums.nan_to_num() == 0).all()
+    if ordered:
+        # Blocks of keys are wider than what one row sees, so a few more may be left alone.
+        assert written[~left_alone].all() or right is not None
+        assert not written[skipped : skipped + 40].any()
+    else:
+        assert written.all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
+def test_rounding_puts_columns_back(head_dim: int, device: str) -> None:
+    heads, rows, scale = 2, 37, 0.25
+    exact = torch.randn(heads, rows, head_dim, device=device)
+    order: Any = torch.arange(head_dim)[None, :].expand(rows, -1)
+    if head_dim % 32 == 0:
+        order = order ^ (torch.arange(rows)[:, None] % 4 * 8)
+    sums = torch.empty_like(exact).scatter_(2, order.to(device).expand(heads, -1, -1), exact)
+    dq = torch.full((rows, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
+    grid = (-(-rows // BLOCK_M), heads)
+    _attention_bwd_round_kernel[grid](sums, dq, rows, scale, STRIDE_DQT=heads * head_dim, **_split(head_dim))
+    assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
