@@ -25,8 +25,8 @@ TARGETS = {
 }
 # The target of every GPU that has rows in csrc_free_ops/configs.
 SHIPPED_GPUS = {"h200": "sm_90"}
-# The mean length up to which the rule takes the kernels of short segments, on GPUs that have them.
-SHORTEST = 64
+# The mean length up to which the rule takes the kernels of short segments.
+LONGEST_SHORT = {"cuda": 64, "hip": 32}
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,15 @@ class Point:
     gpu: str = "no-such-gpu"
     variant: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def short(self) -> bool:
+        return self.length <= LONGEST_SHORT[TARGETS[self.target].backend]
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         words = [self.target, f"d{self.head_dim}", dtype, *(name for name, _ in self.variant)]
         words += ["causal"] * self.causal
-        words += ["short"] * (self.length <= SHORTEST)
+        words += ["short"] * self.short
         return "-".join([*words, self.gpu, str(self.length)] if self.gpu in SHIPPED_GPUS else words)
 
 
@@ -59,18 +63,20 @@ def _rule_points() -> list[Point]:
         *(Point("sm_90", head_dim, torch.float32) for head_dim in (72, 104, 208)),
         *(Point(target, 256, torch.float32) for target in ("sm_86", "sm_90", "gfx942")),
         Point("sm_90", 72, torch.float16),
-        *(Point(target, head_dim, length=SHORTEST) for target in TARGETS for head_dim in (72, 128)),
-        *(Point("sm_90", head_dim, length=SHORTEST) for head_dim in (16, 64, 80, 96)),
-        Point("sm_90", 80, torch.float16, causal=True, length=SHORTEST),
+        *(
+            Point(target, head_dim, length=LONGEST_SHORT[TARGETS[target].backend])
+            for target in TARGETS
+            for head_dim in (72, 128)
+        ),
+        *(Point("sm_90", head_dim, length=64) for head_dim in (16, 64, 80, 96)),
+        Point("sm_90", 80, torch.float16, causal=True, length=64),
     ]
 
 
 def _shipped_points() -> list[Point]:
     """One per dtype, head dimension and range of lengths that has rows of its own, causal or not."""
     points = {
-        Point(
-            SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), causal, max(row.min_length, SHORTEST + 1), gpu
-        ): None
+        Point(SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), causal, max(row.min_length, 65), gpu): None
         for gpu in SHIPPED_GPUS
         for row in shipped_rows(gpu)
         for causal in ((False, True) if row.causal is None else (row.causal,))
@@ -90,16 +96,16 @@ def _builds(point: Point) -> tuple[Build, ...]:
         target, point.gpu, rows=2 * point.length, segments=2, num_heads=16, head_dim=point.head_dim,
         dtype=point.dtype, causal=point.causal, **dict(point.variant),
     )  # fmt: skip
-    short = point.length <= SHORTEST and TARGETS[point.target].backend == "cuda"
-    assert set(launches) == {name for name in KERNELS if is_short(name) == short}
+    assert set(launches) == {name for name in KERNELS if is_short(name) == point.short}
     with fake_gpu(target):
         return tuple(build(launch, target) for launch in launches.values())
 
 
 # Rows and the rule are chosen without these in mind, so they may spill; they must still fit.
+FLAGS = (("window_left", 64), ("softcap", 30.0), ("dlse", True))
 FLAGGED = [
-    Point(target, 128, variant=(("window_left", 64), ("softcap", 30.0), ("num_k_heads", 4), ("dlse", True)))
-    for target in ("sm_86", "sm_90", "gfx942")
+    *(Point(target, 128, variant=(*FLAGS, ("num_k_heads", 4))) for target in ("sm_86", "sm_90", "gfx942")),
+    Point("sm_86", 128, length=64, variant=FLAGS),
 ]
 
 

@@ -22,8 +22,8 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
         for rows, cols, warps, stages in product((32, 64), (64, 128), (4, 8), (2, 3, 4))
     )
     + _SMALL,
-    "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64, 128), (2, 4, 8))),
-    "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64, 128), (2, 4, 8))),
+    "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_fwd_hopper": tuple(
         Launch(rows, cols, warps, stages) for (rows, warps), cols, stages in product(_HOPPER_ROWS, (64, 128), (2, 3))
     ),

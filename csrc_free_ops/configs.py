@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from triton import next_power_of_2
 
@@ -25,6 +26,10 @@ class Launch:
     num_warps: int
     num_stages: int
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_m, self.block_n
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -38,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured launch and what it was measured on."""
+    """A measured launch and what it was measured on: `gpu` as `Gpu.name` says it, or nothing, which is any."""
 
     kernel: str
     dtype: str
@@ -49,6 +54,7 @@ class Row:
     min_length: int = 0
     max_length: int | None = None
     source: str = ""
+    gpu: str = ""
 
     def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, masked: bool, length: int | None) -> bool:
         if (self.kernel, self.dtype, self.head_dim) != (kernel, dtype, head_dim):
@@ -80,15 +86,37 @@ def covered_width(head_dim: int, itemsize: int) -> int:
     return max(1, head_dim // main) * main + tail
 
 
+def gpu_name(name: str) -> str:
+    """The GPU's name as rows and their files have it: "NVIDIA H200" is "h200"."""
+    return name.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """The rows of one JSON file, as `as_document` makes it."""
-    document = json.loads(path.read_text())
-    origin = "{gpu}, triton {triton}, {date}".format(**document["provenance"])
-    rows = []
-    for entry in document["rows"]:
-        launch = Launch(**entry.pop("launch"))
-        rows.append(Row(launch=launch, source=f"{path.name}: {origin}", **entry))
-    return tuple(rows)
+    """The rows of one JSON file, as `as_document` makes it. A GPU called "any" is any.
+
+    Raises ValueError, which names the file, where it holds something else.
+    """
+    try:
+        document = json.loads(path.read_text())
+        origin = "{gpu}, triton {triton}, {date}".format(**document["provenance"])
+        gpu = gpu_name(document["provenance"]["gpu"]).removeprefix("any")
+        rows = tuple(_read_row(entry, f"{path.name}: {origin}", gpu) for entry in document["rows"])
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} holds no launch rows: {type(error).__name__}: {error}") from error
+    return rows
+
+
+def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
+    launch = Launch(**entry["launch"])
+    # Warpgroups of 64 rows on the Hopper path, tensors of stock Triton elsewhere.
+    sizes = (launch.num_warps,) if entry["kernel"].endswith("_hopper") else (launch.num_warps, *launch.tile)
+    if any(size < 1 or size & (size - 1) for size in sizes if size != 12) or min(launch.tile) % 16:
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
+    if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
+    return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
 
 
 @lru_cache
@@ -110,7 +138,7 @@ def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> 
 
 
 def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False) -> Launch:
-    """The largest of a ladder of tiles that fits the shared memory, the smallest where none does. Not measured.
+    """Not measured. Of general kernels the largest of a ladder of tiles that fits the shared memory, or the smallest.
 
     The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
     """
@@ -122,11 +150,13 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     width = covered_width(head_dim, itemsize)
     wide = width > 128
     if kernel.endswith("_short"):
-        # Before wgmma operands lie in registers too.
+        # Without wgmma, which only Hopper has, operands lie in registers too; 4 warps spill on the oldest.
         warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
         return Launch(32, 32, 4, 1) if gpu.backend == "hip" else Launch(64, 64, warps, 1)
     if kernel.endswith("_rest"):
         # They also hold what tells them their tile, and are not there to be fast.
+        if gpu.backend == "hip":
+            return Launch(16, 16, 4, 1)
         if width > 96:
             return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(64, 16, 8, 1)
         return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
@@ -179,7 +209,7 @@ def pick(
     """
     masked = causal if masked is None else masked
     for row in (*user_rows, *shipped_rows(gpu.name)):
-        if row.fits(kernel, dtype, head_dim, causal, masked, length):
+        if row.gpu in ("", gpu.name) and row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
     launch = rule(kernel, gpu, itemsize, head_dim, masked)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
@@ -190,6 +220,6 @@ def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
     entries = []
     for row in rows:
         entry = asdict(row)
-        entry.pop("source")
+        entry = {key: value for key, value in entry.items() if key not in ("source", "gpu")}
         entries.append({key: value for key, value in entry.items() if value is not None})
     return {"provenance": provenance, "rows": entries}

@@ -1,6 +1,7 @@
 """Shared by all numerical tests: where they run, and what may not leak between runs."""
 
 import os
+from collections.abc import Iterator
 
 # A stale entry would return the result of code that has since changed.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -9,6 +10,8 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import pytest
 import torch
 from hypothesis import settings
+
+import torch_ops
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -33,3 +36,10 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def shipped_rows_alone() -> Iterator[None]:
+    """A developer's own launch rows must not decide what is tested."""
+    with torch_ops.settings(rows=""):
+        yield

@@ -25,6 +25,7 @@ from csrc_free_ops.configs import (
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._device import SHARED_MEMORY
 from torch_ops._scores import Scores
+from torch_ops.settings import Settings
 from torch_ops.testing.cases import cumulative
 
 H200 = Gpu("h200", "cuda", 90, SHARED_MEMORY[90])
@@ -81,8 +82,8 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(as_document(rows, {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))
     (row,) = read_rows(path)
-    assert row.source == "rows.json: X, triton 3.6.0, 2026-11-20"
-    assert Row(**{**vars(row), "source": ""}) == rows[0]
+    assert row.source == "rows.json: X, triton 3.6.0, 2026-11-20" and row.gpu == "x"
+    assert Row(**{**vars(row), "source": "", "gpu": ""}) == rows[0]
 
 
 @pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
@@ -144,12 +145,50 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch_ops._attention_portable.gpu", lambda: H200)
     path = tmp_path / "rows.json"
     row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
-    path.write_text(json.dumps(as_document([row], {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))
     q = torch.empty(10, 1, 64, dtype=torch.float16)
     assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
-    with torch_ops.settings(rows=str(path)):
-        assert choose("attention_fwd", q, Scores(1.0), 10)[0] == row.launch
-    assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
+    for gpu, taken in (("NVIDIA H200", True), ("any", True), ("NVIDIA A100-SXM4-80GB", False)):
+        path.write_text(json.dumps(as_document([row], {"gpu": gpu, "triton": "3.6.0", "date": "2026-11-20"})))
+        with torch_ops.settings(rows=str(path)):
+            assert (choose("attention_fwd", q, Scores(1.0), 10)[0] == row.launch) == taken, gpu
+            # What is in force is what was read.
+            path.unlink()
+            assert len(torch_ops.settings.rows) == 1
+        assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("attention_fwd_short", "float16", 64, Launch(48, 48, 4, 1)),
+        Row("attention_fwd_short", "float16", 64, Launch(64, 32, 4, 1)),
+        Row("attention_fwd", "float16", 64, Launch(8, 64, 4, 1)),
+        Row("attention_fwd", "float16", 64, Launch(64, 64, 3, 1)),
+    ],
+)
+def test_a_launch_that_no_kernel_takes_is_refused(row: Row, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "3.6.0", "date": "2026-11-20"})))
+    before = torch_ops.settings.generation
+    with pytest.raises(ValueError, match="rows.json holds no launch rows: .* is no launch"):
+        torch_ops.settings.update(rows=str(path))
+    assert torch_ops.settings.generation == before and torch_ops.settings.rows == ()
+
+
+def test_a_broken_file_of_rows_is_passed_over_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the file that nobody named; one that VK_ROWS names is refused."""
+    path = tmp_path / "vk" / "rows.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    # Settings write their tag there.
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("VK_ROWS", raising=False)
+    with pytest.warns(UserWarning, match="these launch rows are not used: .*rows.json holds no launch rows"):
+        assert Settings().rows == ()
+    monkeypatch.setenv("VK_ROWS", str(path))
+    with pytest.raises(ValueError, match="rows.json holds no launch rows"):
+        Settings()
 
 
 def test_explain_says_path_and_reason() -> None:

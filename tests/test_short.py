@@ -13,6 +13,7 @@ import torch
 import torch_ops
 from tests.test_window_attn import CASES, differentiate, verify
 from torch_ops import _attention_short, settings, window_attn
+from torch_ops._attention import plan_backward, plan_forward
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._scores import Scores
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
@@ -103,6 +104,55 @@ def test_gradients_of_scores_far_below_zero(device: str) -> None:
     _, lse = inputs.call(torch.ops.vk.window_attn)
     assert lse.max() < -100
     verify(inputs)
+
+
+def test_a_segment_does_not_see_what_is_wrong_in_another(device: str) -> None:
+    inputs = _inputs(SHORT, WHOLE, SHORT, LONG, SHORT, SHORT, SHORT, device=device)
+    clean = differentiate(torch.ops.vk.window_attn, inputs)
+    spoiled = {name: getattr(inputs, name).clone() for name in ("q", "k", "v")}
+    begin, end = inputs.cu_seqlens[1:3].tolist()
+    for tensor in spoiled.values():
+        tensor[begin:end] = float("nan")
+    dirty = differentiate(torch.ops.vk.window_attn, replace(inputs, **spoiled))
+    for name, tensor in clean.items():
+        kept = [part.T if name == "lse" else part for part in (tensor, dirty[name])]
+        assert all(torch.equal(kept[0][rows], kept[1][rows]) for rows in (slice(begin), slice(end, None))), name
+        assert kept[1][begin:end].isnan().any(), name
+
+
+def test_gradients_of_lse_alone_and_of_strides_zero(device: str) -> None:
+    inputs = _inputs(SHORT, WHOLE, LONG, SHORT, SHORT, SHORT, SHORT, device=device)
+    verify(replace(inputs, dout=torch.zeros_like(inputs.dout)))
+    one = torch.ones((), dtype=inputs.dout.dtype, device=device)
+    verify(replace(inputs, dout=one.expand_as(inputs.dout)))
+
+
+def test_boundaries_of_any_stride(device: str) -> None:
+    inputs = _inputs(SHORT, WHOLE, SHORT, device=device)
+    apart = inputs.cu_seqlens.repeat_interleave(2)[::2]
+    assert not apart.is_contiguous()
+    expected, actual = (
+        differentiate(torch.ops.vk.window_attn, each) for each in (inputs, replace(inputs, cu_seqlens=apart))
+    )
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, actual[name]), name
+
+
+@pytest.mark.parametrize("values", [(0, 50, 200), (-7, 20, 40), (0, 30, 10), (0, 2**31 - 1, 5), (40, 40, 40)], ids=str)
+def test_wild_boundaries_stay_inside(values: tuple[int, ...], device: str) -> None:
+    """Nothing outside of the outputs is written, whatever the boundaries say."""
+    cu = torch.tensor(values, dtype=torch.int32, device=device).repeat_interleave(3)
+    inputs = replace(_inputs((0, 40), device=device, num_heads=1), cu_seqlens=cu)
+    assert _kernels(inputs) == KERNELS
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    scores = Scores.of(72, None, False, -1, -1, 0.0)
+    room = torch.full((9, 40, 1, 72), 7.0, dtype=q.dtype, device=device)
+    rows = torch.full((3, 1, 40), 7.0, device=device)
+    plan_forward(q, k, v, cu, None, scores)(q, k, v, cu, None, room[1], rows[1])
+    grads = room[3], room[5], room[7]
+    plan = plan_backward(dout, None, q, k, v, room[1], rows[1], cu, None, scores)
+    plan(dout, None, q, k, v, room[1], rows[1], cu, None, *grads)
+    assert (room[::2] == 7).all() and (rows[::2] == 7).all()
 
 
 def test_same_bits_every_time(device: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from typer.testing import CliRunner
 
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
-from csrc_free_ops.configs import Launch, Row, read_rows
+from csrc_free_ops.configs import Launch, Row, as_document, read_rows
 from torch_ops import cli
 from torch_ops._attention_portable import choose
 from torch_ops._scores import Scores
 from torch_ops.bench import tune
 from torch_ops.bench.app import app
 from torch_ops.bench.room import TunedKernel
-from torch_ops.bench.tune import Journal, Tried, rows_of
+from torch_ops.bench.timing import Timer
+from torch_ops.bench.tune import Journal, Measured, Tried, rows_of
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 SMALL, TALL = Launch(64, 64, 4, 2), Launch(128, 64, 4, 2)
@@ -29,9 +31,10 @@ def _kernel(length: int, masked: bool = False, name: str = "attention_fwd") -> T
     return TunedKernel(name, False, "bfloat16", 72, masked, length)
 
 
-def _point(length: int, best: Launch, **kernel: Any) -> tuple[TunedKernel, list[Tried]]:
+def _point(length: int, best: Launch, **kernel: Any) -> Measured:
     other = TALL if best == SMALL else SMALL
-    return _kernel(length, **kernel), [Tried(other, (2.0, 2.1)), Tried(best, (1.0, 1.1)), Tried(other, note="spills")]
+    tried = Tried(other, (2.0, 2.1)), Tried(best, (1.0, 1.1)), Tried(other, note="spills")
+    return Measured(_kernel(length, **kernel), tried, "now", "c")
 
 
 def test_rows_reach_half_way_to_the_next_length() -> None:
@@ -44,12 +47,28 @@ def test_rows_reach_half_way_to_the_next_length() -> None:
 
 
 def test_of_two_calls_of_one_length_the_longer_speaks() -> None:
-    slow = (_kernel(64), [Tried(TALL, (9.0,)), Tried(SMALL, (10.0,))])
+    slow = Measured(_kernel(64), (Tried(TALL, (9.0,)), Tried(SMALL, (10.0,))))
     assert [row.launch for row in rows_of([slow, _point(64, SMALL)])] == [TALL]
 
 
 def test_a_point_without_a_launch_makes_no_row() -> None:
-    assert rows_of([(_kernel(64), [Tried(SMALL, note="wrong")])]) == []
+    assert rows_of([Measured(_kernel(64), (Tried(SMALL, note="wrong"),))]) == []
+
+
+def test_a_row_reaches_its_own_length() -> None:
+    rows = rows_of([_point(63, SMALL), _point(64, TALL)])
+    assert [(row.min_length, row.max_length) for row in rows] == [(0, 64), (64, None)]
+
+
+def test_rows_of_short_kernels_end_with_their_block() -> None:
+    """Beyond it other kernels take the call, unless a launch of a larger block is there."""
+    narrow, wide = Launch(32, 32, 4, 1), Launch(64, 64, 4, 1)
+    points = [
+        Measured(_kernel(length, name="attention_fwd_short"), (Tried(launch, (1.0,)),))
+        for length, launch in ((24, narrow), (64, wide))
+    ]
+    assert [(row.min_length, row.max_length) for row in rows_of(points)] == [(0, 33), (39, 65)]
+    assert [row.max_length for row in rows_of(points[:1])] == [33]
 
 
 def test_the_journal_comes_back(tmp_path: Path) -> None:
@@ -59,6 +78,33 @@ def test_the_journal_comes_back(tmp_path: Path) -> None:
     assert Journal.open(file, PROVENANCE) == journal
     assert [row.launch for row in read_rows(file)] == [SMALL]
     assert [each.name for each in file.parent.iterdir()] == ["rows.json"]
+
+
+def test_rows_that_others_wrote_stay(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    theirs = Row("attention_bwd_dq", "bfloat16", 72, SMALL)
+    file.write_text(json.dumps(as_document([theirs], PROVENANCE)))
+    journal = Journal.open(file, PROVENANCE)
+    journal.points["a"] = _point(64, SMALL)
+    for _ in range(2):
+        journal.write(file)
+        journal = Journal.open(file, PROVENANCE)
+    assert [row.kernel for row in read_rows(file)] == ["attention_fwd", "attention_bwd_dq"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"provenance": null, "rows": []}', '{"provenance": %s, "rows": [], "points": [1]}',
+     '{"provenance": %s, "rows": [], "points": {"a": {"kernel": {}}}}',
+     '{"provenance": %s, "rows": [{"kernel": "k", "dtype": "d", "head_dim": 8, "launch": {"speed": 1}}]}'],
+)  # fmt: skip
+def test_a_file_of_something_else_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(text.replace("%s", json.dumps(PROVENANCE)))
+    before = file.read_text()
+    with pytest.raises(ValueError, match="rows.json holds no"):
+        Journal.open(file, PROVENANCE)
+    assert file.read_text() == before
 
 
 def test_a_file_of_another_gpu_is_refused(tmp_path: Path) -> None:
@@ -83,7 +129,7 @@ def test_every_candidate_is_there_once() -> None:
     [
         (("--kernels", "fast"), "no kernel 'fast' has candidates; give some of attention_fwd"),
         (("--path", "fast"), "unknown path 'fast'; give one of auto, hopper, portable"),
-        (("--device", "cpu"), "these calls on cpu launch no kernel that has candidates"),
+        (("--device", "cpu"), "nothing is left to tune: on cpu these calls launch no kernel that has candidates"),
     ],
 )
 def test_refuses_in_one_line(argument: tuple[str, str], message: str, capsys: Any, tmp_path: Path) -> None:
@@ -95,26 +141,31 @@ def test_refuses_in_one_line(argument: tuple[str, str], message: str, capsys: An
     assert message in line and not file.exists()
 
 
-def test_builds_that_spill_are_seen() -> None:
+def test_builds_of_the_kernel_that_spill_are_seen() -> None:
     class Build:
         n_spills = 3
 
     class Jit:
-        device_caches = {0: ({"before": object()},)}
+        def __init__(self, name: str) -> None:
+            self.fn = SimpleNamespace(__name__=name)
+            self.device_caches = {0: ({"before": object()},)}
 
-    jit = Jit()
-    with tune._fresh_builds([jit, object()]) as builds:
+    own, other = Jit("_fast_kernel"), Jit("_fast_rest_kernel")
+    before = dict(own.device_caches)
+    with tune._fresh_builds([own, other, object()], "fast") as builds:
         assert builds() == []
-        jit.device_caches[0] = ({"now": Build()},)
+        own.device_caches[0] = ({"now": Build()},)
+        other.device_caches[0][0]["now"] = Build()
         assert [build.n_spills for build in builds()] == [3]
+    assert own.device_caches == before
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Launch, ...]]:
-    """Two candidates for each kernel, one of which short calls do not take."""
+    """Two candidates for each kernel."""
     candidates = {
         "attention_fwd": (Launch(32, 16, 4, 1), Launch(16, 32, 4, 1)),
-        "attention_fwd_short": (Launch(16, 16, 4, 1), Launch(8, 8, 4, 1)),
+        "attention_fwd_short": (Launch(16, 16, 4, 1), Launch(16, 16, 8, 1)),
     }
     for module in (tune, __import__("torch_ops.bench.app", fromlist=["app"])):
         monkeypatch.setattr(module, "CANDIDATES", candidates)
@@ -134,14 +185,32 @@ def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch
     after = json.loads(file.read_text())["points"]
     assert set(after) == {"attention_fwd float16 1x40x1x16", "attention_fwd_short float16 2x10x1x16"}
     assert after | before == after
-    notes = {
-        one["launch"]["block_m"]: one.get("note") for one in after["attention_fwd_short float16 2x10x1x16"]["tried"]
-    }
-    assert notes == {16: None, 8: "calls of this length do not take it then"}
     winner = Launch(**after["attention_fwd float16 1x40x1x16"]["tried"][0]["launch"])
     with torch_ops.settings(rows=str(file)):
         launch, source = choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), Scores(1.0), 40)
-    assert launch == winner and source.startswith("rows.json: CPU")
+    assert launch == winner and source.startswith("rows.json: interpreter")
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not INTERPRET, reason="its candidates are the interpreter's")
+def test_what_is_timed_is_the_candidate(tmp_path: Path, few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the finals too, which come when no candidate is in force any more."""
+    timed: list[Launch] = []
+
+    def make_timer(work: Any, device: Any) -> Timer:
+        def note() -> float:
+            timed.append(choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), Scores(1.0), 40)[0])
+            return float(len(timed) < 2) + 1.0
+
+        return Timer("wall", note, work)
+
+    monkeypatch.setattr(tune, "make_timer", make_timer)
+    monkeypatch.setattr(tune, "CLOSE", 10.0)
+    arguments = ["--device", "cpu", "--dtype", "float16", "--rounds", "2", "--shapes", "1x40x1x16"]
+    result = CliRunner().invoke(app, ["tune", "window_attn", *arguments, "--out", str(tmp_path / "rows.json")])
+    assert result.exit_code == 0, result.output
+    one, two = few["attention_fwd"]
+    assert timed[:2] == [one, two] and sorted(map(repr, timed[2:])) == sorted(map(repr, [one, two, one, two]))
 
 
 @pytest.mark.gpu

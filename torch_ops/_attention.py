@@ -25,7 +25,7 @@ from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 # Rows per segment, on average, from which the Hopper path is faster.
-SHORT = 128
+HOPPER_FROM = 128
 
 
 def why_portable(softcap: float, length: int | None, backward: bool = False, **tensors: Tensor) -> str:
@@ -37,8 +37,8 @@ def why_portable(softcap: float, length: int | None, backward: bool = False, **t
     if backward and settings.path == "auto":
         return "the Hopper backward has not been measured yet; settings.path 'hopper' takes it"
     reason = refusal(gpu(), softcap, **tensors)
-    if not reason and settings.path == "auto" and length is not None and length < SHORT:
-        reason = f"segments of {length} rows on average; the Hopper path is faster from {SHORT} on"
+    if not reason and settings.path == "auto" and length is not None and length < HOPPER_FROM:
+        reason = f"segments of {length} rows on average; the Hopper path is faster from {HOPPER_FROM} on"
     return reason
 
 

@@ -27,7 +27,7 @@ from torch_ops._attention_portable import (
 from torch_ops._registry import Relaunch, wrap_triton
 from torch_ops._scores import Scores
 
-# Programs of the kernels that look for longer segments: two on each multiprocessor of the largest GPUs.
+# Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
 REST_PROGRAMS = 264
 # Wider heads do not fit the registers, nor does fp32.
 WIDEST = 128

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton
 
-from csrc_free_ops.configs import Gpu
+from csrc_free_ops.configs import Gpu, gpu_name
 
 # Bytes that a block can ask for (CUDA C++ Programming Guide, technical specifications per compute capability).
 SHARED_MEMORY = {
@@ -28,9 +28,8 @@ def _describe(driver: Any, index: int | None) -> Gpu:
         shared = SHARED_MEMORY.get(target.arch, 65536)
         return Gpu(f"{target.backend}-{target.arch}", target.backend, target.arch, shared)
     properties = torch.cuda.get_device_properties(index)
-    name = properties.name.lower().removeprefix("nvidia ").replace(" ", "-")
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    return Gpu(name, target.backend, target.arch, shared)
+    return Gpu(gpu_name(properties.name), target.backend, target.arch, shared)
 
 
 def gpu() -> Gpu:

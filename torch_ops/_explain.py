@@ -20,7 +20,7 @@ from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 KERNELS = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv")
-# All whose launches rows choose.
+# All that `vk bench tune` makes rows for.
 ROWED = (*KERNELS, "attention_fwd_short", "attention_bwd_short", *(f"{kernel}_hopper" for kernel in KERNELS))
 
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -58,6 +59,21 @@ def _from_environment() -> _Values:
     return _Values(path=path, checked=checked == "1", rows=rows)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A file of rows as it was when it was read: a change of it counts from the next process or setting on."""
+
+    rows: tuple[Row, ...] = ()
+    digest: str = "-"
+
+    @staticmethod
+    def of(path: str) -> "_Rows":
+        if not path:
+            return _Rows()
+        rows = read_rows(Path(path))
+        return _Rows(rows, hashlib.sha256(repr(rows).encode()).hexdigest()[:16])
+
+
 @lru_cache
 def source_hash() -> str:
     """Of every file that decides what an op computes: kernels, launchers, op bodies, backward formulas, rows."""
@@ -77,10 +93,19 @@ class Settings:
     enters the key of compiled artefacts on disk.
     """
 
-    __slots__ = ("_user_tag", "_values", "generation")
+    __slots__ = ("_rows", "_user_tag", "_values", "generation")
 
     def __init__(self) -> None:
         self._values = _from_environment()
+        try:
+            self._rows = _Rows.of(self._values.rows)
+        except ValueError as error:
+            if "VK_ROWS" in os.environ:
+                raise
+            # Nobody asked for this file by name.
+            warnings.warn(f"these launch rows are not used: {error}", stacklevel=2)
+            self._values = replace(self._values, rows="")
+            self._rows = _Rows()
         self.generation = 0
         self._user_tag = torch.compiler.config.cache_key_tag
         self._key_artefacts()
@@ -97,8 +122,8 @@ class Settings:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The user's own launch rows, which come before the shipped ones."""
-        return read_rows(Path(self._values.rows)) if self._values.rows else ()
+        """The user's own launch rows, which come before the shipped ones, as they were when they were set."""
+        return self._rows.rows
 
     def update(self, **changes: object) -> None:
         """Changes settings by name; an unknown name or value is refused and nothing changes."""
@@ -106,8 +131,13 @@ class Settings:
         if unknown:
             names = ", ".join(_Values.__dataclass_fields__)
             raise ValueError(f"settings: {', '.join(sorted(unknown))} is not a setting; there are {names}")
-        before, self._values = self._values, replace(self._values, **changes)  # type: ignore[arg-type]
-        if replace(before, checked=False) != replace(self._values, checked=False):
+        after = replace(self._values, **changes)  # type: ignore[arg-type]
+        self._take(after, _Rows.of(after.rows) if "rows" in changes else self._rows)
+
+    def _take(self, values: _Values, rows: _Rows) -> None:
+        changed = (values.path, rows) != (self._values.path, self._rows)
+        self._values, self._rows = values, rows
+        if changed:
             self.generation += 1
             self._key_artefacts()
             if "torch._dynamo" in sys.modules:
@@ -115,20 +145,19 @@ class Settings:
 
     def __call__(self, **changes: object) -> contextlib.AbstractContextManager["Settings"]:
         """Changes settings at once, as `update` does; used in a `with` statement, for its block only."""
-        before = self._values
+        before = self._values, self._rows
         self.update(**changes)
-        return self._until_exit(before)
+        return self._until_exit(*before)
 
     @contextlib.contextmanager
-    def _until_exit(self, before: _Values) -> Iterator["Settings"]:
+    def _until_exit(self, values: _Values, rows: _Rows) -> Iterator["Settings"]:
         try:
             yield self
         finally:
-            self.update(**{name: getattr(before, name) for name in _Values.__dataclass_fields__})
+            self._take(values, rows)
 
     def _key_artefacts(self) -> None:
-        rows_hash = hashlib.sha256(Path(self._values.rows).read_bytes()).hexdigest()[:16] if self._values.rows else "-"
-        tag = f"vk:{source_hash()}:{self._values.path}:{rows_hash}"
+        tag = f"vk:{source_hash()}:{self._values.path}:{self._rows.digest}"
         torch.compiler.config.cache_key_tag = f"{self._user_tag}|{tag}" if self._user_tag else tag
 
 

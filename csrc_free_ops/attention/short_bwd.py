@@ -28,7 +28,7 @@ from csrc_free_ops.tiles.segments import (
     clamp_span,
     narrow_segments,
     place_outside,
-    place_tile,
+    place_rows,
     probe_segments,
 )
 
@@ -147,12 +147,11 @@ def _attention_bwd_dq_rest_kernel(
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
                 segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
-            start, length, first, _, attended = place_tile(
+            start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                segment, total, total, tile, BLOCK_M,
+                segment, total, tile, BLOCK_M,
             )  # fmt: skip
-            length = tl.where(length > SHORT, length, 0)
+            length = tl.where(attended > SHORT, attended, 0)
         if first < length:
             differentiate_queries(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
@@ -201,12 +200,11 @@ def _attention_bwd_dkdv_rest_kernel(
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
                 segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_N)
             inside = (segment > 0) & (segment <= num_segments)
-            start, length, first, _, attended = place_tile(
+            start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                segment, total, total, tile, BLOCK_N,
+                segment, total, tile, BLOCK_N,
             )  # fmt: skip
-            length = tl.where(length > SHORT, length, 0)
+            length = tl.where(attended > SHORT, attended, 0)
         if first < length:
             differentiate_keys(
                 q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,

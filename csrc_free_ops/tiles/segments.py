@@ -42,22 +42,29 @@ def clamp_span(start, end, total):
 
 
 @triton.jit
-def place_tile(start, end, other_start, other_end, segment, total, total_other, tile, BLOCK: tl.constexpr):
-    """`tile` among the tiles of BLOCK rows over cu, and the rows of the other side that belong to its segment.
+def place_rows(start, end, segment, total, tile, BLOCK: tl.constexpr):
+    """`tile` among the tiles of BLOCK rows: (start, length, first).
 
-    Returns (start, length, first, other_start, other_length): the segment's rows start .. start+length-1, the
-    tile's first row within it (a surplus tile has first >= length), and the other side's rows.
+    The segment's rows are start .. start+length-1, and the tile's first row is that within it; a surplus tile has
+    first >= length.
     """
     start, length = clamp_span(start, end, total)
+    return start, length, (tile - start // BLOCK - segment) * BLOCK
+
+
+@triton.jit
+def place_tile(start, end, other_start, other_end, segment, total, total_other, tile, BLOCK: tl.constexpr):
+    """`place_rows` over cu, and the rows of the other side that belong to the segment: two more, where and how many."""
+    start, length, first = place_rows(start, end, segment, total, tile, BLOCK)
     other_start, other_length = clamp_span(other_start, other_end, total_other)
-    return start, length, (tile - start // BLOCK - segment) * BLOCK, other_start, other_length
+    return start, length, first, other_start, other_length
 
 
 @triton.jit
 def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
     """The same for the rows before `begin` and from `end` on, which belong to no segment, by themselves.
 
-    Returns (number of tiles, start, length, first), the latter as `place_tile` does.
+    Returns (number of tiles, start, length, first), the latter as `place_rows` does.
     """
     begin = tl.minimum(tl.maximum(begin, 0), total)
     end = tl.minimum(tl.maximum(end, begin), total)

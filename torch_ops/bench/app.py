@@ -19,7 +19,7 @@ from torch_ops.bench.profile import profile_case
 from torch_ops.bench.results import OK, WRONG, Measurement, Report, read_report
 from torch_ops.bench.room import Contender, Room
 from torch_ops.bench.tables import markdown, print_tables
-from torch_ops.bench.tune import TUNED_PATHS, Journal, find_points, in_words, provenance_of, search
+from torch_ops.bench.tune import TUNED_PATHS, Journal, Measured, any_timed, find_points, in_words, provenance_of, search
 from torch_ops.settings import default_rows
 
 ROOMS: dict[str, Room] = {room.op: room for room in (window_attn.ROOM,)}
@@ -157,19 +157,23 @@ def tune(
     rows = out or default_rows()
     with options.value_errors("--out"):
         journal = Journal.open(rows, provenance_of(provenance(where, commit, {})))
-    wanted = [name.strip() for item in kernels or () for name in item.split(",")]
+    wanted = [name.strip() for item in kernels or () for name in item.split(",") if name.strip()]
     with options.value_errors("--kernels"):
         points = find_points(room, cases, TUNED_PATHS if path is None else (path,), wanted, terms)
-    if not points:
-        raise options.bad("--device", f"these calls on {where} launch no kernel that has candidates")
     left = [(point, case) for point, case in points if point.key not in journal.points]
+    try:
+        journal.write(rows)
+    except OSError as error:
+        raise options.bad("--out", f"{str(rows)!r} cannot be written: {error.strerror}") from error
     say(f"{len(points)} points, {len(points) - len(left)} of them in {rows} already")
     with options.progress(sum(len(CANDIDATES[point.kernel.name]) for point, _ in left)) as step:
         for point, case in left:
             tried = search(room, point, case, terms, step)
-            journal.points[point.key] = point.kernel, tried
-            journal.write(rows)
             say(f"{point.key}: {in_words(tried)}")
+            if any_timed(tried):
+                origin = journal.provenance
+                journal.points[point.key] = Measured(point.kernel, tuple(tried), origin["date"], origin["commit"])
+                journal.write(rows)
     say(f"rows are in {rows}" + ("" if out else "; processes that start from now on take them"))
 
 

@@ -18,9 +18,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
-from csrc_free_ops.configs import Launch, Row, as_document
+from csrc_free_ops.configs import Launch, Row, as_document, read_rows
+from torch_ops._registry import INTERPRET
 from torch_ops.bench.contest import Terms, bound_work, input_sets
 from torch_ops.bench.gate import judge
 from torch_ops.bench.results import OK, Provenance
@@ -38,12 +41,13 @@ class Point:
     """One kernel in one call, reached by one setting of the path."""
 
     path: str
-    shape: str
+    case: str
     kernel: TunedKernel
+    cold: bool = False
 
     @property
     def key(self) -> str:
-        return f"{self.kernel.name} {self.kernel.dtype} {self.shape}"
+        return f"{self.kernel.name} {self.kernel.dtype} {self.case}" + " cold" * self.cold
 
 
 @dataclass(frozen=True)
@@ -59,53 +63,72 @@ class Tried:
         return statistics.median(self.ms) if self.ms else math.inf
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A point as the file holds it: its candidates, and when and at which commit they were measured."""
+
+    kernel: TunedKernel
+    tried: tuple[Tried, ...]
+    date: str = ""
+    commit: str = ""
+
+    @staticmethod
+    def of(entry: dict[str, Any]) -> "Measured":
+        tried = tuple(
+            Tried(Launch(**one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
+        )
+        return Measured(TunedKernel(**entry["kernel"]), tried, entry.get("date", ""), entry.get("commit", ""))
+
+    def entry(self) -> dict[str, Any]:
+        tried = [{key: value for key, value in dataclasses.asdict(one).items() if value} for one in self.tried]
+        return {**dataclasses.asdict(self), "tried": tried}
+
+
 @dataclass
 class Journal:
-    """What was measured so far, by the key of its point; `write` makes rows of it."""
+    """What was measured so far, by the key of its point; `write` makes rows of it, before `others` that were there."""
 
     provenance: dict[str, str]
-    points: dict[str, tuple[TunedKernel, list[Tried]]]
+    points: dict[str, Measured]
+    others: tuple[Row, ...] = ()
 
     @staticmethod
     def open(path: Path, provenance: dict[str, str]) -> "Journal":
         """The journal that lies there, or an empty one. ValueError where another GPU or Triton made it."""
         if not path.exists():
             return Journal(provenance, {})
+        rows = read_rows(path)
         document = json.loads(path.read_text())
-        made_by = document.get("provenance", {})
+        made_by = document["provenance"]
         for name in ("gpu", "triton", "torch"):
             if made_by.get(name) != provenance[name]:
                 there = f"{name} {made_by.get(name)}, and this is {provenance[name]}"
                 raise ValueError(f"{path} was measured with {there}; give another file")
-        points = {}
-        for key, entry in document.get("points", {}).items():
-            tried = [
-                Tried(Launch(**one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
-            ]
-            points[key] = TunedKernel(**entry["kernel"]), tried
-        return Journal(provenance, points)
+        try:
+            points = {key: Measured.of(entry) for key, entry in document.get("points", {}).items()}
+        except (TypeError, KeyError, AttributeError) as error:
+            message = f"{path} holds no measured points: {type(error).__name__}: {error}; give another file"
+            raise ValueError(message) from error
+        plain = [dataclasses.replace(row, source="", gpu="") for row in rows]
+        own = rows_of(points.values())
+        return Journal(provenance, points, tuple(row for row in plain if row not in own))
 
     def write(self, path: Path) -> None:
         """All of it or nothing: a run may be stopped at any time."""
-        document = as_document(rows_of(self.points.values()), self.provenance)
-        document["points"] = {
-            key: {"kernel": dataclasses.asdict(kernel), "tried": [_entry(one) for one in tried]}
-            for key, (kernel, tried) in self.points.items()
-        }
+        document = as_document([*rows_of(self.points.values()), *self.others], self.provenance)
+        document["points"] = {key: measured.entry() for key, measured in self.points.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(path.name + ".new")
         beside.write_text(json.dumps(document, indent=1) + "\n")
         os.replace(beside, path)
 
 
-def _entry(tried: Tried) -> dict[str, Any]:
-    entry = dataclasses.asdict(tried)
-    return {key: value for key, value in entry.items() if value}
+def rows_of(points: Iterable[Measured]) -> list[Row]:
+    """A row for each range of lengths with a launch of its own; between two measured lengths their geometric mean.
 
-
-def rows_of(points: Iterable[tuple[TunedKernel, list[Tried]]]) -> list[Row]:
-    """A row for each range of lengths with a launch of its own; between two measured lengths their geometric mean."""
-    won = [(kernel, min(tried, key=lambda one: one.best_ms)) for kernel, tried in points if _any_timed(tried)]
+    Kernels of short segments have none beyond their block: longer segments would take other kernels.
+    """
+    won = [(each.kernel, min(each.tried, key=lambda one: one.best_ms)) for each in points if any_timed(each.tried)]
 
     def family(item: tuple[TunedKernel, Tried]) -> tuple[Any, ...]:
         return item[0].name, item[0].dtype, item[0].head_dim, item[0].masked
@@ -117,37 +140,50 @@ def rows_of(points: Iterable[tuple[TunedKernel, list[Tried]]]) -> list[Row]:
         for kernel, best in sorted(members, key=lambda item: item[1].best_ms):
             by_length[kernel.length] = best
         lengths = sorted(by_length)
-        begins = [0, *(math.isqrt(a * b) for a, b in zip(lengths, lengths[1:], strict=False))]
-        for begin, length in zip(begins, lengths, strict=True):
+        # A row reaches up to the next, and at least to its own length.
+        ends = [max(a + 1, math.isqrt(a * b)) for a, b in zip(lengths, lengths[1:], strict=False)]
+        begin = 0
+        for length, end in zip(lengths, [*ends, None], strict=True):
             launch = by_length[length].launch
-            if rows and begin and rows[-1].launch == launch:
+            following = launch == (by_length[lengths[lengths.index(length) + 1]].launch if end else None)
+            if following:
                 continue
-            if begin:
-                rows[-1] = dataclasses.replace(rows[-1], max_length=begin)
-            rows.append(Row(name, dtype, head_dim, launch, masked=masked, min_length=begin))
+            reach = end
+            if name.endswith("_short"):
+                reach = min(end or launch.block_m + 1, launch.block_m + 1)
+            rows.append(Row(name, dtype, head_dim, launch, masked=masked, min_length=begin, max_length=reach))
+            begin = end or 0
     return rows
 
 
-def _any_timed(tried: Sequence[Tried]) -> bool:
+def any_timed(tried: Sequence[Tried]) -> bool:
     return any(one.ms for one in tried)
 
 
 def find_points(
     room: Room, cases: Sequence[Any], paths: Sequence[str], kernels: Sequence[str], terms: Terms
 ) -> list[tuple[Point, Any]]:
-    """Every kernel that these calls take on these paths, once; `kernels` are the wanted ones, all where it is empty."""
+    """Every kernel that these calls take on these paths, once; `kernels` are the wanted ones, all where it is empty.
+
+    Rows of the user's do not count. ValueError where none is left, which says what there is.
+    """
     unknown = [name for name in kernels if name not in CANDIDATES]
     if unknown:
         raise ValueError(f"no kernel {unknown[0]!r} has candidates; give some of {', '.join(CANDIDATES)}")
     found: dict[str, tuple[Point, Any]] = {}
+    launched: dict[str, None] = {}
     for path in paths:
-        with torch_ops.settings(path=path):
+        with torch_ops.settings(path=path, rows=""):
             for case in cases:
                 for kernel in room.kernels(case, room.inputs(case, terms.dtype, terms.device, 0)):
+                    launched[kernel.name] = None
                     wanted = not kernels or kernel.name in kernels
                     if wanted and kernel.name in CANDIDATES and (terms.backward or not kernel.backward):
-                        point = Point(path, room.shape(case), kernel)
+                        point = Point(path, case.name, kernel, terms.cold)
                         found.setdefault(point.key, (point, case))
+    if not found:
+        all_of_them = ", ".join(launched) or "no kernel that has candidates"
+        raise ValueError(f"nothing is left to tune: on {terms.device} these calls launch {all_of_them}")
     return list(found.values())
 
 
@@ -160,10 +196,12 @@ def search(room: Room, point: Point, case: Any, terms: Terms, on_step: Callable[
     tried: dict[Launch, Tried] = {}
     for launch in CANDIDATES[point.kernel.name]:
         on_step(f"{point.key}: {_words(launch)}")
-        with _forced(point, launch), _fresh_builds(room.jits) as builds:
+        with _forced(point, launch), _fresh_builds(room.jits, point.kernel.name) as builds:
             timer = _make(room, point, case, inputs, trials, terms)
             if isinstance(timer, Timer) and any(getattr(build, "n_spills", 0) for build in builds()):
                 timer = "spills registers"
+            if isinstance(timer, Timer) and timer.kind != "graph":
+                timer = _forcing(timer, point, launch)
         if isinstance(timer, str):
             tried[launch] = Tried(launch, note=timer)
         else:
@@ -207,17 +245,34 @@ def _forced(point: Point, launch: Launch) -> Iterator[None]:
             yield
 
 
+def _forcing(timer: Timer, point: Point, launch: Launch) -> Timer:
+    """A timer that calls the op anew each time, where a captured graph would hold its launch."""
+
+    def sample() -> float:
+        with _forced(point, launch):
+            return timer.sample()
+
+    return dataclasses.replace(timer, sample=sample)
+
+
+# Captured graphs run builds that nothing else may hold any more.
+_builds_in_graphs: list[Any] = []
+
+
 @contextlib.contextmanager
-def _fresh_builds(jits: Sequence[Any]) -> Iterator[Callable[[], list[Any]]]:
-    """Within, the kernels begin without builds in memory; yields what lists those made since."""
-    kept = [(jit, dict(jit.device_caches)) for jit in jits if hasattr(jit, "device_caches")]
-    for jit, _ in kept:
+def _fresh_builds(jits: Sequence[Any], kernel: str) -> Iterator[Callable[[], list[Any]]]:
+    """Within, this kernel begins without builds in memory; yields what lists those made since."""
+    named = [jit for jit in jits if hasattr(jit, "device_caches") and jit.fn.__name__ == f"_{kernel}_kernel"]
+    kept = [dict(jit.device_caches) for jit in named]
+    for jit in named:
         jit.device_caches.clear()
-    yield lambda: [build for jit, _ in kept for caches in jit.device_caches.values() for build in caches[0].values()]
-    # Captured graphs hold builds of either kind.
-    for jit, before in kept:
-        before |= jit.device_caches
-        jit.device_caches.update(before)
+    try:
+        yield lambda: [build for jit in named for caches in jit.device_caches.values() for build in caches[0].values()]
+    finally:
+        for jit, before in zip(named, kept, strict=True):
+            _builds_in_graphs.append(dict(jit.device_caches))
+            jit.device_caches.clear()
+            jit.device_caches.update(before)
 
 
 def _make(
@@ -234,13 +289,19 @@ def _make(
             return verdict.note or verdict.status
         work = [bound_work(room.ours.bind(case, each), direction, terms.device) for each in inputs]
         return make_timer(work, terms.device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return one_line(error)
 
 
 def provenance_of(origin: Provenance) -> dict[str, str]:
-    """What rows carry of it."""
+    """What rows carry of it; under the interpreter, which any machine has, its name."""
     return {
-        "gpu": origin.device, "torch": origin.versions["torch"], "triton": origin.versions["triton"],
-        "date": origin.date, "command": origin.command, "commit": origin.commit,
-    }  # fmt: skip
+        "gpu": "interpreter" if INTERPRET else origin.device,
+        "torch": origin.versions["torch"],
+        "triton": origin.versions["triton"],
+        "date": origin.date,
+        "command": origin.command,
+        "commit": origin.commit,
+    }
