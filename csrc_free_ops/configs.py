@@ -157,8 +157,9 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
         # They also hold what tells them their tile, and are not there to be fast.
         if gpu.backend == "hip":
             return Launch(16, 16, 4, 1)
-        if width > 96:
-            return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(64, 16, 8, 1)
+        arch = int(gpu.arch)
+        if width > 96 or arch < 90:
+            return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(32 if arch >= 120 else 64, 16, 8, 1)
         return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
     if kernel == "attention_bwd_dq_hopper":
         return Launch(128, 64, 8, 3) if masked or width > 80 else Launch(192, 64, 12, 3)
