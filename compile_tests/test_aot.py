@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from compile_tests.attention import HOPPER_KERNELS, KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import SM90, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, pick, shipped_rows
-from torch_ops._attention_hopper import PARTS
+from torch_ops._attention_hopper import PARTS, _describe, _Descriptors
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -181,6 +181,15 @@ def test_hopper_path_fits_and_overlaps(kernel: str, head_dim: int, variant: str,
         reason = "the producer's 24 registers do not hold a tile's description; path 'auto' takes neither kernel"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     assert built.spilled == 0, str(built)
+
+
+def test_descriptors_of_later_calls_equal_made_ones() -> None:
+    """They are copies of the first call's, but for the tensor."""
+    describe = _Descriptors((64, 64), (128, 16))
+    for _ in range(3):
+        q, k = (torch.empty(300, 3, 4, 72, dtype=torch.bfloat16)[:, index] for index in range(2))
+        for copied, made in zip(describe(q, k), (_describe(q, 64, 64), _describe(k, 128, 16)), strict=True):
+            assert copied.base is made.base and vars(copied) == vars(made)
 
 
 def test_every_gpu_with_shipped_rows_is_built_here() -> None:

@@ -34,8 +34,8 @@ LENGTHS = {
 
 
 @pytest.fixture(autouse=True)
-def hopper(device: str, request: pytest.FixtureRequest) -> Iterator[None]:
-    if "no_interpret" not in request.keywords and (device != "cuda" or gpu().arch != 90):
+def hopper(device: str) -> Iterator[None]:
+    if device != "cuda" or gpu().arch != 90:
         pytest.skip("needs a Hopper GPU")
     with settings(path=settings.path):
         yield
@@ -76,16 +76,6 @@ def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> No
     _assert_right(inputs, _call(inputs, "hopper"))
 
 
-@pytest.mark.no_interpret
-def test_copied_descriptors_equal_made_ones() -> None:
-    describe = _attention_hopper._Descriptors((64, 64), (128, 16))
-    for rows in (300, 300, 300):
-        q, k = (torch.empty(rows, 3, 4, 72, dtype=torch.bfloat16)[:, index] for index in range(2))
-        made = _attention_hopper._describe(q, 64, 64), _attention_hopper._describe(k, 128, 16)
-        for copied, expected in zip(describe(q, k), made, strict=True):
-            assert copied.base is expected.base and vars(copied) == vars(expected)
-
-
 def test_every_call_sees_its_own_tensors() -> None:
     """Launches after the first are kept ones."""
     for seed in range(3):
@@ -99,7 +89,7 @@ def test_paths_are_as_explained() -> None:
     for path in ("auto", "hopper", "portable"):
         with settings(path=path):
             explained[path] = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"]
-    assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
+    assert explained == {"auto": "portable", "hopper": "hopper", "portable": "portable"}
 
 
 KINDS = ("two_kernels", "one_pass", "one_pass_in_order")

@@ -24,22 +24,16 @@ from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-# Rows per segment, on average, from which the Hopper path is faster.
-HOPPER_FROM = 128
 
-
-def why_portable(softcap: float, length: int | None, backward: bool = False, **tensors: Tensor) -> str:
+def why_portable(softcap: float, **tensors: Tensor) -> str:
     """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path."""
     if INTERPRET:
         return "TRITON_INTERPRET=1"
     if settings.path == "portable":
         return "settings.path is 'portable'"
-    if backward and settings.path == "auto":
-        return "the Hopper backward has not been measured yet; settings.path 'hopper' takes it"
-    reason = refusal(gpu(), softcap, **tensors)
-    if not reason and settings.path == "auto" and length is not None and length < HOPPER_FROM:
-        reason = f"segments of {length} rows on average; the Hopper path is faster from {HOPPER_FROM} on"
-    return reason
+    if settings.path == "auto":
+        return "the Hopper path has not been measured as it is now; settings.path 'hopper' takes it"
+    return refusal(gpu(), softcap, **tensors)
 
 
 def _ahead_of_time() -> bool:
@@ -58,7 +52,7 @@ def plan_forward(
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
-    if why_portable(scores.softcap, length, q=q, k=k, v=v) or _ahead_of_time():
+    if why_portable(scores.softcap, q=q, k=k, v=v) or _ahead_of_time():
         return _plan_forward_stock(q, k, v, cu_q, cu_k, scores)
     if not is_eager():
         return partial(_launch_forward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
@@ -124,7 +118,7 @@ def plan_backward(
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    if why_portable(scores.softcap, length, True, **tensors) or _ahead_of_time():
+    if why_portable(scores.softcap, **tensors) or _ahead_of_time():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
         options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}

@@ -19,9 +19,14 @@ from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-KERNELS = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv")
+# By the kernel that takes a direction where segments are short, those that take it elsewhere.
+KERNELS = {
+    "attention_fwd_short": ("attention_fwd",),
+    "attention_bwd_short": ("attention_bwd_dq", "attention_bwd_dkdv"),
+}
 # All that `vk bench tune` makes rows for.
-ROWED = (*KERNELS, "attention_fwd_short", "attention_bwd_short", *(f"{kernel}_hopper" for kernel in KERNELS))
+GENERAL = tuple(name for general in KERNELS.values() for name in general)
+ROWED = (*GENERAL, *KERNELS, *(f"{name}_hopper" for name in GENERAL))
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -65,22 +70,21 @@ def _explain_window_attn(
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
     segments = cu_seqlens.shape[0] - 1
     length = mean_length(q.shape[0], segments)
-    why = why_portable(softcap, length, q=q, k=k, v=v)
-    why_backward = why_portable(softcap, length, True, q=q, k=k, v=v)
+    why = why_portable(softcap, q=q, k=k, v=v)
     path = "portable" if why else "hopper"
     kernels = {}
-    for name in KERNELS:
-        stock = why_backward if "bwd" in name else why
-        kernel = name if stock else f"{name}_hopper"
-        total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
-        launch, source = choose(kernel, q, scores, mean_length(total, segments))
-        short = f"{'_'.join(name.split('_')[:2])}_short"
-        chosen = short_launch(short, q, k, cu_seqlens_k, scores, length) if stock else None
+    for short, general in KERNELS.items():
+        chosen = short_launch(short, q, k, cu_seqlens_k, scores, length) if why else None
         if chosen:
-            kernel, (launch, source) = short, chosen
-        kernels[kernel] = {"launch": vars(launch), "source": source}
-    why = why or f"{gpu().name} is a Hopper GPU" + (f"; backward: {why_backward}" if why_backward else "")
-    return {**report, "path": path, "why": why, "kernels": kernels}
+            kernels[short] = chosen
+            continue
+        for name in general:
+            total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
+            kernel = name if why else f"{name}_hopper"
+            kernels[kernel] = choose(kernel, q, scores, mean_length(total, segments))
+    described = {name: {"launch": vars(launch), "source": source} for name, (launch, source) in kernels.items()}
+    why = why or f"{gpu().name} is a Hopper GPU"
+    return {**report, "path": path, "why": why, "kernels": described}
 
 
 LAYOUTS = ("contiguous", "encoder", "qkv_view")

@@ -265,7 +265,8 @@ def window_attn(
         ValueError: names the argument, what was wanted and what came.
 
     Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Forward and
-    backward give the same bits for the same inputs. FlashAttention-2, arXiv 2307.08691.
+    backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv
+    2307.08691.
     """
     out, lse = window_attn_op(
         q,

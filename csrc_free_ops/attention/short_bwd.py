@@ -10,7 +10,7 @@ import triton.language as tl
 
 from csrc_free_ops.attention.portable_bwd import differentiate_keys, differentiate_queries
 from csrc_free_ops.attention.portable_fwd import COUNTS
-from csrc_free_ops.attention.short_fwd import LOOK, SHORT_SIZES
+from csrc_free_ops.attention.short_fwd import SHORT_SIZES
 from csrc_free_ops.tiles.masks import within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -26,6 +26,7 @@ from csrc_free_ops.tiles.rows import (
 from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, exponent_of_lse, exponential
 from csrc_free_ops.tiles.segments import (
     clamp_span,
+    longest_segment,
     narrow_segments,
     place_outside,
     place_rows,
@@ -126,13 +127,7 @@ def _attention_bwd_dq_rest_kernel(
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    longest = 0
-    for index in range(0, num_segments, LOOK):
-        segments = index + tl.arange(0, LOOK)
-        froms = tl.load(cu_ptr + segments, mask=segments < num_segments, other=0)
-        tos = tl.load(cu_ptr + segments + 1, mask=segments < num_segments, other=0)
-        longest = tl.maximum(longest, tl.max(clamp_span(froms, tos, total)[1], 0))
-    tiles = tl.where(longest > SHORT, total // BLOCK_M + num_segments + 2, 0)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_M + num_segments + 2, 0)
     outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_M)
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
@@ -179,13 +174,7 @@ def _attention_bwd_dkdv_rest_kernel(
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    longest = 0
-    for index in range(0, num_segments, LOOK):
-        segments = index + tl.arange(0, LOOK)
-        froms = tl.load(cu_ptr + segments, mask=segments < num_segments, other=0)
-        tos = tl.load(cu_ptr + segments + 1, mask=segments < num_segments, other=0)
-        longest = tl.maximum(longest, tl.max(clamp_span(froms, tos, total)[1], 0))
-    tiles = tl.where(longest > SHORT, total // BLOCK_N + num_segments + 2, 0)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_N + num_segments + 2, 0)
     outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_N)
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)

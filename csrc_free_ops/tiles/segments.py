@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 SEARCH_WIDTH = tl.constexpr(128)
+# Segments whose lengths a program looks at in one step.
+LOOK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -39,6 +41,19 @@ def clamp_span(start, end, total):
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.minimum(tl.maximum(end, 0), total)
     return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def longest_segment(cu_ptr, num_segments, total):
+    """Rows of the longest. It decides what is done and never where, or cu_ptr would have to stay out of functions."""
+    longest = 0
+    for index in range(0, num_segments, LOOK):
+        segments = index + tl.arange(0, LOOK)
+        inside = segments < num_segments
+        start = tl.load(cu_ptr + segments, mask=inside, other=0)
+        end = tl.load(cu_ptr + segments + 1, mask=inside, other=0)
+        longest = tl.maximum(longest, tl.max(clamp_span(start, end, total)[1], 0))
+    return longest
 
 
 @triton.jit

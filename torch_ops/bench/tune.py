@@ -289,9 +289,11 @@ def _make(
             return verdict.note or verdict.status
         work = [bound_work(room.ours.bind(case, each), direction, terms.device) for each in inputs]
         return make_timer(work, terms.device)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # No fault of the candidate's, or one that spoils whatever comes after it.
         raise
     except Exception as error:
+        # What compilers raise at a launch that cannot be built has no type of its own.
         return one_line(error)
 
 
