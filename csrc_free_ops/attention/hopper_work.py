@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_free_ops.tiles.hopper import barrier_arrive
+from csrc_free_ops.tiles.hopper import barrier_arrive, take_ticket
 from csrc_free_ops.tiles.segments import narrow_segments
 
 # Named barriers below belong to Triton.
@@ -208,11 +208,8 @@ def draw(ticket_ptr, num_work):
     programs = gl.num_programs(0)
     work = num_work
     if num_work > programs:
-        # Whoever draws the last ticket knows that all others have drawn theirs.
-        ticket = gl.atomic_add(ticket_ptr, 1)
-        if ticket == num_work - 1:
-            gl.store(ticket_ptr, 0)
-        work = programs + ticket
+        # The last ticket: all other programs have drawn theirs.
+        work = programs + take_ticket(ticket_ptr, num_work - 1)
     return work
 
 
@@ -222,10 +219,7 @@ def draw_in_order(ticket_ptr, num_work):
 
     So whoever has an earlier piece is running, and the one with the earliest of all waits for nobody.
     """
-    ticket = gl.atomic_add(ticket_ptr, 1)
-    if ticket == num_work + gl.num_programs(0) - 1:
-        gl.store(ticket_ptr, 0)
-    return ticket
+    return take_ticket(ticket_ptr, num_work + gl.num_programs(0) - 1)
 
 
 @gluon.jit

@@ -408,6 +408,23 @@ def sent_all(value):
 
 
 @gluon.jit
+def take_ticket(counter, last):
+    """The number at global `counter`, which goes up by one, and from `last` back to 0. By one warp.
+
+    Not `gl.atomic_add`: ptxas then parts the first lane from the others, which read its answer before it is there.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane, old;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; mov.b32 old, 0;
+        @one atom.relaxed.gpu.global.inc.u32 old, [$1], $2;
+        shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff;
+        }""",
+        "=r,l,r", [counter.to(gl.int64), last], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def await_turn(counter, turn):
     """Until the number at global `counter` is `turn`; what was sent before it became so is there then."""
     gl.inline_asm_elementwise(
@@ -428,7 +445,7 @@ def pass_turn(counter):
         .reg .pred one; .reg .b32 lane;
         mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
         @one cp.async.bulk.wait_group 0;
-        fence.proxy.async; fence.acq_rel.gpu;
+        fence.proxy.async;
         @one red.release.gpu.global.add.u32 [$1], 1;
         bar.warp.sync 0xffffffff; mov.b32 $0, 0;
         }""",
