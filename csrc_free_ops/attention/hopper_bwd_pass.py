@@ -50,7 +50,6 @@ from csrc_free_ops.attention.hopper_bwd import (
     clear_tail,
     keep_sizes,
     load_tiles,
-    make_barriers,
     mask_weights,
 )
 from csrc_free_ops.attention.hopper_work import (
@@ -73,6 +72,7 @@ from csrc_free_ops.attention.hopper_work import (
 )
 from csrc_free_ops.tiles.hopper import (
     accumulate,
+    accumulate_shared,
     await_turn,
     barrier_arrive,
     barrier_sync,
@@ -103,8 +103,14 @@ from csrc_free_ops.tiles.scores import LOG2E
 
 # Keys of a program.
 OWNED = gl.constexpr(2 * BLOCK.value)
-# Threads of the consumers, and with them those of one more warp.
-CONSUMERS, MEETING = gl.constexpr(256), gl.constexpr(288)
+# Threads of the consumers, and with them those of one more warp; warps that send.
+CONSUMERS, MEETING, SENDERS = gl.constexpr(256), gl.constexpr(288), gl.constexpr(2)
+# Named barriers; of those of `hopper_work` the first belongs to the fifth partition. Q_STAGES and STAGES of them
+# come before OWN_EMPTY.
+Q_STAGES = gl.constexpr(3)
+Q_EMPTY = gl.constexpr(FIRST_BARRIER.value + 1)
+DOUT_EMPTY = gl.constexpr(Q_EMPTY.value + Q_STAGES.value)
+OWN_EMPTY, SCORED, FREE, STAGED = (gl.constexpr(DOUT_EMPTY.value + 2 + index) for index in range(4))
 
 # Notes of a tile beyond those of `hopper_bwd`: its head; how many BLOCKS are sent, which is none where BLOCKS is 1 for
 # want of any; its number among those of its segment, and that of the last; the queries; where their counters begin.
@@ -129,16 +135,15 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     lses, deltas = vectors
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     FIRST_STAGE: gl.constexpr = 4 * TILES
+    FIRST_DOUT: gl.constexpr = FIRST_STAGE + Q_STAGES * TILES
     EMPTY: gl.constexpr = MEETING
-    Q_EMPTY: gl.constexpr = FIRST_BARRIER
-    DOUT_EMPTY: gl.constexpr = Q_EMPTY + STAGES
-    OWN_EMPTY: gl.constexpr = DOUT_EMPTY + STAGES
     K_HEADS: gl.constexpr = HEADS // GROUP
     num_tiles, dealt = deal(
         kept_pointer(addresses, CU_OWN, gl.int32), kept_number(notes, SEGMENTS), kept_number(notes, TOTAL_OWN),
         K_HEADS, 2, ORDER,
     )  # fmt: skip
     num_work = num_tiles * K_HEADS
+    q_stage = 0
     stage = 0
     loaded = 0
     count = 0
@@ -168,7 +173,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             blocks = gl.maximum(sent, 1)
             slot = count % NOTES
             if count > 0:
-                barrier_sync(OWN_EMPTY, EMPTY + 32)
+                barrier_sync(OWN_EMPTY, EMPTY + 32 * SENDERS)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -202,19 +207,13 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                 other_head = head * GROUP + member
                 for block in range(blocks):
                     other = low + block * BLOCK
-                    if loaded >= STAGES:
-                        barrier_sync(Q_EMPTY + stage, EMPTY)
-                    bar = q_full.index(stage)
-                    mbarrier.expect(bar, TILES * TILE_BYTES)
-                    load_tiles(q_desc, other_start + other, other_head, bar, tiles, FIRST_STAGE + stage * TILES, TILES)
-                    if loaded >= STAGES:
-                        barrier_sync(DOUT_EMPTY + stage, EMPTY)
-                    bar = dout_full.index(stage)
-                    mbarrier.expect(bar, TILES * TILE_BYTES)
+                    if loaded >= Q_STAGES:
+                        barrier_sync(Q_EMPTY + q_stage, EMPTY)
+                    q_bar = q_full.index(q_stage)
+                    mbarrier.expect(q_bar, TILES * TILE_BYTES)
                     load_tiles(
-                        dout_desc, other_start + other, other_head, bar, tiles,
-                        FIRST_STAGE + (STAGES + stage) * TILES, TILES,
-                    )  # fmt: skip
+                        q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
+                    )
                     local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
                     inside = other + local < other_length
                     place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
@@ -222,41 +221,52 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
                     delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
                     delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
-                    lses.index(stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
-                    deltas.index(stage).store(delta)
-                    mbarrier.arrive(bar, count=1)
+                    if loaded >= STAGES:
+                        barrier_sync(DOUT_EMPTY + stage, EMPTY)
+                    bar = dout_full.index(stage)
+                    mbarrier.expect(bar, TILES * TILE_BYTES)
+                    load_tiles(
+                        dout_desc, other_start + other, other_head, bar, tiles, FIRST_DOUT + stage * TILES, TILES
+                    )
+                    lses.index(q_stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+                    deltas.index(q_stage).store(delta)
+                    mbarrier.arrive(q_bar, count=1)
                     loaded += 1
                     stage, _ = turn_around(stage, STAGES)
+                    q_stage, _ = turn_around(q_stage, Q_STAGES)
             count += 1
         work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
     if count > 0:
-        barrier_sync(OWN_EMPTY, EMPTY + 32)
+        barrier_sync(OWN_EMPTY, EMPTY + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
     mbarrier.arrive(own_full.index(0), count=1)
-    for index in gl.static_range(STAGES):
+    for index in gl.static_range(Q_STAGES):
         if index < loaded:
             barrier_sync(Q_EMPTY + index, EMPTY)
+    for index in gl.static_range(STAGES):
+        if index < loaded:
             barrier_sync(DOUT_EMPTY + index, EMPTY)
 
 
 @gluon.jit
-def _send(told, full, sums, OPTIONS: gl.constexpr):
-    """Adds the consumers' parts of dq to those of other programs, each in its turn."""
+def _send(INDEX: gl.constexpr, told, full, sums, OPTIONS: gl.constexpr):
+    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
+
+    The first part of a tile is none: it is sent nowhere.
+    """
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
     HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    STAGES: gl.constexpr = OPTIONS[4]
     ORDERED: gl.constexpr = OPTIONS[8]
     notes, addresses = told
     own_full, q_full, dout_full = full
     EMPTY: gl.constexpr = MEETING
-    OWN_EMPTY: gl.constexpr = FIRST_BARRIER + 2 * STAGES
-    STAGED: gl.constexpr = OWN_EMPTY + 2
-    FREE: gl.constexpr = OWN_EMPTY + 3
     source = shared_base() + sums
     turn = 0
-    barrier_arrive(FREE, EMPTY)
+    skipped = INDEX + 0 * turn
+    if INDEX == 0:
+        barrier_arrive(FREE, EMPTY)
     mbarrier.wait(own_full.index(0), 0)
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
@@ -268,36 +278,40 @@ def _send(told, full, sums, OPTIONS: gl.constexpr):
         row = read_note_by_warp(notes, slot, ROW_OTHER)
         tile = read_note_by_warp(notes, slot, SLOT)
         head = read_note_by_warp(notes, slot, HEAD) * GROUP
-        barrier_arrive(OWN_EMPTY, EMPTY + 32)
+        last = read_note_by_warp(notes, slot, LAST)
+        shift = read_note_by_warp(notes, slot, SHIFT)
+        barrier_arrive(OWN_EMPTY, EMPTY + 32 * SENDERS)
         total = kept_number(notes, TOTAL_OTHER)
         slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
-        # What is staged at first is no part of dq.
-        barrier_sync(STAGED, EMPTY)
-        barrier_arrive(FREE, EMPTY)
-        for member in range(GROUP):
-            for block in range(blocks):
-                barrier_sync(STAGED, EMPTY)
-                if block < sent:
-                    other = first + block * BLOCK
-                    place_of_row = (head + member).to(gl.int64) * total + row + other
-                    address = kept_pointer(addresses, SUMS, gl.float32) + place_of_row * HEAD_DIM
-                    counter = kept_pointer(addresses, COUNTS, gl.int32) + (head + member) * slots + tile
-                    counter += other // BLOCK
-                    size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
-                    if ORDERED:
-                        position = turn_among(
-                            own, read_note_by_warp(notes, slot, LAST), other, read_note_by_warp(notes, slot, SHIFT),
-                            kept_number(notes, BEFORE), kept_number(notes, AFTER), HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
-                        )  # fmt: skip
-                        await_turn(counter.to(gl.int64), position)
-                        send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
-                        barrier_arrive(FREE, EMPTY)
-                        pass_turn(counter.to(gl.int64))
-                    else:
-                        send_sums(address.to(gl.int64), source, size, 0)
-                        barrier_arrive(FREE, EMPTY)
-                else:
+        part = skipped
+        while part <= GROUP * blocks:
+            block = (part - 1) % blocks
+            if (part > 0) & (block < sent):
+                other = first + block * BLOCK
+                of_head = (head + (part - 1) // blocks).to(gl.int64)
+                address = kept_pointer(addresses, SUMS, gl.float32) + (of_head * total + row + other) * HEAD_DIM
+                size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
+                if ORDERED:
+                    counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
+                    position = turn_among(
+                        own, last, other, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
+                        HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
+                    )  # fmt: skip
+                    # Awaited while the consumers still make the part.
+                    await_turn(counter.to(gl.int64), position)
+                    barrier_sync(STAGED + INDEX, EMPTY)
+                    send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
                     barrier_arrive(FREE, EMPTY)
+                    pass_turn(counter.to(gl.int64))
+                else:
+                    barrier_sync(STAGED + INDEX, EMPTY)
+                    send_sums(address.to(gl.int64), source, size, 0)
+                    barrier_arrive(FREE, EMPTY)
+            else:
+                barrier_sync(STAGED + INDEX, EMPTY)
+                barrier_arrive(FREE, EMPTY)
+            part += SENDERS
+        skipped = part - (GROUP * blocks + 1)
         turn += 1
         mbarrier.wait(own_full.index(0), turn & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
@@ -336,15 +350,11 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
     STAGE_BYTES: gl.constexpr = TILES * TILE_BYTES
     DS_BYTES: gl.constexpr = 4 * TILE_BYTES
     EMPTY: gl.constexpr = MEETING
-    Q_EMPTY: gl.constexpr = FIRST_BARRIER
-    DOUT_EMPTY: gl.constexpr = Q_EMPTY + STAGES
-    OWN_EMPTY: gl.constexpr = DOUT_EMPTY + STAGES
-    SCORED: gl.constexpr = OWN_EMPTY + 1
-    STAGED: gl.constexpr = OWN_EMPTY + 2
-    FREE: gl.constexpr = OWN_EMPTY + 3
     COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
+    # Nor are there for what is added to dk next.
+    SHARED: gl.constexpr = HEAD_DIM > 96
     OWN: gl.constexpr = INDEX * BLOCK
     # Of dq each warpgroup makes some of the columns.
     HALF: gl.constexpr = (TILES + 1) // 2
@@ -354,7 +364,7 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
     k = base + INDEX * STAGE_BYTES
     v = base + (2 + INDEX) * STAGE_BYTES
     q = base + 4 * STAGE_BYTES
-    dout = q + STAGES * STAGE_BYTES
+    dout = q + Q_STAGES * STAGE_BYTES
     scores = dout + STAGES * STAGE_BYTES
     sums = base + SUMS_AT
     columns = base + INDEX * HALF * TILE_BYTES
@@ -363,8 +373,9 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
     places = lines * 32 + gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 2
     flip = ((lines >> 2) & 1) * 16 + gl.zeros([64, 8], gl.int32, LAYOUT)
     factor = scale * LOG2E
-    stage = 0
-    phase = 0
+    q_stage = 0
+    q_phase = 0
+    passed = 0
     turn = 0
     side = 0
     mbarrier.wait(own_full.index(0), 0)
@@ -380,25 +391,44 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
             meet()
         dk = zero_strips(STRIPS)
         dv = zero_strips(STRIPS)
+        if SHARED:
+            clear_rows(scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES, 0, BLOCK, 16, 4)
+        else:
+            rounded = narrow_strips(zero_strips(BLOCK // 8), DTYPE)
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
-        mbarrier.wait(q_full.index(stage), phase)
-        if (blocks == 1) & (tail < BLOCK):
-            clear_tail(q + stage * STAGE_BYTES, tail, TILES)
-        s = wait_strips(multiply(k, q + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE), 0)
-        left = blocks
+        # A value of its own: Triton carries through a loop what is another value after it.
+        previous = q_stage + 0
         remaining = GROUP * blocks
         while remaining > 0:
-            mbarrier.wait(dout_full.index(stage), phase)
+            left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
+            # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
+            # At the end of the loop this fence would end ptxas 12.8.
+            fence_async_shared()
+            barrier_sync(SCORED, CONSUMERS)
+            dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+            mbarrier.wait(q_full.index(q_stage), q_phase)
+            if (left == 1) & (tail < BLOCK):
+                clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
+            s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            if SHARED:
+                own = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES
+                dk = accumulate_shared(dk, own, q + previous * STAGE_BYTES, BLOCK, DTYPE)
+            else:
+                dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
+            dq = wait_strips(dq, 2)
+            barrier_sync(FREE, EMPTY)
+            _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
+            fence_async_shared()
+            barrier_arrive(STAGED + side, EMPTY)
+            stage = passed & 1
+            mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
             if (left == 1) & (tail < BLOCK):
                 clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
             dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            # Of the last block; what it makes of the first is not used.
-            barrier_sync(SCORED, CONSUMERS)
-            if not ROUNDED:
-                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+            s = wait_strips(s, 2)
             p = ()
             for index in gl.static_range(BLOCK // 8):
-                lse = lses.index(stage).slice(8 * index, 8).load(COLUMN)
+                lse = lses.index(q_stage).slice(8 * index, 8).load(COLUMN)
                 p = p + (exp2(s[index] * factor - lse[None, :]),)
             masked = rows < BLOCK
             if HAS_LEFT or HAS_RIGHT:
@@ -414,65 +444,72 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
                 else:
                     p = kept
             weights = narrow_strips(p, DTYPE)
-            if ROUNDED:
-                # Nor are there for the scores and dq at once.
-                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-                dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-            else:
-                dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-            dq = wait_strips(dq, 1)
-            barrier_sync(FREE, EMPTY)
-            _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
-            fence_async_shared()
-            barrier_arrive(STAGED, EMPTY)
+            dk = wait_strips(dk, 1)
+            if remaining < GROUP * blocks:
+                barrier_arrive(Q_EMPTY + previous, EMPTY)
+            dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
             dp = wait_strips(dp, 1)
             ds = ()
             for index in gl.static_range(BLOCK // 8):
-                delta = deltas.index(stage).slice(8 * index, 8).load(COLUMN)
+                delta = deltas.index(q_stage).slice(8 * index, 8).load(COLUMN)
                 weight = widen(weights[index]) if ROUNDED else p[index]
                 ds = ds + (weight * (dp[index] - delta[None, :]),)
-            rounded = narrow_strips(ds, DTYPE)
+            ds = narrow_strips(ds, DTYPE)
             side = side ^ 1
             at = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES + places
             for index in gl.static_range(BLOCK // 8):
-                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
-            fence_async_shared()
-            dk = accumulate(dk, rounded, q + stage * STAGE_BYTES, BLOCK, 16)
-            following, wrapped = turn_around(stage, STAGES)
-            following_phase = phase ^ wrapped
-            left = gl.where(left == 1, blocks, left - 1)
-            if remaining > 1:
-                mbarrier.wait(q_full.index(following), following_phase)
-                if (left == 1) & (tail < BLOCK):
-                    clear_tail(q + following * STAGE_BYTES, tail, TILES)
-            s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            dv = wait_strips(dv, 2)
+                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), ds[index])
+            if not SHARED:
+                rounded = ds
+            dv = wait_strips(dv, 0)
             barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-            dk = wait_strips(dk, 1)
-            barrier_arrive(Q_EMPTY + stage, EMPTY)
-            s = wait_strips(s, 0)
-            stage = following
-            phase = following_phase
+            previous = q_stage
+            q_stage, wrapped = turn_around(q_stage, Q_STAGES)
+            q_phase = q_phase ^ wrapped
+            passed += 1
             remaining -= 1
+        fence_async_shared()
         barrier_sync(SCORED, CONSUMERS)
         dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+        if SHARED:
+            own = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES
+            dk = accumulate_shared(dk, own, q + previous * STAGE_BYTES, BLOCK, DTYPE)
+        else:
+            dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
+        dk = wait_strips(dk, 0)
         dq = wait_strips(dq, 0)
+        barrier_arrive(Q_EMPTY + previous, EMPTY)
         barrier_sync(FREE, EMPTY)
         _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
         fence_async_shared()
-        barrier_arrive(STAGED, EMPTY)
+        barrier_arrive(STAGED + side, EMPTY)
+        side = side ^ 1
         dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         seen = read_note(notes, slot, SENT) > 0
         # K is read by both warpgroups for dq.
         barrier_sync(SCORED, CONSUMERS)
-        barrier_arrive(OWN_EMPTY, EMPTY + 32)
+        barrier_arrive(OWN_EMPTY, EMPTY + 32 * SENDERS)
         store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         turn += 1
         mbarrier.wait(own_full.index(0), turn & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
     barrier_sync(FREE, EMPTY)
+
+
+@gluon.jit
+def _make_barriers(STAGES: gl.constexpr):
+    own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full.index(0), count=1)
+    for index in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(index), count=2)
+    for index in gl.static_range(STAGES):
+        mbarrier.init(dout_full.index(index), count=1)
+    fence_async_shared()
+    return own_full, q_full, dout_full
 
 
 @gluon.jit
@@ -490,7 +527,7 @@ def _attention_bwd_hopper_kernel(
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BEFORE_SUMS: gl.constexpr = (4 + 2 * STAGES) * TILES + 16
+    BEFORE_SUMS: gl.constexpr = (4 + Q_STAGES + STAGES) * TILES + 16
     tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + HEAD_DIM // 8, 64, 1, 16], q_desc.layout)
     check_base(flat(tiles.index(0)))
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
@@ -503,10 +540,10 @@ def _attention_bwd_hopper_kernel(
     keep_pointer(addresses, SECOND_GRADIENT, dv_ptr)
     keep_pointer(addresses, TICKET, ticket_ptr)
     vectors = (
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], VECTOR),
     )
-    full = make_barriers(STAGES, 2)
+    full = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
@@ -518,8 +555,9 @@ def _attention_bwd_hopper_kernel(
             (_consume, (0, told, full, vectors, scale, SUMS_AT, OPTIONS)),
             (_consume, (1, told, full, vectors, scale, SUMS_AT, OPTIONS)),
             (_produce, (descs, memory, full, vectors, OPTIONS)),
-            (_send, (told, full, SUMS_AT, OPTIONS)),
+            (_send, (0, told, full, SUMS_AT, OPTIONS)),
+            (_send, (1, told, full, SUMS_AT, OPTIONS)),
         ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
