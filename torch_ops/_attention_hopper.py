@@ -239,7 +239,7 @@ def plan_backward_pass(
     group = num_heads // k.shape[1]
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
     # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
-    consumer, producer = (232, 40)
+    consumer, producer = (232, 40) if head_dim <= 96 else (240, 24)
     bounds = {"HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": ordered}
     constants = {
         "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": group, **bounds,

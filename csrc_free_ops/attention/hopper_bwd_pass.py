@@ -72,7 +72,6 @@ from csrc_free_ops.attention.hopper_work import (
 )
 from csrc_free_ops.tiles.hopper import (
     accumulate,
-    accumulate_shared,
     await_turn,
     barrier_arrive,
     barrier_sync,
@@ -334,6 +333,16 @@ def _stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
+def _load_vector(vectors, stage):
+    """One number for each column of BLOCK // 8 strips."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
+    parts = ()
+    for index in gl.static_range(BLOCK // 8):
+        parts = parts + (vectors.index(stage).slice(8 * index, 8).load(COLUMN),)
+    return parts
+
+
+@gluon.jit
 def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
@@ -350,11 +359,10 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
     STAGE_BYTES: gl.constexpr = TILES * TILE_BYTES
     DS_BYTES: gl.constexpr = 4 * TILE_BYTES
     EMPTY: gl.constexpr = MEETING
-    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
-    # Nor are there for what is added to dk next.
-    SHARED: gl.constexpr = HEAD_DIM > 96
+    # Nor are there for what the next block's scores meet first.
+    EARLY: gl.constexpr = HEAD_DIM <= 96
     OWN: gl.constexpr = INDEX * BLOCK
     # Of dq each warpgroup makes some of the columns.
     HALF: gl.constexpr = (TILES + 1) // 2
@@ -391,45 +399,31 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
             meet()
         dk = zero_strips(STRIPS)
         dv = zero_strips(STRIPS)
-        if SHARED:
-            clear_rows(scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES, 0, BLOCK, 16, 4)
-        else:
-            rounded = narrow_strips(zero_strips(BLOCK // 8), DTYPE)
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
-        # A value of its own: Triton carries through a loop what is another value after it.
-        previous = q_stage + 0
         remaining = GROUP * blocks
+        mbarrier.wait(q_full.index(q_stage), q_phase)
+        if (blocks == 1) & (tail < BLOCK):
+            clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
+        s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+        if EARLY:
+            lse = _load_vector(lses, q_stage)
+        s = wait_strips(s, 0)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
-            # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
-            # At the end of the loop this fence would end ptxas 12.8.
-            fence_async_shared()
-            barrier_sync(SCORED, CONSUMERS)
-            dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-            mbarrier.wait(q_full.index(q_stage), q_phase)
-            if (left == 1) & (tail < BLOCK):
-                clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
-            s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            if SHARED:
-                own = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES
-                dk = accumulate_shared(dk, own, q + previous * STAGE_BYTES, BLOCK, DTYPE)
-            else:
-                dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
-            dq = wait_strips(dq, 2)
-            barrier_sync(FREE, EMPTY)
-            _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
-            fence_async_shared()
-            barrier_arrive(STAGED + side, EMPTY)
             stage = passed & 1
             mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
             if (left == 1) & (tail < BLOCK):
                 clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
             dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            s = wait_strips(s, 2)
+            # Of the last block; what it makes of the first is not used.
+            barrier_sync(SCORED, CONSUMERS)
+            if not ROUNDED:
+                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+            if not EARLY:
+                lse = _load_vector(lses, q_stage)
             p = ()
             for index in gl.static_range(BLOCK // 8):
-                lse = lses.index(q_stage).slice(8 * index, 8).load(COLUMN)
-                p = p + (exp2(s[index] * factor - lse[None, :]),)
+                p = p + (exp2(s[index] * factor - lse[index][None, :]),)
             masked = rows < BLOCK
             if HAS_LEFT or HAS_RIGHT:
                 masked = masked | (left <= read_note(notes, slot, TAIL_MASKED))
@@ -444,41 +438,52 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
                 else:
                     p = kept
             weights = narrow_strips(p, DTYPE)
-            dk = wait_strips(dk, 1)
-            if remaining < GROUP * blocks:
-                barrier_arrive(Q_EMPTY + previous, EMPTY)
+            if ROUNDED:
+                # Nor are there for the scores and dq at once.
+                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
+            if EARLY:
+                delta = _load_vector(deltas, q_stage)
+            dq = wait_strips(dq, 1)
+            barrier_sync(FREE, EMPTY)
+            _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
+            if not EARLY:
+                delta = _load_vector(deltas, q_stage)
             dp = wait_strips(dp, 1)
             ds = ()
             for index in gl.static_range(BLOCK // 8):
-                delta = deltas.index(q_stage).slice(8 * index, 8).load(COLUMN)
                 weight = widen(weights[index]) if ROUNDED else p[index]
-                ds = ds + (weight * (dp[index] - delta[None, :]),)
-            ds = narrow_strips(ds, DTYPE)
+                ds = ds + (weight * (dp[index] - delta[index][None, :]),)
+            rounded = narrow_strips(ds, DTYPE)
             side = side ^ 1
             at = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES + places
             for index in gl.static_range(BLOCK // 8):
-                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), ds[index])
-            if not SHARED:
-                rounded = ds
-            dv = wait_strips(dv, 0)
-            barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-            previous = q_stage
-            q_stage, wrapped = turn_around(q_stage, Q_STAGES)
+                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
+            dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, 16)
+            following, wrapped = turn_around(q_stage, Q_STAGES)
             q_phase = q_phase ^ wrapped
+            if remaining > 1:
+                mbarrier.wait(q_full.index(following), q_phase)
+                coming = left - 1 if GROUP == 1 else (remaining - 2) % blocks + 1
+                if (coming == 1) & (tail < BLOCK):
+                    clear_tail(q + following * STAGE_BYTES, tail, TILES)
+            s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            # While these run: what was put into shared memory becomes visible, and the next block's numbers come.
+            fence_async_shared()
+            barrier_arrive(STAGED + (side ^ 1), EMPTY)
+            if EARLY:
+                lse = _load_vector(lses, following)
+            dv = wait_strips(dv, 2)
+            barrier_arrive(DOUT_EMPTY + stage, EMPTY)
+            dk = wait_strips(dk, 1)
+            barrier_arrive(Q_EMPTY + q_stage, EMPTY)
+            s = wait_strips(s, 0)
+            q_stage = following
             passed += 1
             remaining -= 1
-        fence_async_shared()
         barrier_sync(SCORED, CONSUMERS)
         dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-        if SHARED:
-            own = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES
-            dk = accumulate_shared(dk, own, q + previous * STAGE_BYTES, BLOCK, DTYPE)
-        else:
-            dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
-        dk = wait_strips(dk, 0)
         dq = wait_strips(dq, 0)
-        barrier_arrive(Q_EMPTY + previous, EMPTY)
         barrier_sync(FREE, EMPTY)
         _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
         fence_async_shared()
