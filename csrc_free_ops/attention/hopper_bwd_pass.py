@@ -102,14 +102,10 @@ from csrc_free_ops.tiles.scores import LOG2E
 
 # Keys of a program.
 OWNED = gl.constexpr(2 * BLOCK.value)
-# Threads of the consumers, and with them those of one more warp; warps that send.
-CONSUMERS, MEETING, SENDERS = gl.constexpr(256), gl.constexpr(288), gl.constexpr(2)
-# Named barriers; of those of `hopper_work` the first belongs to the fifth partition. Q_STAGES and STAGES of them
-# come before OWN_EMPTY.
-Q_STAGES = gl.constexpr(3)
-Q_EMPTY = gl.constexpr(FIRST_BARRIER.value + 1)
-DOUT_EMPTY = gl.constexpr(Q_EMPTY.value + Q_STAGES.value)
-OWN_EMPTY, SCORED, FREE, STAGED = (gl.constexpr(DOUT_EMPTY.value + 2 + index) for index in range(4))
+# Threads of the consumers, and with them those of one more warp; warps that send; blocks of dout in shared memory.
+CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
+# Named barriers: of those of `hopper_work` the first belongs to the fifth partition. STAGES of them begin at Q_EMPTY.
+OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(FIRST_BARRIER.value + 1 + at) for at in (0, 1, 2, 4, 6))
 
 # Notes of a tile beyond those of `hopper_bwd`: its head; how many BLOCKS are sent, which is none where BLOCKS is 1 for
 # want of any; its number among those of its segment, and that of the last; the queries; where their counters begin.
@@ -134,7 +130,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     lses, deltas = vectors
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     FIRST_STAGE: gl.constexpr = 4 * TILES
-    FIRST_DOUT: gl.constexpr = FIRST_STAGE + Q_STAGES * TILES
+    FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
     EMPTY: gl.constexpr = MEETING
     K_HEADS: gl.constexpr = HEADS // GROUP
     num_tiles, dealt = deal(
@@ -206,7 +202,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                 other_head = head * GROUP + member
                 for block in range(blocks):
                     other = low + block * BLOCK
-                    if loaded >= Q_STAGES:
+                    if loaded >= STAGES:
                         barrier_sync(Q_EMPTY + q_stage, EMPTY)
                     q_bar = q_full.index(q_stage)
                     mbarrier.expect(q_bar, TILES * TILE_BYTES)
@@ -220,7 +216,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
                     delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
                     delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
-                    if loaded >= STAGES:
+                    if loaded >= DOUT_STAGES:
                         barrier_sync(DOUT_EMPTY + stage, EMPTY)
                     bar = dout_full.index(stage)
                     mbarrier.expect(bar, TILES * TILE_BYTES)
@@ -231,24 +227,24 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     deltas.index(q_stage).store(delta)
                     mbarrier.arrive(q_bar, count=1)
                     loaded += 1
-                    stage, _ = turn_around(stage, STAGES)
-                    q_stage, _ = turn_around(q_stage, Q_STAGES)
+                    stage, _ = turn_around(stage, DOUT_STAGES)
+                    q_stage, _ = turn_around(q_stage, STAGES)
             count += 1
         work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
     if count > 0:
         barrier_sync(OWN_EMPTY, EMPTY + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
     mbarrier.arrive(own_full.index(0), count=1)
-    for index in gl.static_range(Q_STAGES):
+    for index in gl.static_range(STAGES):
         if index < loaded:
             barrier_sync(Q_EMPTY + index, EMPTY)
-    for index in gl.static_range(STAGES):
+    for index in gl.static_range(DOUT_STAGES):
         if index < loaded:
             barrier_sync(DOUT_EMPTY + index, EMPTY)
 
 
 @gluon.jit
-def _send(INDEX: gl.constexpr, told, full, sums, OPTIONS: gl.constexpr):
+def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
 
     The first part of a tile is none: it is sent nowhere.
@@ -261,11 +257,9 @@ def _send(INDEX: gl.constexpr, told, full, sums, OPTIONS: gl.constexpr):
     notes, addresses = told
     own_full, q_full, dout_full = full
     EMPTY: gl.constexpr = MEETING
-    source = shared_base() + sums
+    source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
     turn = 0
-    skipped = INDEX + 0 * turn
-    if INDEX == 0:
-        barrier_arrive(FREE, EMPTY)
+    skipped = INDEX
     mbarrier.wait(own_full.index(0), 0)
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
@@ -300,15 +294,15 @@ def _send(INDEX: gl.constexpr, told, full, sums, OPTIONS: gl.constexpr):
                     await_turn(counter.to(gl.int64), position)
                     barrier_sync(STAGED + INDEX, EMPTY)
                     send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
-                    barrier_arrive(FREE, EMPTY)
+                    mbarrier.arrive(free.index(INDEX), count=1)
                     pass_turn(counter.to(gl.int64))
                 else:
                     barrier_sync(STAGED + INDEX, EMPTY)
                     send_sums(address.to(gl.int64), source, size, 0)
-                    barrier_arrive(FREE, EMPTY)
+                    mbarrier.arrive(free.index(INDEX), count=1)
             else:
                 barrier_sync(STAGED + INDEX, EMPTY)
-                barrier_arrive(FREE, EMPTY)
+                mbarrier.arrive(free.index(INDEX), count=1)
             part += SENDERS
         skipped = part - (GROUP * blocks + 1)
         turn += 1
@@ -333,17 +327,17 @@ def _stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
-def _load_vector(vectors, stage):
-    """One number for each column of BLOCK // 8 strips."""
+def _load_vector(vectors, stage, FIRST: gl.constexpr, LAST: gl.constexpr):
+    """One number for each column of the strips from FIRST to before LAST."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
     parts = ()
-    for index in gl.static_range(BLOCK // 8):
+    for index in gl.static_range(FIRST, LAST):
         parts = parts + (vectors.index(stage).slice(8 * index, 8).load(COLUMN),)
     return parts
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
@@ -361,8 +355,9 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
     EMPTY: gl.constexpr = MEETING
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
-    # Nor are there for what the next block's scores meet first.
-    EARLY: gl.constexpr = HEAD_DIM <= 96
+    # Of the next block's lse and delta as many strips come early as there are registers for.
+    EARLY_LSE: gl.constexpr = 8 if HEAD_DIM <= 96 else 4
+    EARLY_DELTA: gl.constexpr = 8 if HEAD_DIM <= 80 else 0
     OWN: gl.constexpr = INDEX * BLOCK
     # Of dq each warpgroup makes some of the columns.
     HALF: gl.constexpr = (TILES + 1) // 2
@@ -372,8 +367,8 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
     k = base + INDEX * STAGE_BYTES
     v = base + (2 + INDEX) * STAGE_BYTES
     q = base + 4 * STAGE_BYTES
-    dout = q + Q_STAGES * STAGE_BYTES
-    scores = dout + STAGES * STAGE_BYTES
+    dout = q + STAGES * STAGE_BYTES
+    scores = dout + DOUT_STAGES * STAGE_BYTES
     sums = base + SUMS_AT
     columns = base + INDEX * HALF * TILE_BYTES
     LAYOUT: gl.constexpr = wgmma_layout(8)
@@ -405,8 +400,8 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
         if (blocks == 1) & (tail < BLOCK):
             clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
         s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-        if EARLY:
-            lse = _load_vector(lses, q_stage)
+        early_lse = _load_vector(lses, q_stage, 0, EARLY_LSE)
+        early_delta = _load_vector(deltas, q_stage, 0, EARLY_DELTA)
         s = wait_strips(s, 0)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
@@ -419,8 +414,7 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
             barrier_sync(SCORED, CONSUMERS)
             if not ROUNDED:
                 dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-            if not EARLY:
-                lse = _load_vector(lses, q_stage)
+            lse = early_lse + _load_vector(lses, q_stage, EARLY_LSE, BLOCK // 8)
             p = ()
             for index in gl.static_range(BLOCK // 8):
                 p = p + (exp2(s[index] * factor - lse[index][None, :]),)
@@ -442,13 +436,10 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
                 # Nor are there for the scores and dq at once.
                 dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-            if EARLY:
-                delta = _load_vector(deltas, q_stage)
+            delta = early_delta + _load_vector(deltas, q_stage, EARLY_DELTA, BLOCK // 8)
             dq = wait_strips(dq, 1)
-            barrier_sync(FREE, EMPTY)
-            _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
-            if not EARLY:
-                delta = _load_vector(deltas, q_stage)
+            mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
+            _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             dp = wait_strips(dp, 1)
             ds = ()
             for index in gl.static_range(BLOCK // 8):
@@ -460,7 +451,7 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
             for index in gl.static_range(BLOCK // 8):
                 put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
             dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, 16)
-            following, wrapped = turn_around(q_stage, Q_STAGES)
+            following, wrapped = turn_around(q_stage, STAGES)
             q_phase = q_phase ^ wrapped
             if remaining > 1:
                 mbarrier.wait(q_full.index(following), q_phase)
@@ -471,8 +462,8 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
             # While these run: what was put into shared memory becomes visible, and the next block's numbers come.
             fence_async_shared()
             barrier_arrive(STAGED + (side ^ 1), EMPTY)
-            if EARLY:
-                lse = _load_vector(lses, following)
+            early_lse = _load_vector(lses, following, 0, EARLY_LSE)
+            early_delta = _load_vector(deltas, following, 0, EARLY_DELTA)
             dv = wait_strips(dv, 2)
             barrier_arrive(DOUT_EMPTY + stage, EMPTY)
             dk = wait_strips(dk, 1)
@@ -484,8 +475,8 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
         barrier_sync(SCORED, CONSUMERS)
         dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
         dq = wait_strips(dq, 0)
-        barrier_sync(FREE, EMPTY)
-        _stage_dq(dq, sums, first_row, FIRST, HEAD_DIM)
+        mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
+        _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
         fence_async_shared()
         barrier_arrive(STAGED + side, EMPTY)
         side = side ^ 1
@@ -500,21 +491,23 @@ def _consume(INDEX: gl.constexpr, told, full, vectors, scale, SUMS_AT: gl.conste
         turn += 1
         mbarrier.wait(own_full.index(0), turn & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
-    barrier_sync(FREE, EMPTY)
 
 
 @gluon.jit
 def _make_barriers(STAGES: gl.constexpr):
     own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(own_full.index(0), count=1)
-    for index in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(index), count=2)
     for index in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(index), count=2)
+    for index in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(index), count=1)
+    for index in gl.static_range(SENDERS):
+        mbarrier.init(free.index(index), count=1)
     fence_async_shared()
-    return own_full, q_full, dout_full
+    return (own_full, q_full, dout_full), free
 
 
 @gluon.jit
@@ -532,8 +525,8 @@ def _attention_bwd_hopper_kernel(
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BEFORE_SUMS: gl.constexpr = (4 + Q_STAGES + STAGES) * TILES + 16
-    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + HEAD_DIM // 8, 64, 1, 16], q_desc.layout)
+    BEFORE_SUMS: gl.constexpr = (4 + STAGES + DOUT_STAGES) * TILES + 16
+    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SENDERS * (HEAD_DIM // 8), 64, 1, 16], q_desc.layout)
     check_base(flat(tiles.index(0)))
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
@@ -545,10 +538,10 @@ def _attention_bwd_hopper_kernel(
     keep_pointer(addresses, SECOND_GRADIENT, dv_ptr)
     keep_pointer(addresses, TICKET, ticket_ptr)
     vectors = (
-        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
-    full = _make_barriers(STAGES)
+    full, free = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
@@ -557,11 +550,11 @@ def _attention_bwd_hopper_kernel(
     SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
     gl.warp_specialize(
         [
-            (_consume, (0, told, full, vectors, scale, SUMS_AT, OPTIONS)),
-            (_consume, (1, told, full, vectors, scale, SUMS_AT, OPTIONS)),
+            (_consume, (0, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
+            (_consume, (1, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
             (_produce, (descs, memory, full, vectors, OPTIONS)),
-            (_send, (0, told, full, SUMS_AT, OPTIONS)),
-            (_send, (1, told, full, SUMS_AT, OPTIONS)),
+            (_send, (0, told, full, free, SUMS_AT, OPTIONS)),
+            (_send, (1, told, full, free, SUMS_AT, OPTIONS)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
