@@ -410,7 +410,11 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             if (left == 1) & (tail < BLOCK):
                 clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
             dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            # Of the last block; what it makes of the first is not used.
+            # The weights below hide how long it takes until all see what this warpgroup made of the last block.
+            fence_async_shared()
+            if remaining < GROUP * blocks:
+                barrier_arrive(STAGED + (side ^ 1), EMPTY)
+            # Of the first block nothing came before; what this makes of it is not used.
             barrier_sync(SCORED, CONSUMERS)
             if not ROUNDED:
                 dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
@@ -459,9 +463,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 if (coming == 1) & (tail < BLOCK):
                     clear_tail(q + following * STAGE_BYTES, tail, TILES)
             s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            # While these run: what was put into shared memory becomes visible, and the next block's numbers come.
-            fence_async_shared()
-            barrier_arrive(STAGED + (side ^ 1), EMPTY)
             early_lse = _load_vector(lses, following, 0, EARLY_LSE)
             early_delta = _load_vector(deltas, following, 0, EARLY_DELTA)
             dv = wait_strips(dv, 2)
@@ -472,6 +473,8 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             q_stage = following
             passed += 1
             remaining -= 1
+        fence_async_shared()
+        barrier_arrive(STAGED + (side ^ 1), EMPTY)
         barrier_sync(SCORED, CONSUMERS)
         dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
         dq = wait_strips(dq, 0)
