@@ -327,11 +327,11 @@ def _stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
-def _load_vector(vectors, stage, FIRST: gl.constexpr, LAST: gl.constexpr):
-    """One number for each column of the strips from FIRST to before LAST."""
+def _load_vector(vectors, stage):
+    """One number for each column of BLOCK // 8 strips."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
     parts = ()
-    for index in gl.static_range(FIRST, LAST):
+    for index in gl.static_range(BLOCK // 8):
         parts = parts + (vectors.index(stage).slice(8 * index, 8).load(COLUMN),)
     return parts
 
@@ -355,9 +355,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     EMPTY: gl.constexpr = MEETING
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
-    # Of the next block's lse and delta as many strips come early as there are registers for.
-    EARLY_LSE: gl.constexpr = 8 if HEAD_DIM <= 96 else 4
-    EARLY_DELTA: gl.constexpr = 8 if HEAD_DIM <= 80 else 0
     OWN: gl.constexpr = INDEX * BLOCK
     # Of dq each warpgroup makes some of the columns.
     HALF: gl.constexpr = (TILES + 1) // 2
@@ -394,31 +391,33 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             meet()
         dk = zero_strips(STRIPS)
         dv = zero_strips(STRIPS)
+        rounded = narrow_strips(zero_strips(BLOCK // 8), DTYPE)
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
         remaining = GROUP * blocks
-        mbarrier.wait(q_full.index(q_stage), q_phase)
-        if (blocks == 1) & (tail < BLOCK):
-            clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
-        s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-        early_lse = _load_vector(lses, q_stage, 0, EARLY_LSE)
-        early_delta = _load_vector(deltas, q_stage, 0, EARLY_DELTA)
-        s = wait_strips(s, 0)
+        # A value of its own: Triton carries through a loop what is another value after it.
+        previous = q_stage + 0
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
             stage = passed & 1
-            mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
+            mbarrier.wait(q_full.index(q_stage), q_phase)
             if (left == 1) & (tail < BLOCK):
-                clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
-            dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            # The weights below hide how long it takes until all see what this warpgroup made of the last block.
+                clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
+            s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
+            dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
             fence_async_shared()
             if remaining < GROUP * blocks:
                 barrier_arrive(STAGED + (side ^ 1), EMPTY)
-            # Of the first block nothing came before; what this makes of it is not used.
-            barrier_sync(SCORED, CONSUMERS)
+            lse = _load_vector(lses, q_stage)
             if not ROUNDED:
+                delta = _load_vector(deltas, q_stage)
+                barrier_sync(SCORED, CONSUMERS)
                 dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-            lse = early_lse + _load_vector(lses, q_stage, EARLY_LSE, BLOCK // 8)
+                mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
+                if (left == 1) & (tail < BLOCK):
+                    clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
+                dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            s = wait_strips(s, 1 if ROUNDED else 3)
             p = ()
             for index in gl.static_range(BLOCK // 8):
                 p = p + (exp2(s[index] * factor - lse[index][None, :]),)
@@ -436,12 +435,20 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 else:
                     p = kept
             weights = narrow_strips(p, DTYPE)
+            dk = wait_strips(dk, 0 if ROUNDED else 2)
+            if remaining < GROUP * blocks:
+                barrier_arrive(Q_EMPTY + previous, EMPTY)
             if ROUNDED:
-                # Nor are there for the scores and dq at once.
+                barrier_sync(SCORED, CONSUMERS)
                 dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+                mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
+                if (left == 1) & (tail < BLOCK):
+                    clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
+                dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-            delta = early_delta + _load_vector(deltas, q_stage, EARLY_DELTA, BLOCK // 8)
-            dq = wait_strips(dq, 1)
+            if ROUNDED:
+                delta = _load_vector(deltas, q_stage)
+            dq = wait_strips(dq, 2)
             mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
             _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             dp = wait_strips(dp, 1)
@@ -454,29 +461,20 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             at = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES + places
             for index in gl.static_range(BLOCK // 8):
                 put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
-            dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, 16)
-            following, wrapped = turn_around(q_stage, STAGES)
-            q_phase = q_phase ^ wrapped
-            if remaining > 1:
-                mbarrier.wait(q_full.index(following), q_phase)
-                coming = left - 1 if GROUP == 1 else (remaining - 2) % blocks + 1
-                if (coming == 1) & (tail < BLOCK):
-                    clear_tail(q + following * STAGE_BYTES, tail, TILES)
-            s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            early_lse = _load_vector(lses, following, 0, EARLY_LSE)
-            early_delta = _load_vector(deltas, following, 0, EARLY_DELTA)
-            dv = wait_strips(dv, 2)
+            dv = wait_strips(dv, 0)
             barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-            dk = wait_strips(dk, 1)
-            barrier_arrive(Q_EMPTY + q_stage, EMPTY)
-            s = wait_strips(s, 0)
-            q_stage = following
+            previous = q_stage
+            q_stage, wrapped = turn_around(q_stage, STAGES)
+            q_phase = q_phase ^ wrapped
             passed += 1
             remaining -= 1
+        dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
         fence_async_shared()
         barrier_arrive(STAGED + (side ^ 1), EMPTY)
         barrier_sync(SCORED, CONSUMERS)
         dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+        dk = wait_strips(dk, 1)
+        barrier_arrive(Q_EMPTY + previous, EMPTY)
         dq = wait_strips(dq, 0)
         mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
         _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
