@@ -1,18 +1,22 @@
 """Attention backward on Hopper in one pass, in Gluon: the maths of `portable_bwd` with five products instead of seven.
 
 A program owns 128 keys of a key head, two consumer warpgroups 64 each, and goes over the queries that see them. dk and
-dv stay in registers, as in `hopper_bwd`. dq is a sum over programs: it is added up in fp32 in global memory, by a warp
-of its own, which sends each block's part from shared memory while the consumers go on (`hopper_bwd_sums` gets the
-memory ready and rounds it). A consumer's step on a block of 64 queries, all scores transposed, [keys, queries]:
+dv stay in registers, as in `hopper_bwd`. dq is a sum over programs: it is added up in fp32 in global memory, by two
+warps of their own, which send the blocks' parts from shared memory in turns while the consumers go on
+(`hopper_bwd_sums` gets the memory ready and rounds it). A consumer's step on a block of 64 queries, all scores
+transposed, [keys, queries]:
 
-    issue  dp = v dout^T
+    issue  s = k q^T
+    issue  dk += ds q of the block before
     issue  dq of the block before = ds^T k          each warpgroup some of the columns, over the keys of both
-    p = 2^(s - lse)                                 under both
+    issue  dp = v dout^T
+    wait s;  p = 2^(s - lse)                        under the other three
     issue  dv += p dout
-    wait dq, hand it to the sending warp
-    wait dp;  ds = p (dp - delta), to registers and to shared memory
-    issue  dk += ds q
-    issue  s of the next block
+    dq to shared memory, for a sending warp
+    ds = p (dp - delta), to registers and to shared memory
+
+So products are under way through the exponentials, and no product is across the loop's end, which ptxas would answer
+by waiting for each of them at once. Above 80 columns registers allow dq and dp only after p.
 
 ORDERED fixes the order in which programs add, so that the bits are the same every time. A part is sent when a counter
 says that those before it have been, and those before it belong to programs that drew their keys earlier
@@ -105,7 +109,7 @@ OWNED = gl.constexpr(2 * BLOCK.value)
 # Threads of the consumers, and with them those of one more warp; warps that send; blocks of dout in shared memory.
 CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
 # Named barriers: of those of `hopper_work` the first belongs to the fifth partition. STAGES of them begin at Q_EMPTY.
-OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(FIRST_BARRIER.value + 1 + at) for at in (0, 1, 2, 4, 6))
+OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(FIRST_BARRIER.value + 1 + at) for at in (0, 2, 3, 5, 7))
 
 # Notes of a tile beyond those of `hopper_bwd`: its head; how many BLOCKS are sent, which is none where BLOCKS is 1 for
 # want of any; its number among those of its segment, and that of the last; the queries; where their counters begin.
@@ -124,12 +128,13 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     STAGES: gl.constexpr = OPTIONS[4]
     HEADS: gl.constexpr = OPTIONS[5]
     ORDER: gl.constexpr = OPTIONS[6]
+    OWN_STAGES: gl.constexpr = OPTIONS[9]
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
     own_full, q_full, dout_full = full
     lses, deltas = vectors
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
-    FIRST_STAGE: gl.constexpr = 4 * TILES
+    FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
     EMPTY: gl.constexpr = MEETING
     K_HEADS: gl.constexpr = HEADS // GROUP
@@ -167,8 +172,9 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             sent = gl.maximum((high - low + BLOCK - 1) // BLOCK, 0)
             blocks = gl.maximum(sent, 1)
             slot = count % NOTES
-            if count > 0:
-                barrier_sync(OWN_EMPTY, EMPTY + 32 * SENDERS)
+            own_stage = count % OWN_STAGES
+            if count >= OWN_STAGES:
+                barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -190,13 +196,13 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(addresses, slot, FIRST_GRADIENT, gradient.to(gl.int64))
             gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
-            bar = own_full.index(0)
+            bar = own_full.index(own_stage)
             mbarrier.expect(bar, 4 * TILES * TILE_BYTES)
             for owned in gl.static_range(2):
                 for group in gl.static_range(2):
                     load_tiles(
                         own_descs[owned], start + first + group * BLOCK, head, bar, tiles,
-                        (owned * 2 + group) * TILES, TILES,
+                        (own_stage * 4 + owned * 2 + group) * TILES, TILES,
                     )  # fmt: skip
             for member in range(GROUP):
                 other_head = head * GROUP + member
@@ -231,10 +237,13 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     q_stage, _ = turn_around(q_stage, STAGES)
             count += 1
         work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
-    if count > 0:
-        barrier_sync(OWN_EMPTY, EMPTY + 32 * SENDERS)
+    own_stage = count % OWN_STAGES
+    if count >= OWN_STAGES:
+        barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
-    mbarrier.arrive(own_full.index(0), count=1)
+    mbarrier.arrive(own_full.index(own_stage), count=1)
+    if (OWN_STAGES == 2) & (count > 0):
+        barrier_sync(OWN_EMPTY + 1 - own_stage, EMPTY + 32 * SENDERS)
     for index in gl.static_range(STAGES):
         if index < loaded:
             barrier_sync(Q_EMPTY + index, EMPTY)
@@ -254,6 +263,7 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
     HAS_LEFT: gl.constexpr = OPTIONS[2]
     HAS_RIGHT: gl.constexpr = OPTIONS[3]
     ORDERED: gl.constexpr = OPTIONS[8]
+    OWN_STAGES: gl.constexpr = OPTIONS[9]
     notes, addresses = told
     own_full, q_full, dout_full = full
     EMPTY: gl.constexpr = MEETING
@@ -273,7 +283,7 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
         head = read_note_by_warp(notes, slot, HEAD) * GROUP
         last = read_note_by_warp(notes, slot, LAST)
         shift = read_note_by_warp(notes, slot, SHIFT)
-        barrier_arrive(OWN_EMPTY, EMPTY + 32 * SENDERS)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
         total = kept_number(notes, TOTAL_OTHER)
         slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
         part = skipped
@@ -306,7 +316,7 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
             part += SENDERS
         skipped = part - (GROUP * blocks + 1)
         turn += 1
-        mbarrier.wait(own_full.index(0), turn & 1)
+        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
     # Shared memory must not end before what is sent from it.
     sent_all(turn)
@@ -345,6 +355,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     STAGES: gl.constexpr = OPTIONS[4]
     HEADS: gl.constexpr = OPTIONS[5]
     DTYPE: gl.constexpr = OPTIONS[7]
+    OWN_STAGES: gl.constexpr = OPTIONS[9]
     notes, addresses = told
     own_full, q_full, dout_full = full
     lses, deltas = vectors
@@ -361,13 +372,10 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     FIRST: gl.constexpr = 2 * HALF * INDEX
     WIDE: gl.constexpr = 2 * HALF if INDEX == 0 else STRIPS - 2 * HALF
     base = shared_base()
-    k = base + INDEX * STAGE_BYTES
-    v = base + (2 + INDEX) * STAGE_BYTES
-    q = base + 4 * STAGE_BYTES
+    q = base + OWN_STAGES * 4 * STAGE_BYTES
     dout = q + STAGES * STAGE_BYTES
     scores = dout + DOUT_STAGES * STAGE_BYTES
     sums = base + SUMS_AT
-    columns = base + INDEX * HALF * TILE_BYTES
     LAYOUT: gl.constexpr = wgmma_layout(8)
     lines = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     places = lines * 32 + gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 2
@@ -382,6 +390,10 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     blocks = read_note(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
+        own = base + turn % OWN_STAGES * (4 * STAGE_BYTES)
+        k = own + INDEX * STAGE_BYTES
+        v = own + (2 + INDEX) * STAGE_BYTES
+        columns = own + INDEX * HALF * TILE_BYTES
         rows = read_note(notes, slot, ROWS) - OWN
         first_row = read_note(notes, slot, ROW_OTHER)
         if rows < BLOCK:
@@ -405,12 +417,13 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
             # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
             dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
-            fence_async_shared()
-            if remaining < GROUP * blocks:
-                barrier_arrive(STAGED + (side ^ 1), EMPTY)
             lse = _load_vector(lses, q_stage)
             if not ROUNDED:
                 delta = _load_vector(deltas, q_stage)
+            fence_async_shared()
+            if remaining < GROUP * blocks:
+                barrier_arrive(STAGED + (side ^ 1), EMPTY)
+            if not ROUNDED:
                 barrier_sync(SCORED, CONSUMERS)
                 dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
                 mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
@@ -486,21 +499,22 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
         seen = read_note(notes, slot, SENT) > 0
         # K is read by both warpgroups for dq.
         barrier_sync(SCORED, CONSUMERS)
-        barrier_arrive(OWN_EMPTY, EMPTY + 32 * SENDERS)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
         store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         turn += 1
-        mbarrier.wait(own_full.index(0), turn & 1)
+        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
 
 
 @gluon.jit
-def _make_barriers(STAGES: gl.constexpr):
-    own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+def _make_barriers(STAGES: gl.constexpr, OWN_STAGES: gl.constexpr):
+    own_full = gl.allocate_shared_memory(gl.int64, [OWN_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full.index(0), count=1)
+    for index in gl.static_range(OWN_STAGES):
+        mbarrier.init(own_full.index(index), count=1)
     for index in gl.static_range(STAGES):
         mbarrier.init(q_full.index(index), count=2)
     for index in gl.static_range(DOUT_STAGES):
@@ -516,7 +530,7 @@ def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
     ticket_ptr, total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    ORDER: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
@@ -526,7 +540,7 @@ def _attention_bwd_hopper_kernel(
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BEFORE_SUMS: gl.constexpr = (4 + STAGES + DOUT_STAGES) * TILES + 16
+    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * TILES + 16
     tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SENDERS * (HEAD_DIM // 8), 64, 1, 16], q_desc.layout)
     check_base(flat(tiles.index(0)))
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
@@ -542,8 +556,8 @@ def _attention_bwd_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
-    full, free = _make_barriers(STAGES)
-    OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED)
+    full, free = _make_barriers(STAGES, OWN_STAGES)
+    OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
     memory = (tiles, notes, addresses)

@@ -24,9 +24,9 @@ SEARCHED = gl.constexpr(128)
 # Orders of tiles.
 SINGLE, BY_LENGTH, IN_PLACE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-# A note is so many numbers; two of them, so that one can be written while the other is read.
+# A note is so many numbers; so many of them that what is read late has not been written over.
 NOTE = gl.constexpr(16)
-NOTES = gl.constexpr(2)
+NOTES = gl.constexpr(4)
 # Where pointers and sizes lie behind the notes: a producer has too few registers to hold them.
 POINTERS = gl.constexpr(NOTES.value * NOTE.value)
 

@@ -316,37 +316,6 @@ def accumulate(sums, weights, address, ROWS: gl.constexpr, COLUMNS: gl.constexpr
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, sums + weights + (low,), dtype=TYPES, is_pure=False, pack=4)
 
 
-@gluon.constexpr_function
-def _accumulate_shared_text(strip_count, steps, advance, high, dtype):
-    registers = 4 * strip_count
-    sums = ",".join(f"${index}" for index in range(registers))
-    lines = ["{ .reg .b64 left, right; .reg .b32 low;", "wgmma.fence.sync.aligned;"]
-    for step in range(steps):
-        lines += [
-            f"add.s32 low, ${2 * registers}, {step * 64 * 32 // 16}; mov.b64 left, {{low, {high}}};",
-            f"add.s32 low, ${2 * registers + 4}, {step * advance}; mov.b64 right, {{low, {high}}};",
-            f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
-            f" {{{sums}}}, left, right, 1, 1, 1, 0, 1;",
-        ]
-    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
-
-
-@gluon.constexpr_function
-def _accumulate_shared_constraints(strip_count):
-    return _wait_constraints(strip_count) + "," + ",".join(["r"] * 8)
-
-
-@gluon.jit
-def accumulate_shared(sums, left, right, ROWS: gl.constexpr, DTYPE: gl.constexpr):
-    """`accumulate` with the weights in shared memory too: 64 rows, ROWS columns, as tiles of 16 columns, like right."""
-    WORDS: gl.constexpr = right_operand(ROWS, 16)
-    TEXT: gl.constexpr = _accumulate_shared_text(len(sums), ROWS // 16, 16 * 16 * 2 // 16, WORDS[1], _type_name(DTYPE))
-    CONSTRAINTS: gl.constexpr = _accumulate_shared_constraints(len(sums))
-    TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
-    operands = sums + ((left >> 4) + (1 << 16), (right >> 4) + WORDS[0])
-    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
-
-
 @gluon.jit
 def wait_strips(sums, PENDING: gl.constexpr):
     """sums, when no more than PENDING groups of products are under way."""
