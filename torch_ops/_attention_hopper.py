@@ -244,7 +244,9 @@ def plan_backward_pass(
     constants = {
         "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": group, **bounds,
         # Tiles of one width, which SINGLE does not deal out.
-        "ORDER": max(_order(num_segments), BY_LENGTH.value), "STAGES": 3 if head_dim <= 96 else 2, "OWN_STAGES": 2 if head_dim <= 80 else 1,
+        "ORDER": max(_order(num_segments), BY_LENGTH.value),
+        # As many as fit into shared memory beside two blocks of sums.
+        "OWN_STAGES": 2 if head_dim <= 80 else 1, "STAGES": 3 if head_dim <= 96 else 2,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": 168,
     }  # fmt: skip
     tiles = total_q // SENT_ROWS + num_segments + 2

@@ -418,7 +418,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
             dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
             lse = _load_vector(lses, q_stage)
-            if not ROUNDED:
+            if HEAD_DIM <= 72:
                 delta = _load_vector(deltas, q_stage)
             fence_async_shared()
             if remaining < GROUP * blocks:
@@ -459,7 +459,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                     clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
                 dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-            if ROUNDED:
+            if HEAD_DIM > 72:
                 delta = _load_vector(deltas, q_stage)
             dq = wait_strips(dq, 2)
             mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
