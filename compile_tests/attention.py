@@ -11,8 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
-from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel, _attention_bwd_dq_hopper_kernel
-from csrc_free_ops.attention.hopper_bwd_pass import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.configs import Launch
@@ -78,8 +77,8 @@ def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **var
 HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
-        _attention_fwd_hopper_kernel, _attention_bwd_dq_hopper_kernel, _attention_bwd_dkdv_hopper_kernel,
-        _attention_bwd_hopper_kernel, _attention_bwd_delta_kernel, _attention_bwd_round_kernel,
+        _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel,
+        _attention_bwd_delta_kernel, _attention_bwd_round_kernel,
     )
 }  # fmt: skip
 
@@ -87,6 +86,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
 def hopper_launches(
     launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
+    deterministic: bool = True,
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows."""
     q = torch.empty(2048, num_heads, head_dim, device="meta", dtype=dtype)
@@ -104,9 +104,8 @@ def hopper_launches(
     ):
         forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
         forward(q, k, k, cu, cu, q, lse)
-        both = launches["attention_bwd_dq_hopper"], launches["attention_bwd_dkdv_hopper"]
-        backward = _attention_hopper.plan_backward_hopper(q, k, segments, both, scores, dlse)
-        args = (q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
-        backward(*args)
-        _attention_hopper.plan_backward_pass(q, q, k, q, segments, scores, dlse, ordered=not dlse)(*args)
+        backward = _attention_hopper.plan_backward_hopper(
+            q, q, k, q, segments, launches["attention_bwd_hopper"], scores, dlse, deterministic
+        )
+        backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
     return {launch.name: launch for launch in launched}

@@ -27,8 +27,5 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd_hopper": tuple(
         Launch(rows, cols, warps, stages) for (rows, warps), cols, stages in product(_HOPPER_ROWS, (64, 128), (2, 3))
     ),
-    "attention_bwd_dq_hopper": tuple(
-        Launch(rows, 64, warps, stages) for (rows, warps), stages in product(_HOPPER_ROWS, (2, 3))
-    ),
-    "attention_bwd_dkdv_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
+    "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
 }

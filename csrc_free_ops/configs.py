@@ -161,10 +161,8 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
         if width > 96 or arch < 90:
             return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(32 if arch >= 120 else 64, 16, 8, 1)
         return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
-    if kernel == "attention_bwd_dq_hopper":
-        return Launch(128, 64, 8, 3) if masked or width > 80 else Launch(192, 64, 12, 3)
-    if kernel == "attention_bwd_dkdv_hopper":
-        return Launch(64, 128, 8, 3)
+    if kernel == "attention_bwd_hopper":
+        return Launch(64, 128, 8, 2 if width > 96 else 3)
     if kernel == "attention_fwd_hopper":
         # Warpgroups share K and V, so the tallest is best; a third one leaves no registers for masks or wider heads.
         stages = 2 if width > 80 else 3

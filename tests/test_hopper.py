@@ -92,11 +92,11 @@ def test_paths_are_as_explained() -> None:
     assert explained == {"auto": "portable", "hopper": "hopper", "portable": "portable"}
 
 
-KINDS = ("two_kernels", "one_pass", "one_pass_in_order")
+KINDS = ("free", "ordered")
 
 
 def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> dict[str, Tensor]:
-    """From this out and lse, by one of the Hopper backwards; what it leaves unwritten is NaN."""
+    """From this out and lse, by the Hopper backward; what it leaves unwritten is NaN."""
     grads = [torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)]
     options = inputs.options
     scores = Scores.of(
@@ -106,15 +106,10 @@ def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) ->
     cu_k = inputs.cu_seqlens if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k
     tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
     segments = inputs.cu_seqlens.shape[0] - 1
-    if kind == "two_kernels":
-        launches = tuple(
-            choose(f"attention_bwd_{of}_hopper", inputs.q, scores, 1024)[0] for of in ("dq", "dkdv")
-        )  # fmt: skip
-        plan = _attention_hopper.plan_backward_hopper(inputs.q, inputs.k, segments, launches, scores, True)
-    else:
-        plan = _attention_hopper.plan_backward_pass(
-            inputs.dout, inputs.q, inputs.k, out, segments, scores, True, ordered=kind == "one_pass_in_order"
-        )
+    launch, _ = choose("attention_bwd_hopper", inputs.q, scores, 1024)
+    plan = _attention_hopper.plan_backward_hopper(
+        inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
+    )
     plan(*tensors, *grads)
     return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
@@ -124,7 +119,7 @@ def _assert_gradients_right(inputs: WindowAttnInputs, kind: str) -> None:
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
     actual = _gradients(inputs, out, lse, kind)
     check(actual, backward(inputs, out, lse), {name: exact[name] for name in actual})
-    if kind != "one_pass":
+    if kind == "ordered":
         for _ in range(3):
             again = _gradients(inputs, out, lse, kind)
             for name in actual:
@@ -178,7 +173,7 @@ def test_keys_outside_of_segments_may_be_nan(kind: str) -> None:
         getattr(inputs, name)[630:] = torch.nan
     spoiled = _gradients(inputs, out, lse, kind)
     for name in clean:
-        if kind == "one_pass":
+        if kind == "free":
             torch.testing.assert_close(spoiled[name], clean[name])
         else:
             assert torch.equal(spoiled[name], clean[name]), name
@@ -321,9 +316,9 @@ def test_programs_in_order_end_beside_such_a_kernel_too(left: int) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
-            expected = _gradients(inputs, out, lse, "one_pass_in_order")
+            expected = _gradients(inputs, out, lse, "ordered")
     with _holding_all_but(left) as held, torch.cuda.stream(stream):
-        actual = _gradients(inputs, out, lse, "one_pass_in_order")
+        actual = _gradients(inputs, out, lse, "ordered")
         assert _ends(stream.record_event()) and held()
     for name, right in expected.items():
         assert torch.equal(actual[name], right), name

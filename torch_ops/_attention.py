@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_ops._attention_hopper import (
     addressable,
     plan_backward_hopper,
-    plan_backward_pass,
     plan_forward_hopper,
     refusal,
 )
@@ -116,19 +115,14 @@ def plan_backward(
     may be added up in any order.
     """
     num_segments = cu_q.shape[0] - 1
-    length = mean_length(q.shape[0], num_segments)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
     if why_portable(scores.softcap, **tensors) or _ahead_of_time():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
         options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}
         return partial(_launch_backward_opaque, **options)
-    if deterministic:
-        dq_launch, _ = choose("attention_bwd_dq_hopper", q, scores, length)
-        dkdv_launch, _ = choose("attention_bwd_dkdv_hopper", q, scores, mean_length(k.shape[0], num_segments))
-        hopper = plan_backward_hopper(q, k, num_segments, (dq_launch, dkdv_launch), scores, dlse is not None)
-    else:
-        hopper = plan_backward_pass(dout, q, k, out, num_segments, scores, dlse is not None, ordered=False)
+    launch, _ = choose("attention_bwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
+    hopper = plan_backward_hopper(dout, q, k, out, num_segments, launch, scores, dlse is not None, deterministic)
     portable: list[Callable[..., None]] = []
 
     def launch_backward(

@@ -14,8 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from csrc_free_ops.attention.hopper_bwd import _attention_bwd_dkdv_hopper_kernel, _attention_bwd_dq_hopper_kernel
-from csrc_free_ops.attention.hopper_bwd_pass import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
@@ -189,64 +188,25 @@ def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch,
 
 
 def plan_backward_hopper(
-    q: Tensor, k: Tensor, num_segments: int, launches: tuple[Launch, Launch], scores: Scores, has_dlse: bool
-) -> Callable[..., None]:
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, launch: Launch, scores: Scores,
+    has_dlse: bool, deterministic: bool,
+) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) on tensors that `addressable` allows.
 
-    `launches` are of the kernel of dq and of that of dk and dv.
+    Unless `deterministic`, dq is added up in any order.
     """
-    dq_launch, dkdv_launch = launches
-    dq_constants = _constants(q, k, num_segments, dq_launch, scores, dq_launch.block_m, dq_launch.block_m == 128)
-    dq_constants["HAS_DLSE"] = has_dlse
-    dkdv_constants = _constants(q, k, num_segments, dkdv_launch, scores, dkdv_launch.block_n, True)
-    if q.shape[2] > 96:
-        # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
-        dkdv_constants |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
-    scalars = (q.shape[0], k.shape[0], num_segments, scores.scale, *scores.bounds())
-    describe = _Descriptors(*[(64, 16)] * 5)
-    device = q.device
-    grid = (_programs(device.index), 1)
-    relaunch_dq = Relaunch(grid, scalars)
-    relaunch_dkdv = Relaunch(grid, scalars)
-
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        descriptors = describe(q, k, v, out, dout)
-        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
-        dlse = lse if dlse is None else dlse.contiguous()
-        delta = torch.empty_like(lse)
-        tensors = (lse, dlse, delta, cu_q, cu_k, dq, _tickets(device).take())
-        if not relaunch_dq(None, tensors, descriptors):
-            compiled = _attention_bwd_dq_hopper_kernel[grid](*descriptors, *tensors, *scalars, **dq_constants)
-            relaunch_dq.keep(None, tensors, dq_constants, compiled)
-        q_desc, k_desc, v_desc, _, dout_desc = descriptors
-        of_keys = (q_desc, k_desc, v_desc, dout_desc)
-        tensors = (lse, delta, cu_q, cu_k, dk, dv, _tickets(device).take())
-        if not relaunch_dkdv(None, tensors, of_keys):
-            compiled = _attention_bwd_dkdv_hopper_kernel[grid](*of_keys, *tensors, *scalars, **dkdv_constants)
-            relaunch_dkdv.keep(None, tensors, dkdv_constants, compiled)
-
-    return launch_backward
-
-
-def plan_backward_pass(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, scores: Scores, has_dlse: bool, ordered: bool
-) -> Callable[..., None]:
-    """The same in one pass, dq by sums in memory: `ordered`, the bits are the same every time."""
     total_q, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
     # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
     consumer, producer = (232, 40) if head_dim <= 96 else (240, 24)
-    bounds = {"HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": ordered}
+    bounds = {"HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": deterministic}
     constants = {
         "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": group, **bounds,
         # Tiles of one width, which SINGLE does not deal out.
         "ORDER": max(_order(num_segments), BY_LENGTH.value),
-        # As many as fit into shared memory beside two blocks of sums.
-        "OWN_STAGES": 2 if head_dim <= 80 else 1, "STAGES": 3 if head_dim <= 96 else 2,
+        # Keys of as many tiles as there is shared memory for.
+        "OWN_STAGES": 2 if head_dim <= 80 else 1, "STAGES": launch.num_stages,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": 168,
     }  # fmt: skip
     tiles = total_q // SENT_ROWS + num_segments + 2

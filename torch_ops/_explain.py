@@ -24,9 +24,10 @@ KERNELS = {
     "attention_fwd_short": ("attention_fwd",),
     "attention_bwd_short": ("attention_bwd_dq", "attention_bwd_dkdv"),
 }
+# By the same, the one that takes it on the Hopper path.
+HOPPER = {"attention_fwd_short": "attention_fwd_hopper", "attention_bwd_short": "attention_bwd_hopper"}
 # All that `vk bench tune` makes rows for.
-GENERAL = tuple(name for general in KERNELS.values() for name in general)
-ROWED = (*GENERAL, *KERNELS, *(f"{name}_hopper" for name in GENERAL))
+ROWED = (*(name for general in KERNELS.values() for name in general), *KERNELS, *HOPPER.values())
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -74,14 +75,14 @@ def _explain_window_attn(
     path = "portable" if why else "hopper"
     kernels = {}
     for short, general in KERNELS.items():
-        chosen = short_launch(short, q, k, cu_seqlens_k, scores, length) if why else None
-        if chosen:
+        if not why:
+            kernels[HOPPER[short]] = choose(HOPPER[short], q, scores, length)
+        elif chosen := short_launch(short, q, k, cu_seqlens_k, scores, length):
             kernels[short] = chosen
-            continue
-        for name in general:
-            total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
-            kernel = name if why else f"{name}_hopper"
-            kernels[kernel] = choose(kernel, q, scores, mean_length(total, segments))
+        else:
+            for name in general:
+                total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
+                kernels[name] = choose(name, q, scores, mean_length(total, segments))
     described = {name: {"launch": vars(launch), "source": source} for name, (launch, source) in kernels.items()}
     why = why or f"{gpu().name} is a Hopper GPU"
     return {**report, "path": path, "why": why, "kernels": described}

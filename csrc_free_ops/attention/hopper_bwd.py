@@ -1,18 +1,27 @@
-"""Attention backward on Hopper, in Gluon: the maths and the two kernels of `portable_bwd`, by warp specialization.
+"""Attention backward on Hopper, in Gluon: the maths of `portable_bwd` in one pass, five products instead of seven.
 
-Each kernel keeps its sums in registers and every score there too, so nothing is added up by atomics, and no program
-waits for another: the bits are the same every time, and no order can deadlock. That costs seven products where one
-kernel for all three gradients needs five; products of exact width (`tiles.hopper`) win more than that back.
+A program owns 128 keys of a key head, two consumer warpgroups 64 each, and goes over the queries that see them. dk and
+dv stay in registers. dq is a sum over programs: it is added up in fp32 in global memory, by two warps of their own,
+which send the blocks' parts from shared memory in turns while the consumers go on (`hopper_bwd_sums` gets the memory
+ready and rounds it). A consumer's step on a block of 64 queries, all scores transposed, [keys, queries]:
 
-All tiles in shared memory are 16 columns wide. So the same tile serves both ways: read by rows for q k^T and
-dout v^T, and by columns for p^T dout, ds^T q and ds k. A consumer's step on one block of the other side:
+    issue  s = k q^T
+    issue  dk += ds q of the block before
+    issue  dq of the block before = ds^T k          each warpgroup some of the columns, over the keys of both
+    issue  dp = v dout^T
+    wait s;  p = 2^(s - lse)                        under the other three
+    issue  dv += p dout
+    dq to shared memory, for a sending warp
+    ds = p (dp - delta), to registers and to shared memory
 
-    issue  dp = dout v^T
-    p = 2^(s - lse)                              under it
-    issue  dv += p^T dout                        keys' kernel alone
-    issue  s of the next block
-    wait dp;  ds = p (dp - delta)
-    issue  dk += ds^T q, or dq += ds k
+So products are under way through the exponentials, and no product is across the loop's end, which ptxas would answer
+by waiting for each of them at once. Above 80 columns registers allow dq and dp only after p.
+
+ORDERED fixes the order in which programs add, so that the bits are the same every time. A part is sent when a counter
+says that those before it have been, and those before it belong to programs that drew their keys earlier
+(`hopper_work.draw_in_order`): the earliest that is not done yet waits for nobody, so no set of running programs can
+wait in a circle, however few of them the GPU has room for. Keys are added from the first to the last; with a bound on
+later keys from the last to the first, since then the program of the last keys comes to a block first.
 """
 
 from triton.experimental import gluon
@@ -25,21 +34,22 @@ from csrc_free_ops.attention.hopper_work import (
     NOTES,
     POINTERS,
     deal,
-    draw,
+    draw_in_order,
     is_inside,
     keep_number,
     keep_pointer,
     kept_number,
     kept_pointer,
-    pass_over,
     place,
     read_note,
+    read_note_by_warp,
     rows_of,
     turn_around,
     write_note,
 )
 from csrc_free_ops.tiles.hopper import (
     accumulate,
+    await_turn,
     barrier_arrive,
     barrier_sync,
     check_base,
@@ -49,8 +59,14 @@ from csrc_free_ops.tiles.hopper import (
     keep_strips,
     meet,
     multiply,
+    multiply_columns,
     narrow_strips,
+    pass_turn,
+    put_float_pairs,
+    put_pairs,
     scale_strips,
+    send_sums,
+    sent_all,
     shared_base,
     store_rows,
     wait_strips,
@@ -58,31 +74,41 @@ from csrc_free_ops.tiles.hopper import (
     widen,
     zero_strips,
 )
-from csrc_free_ops.tiles.masks import block_span
+from csrc_free_ops.tiles.masks import block_span, turn_among
 from csrc_free_ops.tiles.scores import LOG2E
 
-# Rows of every tile, and of a block of the other side.
+# Rows of every tile, and of a block of queries; keys of a program.
 BLOCK = gl.constexpr(64)
 TILE_BYTES = gl.constexpr(64 * 16 * 2)
+OWNED = gl.constexpr(2 * BLOCK.value)
+# Threads of the consumers, and with them those of one more warp; warps that send; blocks of dout in shared memory.
+CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
+# Named barriers: of those of `hopper_work` the first belongs to the fifth partition. STAGES of them begin at Q_EMPTY.
+OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(FIRST_BARRIER.value + 1 + at) for at in (0, 2, 3, 5, 7))
 
-# Notes of a tile: BLOCKS of the other side are counted from the last, and 0 after the last tile.
-BLOCKS, OTHERS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROWS = (gl.constexpr(field) for field in range(7))
+# Notes of a tile: BLOCKS of queries are counted from the last, and 0 after the last tile; SENT of them are sent, which
+# is none where BLOCKS is 1 for want of any; PLACE is the tile's among those of its segment, LAST that of the last;
+# where the segment's queries begin and how many they are; SLOT is where their counters begin.
+(
+    BLOCKS, OTHERS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROWS, HEAD, SENT, PLACE, LAST,
+    FIRST_OTHER, ROW_OTHER, LENGTH, SHIFT, SLOT,
+) = (gl.constexpr(field) for field in range(16))  # fmt: skip
 # Addresses, in notes and of whole tensors.
-LSE, DELTA, DLSE, FIRST_GRADIENT, SECOND_GRADIENT, TICKET, CU_OWN, CU_OTHER = (
-    gl.constexpr(field) for field in range(8)
+FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OTHER = (
+    gl.constexpr(field) for field in range(9)
 )
 # Sizes behind the notes.
 TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
 
 
 @gluon.jit
-def load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
+def _load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
     for tile in gl.static_range(TILES):
         tma.async_copy_global_to_shared(desc, [row, head, tile * 16], bar, tiles.index(first + tile))
 
 
 @gluon.jit
-def mask_weights(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):
+def _mask_weights(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr):
     """p [64, BLOCK], 0 where row and column do not see each other or the column is none of the segment."""
     LAYOUT: gl.constexpr = p[0].type.layout
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -100,7 +126,7 @@ def mask_weights(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl.
 
 
 @gluon.jit
-def clear_tail(address, rows, TILES: gl.constexpr):
+def _clear_tail(address, rows, TILES: gl.constexpr):
     """Rows past a segment's end may hold anything; what they are multiplied by 0 with must be numbers."""
     clear_rows(address, rows, BLOCK, 16, TILES)
     fence_async_shared()
@@ -108,351 +134,396 @@ def clear_tail(address, rows, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, memory, full, vectors, OF_KEYS: gl.constexpr, OPTIONS: gl.constexpr):
-    """For either kernel: `own` rows are those that it owns, queries or keys (OF_KEYS); the others pass by in blocks."""
+def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
+    """Draws tiles, tells the others of each, and loads what they read: `own` rows are keys, the others queries."""
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
     HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    GROUPS: gl.constexpr = OPTIONS[4]
-    STAGES: gl.constexpr = OPTIONS[5]
-    HEADS: gl.constexpr = OPTIONS[6]
-    ORDER: gl.constexpr = OPTIONS[7]
-    own_descs, first_desc, second_desc = descs
+    STAGES: gl.constexpr = OPTIONS[4]
+    HEADS: gl.constexpr = OPTIONS[5]
+    ORDER: gl.constexpr = OPTIONS[6]
+    OWN_STAGES: gl.constexpr = OPTIONS[9]
+    own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
-    own_full, first_full, second_full = full
+    own_full, q_full, dout_full = full
+    lses, deltas = vectors
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
-    OWNED: gl.constexpr = len(own_descs)
-    FIRST_STAGE: gl.constexpr = OWNED * GROUPS * TILES
-    EMPTY: gl.constexpr = 32 + 128 * GROUPS
-    FIRST_EMPTY: gl.constexpr = FIRST_BARRIER
-    SECOND_EMPTY: gl.constexpr = FIRST_EMPTY + STAGES
-    OWN_EMPTY: gl.constexpr = SECOND_EMPTY + STAGES
-    OWN_HEADS: gl.constexpr = HEADS // GROUP if OF_KEYS else HEADS
-    HAS_BEFORE: gl.constexpr = HAS_RIGHT if OF_KEYS else HAS_LEFT
-    HAS_AFTER: gl.constexpr = HAS_LEFT if OF_KEYS else HAS_RIGHT
-    MEMBERS: gl.constexpr = GROUP if OF_KEYS else 1
-
+    FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
+    FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
+    EMPTY: gl.constexpr = MEETING
+    K_HEADS: gl.constexpr = HEADS // GROUP
     num_tiles, dealt = deal(
         kept_pointer(addresses, CU_OWN, gl.int32), kept_number(notes, SEGMENTS), kept_number(notes, TOTAL_OWN),
-        OWN_HEADS, GROUPS, ORDER,
+        K_HEADS, 2, ORDER,
     )  # fmt: skip
-    num_work = num_tiles * OWN_HEADS
+    num_work = num_tiles * K_HEADS
+    q_stage = 0
     stage = 0
     loaded = 0
     count = 0
-    work = gl.program_id(0)
+    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
     while work < num_work:
         num_segments = kept_number(notes, SEGMENTS)
         total_own = kept_number(notes, TOTAL_OWN)
-        total_other = kept_number(notes, TOTAL_OTHER)
         head, segment, start, length, unit, taken = place(
             work, num_tiles, dealt, kept_pointer(addresses, CU_OWN, gl.int32), num_segments, total_own,
-            OWN_HEADS, GROUPS, ORDER,
+            K_HEADS, 2, ORDER,
         )  # fmt: skip
         cu_other_ptr = kept_pointer(addresses, CU_OTHER, gl.int32)
-        other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, total_other)
+        other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, kept_number(notes, TOTAL_OTHER))
         other_length = gl.where(is_inside(segment, num_segments), other_length, 0)
         if unit * BLOCK < length:
+            if HAS_RIGHT:
+                unit = (length + OWNED - 1) // OWNED * 2 - 2 - unit
             first = unit * BLOCK
-            rows = gl.minimum(taken * BLOCK, length - first)
+            rows = gl.minimum(OWNED, length - first)
             shift = other_length - length
             before = kept_number(notes, BEFORE)
             after = kept_number(notes, AFTER)
             low, full_low, full_high, high = block_span(
-                first, first + rows - 1, shift, before, after, other_length, HAS_BEFORE, HAS_AFTER, BLOCK
-            )  # fmt: skip
-            blocks = gl.maximum((high - low + BLOCK - 1) // BLOCK, 1)
+                first, first + rows - 1, shift, before, after, other_length, HAS_RIGHT, HAS_LEFT, BLOCK
+            )
+            sent = gl.maximum((high - low + BLOCK - 1) // BLOCK, 0)
+            blocks = gl.maximum(sent, 1)
             slot = count % NOTES
-            if count > 0:
-                barrier_sync(OWN_EMPTY, EMPTY)
-            row = start + first
+            own_stage = count % OWN_STAGES
+            if count >= OWN_STAGES:
+                barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
             write_note(notes, slot, BLOCKS, blocks)
+            write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
             write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK)
             write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK)
             write_note(notes, slot, SEEN_LOW, first + shift - low - before)
             write_note(notes, slot, SEEN_HIGH, first + shift - low + after)
             write_note(notes, slot, ROWS, rows)
-            offset = (row.to(gl.int64) * OWN_HEADS + head) * HEAD_DIM
+            write_note(notes, slot, HEAD, head)
+            write_note(notes, slot, PLACE, unit // 2)
+            write_note(notes, slot, FIRST_OTHER, low)
+            write_note(notes, slot, ROW_OTHER, other_start)
+            write_note(notes, slot, LENGTH, other_length)
+            write_note(notes, slot, SLOT, other_start // BLOCK + segment)
+            write_note(notes, slot, SHIFT, shift)
+            write_note(notes, slot, LAST, (length - 1) // OWNED)
+            offset = ((start + first).to(gl.int64) * K_HEADS + head) * HEAD_DIM
             gradient = kept_pointer(addresses, FIRST_GRADIENT, tiles.dtype) + offset
             write_note(addresses, slot, FIRST_GRADIENT, gradient.to(gl.int64))
-            if OF_KEYS:
-                gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
-                write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
-            else:
-                place_of_row = head.to(gl.int64) * total_own + row
-                for field in gl.static_range(3):
-                    pointer = kept_pointer(addresses, field, gl.float32) + place_of_row
-                    write_note(addresses, slot, field, pointer.to(gl.int64))
-            bar = own_full.index(0)
-            mbarrier.expect(bar, OWNED * GROUPS * TILES * TILE_BYTES)
-            for owned in gl.static_range(OWNED):
-                for group in gl.static_range(GROUPS):
-                    load_tiles(
-                        own_descs[owned], row + group * BLOCK, head, bar, tiles, (owned * GROUPS + group) * TILES, TILES
-                    )
-            for member in range(MEMBERS):
-                other_head = head * GROUP + member if OF_KEYS else head // GROUP
+            gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
+            write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
+            bar = own_full.index(own_stage)
+            mbarrier.expect(bar, 4 * TILES * TILE_BYTES)
+            for owned in gl.static_range(2):
+                for group in gl.static_range(2):
+                    _load_tiles(
+                        own_descs[owned], start + first + group * BLOCK, head, bar, tiles,
+                        (own_stage * 4 + owned * 2 + group) * TILES, TILES,
+                    )  # fmt: skip
+            for member in range(GROUP):
+                other_head = head * GROUP + member
                 for block in range(blocks):
                     other = low + block * BLOCK
                     if loaded >= STAGES:
-                        barrier_sync(FIRST_EMPTY + stage, EMPTY)
-                    bar = first_full.index(stage)
-                    mbarrier.expect(bar, TILES * TILE_BYTES)
-                    load_tiles(
-                        first_desc, other_start + other, other_head, bar, tiles, FIRST_STAGE + stage * TILES, TILES
+                        barrier_sync(Q_EMPTY + q_stage, EMPTY)
+                    q_bar = q_full.index(q_stage)
+                    mbarrier.expect(q_bar, TILES * TILE_BYTES)
+                    _load_tiles(
+                        q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
                     )
-                    if loaded >= STAGES:
-                        barrier_sync(SECOND_EMPTY + stage, EMPTY)
-                    bar = second_full.index(stage)
+                    local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
+                    inside = other + local < other_length
+                    place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
+                    lse_ptr = kept_pointer(addresses, LSE, gl.float32) + place_of_row
+                    lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
+                    delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
+                    delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
+                    if loaded >= DOUT_STAGES:
+                        barrier_sync(DOUT_EMPTY + stage, EMPTY)
+                    bar = dout_full.index(stage)
                     mbarrier.expect(bar, TILES * TILE_BYTES)
-                    load_tiles(
-                        second_desc, other_start + other, other_head, bar, tiles,
-                        FIRST_STAGE + (STAGES + stage) * TILES, TILES,
-                    )  # fmt: skip
-                    if OF_KEYS:
-                        lses, deltas = vectors
-                        local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
-                        inside = other + local < other_length
-                        place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
-                        lse_ptr = kept_pointer(addresses, LSE, gl.float32) + place_of_row
-                        lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
-                        delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
-                        delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
-                        # A row that saw no key has no weights.
-                        lses.index(stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
-                        deltas.index(stage).store(delta)
-                        mbarrier.arrive(bar, count=1)
+                    _load_tiles(
+                        dout_desc, other_start + other, other_head, bar, tiles, FIRST_DOUT + stage * TILES, TILES
+                    )
+                    lses.index(q_stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+                    deltas.index(q_stage).store(delta)
+                    mbarrier.arrive(q_bar, count=1)
                     loaded += 1
-                    stage, _ = turn_around(stage, STAGES)
+                    stage, _ = turn_around(stage, DOUT_STAGES)
+                    q_stage, _ = turn_around(q_stage, STAGES)
             count += 1
-        work = draw(kept_pointer(addresses, TICKET, gl.int32), num_work)
-    if count > 0:
-        barrier_sync(OWN_EMPTY, EMPTY)
+        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+    own_stage = count % OWN_STAGES
+    if count >= OWN_STAGES:
+        barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
-    mbarrier.arrive(own_full.index(0), count=1)
+    mbarrier.arrive(own_full.index(own_stage), count=1)
+    if (OWN_STAGES == 2) & (count > 0):
+        barrier_sync(OWN_EMPTY + 1 - own_stage, EMPTY + 32 * SENDERS)
     for index in gl.static_range(STAGES):
         if index < loaded:
-            barrier_sync(FIRST_EMPTY + index, EMPTY)
-            barrier_sync(SECOND_EMPTY + index, EMPTY)
+            barrier_sync(Q_EMPTY + index, EMPTY)
+    for index in gl.static_range(DOUT_STAGES):
+        if index < loaded:
+            barrier_sync(DOUT_EMPTY + index, EMPTY)
 
 
 @gluon.jit
-def _consume_keys(INDEX: gl.constexpr, memory, full, vectors, scale, OPTIONS: gl.constexpr):
+def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
+    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
+
+    The first part of a tile is none: it is sent nowhere.
+    """
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
     HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    GROUPS: gl.constexpr = OPTIONS[4]
-    STAGES: gl.constexpr = OPTIONS[5]
-    HEADS: gl.constexpr = OPTIONS[6]
-    DTYPE: gl.constexpr = OPTIONS[8]
-    notes, addresses = memory
+    ORDERED: gl.constexpr = OPTIONS[8]
+    OWN_STAGES: gl.constexpr = OPTIONS[9]
+    notes, addresses = told
+    own_full, q_full, dout_full = full
+    EMPTY: gl.constexpr = MEETING
+    source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
+    turn = 0
+    skipped = INDEX
+    mbarrier.wait(own_full.index(0), 0)
+    blocks = read_note_by_warp(notes, 0, BLOCKS)
+    while blocks > 0:
+        slot = turn % NOTES
+        sent = read_note_by_warp(notes, slot, SENT)
+        first = read_note_by_warp(notes, slot, FIRST_OTHER)
+        length = read_note_by_warp(notes, slot, LENGTH)
+        own = read_note_by_warp(notes, slot, PLACE)
+        row = read_note_by_warp(notes, slot, ROW_OTHER)
+        tile = read_note_by_warp(notes, slot, SLOT)
+        head = read_note_by_warp(notes, slot, HEAD) * GROUP
+        last = read_note_by_warp(notes, slot, LAST)
+        shift = read_note_by_warp(notes, slot, SHIFT)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
+        total = kept_number(notes, TOTAL_OTHER)
+        slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
+        part = skipped
+        while part <= GROUP * blocks:
+            block = (part - 1) % blocks
+            if (part > 0) & (block < sent):
+                other = first + block * BLOCK
+                of_head = (head + (part - 1) // blocks).to(gl.int64)
+                address = kept_pointer(addresses, SUMS, gl.float32) + (of_head * total + row + other) * HEAD_DIM
+                size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
+                if ORDERED:
+                    counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
+                    position = turn_among(
+                        own, last, other, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
+                        HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
+                    )  # fmt: skip
+                    # Awaited while the consumers still make the part.
+                    await_turn(counter.to(gl.int64), position)
+                    barrier_sync(STAGED + INDEX, EMPTY)
+                    send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
+                    mbarrier.arrive(free.index(INDEX), count=1)
+                    pass_turn(counter.to(gl.int64))
+                else:
+                    barrier_sync(STAGED + INDEX, EMPTY)
+                    send_sums(address.to(gl.int64), source, size, 0)
+                    mbarrier.arrive(free.index(INDEX), count=1)
+            else:
+                barrier_sync(STAGED + INDEX, EMPTY)
+                mbarrier.arrive(free.index(INDEX), count=1)
+            part += SENDERS
+        skipped = part - (GROUP * blocks + 1)
+        turn += 1
+        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
+        blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
+    # Shared memory must not end before what is sent from it.
+    sent_all(turn)
+
+
+@gluon.jit
+def _stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Strips of dq to shared memory, row by row, in the order of columns that `hopper_bwd_sums` tells."""
+    LAYOUT: gl.constexpr = dq[0].type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    cols = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :]
+    begin = address + rows * (HEAD_DIM * 4) + cols * 4
+    for index in gl.static_range(len(dq)):
+        if HEAD_DIM % 32 == 0:
+            put_float_pairs(begin + (((FIRST + index) ^ ((rows + first_row) & 3)) * 32), dq[index])
+        else:
+            put_float_pairs(begin + (FIRST + index) * 32, dq[index])
+
+
+@gluon.jit
+def _load_vector(vectors, stage):
+    """One number for each column of BLOCK // 8 strips."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
+    parts = ()
+    for index in gl.static_range(BLOCK // 8):
+        parts = parts + (vectors.index(stage).slice(8 * index, 8).load(COLUMN),)
+    return parts
+
+
+@gluon.jit
+def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
+    HEAD_DIM: gl.constexpr = OPTIONS[0]
+    GROUP: gl.constexpr = OPTIONS[1]
+    HAS_LEFT: gl.constexpr = OPTIONS[2]
+    HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    STAGES: gl.constexpr = OPTIONS[4]
+    HEADS: gl.constexpr = OPTIONS[5]
+    DTYPE: gl.constexpr = OPTIONS[7]
+    OWN_STAGES: gl.constexpr = OPTIONS[9]
+    notes, addresses = told
     own_full, q_full, dout_full = full
     lses, deltas = vectors
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     STRIPS: gl.constexpr = HEAD_DIM // 8
     STAGE_BYTES: gl.constexpr = TILES * TILE_BYTES
-    EMPTY: gl.constexpr = 32 + 128 * GROUPS
-    Q_EMPTY: gl.constexpr = FIRST_BARRIER
-    DOUT_EMPTY: gl.constexpr = Q_EMPTY + STAGES
-    OWN_EMPTY: gl.constexpr = DOUT_EMPTY + STAGES
-    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
-    # Beside two sums of 128 columns there are registers for the rounded weights alone.
-    ROUNDED: gl.constexpr = HEAD_DIM > 96
+    DS_BYTES: gl.constexpr = 4 * TILE_BYTES
+    EMPTY: gl.constexpr = MEETING
+    # Beside two sums of more columns there are registers for the rounded weights alone.
+    ROUNDED: gl.constexpr = HEAD_DIM > 80
     OWN: gl.constexpr = INDEX * BLOCK
+    # Of dq each warpgroup makes some of the columns.
+    HALF: gl.constexpr = (TILES + 1) // 2
+    FIRST: gl.constexpr = 2 * HALF * INDEX
+    WIDE: gl.constexpr = 2 * HALF if INDEX == 0 else STRIPS - 2 * HALF
     base = shared_base()
-    k = base + INDEX * STAGE_BYTES
-    v = base + (GROUPS + INDEX) * STAGE_BYTES
-    q = base + 2 * GROUPS * STAGE_BYTES
+    q = base + OWN_STAGES * 4 * STAGE_BYTES
     dout = q + STAGES * STAGE_BYTES
+    scores = dout + DOUT_STAGES * STAGE_BYTES
+    sums = base + SUMS_AT
+    LAYOUT: gl.constexpr = wgmma_layout(8)
+    lines = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    places = lines * 32 + gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 2
+    flip = ((lines >> 2) & 1) * 16 + gl.zeros([64, 8], gl.int32, LAYOUT)
     factor = scale * LOG2E
-    stage = 0
-    phase = 0
+    q_stage = 0
+    q_phase = 0
+    passed = 0
     turn = 0
+    side = 0
     mbarrier.wait(own_full.index(0), 0)
     blocks = read_note(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
+        own = base + turn % OWN_STAGES * (4 * STAGE_BYTES)
+        k = own + INDEX * STAGE_BYTES
+        v = own + (2 + INDEX) * STAGE_BYTES
+        columns = own + INDEX * HALF * TILE_BYTES
         rows = read_note(notes, slot, ROWS) - OWN
-        if rows <= 0:
-            stage, phase = pass_over(
-                GROUP * blocks, stage, phase, q_full, dout_full, Q_EMPTY, DOUT_EMPTY, EMPTY, STAGES
-            )
-            barrier_arrive(OWN_EMPTY, EMPTY)
-        else:
-            dk = zero_strips(STRIPS)
-            dv = zero_strips(STRIPS)
-            tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
-            mbarrier.wait(q_full.index(stage), phase)
-            if (blocks == 1) & (tail < BLOCK):
-                clear_tail(q + stage * STAGE_BYTES, tail, TILES)
-            s = wait_strips(multiply(k, q + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE), 0)
-            left = blocks
-            remaining = GROUP * blocks
-            while remaining > 0:
-                mbarrier.wait(dout_full.index(stage), phase)
+        first_row = read_note(notes, slot, ROW_OTHER)
+        if rows < BLOCK:
+            clear_rows(k, rows, BLOCK, 16, TILES)
+            clear_rows(v, rows, BLOCK, 16, TILES)
+            fence_async_shared()
+            meet()
+        dk = zero_strips(STRIPS)
+        dv = zero_strips(STRIPS)
+        rounded = narrow_strips(zero_strips(BLOCK // 8), DTYPE)
+        tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
+        remaining = GROUP * blocks
+        # A value of its own: Triton carries through a loop what is another value after it.
+        previous = q_stage + 0
+        while remaining > 0:
+            left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
+            stage = passed & 1
+            mbarrier.wait(q_full.index(q_stage), q_phase)
+            if (left == 1) & (tail < BLOCK):
+                _clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
+            s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
+            dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
+            lse = _load_vector(lses, q_stage)
+            if HEAD_DIM <= 72:
+                delta = _load_vector(deltas, q_stage)
+            fence_async_shared()
+            if remaining < GROUP * blocks:
+                barrier_arrive(STAGED + (side ^ 1), EMPTY)
+            if not ROUNDED:
+                barrier_sync(SCORED, CONSUMERS)
+                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+                mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
                 if (left == 1) & (tail < BLOCK):
-                    clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
+                    _clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
                 dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-                p = ()
-                for index in gl.static_range(BLOCK // 8):
-                    lse = lses.index(stage).slice(8 * index, 8).load(COLUMN)
-                    p = p + (exp2(s[index] * factor - lse[None, :]),)
-                if HAS_LEFT or HAS_RIGHT:
-                    masked = left <= read_note(notes, slot, TAIL_MASKED)
-                    if HAS_RIGHT:
-                        masked = masked | (left > read_note(notes, slot, HEAD_MASKED))
-                    if masked:
-                        p = mask_weights(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
-                weights = narrow_strips(p, DTYPE)
-                dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-                following, wrapped = turn_around(stage, STAGES)
-                following_phase = phase ^ wrapped
-                left = gl.where(left == 1, blocks, left - 1)
-                if remaining > 1:
-                    mbarrier.wait(q_full.index(following), following_phase)
-                    if (left == 1) & (tail < BLOCK):
-                        clear_tail(q + following * STAGE_BYTES, tail, TILES)
-                # After the last block of what lies there, unused.
-                s = multiply(k, q + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-                dp = wait_strips(dp, 2)
-                ds = ()
-                for index in gl.static_range(BLOCK // 8):
-                    delta = deltas.index(stage).slice(8 * index, 8).load(COLUMN)
-                    weight = widen(weights[index]) if ROUNDED else p[index]
-                    ds = ds + (weight * (dp[index] - delta[None, :]),)
-                dk = accumulate(dk, narrow_strips(ds, DTYPE), q + stage * STAGE_BYTES, BLOCK, 16)
-                s = wait_strips(s, 1)
-                dv = wait_strips(dv, 1)
-                barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-                dk = wait_strips(dk, 0)
-                barrier_arrive(Q_EMPTY + stage, EMPTY)
-                stage = following
-                phase = following_phase
-                remaining -= 1
-            dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
-            dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
-            # Keys that no query sees may be NaN, and have no gradient all the same.
-            seen = read_note(notes, slot, OTHERS) > 0
-            barrier_arrive(OWN_EMPTY, EMPTY)
-            store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
-            store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
-        turn += 1
-        mbarrier.wait(own_full.index(0), turn & 1)
-        blocks = read_note(notes, turn % NOTES, BLOCKS)
-
-
-@gluon.jit
-def _consume_queries(INDEX: gl.constexpr, tiles, memory, full, scale, OPTIONS: gl.constexpr):
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    GROUPS: gl.constexpr = OPTIONS[4]
-    STAGES: gl.constexpr = OPTIONS[5]
-    HEADS: gl.constexpr = OPTIONS[6]
-    DTYPE: gl.constexpr = OPTIONS[8]
-    HAS_DLSE: gl.constexpr = OPTIONS[9]
-    notes, addresses = memory
-    own_full, k_full, v_full = full
-    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
-    STRIPS: gl.constexpr = HEAD_DIM // 8
-    STAGE_BYTES: gl.constexpr = TILES * TILE_BYTES
-    EMPTY: gl.constexpr = 32 + 128 * GROUPS
-    K_EMPTY: gl.constexpr = FIRST_BARRIER
-    V_EMPTY: gl.constexpr = K_EMPTY + STAGES
-    OWN_EMPTY: gl.constexpr = V_EMPTY + STAGES
-    WIDE: gl.constexpr = wgmma_layout(16)
-    ROW: gl.constexpr = gl.SliceLayout(1, wgmma_layout(8))
-    OWN: gl.constexpr = INDEX * BLOCK
-    base = shared_base()
-    q = base + INDEX * STAGE_BYTES
-    dout = base + (GROUPS + INDEX) * STAGE_BYTES
-    k = base + 3 * GROUPS * STAGE_BYTES
-    v = k + STAGES * STAGE_BYTES
-    factor = scale * LOG2E
-    stage = 0
-    phase = 0
-    turn = 0
-    mbarrier.wait(own_full.index(0), 0)
-    blocks = read_note(notes, 0, BLOCKS)
-    while blocks > 0:
-        slot = turn % NOTES
-        rows = read_note(notes, slot, ROWS) - OWN
-        if rows <= 0:
-            stage, phase = pass_over(blocks, stage, phase, k_full, v_full, K_EMPTY, V_EMPTY, EMPTY, STAGES)
-            barrier_arrive(OWN_EMPTY, EMPTY)
-        else:
-            local = gl.arange(0, 64, ROW)
-            inside = local < rows
-            lse_ptr = (read_note(addresses, slot, LSE) + OWN * 4).to(gl.pointer_type(gl.float32), bitcast=True)
-            lse = gl.load(lse_ptr + local, mask=inside, other=0.0)
-            delta = gl.zeros([64], gl.float32, ROW)
-            for tile in gl.static_range(TILES):
-                d = flat(tiles.index((GROUPS + INDEX) * TILES + tile)).load(WIDE).to(gl.float32)
-                o = flat(tiles.index((2 * GROUPS + INDEX) * TILES + tile)).load(WIDE).to(gl.float32)
-                delta += gl.convert_layout(gl.sum(d * o, 1), ROW, assert_trivial=True)
-            if HAS_DLSE:
-                dlse_ptr = (read_note(addresses, slot, DLSE) + OWN * 4).to(gl.pointer_type(gl.float32), bitcast=True)
-                delta -= gl.load(dlse_ptr + local, mask=inside, other=0.0)
-            # A row that saw no key has no gradient, whatever came in for its lse.
-            delta = gl.where(lse == float("-inf"), 0.0, delta)
-            delta_ptr = (read_note(addresses, slot, DELTA) + OWN * 4).to(gl.pointer_type(gl.float32), bitcast=True)
-            gl.store(delta_ptr + local, delta, mask=inside)
-            lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)[:, None]
-            delta = delta[:, None]
-
-            dq = zero_strips(STRIPS)
-            tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
-            mbarrier.wait(k_full.index(stage), phase)
-            if (blocks == 1) & (tail < BLOCK):
-                clear_tail(k + stage * STAGE_BYTES, tail, TILES)
-            s = wait_strips(multiply(q, k + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE), 0)
-            left = blocks
-            while left > 0:
-                mbarrier.wait(v_full.index(stage), phase)
-                if (left == 1) & (tail < BLOCK):
-                    clear_tail(v + stage * STAGE_BYTES, tail, TILES)
-                dp = multiply(dout, v + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-                p = ()
-                for index in gl.static_range(BLOCK // 8):
-                    p = p + (exp2(s[index] * factor - lse),)
-                masked = left <= read_note(notes, slot, TAIL_MASKED)
-                if HAS_LEFT:
+            s = wait_strips(s, 1 if ROUNDED else 3)
+            p = ()
+            for index in gl.static_range(BLOCK // 8):
+                p = p + (exp2(s[index] * factor - lse[index][None, :]),)
+            masked = rows < BLOCK
+            if HAS_LEFT or HAS_RIGHT:
+                masked = masked | (left <= read_note(notes, slot, TAIL_MASKED))
+                if HAS_RIGHT:
                     masked = masked | (left > read_note(notes, slot, HEAD_MASKED))
-                if masked:
-                    p = mask_weights(p, notes, slot, left, OWN, HAS_LEFT, HAS_RIGHT)
-                following, wrapped = turn_around(stage, STAGES)
-                following_phase = phase ^ wrapped
-                if left > 1:
-                    mbarrier.wait(k_full.index(following), following_phase)
-                    if (left == 2) & (tail < BLOCK):
-                        clear_tail(k + following * STAGE_BYTES, tail, TILES)
-                # After the last block of what lies there, unused.
-                s = multiply(q, k + following * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-                dp = wait_strips(dp, 1)
-                barrier_arrive(V_EMPTY + stage, EMPTY)
-                ds = ()
+            if masked:
+                kept = ()
                 for index in gl.static_range(BLOCK // 8):
-                    ds = ds + (p[index] * (dp[index] - delta),)
-                dq = accumulate(dq, narrow_strips(ds, DTYPE), k + stage * STAGE_BYTES, BLOCK, 16)
-                s = wait_strips(s, 1)
-                dq = wait_strips(dq, 0)
-                barrier_arrive(K_EMPTY + stage, EMPTY)
-                stage = following
-                phase = following_phase
-                left -= 1
-            address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * HEADS * HEAD_DIM * 2
-            barrier_arrive(OWN_EMPTY, EMPTY)
-            store_rows(address, scale_strips(dq, scale), rows, DTYPE, HEADS * HEAD_DIM)
+                    kept = kept + (gl.where(lines < rows, p[index], 0.0),)
+                if HAS_LEFT or HAS_RIGHT:
+                    p = _mask_weights(kept, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
+                else:
+                    p = kept
+            weights = narrow_strips(p, DTYPE)
+            dk = wait_strips(dk, 0 if ROUNDED else 2)
+            if remaining < GROUP * blocks:
+                barrier_arrive(Q_EMPTY + previous, EMPTY)
+            if ROUNDED:
+                barrier_sync(SCORED, CONSUMERS)
+                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+                mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
+                if (left == 1) & (tail < BLOCK):
+                    _clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
+                dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
+            dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
+            if HEAD_DIM > 72:
+                delta = _load_vector(deltas, q_stage)
+            dq = wait_strips(dq, 2)
+            mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
+            _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+            dp = wait_strips(dp, 1)
+            ds = ()
+            for index in gl.static_range(BLOCK // 8):
+                weight = widen(weights[index]) if ROUNDED else p[index]
+                ds = ds + (weight * (dp[index] - delta[index][None, :]),)
+            rounded = narrow_strips(ds, DTYPE)
+            side = side ^ 1
+            at = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES + places
+            for index in gl.static_range(BLOCK // 8):
+                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
+            dv = wait_strips(dv, 0)
+            barrier_arrive(DOUT_EMPTY + stage, EMPTY)
+            previous = q_stage
+            q_stage, wrapped = turn_around(q_stage, STAGES)
+            q_phase = q_phase ^ wrapped
+            passed += 1
+            remaining -= 1
+        dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
+        fence_async_shared()
+        barrier_arrive(STAGED + (side ^ 1), EMPTY)
+        barrier_sync(SCORED, CONSUMERS)
+        dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
+        dk = wait_strips(dk, 1)
+        barrier_arrive(Q_EMPTY + previous, EMPTY)
+        dq = wait_strips(dq, 0)
+        mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
+        _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+        fence_async_shared()
+        barrier_arrive(STAGED + side, EMPTY)
+        side = side ^ 1
+        dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
+        dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
+        seen = read_note(notes, slot, SENT) > 0
+        # K is read by both warpgroups for dq.
+        barrier_sync(SCORED, CONSUMERS)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
+        store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
+        store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         turn += 1
-        mbarrier.wait(own_full.index(0), turn & 1)
+        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
 
 
 @gluon.jit
-def keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_other, num_segments, before, after):
+def _keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_other, num_segments, before, after):
     keep_pointer(addresses, CU_OWN, cu_own_ptr)
     keep_pointer(addresses, CU_OTHER, cu_other_ptr)
     keep_number(notes, TOTAL_OWN, total_own)
@@ -463,86 +534,47 @@ def keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_othe
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr, SECOND_ARRIVALS: gl.constexpr):
-    own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    first_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    second_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full.index(0), count=1)
+def _make_barriers(STAGES: gl.constexpr, OWN_STAGES: gl.constexpr):
+    own_full = gl.allocate_shared_memory(gl.int64, [OWN_STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(OWN_STAGES):
+        mbarrier.init(own_full.index(index), count=1)
     for index in gl.static_range(STAGES):
-        mbarrier.init(first_full.index(index), count=1)
-        mbarrier.init(second_full.index(index), count=SECOND_ARRIVALS)
+        mbarrier.init(q_full.index(index), count=2)
+    for index in gl.static_range(DOUT_STAGES):
+        mbarrier.init(dout_full.index(index), count=1)
+    for index in gl.static_range(SENDERS):
+        mbarrier.init(free.index(index), count=1)
     fence_async_shared()
-    return own_full, first_full, second_full
+    return (own_full, q_full, dout_full), free
 
 
 @gluon.jit
-def _attention_bwd_dq_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dq_ptr, ticket_ptr,
-    total_q, total_k, num_segments, scale, window_left, window_right,
-    HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_DLSE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDER: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+def _attention_bwd_hopper_kernel(
+    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
+    ticket_ptr, total_q, total_k, num_segments, scale, window_left, window_right,
+    HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs): delta and dq. dlse_ptr is read only with HAS_DLSE; for ticket_ptr see `hopper_work.draw`."""
+    """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
+
+    For ticket_ptr see `hopper_work.draw`. ORDER is BY_LENGTH or IN_PLACE: all tiles but the last have OWNED keys.
+    """
     TILES: gl.constexpr = (HEAD_DIM + 15) // 16
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(DTYPE, [(3 * GROUPS + 2 * STAGES) * TILES, 64, 1, 16], q_desc.layout)
+    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * TILES + 16
+    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SENDERS * (HEAD_DIM // 8), 64, 1, 16], q_desc.layout)
     check_base(flat(tiles.index(0)))
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
     keep_pointer(addresses, LSE, lse_ptr)
     keep_pointer(addresses, DELTA, delta_ptr)
-    keep_pointer(addresses, DLSE, dlse_ptr)
-    keep_pointer(addresses, FIRST_GRADIENT, dq_ptr)
-    keep_pointer(addresses, TICKET, ticket_ptr)
-    full = make_barriers(STAGES, 1)
-    OPTIONS: gl.constexpr = (
-        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, STAGES, HEADS, ORDER, DTYPE, HAS_DLSE,
-    )  # fmt: skip
-    descs = ((q_desc, dout_desc, out_desc), k_desc, v_desc)
-    keep_sizes(notes, addresses, cu_q_ptr, cu_k_ptr, total_q, total_k, num_segments, window_left, window_right)
-    memory = (tiles, notes, addresses)
-    told = (notes, addresses)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consume_queries, (0, tiles, told, full, scale, OPTIONS)),
-                (_consume_queries, (1, tiles, told, full, scale, OPTIONS)),
-                (_produce, (descs, memory, full, (), False, OPTIONS)),
-            ],
-            [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume_queries, (0, tiles, told, full, scale, OPTIONS)),
-                (_consume_queries, (1, tiles, told, full, scale, OPTIONS)),
-                (_consume_queries, (2, tiles, told, full, scale, OPTIONS)),
-                (_produce, (descs, memory, full, (), False, OPTIONS)),
-            ],
-            [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-
-
-@gluon.jit
-def _attention_bwd_dkdv_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, ticket_ptr,
-    total_q, total_k, num_segments, scale, window_left, window_right,
-    HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDER: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Grid (programs): dk and dv, over the GROUP query heads in order. Runs after the dq kernel, which leaves delta."""
-    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
-    DTYPE: gl.constexpr = q_desc.dtype
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(DTYPE, [(2 * GROUPS + 2 * STAGES) * TILES, 64, 1, 16], q_desc.layout)
-    check_base(flat(tiles.index(0)))
-    notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
-    addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
-    keep_pointer(addresses, LSE, lse_ptr)
-    keep_pointer(addresses, DELTA, delta_ptr)
+    keep_pointer(addresses, SUMS, sums_ptr)
+    keep_pointer(addresses, COUNTS, counts_ptr)
     keep_pointer(addresses, FIRST_GRADIENT, dk_ptr)
     keep_pointer(addresses, SECOND_GRADIENT, dv_ptr)
     keep_pointer(addresses, TICKET, ticket_ptr)
@@ -550,17 +582,21 @@ def _attention_bwd_dkdv_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
-    full = make_barriers(STAGES, 2)
-    OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, STAGES, HEADS, ORDER, DTYPE)
+    full, free = _make_barriers(STAGES, OWN_STAGES)
+    OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
-    keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
+    _keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)
+    SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
     gl.warp_specialize(
         [
-            (_consume_keys, (0, told, full, vectors, scale, OPTIONS)),
-            (_consume_keys, (1, told, full, vectors, scale, OPTIONS)),
-            (_produce, (descs, memory, full, vectors, True, OPTIONS)),
+            (_consume, (0, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
+            (_consume, (1, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
+            (_produce, (descs, memory, full, vectors, OPTIONS)),
+            (_send, (0, told, full, free, SUMS_AT, OPTIONS)),
+            (_send, (1, told, full, free, SUMS_AT, OPTIONS)),
         ],
-        [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+        [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
