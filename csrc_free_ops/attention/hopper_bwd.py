@@ -171,7 +171,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             K_HEADS, 2, ORDER,
         )  # fmt: skip
         cu_other_ptr = kept_pointer(addresses, CU_OTHER, gl.int32)
-        other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, kept_number(notes, TOTAL_OTHER))
+        other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
         other_length = gl.where(is_inside(segment, num_segments), other_length, 0)
         if unit * BLOCK < length:
             if HAS_RIGHT:

@@ -28,6 +28,7 @@ from csrc_free_ops.attention.hopper_work import (
     NOTE,
     NOTES,
     POINTERS,
+    boundaries,
     deal,
     draw,
     is_inside,
@@ -75,7 +76,7 @@ OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
 
 
 @gluon.jit
-def _produce(descs, pointers, tiles, full, sizes, OPTIONS: gl.constexpr):
+def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
@@ -86,7 +87,7 @@ def _produce(descs, pointers, tiles, full, sizes, OPTIONS: gl.constexpr):
     HEADS: gl.constexpr = OPTIONS[8]
     ORDER: gl.constexpr = OPTIONS[9]
     q_descs, k_descs, v_desc = descs
-    cu_q_ptr, cu_k_ptr = pointers
+    cu_q, cu_k = boundaries_of
     q_tiles, k_tiles, v_tiles, notes, addresses = tiles
     q_full, k_full, v_full = full
     total_q, total_k, num_segments, window_left, window_right = sizes
@@ -100,7 +101,7 @@ def _produce(descs, pointers, tiles, full, sizes, OPTIONS: gl.constexpr):
     WIDTH: gl.constexpr = v_desc.block_shape[2]
     V_TILES: gl.constexpr = v_tiles.shape[0] // STAGES
 
-    num_tiles, dealt = deal(cu_q_ptr, num_segments, total_q, HEADS, GROUPS, ORDER)
+    num_tiles, dealt = deal(cu_q, num_segments, total_q, HEADS, GROUPS, ORDER)
     num_work = num_tiles * HEADS
     stage = 0
     loaded = 0
@@ -108,9 +109,9 @@ def _produce(descs, pointers, tiles, full, sizes, OPTIONS: gl.constexpr):
     work = gl.program_id(0)
     while work < num_work:
         head, segment, q_start, q_length, unit, taken = place(
-            work, num_tiles, dealt, cu_q_ptr, num_segments, total_q, HEADS, GROUPS, ORDER
+            work, num_tiles, dealt, cu_q, num_segments, total_q, HEADS, GROUPS, ORDER
         )
-        k_start, k_length = rows_of(cu_k_ptr, segment, num_segments, total_k)
+        k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, ORDER)
         k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
         first = unit * 64
         if HAS_RIGHT:
@@ -376,6 +377,8 @@ def _attention_fwd_hopper_kernel(
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     DTYPE: gl.constexpr = q_main.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # Loaded now, they are there when the producer asks for them.
+    boundaries_of = (boundaries(cu_q_ptr, ORDER), boundaries(cu_k_ptr, ORDER))
     # The largest, and first: it lies where `accumulate` looks for it.
     v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * V_TILES, BLOCK_N, 1, WIDTH], v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
@@ -411,7 +414,6 @@ def _attention_fwd_hopper_kernel(
     )  # fmt: skip
     full = (q_full, k_full, v_full)
     descs = (q_descs, k_descs, v_desc)
-    pointers = (cu_q_ptr, cu_k_ptr)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
     sizes = (total_q, total_k, num_segments, window_left, window_right)
     used = (q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles)
@@ -420,7 +422,7 @@ def _attention_fwd_hopper_kernel(
             [
                 (_consume, (0, out_descs, used, full, scale, OPTIONS)),
                 (_consume, (1, out_descs, used, full, scale, OPTIONS)),
-                (_produce, (descs, pointers, filled, full, sizes, OPTIONS)),
+                (_produce, (descs, boundaries_of, filled, full, sizes, OPTIONS)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -430,7 +432,7 @@ def _attention_fwd_hopper_kernel(
                 (_consume, (0, out_descs, used, full, scale, OPTIONS)),
                 (_consume, (1, out_descs, used, full, scale, OPTIONS)),
                 (_consume, (2, out_descs, used, full, scale, OPTIONS)),
-                (_produce, (descs, pointers, filled, full, sizes, OPTIONS)),
+                (_produce, (descs, boundaries_of, filled, full, sizes, OPTIONS)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -80,10 +80,24 @@ def turn_around(counter, limit):
 
 
 @gluon.jit
-def rows_of(cu_ptr, segment, num_segments, total):
+def boundaries(cu_ptr, ORDER: gl.constexpr):
+    """`cu` of the functions below: for SINGLE both boundaries, which a kernel can load before all else."""
+    if ORDER == SINGLE:
+        return gl.load(cu_ptr), gl.load(cu_ptr + 1)
+    else:
+        return cu_ptr
+
+
+@gluon.jit
+def rows_of(cu, segment, num_segments, total, ORDER: gl.constexpr):
     """Start and number of the rows of segments 0 .. num_segments + 1, counted as in `tiles.segments`."""
-    start = gl.load(cu_ptr + segment - 1, mask=(segment > 0) & (segment <= num_segments + 1), other=0)
-    end = gl.load(cu_ptr + segment, mask=segment <= num_segments, other=total)
+    if ORDER == SINGLE:
+        first, last = cu
+        start = gl.where(segment == 0, 0, gl.where(segment == 1, first, last))
+        end = gl.where(segment == 0, first, gl.where(segment == 1, last, total))
+    else:
+        start = gl.load(cu + segment - 1, mask=(segment > 0) & (segment <= num_segments + 1), other=0)
+        end = gl.load(cu + segment, mask=segment <= num_segments, other=total)
     start = gl.minimum(gl.maximum(start, 0), total)
     length = gl.maximum(gl.minimum(gl.maximum(end, 0), total) - start, 0)
     return start, gl.where(segment <= num_segments + 1, length, 0)
@@ -96,32 +110,34 @@ def is_inside(segment, num_segments):
 
 
 @gluon.jit
-def _rank_segments(cu_ptr, num_segments, total, BLOCK_M: gl.constexpr):
+def _rank_segments(cu, num_segments, total, BLOCK_M: gl.constexpr, ORDER: gl.constexpr):
     """For at most RANKED - 2 segments: each one's first tile when the longest come first, and its number of tiles.
 
     Rows of no segment see no key, so they come last, and among equals the first come first.
     """
     segment = gl.arange(0, RANKED, gl.BlockedLayout([1], [32], [1], [0]))
-    rows = rows_of(cu_ptr, segment, num_segments, total)[1]
+    rows = rows_of(cu, segment, num_segments, total, ORDER)[1]
     length = gl.where(is_inside(segment, num_segments), rows, -1)
+    counts = (rows + BLOCK_M - 1) // BLOCK_M
     first = gl.zeros_like(rows)
     for other in range(num_segments + 2):
-        other_rows = rows_of(cu_ptr, other, num_segments, total)[1]
-        other_length = gl.where(is_inside(other, num_segments), other_rows, -1)
+        # From the other threads, which are nearer than memory.
+        other_length = gl.sum(gl.where(segment == other, length, 0), 0)
+        other_count = gl.sum(gl.where(segment == other, counts, 0), 0)
         ahead = (other_length > length) | ((other_length == length) & (other < segment))
-        first += gl.where(ahead, (other_rows + BLOCK_M - 1) // BLOCK_M, 0)
-    return segment, first, (rows + BLOCK_M - 1) // BLOCK_M
+        first += gl.where(ahead, other_count, 0)
+    return segment, first, counts
 
 
 @gluon.jit
-def _search_segment(cu_ptr, num_segments, total, tile, BLOCK_M: gl.constexpr):
+def _search_segment(cu, num_segments, total, tile, BLOCK_M: gl.constexpr):
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
         step = (beyond - segment + SEARCHED - 1) // SEARCHED
         probe = segment + gl.arange(0, SEARCHED, gl.BlockedLayout([SEARCHED // 32], [32], [1], [0])) * step
-        cu = gl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_M)
+        found = gl.load(cu + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(found, probe, step, segment, beyond, total, tile, BLOCK_M)
     return segment
 
 
@@ -142,11 +158,11 @@ def _cut(units, heads, programs, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def deal(cu_ptr, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr):
+def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr):
     """The number of tiles of one head, and what `place` needs to know."""
     BLOCK_M: gl.constexpr = 64 * GROUPS
     if ORDER == SINGLE:
-        start, length = rows_of(cu_ptr, 1, num_segments, total)
+        start, length = rows_of(cu, 1, num_segments, total, ORDER)
         units = (length + 63) // 64
         whole, narrow = _cut(units, HEADS, gl.num_programs(0), GROUPS)
         own = whole + (units - whole * GROUPS + narrow - 1) // narrow
@@ -154,7 +170,7 @@ def deal(cu_ptr, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr,
         num_tiles = own + before + (total - start - length + BLOCK_M - 1) // BLOCK_M
         dealt = (whole, narrow, own, before)
     elif ORDER == BY_LENGTH:
-        segments, first, counts = _rank_segments(cu_ptr, num_segments, total, BLOCK_M)
+        segments, first, counts = _rank_segments(cu, num_segments, total, BLOCK_M, ORDER)
         num_tiles = gl.sum(counts, 0)
         dealt = (segments, first, counts)
     else:
@@ -165,7 +181,7 @@ def deal(cu_ptr, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr,
 
 @gluon.jit
 def place(
-    work, num_tiles, dealt, cu_ptr, num_segments, total,
+    work, num_tiles, dealt, cu, num_segments, total,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Of one piece of work: head, segment, the segment's start and length, and the first of how many units of 64 rows.
@@ -182,7 +198,7 @@ def place(
         outside = (tile - own - gl.where(segment == 2, before, 0)) * GROUPS
         inside = gl.where(tile < whole, tile * GROUPS, whole * GROUPS + (tile - whole) * narrow)
         unit = gl.where(segment == 1, inside, outside)
-        start, length = rows_of(cu_ptr, segment, num_segments, total)
+        start, length = rows_of(cu, segment, num_segments, total, ORDER)
     elif ORDER == BY_LENGTH:
         segments, firsts, counts = dealt
         head = work % HEADS
@@ -191,13 +207,13 @@ def place(
         segment = gl.sum(gl.where(found, segments, 0), 0)
         taken = GROUPS
         unit = (tile - gl.sum(gl.where(found, firsts, 0), 0)) * GROUPS
-        start, length = rows_of(cu_ptr, segment, num_segments, total)
+        start, length = rows_of(cu, segment, num_segments, total, ORDER)
     else:
         head = work // num_tiles
         tile = work % num_tiles
-        segment = _search_segment(cu_ptr, num_segments, total, tile, BLOCK_M)
+        segment = _search_segment(cu, num_segments, total, tile, BLOCK_M)
         taken = GROUPS
-        start, length = rows_of(cu_ptr, segment, num_segments, total)
+        start, length = rows_of(cu, segment, num_segments, total, ORDER)
         unit = (tile - start // BLOCK_M - segment) * GROUPS
     return head, segment, start, length, unit, taken
 
