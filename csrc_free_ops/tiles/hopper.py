@@ -431,7 +431,7 @@ def await_turn(counter, turn):
         """{
         .reg .pred other;
         AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
-        fence.proxy.async;
+        fence.proxy.async.global;
         }""",
         "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -439,13 +439,15 @@ def await_turn(counter, turn):
 
 @gluon.jit
 def pass_turn(counter):
-    """One more at global `counter`, once all that this warp has sent has arrived."""
+    """One more at global `counter`, once all that this warp has sent has arrived.
+
+    Arrival ends in a proxy fence of its own (PTX ISA, async proxy).
+    """
     gl.inline_asm_elementwise(
         """{
         .reg .pred one; .reg .b32 lane;
         mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
         @one cp.async.bulk.wait_group 0;
-        fence.proxy.async;
         @one red.release.gpu.global.add.u32 [$1], 1;
         bar.warp.sync 0xffffffff; mov.b32 $0, 0;
         }""",
