@@ -39,7 +39,7 @@ from torch_ops.bench.results import (
 )
 from torch_ops.bench.room import Call, Contender
 from torch_ops.bench.tables import markdown
-from torch_ops.bench.window_attn import OURS, ROOM, recorded_launches
+from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM, recorded_launches
 from torch_ops.testing import Report as GateReport
 from torch_ops.testing import references
 from torch_ops.testing.cases import WINDOW_ATTN, make_inputs
@@ -151,6 +151,14 @@ def test_wrong_contender_is_never_best(spoil: Any) -> None:
     assert len(liar.rounds_ms) == TERMS.rounds, "what is wrong is timed all the same"
     fast = dataclasses.replace(liar, rounds_ms=(1e-9, 1e-9))
     assert dataclasses.replace(forward, peers=(fast, reference)).best_peer is reference
+
+
+def test_our_other_way_is_no_peer() -> None:
+    for one in measured(OURS, OURS_FREE, REFERENCE):
+        free, reference = one.peers
+        assert free.status == OK and free.rounds_ms
+        fast = dataclasses.replace(free, rounds_ms=(1e-9, 1e-9))
+        assert dataclasses.replace(one, peers=(fast, reference)).best_peer is reference
 
 
 def test_gate_finds_one_wrong_gradient() -> None:

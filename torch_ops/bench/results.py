@@ -23,6 +23,9 @@ WRONG = "wrong"
 FAILED = "failed"
 UNAVAILABLE = "unavailable"
 
+# Contenders of these names are ours, and no peers to beat: the second, where the order of sums is free.
+OURS, OURS_FREE = "vk", "vk_free"
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -100,7 +103,7 @@ class Measurement:
     @property
     def best_peer(self) -> Timed | None:
         """The fastest peer that is right."""
-        right = [peer for peer in self.peers if peer.status == OK and peer.rounds_ms]
+        right = [peer for peer in self.peers if peer.status == OK and peer.rounds_ms and peer.name != OURS_FREE]
         return min(right, key=lambda peer: statistics.median(peer.rounds_ms), default=None)
 
     @property

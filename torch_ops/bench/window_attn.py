@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,19 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 import torch_ops
-from csrc_free_ops.attention import hopper_bwd, hopper_fwd, portable_bwd, portable_fwd, short_bwd, short_fwd
+from csrc_free_ops.attention import (
+    hopper_bwd,
+    hopper_bwd_sums,
+    hopper_fwd,
+    portable_bwd,
+    portable_fwd,
+    short_bwd,
+    short_fwd,
+)
 from torch_ops import _attention_portable, _attention_short
 from torch_ops._attention import plan_forward
 from torch_ops._scores import Scores
+from torch_ops.bench import results
 from torch_ops.bench.attention_peers import PEERS, packed_call
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel
@@ -31,20 +41,26 @@ HOST_CASE = "1x128x16x72"
 PROFILED = "qwen3vl_l_4096"
 JITS = tuple(
     vars(module)[name]
-    for module in (portable_fwd, portable_bwd, short_fwd, short_bwd, hopper_fwd, hopper_bwd)
+    for module in (portable_fwd, portable_bwd, short_fwd, short_bwd, hopper_fwd, hopper_bwd, hopper_bwd_sums)
     for name in vars(module)
     if name.endswith("_kernel")
 )
 
 
-def _bind_ours(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return inputs.call(torch_ops.window_attn, q=q, k=k, v=v)
+def _ours(name: str, about: str, deterministic: bool = True) -> Contender:
+    op = partial(torch_ops.window_attn, deterministic=deterministic)
 
-    return packed_call(inputs, forward)
+    def bind(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return inputs.call(op, q=q, k=k, v=v)
+
+        return packed_call(inputs, forward)
+
+    return Contender(name, bind, lambda case, dtype, device: "", lambda: about)
 
 
-OURS = Contender("vk", _bind_ours, lambda case, dtype, device: "", lambda: "vk::window_attn")
+OURS = _ours(results.OURS, "vk::window_attn")
+OURS_FREE = _ours(results.OURS_FREE, "vk::window_attn with deterministic=False", deterministic=False)
 
 
 def _cases(wanted: Sequence[str], device: torch.device) -> tuple[WindowAttnCase, ...]:
@@ -269,7 +285,7 @@ ROOM = Room(
     cost=_cost,
     path=_path,
     ours=OURS,
-    peers=PEERS,
+    peers=(OURS_FREE, *PEERS),
     default_peers=_default_peers,
     host_calls=_host_calls,
     kernels=_kernels,
