@@ -116,6 +116,8 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
     if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
+    if entry["kernel"] == "attention_bwd_hopper" and launch.tile != (64, 128):
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: its tiles are 64 rows by 128 columns")
     return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
 
 

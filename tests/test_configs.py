@@ -164,6 +164,7 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Row("attention_fwd_short", "float16", 64, Launch(64, 32, 4, 1)),
         Row("attention_fwd", "float16", 64, Launch(8, 64, 4, 1)),
         Row("attention_fwd", "float16", 64, Launch(64, 64, 3, 1)),
+        Row("attention_bwd_hopper", "float16", 64, Launch(128, 128, 8, 2)),
     ],
 )
 def test_a_launch_that_no_kernel_takes_is_refused(row: Row, tmp_path: Path) -> None:

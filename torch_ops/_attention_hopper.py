@@ -26,12 +26,14 @@ from torch_ops._scores import Scores
 # The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
 TRITON_VERSIONS = ((3, 6), (3, 7))
 LOG2E = 1.4426950408889634
-# Of the one-pass backward: query rows whose dq is sent at once, and keys of a program.
+# Of the backward: query rows whose dq is sent at once, and keys of a program.
 SENT_ROWS, PASS_KEYS = 64, 128
 # By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
 REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
+# Beside two sums of 128 columns ptxas makes every product wait for the last where there are fewer.
+WIDE_REGISTERS = (240, 24, 168)
 
 
 def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
@@ -148,18 +150,13 @@ def _order(num_segments: int) -> int:
     return (BY_LENGTH if num_segments <= RANKED.value - 2 else IN_PLACE).value
 
 
-def _constants(
-    q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores, rows: int, overlap: bool
-) -> dict[str, Any]:
-    """What all kernels are built for; `rows` is how many a program owns."""
-    groups = rows // 64
-    consumer, producer, at_launch = REGISTERS[groups, overlap]
+def _constants(q: Tensor, k: Tensor, launch: Launch, scores: Scores, registers: tuple[int, int, int]) -> dict[str, Any]:
+    """What both directions are built for."""
+    consumer, producer, at_launch = registers
     return {
         "HEAD_DIM": q.shape[2], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDER": _order(num_segments),
-        "GROUPS": groups, "STAGES": launch.num_stages,
-        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
-        "num_warps": 4, "maxnreg": at_launch,
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STAGES": launch.num_stages,
+        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
 
 
@@ -167,8 +164,9 @@ def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch,
     """launch(q, k, v, cu_q, cu_k, out, lse) on tensors that `addressable` allows."""
     # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
     overlap = launch.block_m == 128 or q.shape[2] <= 72
-    constants = _constants(q, k, num_segments, launch, scores, launch.block_m, overlap)
-    constants |= {"BLOCK_N": launch.block_n, "OVERLAP": overlap}
+    groups = launch.block_m // 64
+    constants = _constants(q, k, launch, scores, REGISTERS[groups, overlap])
+    constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": _order(num_segments)}
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
     main, tail, width = PARTS[q.shape[2]]
     cols = launch.block_n
@@ -196,19 +194,16 @@ def plan_backward_hopper(
     Unless `deterministic`, dq is added up in any order.
     """
     total_q, num_heads, head_dim = q.shape
-    group = num_heads // k.shape[1]
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    # Two sums of 128 columns: with fewer registers ptxas makes every product wait for the last.
-    consumer, producer = (232, 40) if head_dim <= 96 else (240, 24)
-    bounds = {"HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": deterministic}
-    constants = {
-        "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": group, **bounds,
+    constants = _constants(q, k, launch, scores, REGISTERS[2, True] if head_dim <= 96 else WIDE_REGISTERS)
+    constants |= {
+        "ORDERED": deterministic,
         # Tiles of one width, which SINGLE does not deal out.
         "ORDER": max(_order(num_segments), BY_LENGTH.value),
         # Keys of as many tiles as there is shared memory for.
-        "OWN_STAGES": 2 if head_dim <= 80 else 1, "STAGES": launch.num_stages,
-        "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": 168,
-    }  # fmt: skip
+        "OWN_STAGES": 2 if head_dim <= 80 else 1,
+    }
+    bounds = {name: constants[name] for name in ("HAS_LEFT", "HAS_RIGHT", "ORDERED")}
     tiles = total_q // SENT_ROWS + num_segments + 2
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())

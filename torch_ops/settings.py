@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -125,13 +126,13 @@ class Settings:
         """The user's own launch rows, which come before the shipped ones, as they were when they were set."""
         return self._rows.rows
 
-    def update(self, **changes: object) -> None:
+    def update(self, **changes: Any) -> None:
         """Changes settings by name; an unknown name or value is refused and nothing changes."""
         unknown = set(changes) - set(_Values.__dataclass_fields__)
         if unknown:
             names = ", ".join(_Values.__dataclass_fields__)
             raise ValueError(f"settings: {', '.join(sorted(unknown))} is not a setting; there are {names}")
-        after = replace(self._values, **changes)  # type: ignore[arg-type]
+        after = replace(self._values, **changes)
         self._take(after, _Rows.of(after.rows) if "rows" in changes else self._rows)
 
     def _take(self, values: _Values, rows: _Rows) -> None:
@@ -143,7 +144,7 @@ class Settings:
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
 
-    def __call__(self, **changes: object) -> contextlib.AbstractContextManager["Settings"]:
+    def __call__(self, **changes: Any) -> contextlib.AbstractContextManager["Settings"]:
         """Changes settings at once, as `update` does; used in a `with` statement, for its block only."""
         before = self._values, self._rows
         self.update(**changes)
