@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel, tile_columns
 from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
@@ -215,7 +215,7 @@ def plan_backward_hopper(
     round_constants = {"STRIDE_DQT": num_heads * head_dim, **split}
     scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
     round_scalars = (total_q, scores.scale)
-    describe = _Descriptors(*[(64, 16)] * 4)
+    describe = _Descriptors(*[(64, tile_columns(head_dim))] * 4)
     device = q.device
     grid, delta_grid, round_grid = (_programs(device.index), 1), (tiles, num_heads), (-(-total_q // 64), num_heads)
     relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)

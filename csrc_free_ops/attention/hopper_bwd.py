@@ -6,16 +6,17 @@ which send the blocks' parts from shared memory in turns while the consumers go 
 ready and rounds it). A consumer's step on a block of 64 queries, all scores transposed, [keys, queries]:
 
     issue  s = k q^T
-    issue  dk += ds q of the block before
-    issue  dq of the block before = ds^T k          each warpgroup some of the columns, over the keys of both
     issue  dp = v dout^T
-    wait s;  p = 2^(s - lse)                        under the other three
+    wait s;  p = 2^(s - lse)                        under dp
     issue  dv += p dout
-    dq to shared memory, for a sending warp
-    ds = p (dp - delta), to registers and to shared memory
+    wait dp;  ds = p (dp - delta), to registers and to shared memory
+    issue  dk += ds q
+    issue  dq = ds^T k                              each warpgroup some of the columns, over the keys of both
+    wait dq;  dq to shared memory, for a sending warp
 
-So products are under way through the exponentials, and no product is across the loop's end, which ptxas would answer
-by waiting for each of them at once. Above 80 columns registers allow dq and dp only after p.
+A warpgroup says when its ds is there and goes on until it needs the other's. So the two come apart, and one multiplies
+while the other exponentiates. No product is under way across the loop's end, which ptxas would answer by waiting for
+each of them at once.
 
 ORDERED fixes the order in which programs add, so that the bits are the same every time. A part is sent when a counter
 says that those before it have been, and those before it belong to programs that drew their keys earlier
@@ -29,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from csrc_free_ops.attention.hopper_work import (
-    FIRST_BARRIER,
+    CACHED,
     NOTE,
     NOTES,
     POINTERS,
@@ -77,14 +78,18 @@ from csrc_free_ops.tiles.hopper import (
 from csrc_free_ops.tiles.masks import block_span, turn_among
 from csrc_free_ops.tiles.scores import LOG2E
 
-# Rows of every tile, and of a block of queries; keys of a program.
+# Rows of every tile, and of a block of queries; bytes of 16 columns of them; keys of a program.
 BLOCK = gl.constexpr(64)
-TILE_BYTES = gl.constexpr(64 * 16 * 2)
+WORD_BYTES = gl.constexpr(64 * 16 * 2)
 OWNED = gl.constexpr(2 * BLOCK.value)
+# Of a row's q, dout and sum of dq, per column.
+ROW_BYTES = gl.constexpr(8)
 # Threads of the consumers, and with them those of one more warp; warps that send; blocks of dout in shared memory.
 CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
-# Named barriers: of those of `hopper_work` the first belongs to the fifth partition. STAGES of them begin at Q_EMPTY.
-OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(FIRST_BARRIER.value + 1 + at) for at in (0, 2, 3, 5, 7))
+# Named barriers. Triton takes three: partitions of one warp need none. STAGES of them begin at Q_EMPTY. With one place
+# for keys, v is let go before k.
+OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(at) for at in (3, 5, 9, 11, 13))
+V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
 
 # Notes of a tile: BLOCKS of queries are counted from the last, and 0 after the last tile; SENT of them are sent, which
 # is none where BLOCKS is 1 for want of any; PLACE is the tile's among those of its segment, LAST that of the last;
@@ -101,10 +106,29 @@ FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OT
 TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
 
 
+@gluon.constexpr_function
+def tile_columns(head_dim):
+    """Of the tiles in shared memory. Wide ones are loaded in fewer requests; a product must end where a tile does."""
+    return 64 if head_dim % 64 == 0 else 16
+
+
+@gluon.constexpr_function
+def _tile_count(head_dim):
+    return -(-head_dim // tile_columns(head_dim))
+
+
 @gluon.jit
 def _load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
+    COLUMNS: gl.constexpr = desc.block_shape[2]
     for tile in gl.static_range(TILES):
-        tma.async_copy_global_to_shared(desc, [row, head, tile * 16], bar, tiles.index(first + tile))
+        tma.async_copy_global_to_shared(desc, [row, head, tile * COLUMNS], bar, tiles.index(first + tile))
+
+
+@gluon.jit
+def _load_own(desc, row, head, bar, tiles, place, TILES: gl.constexpr):
+    """k or v of both warpgroups to the places from `place` on."""
+    for group in gl.static_range(2):
+        _load_tiles(desc, row + group * BLOCK, head, bar, tiles, (place + group) * TILES, TILES)
 
 
 @gluon.jit
@@ -126,9 +150,9 @@ def _mask_weights(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl
 
 
 @gluon.jit
-def _clear_tail(address, rows, TILES: gl.constexpr):
+def _clear_tail(address, rows, HEAD_DIM: gl.constexpr):
     """Rows past a segment's end may hold anything; what they are multiplied by 0 with must be numbers."""
-    clear_rows(address, rows, BLOCK, 16, TILES)
+    clear_rows(address, rows, BLOCK, tile_columns(HEAD_DIM), _tile_count(HEAD_DIM))
     fence_async_shared()
     meet()
 
@@ -148,7 +172,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     tiles, notes, addresses = memory
     own_full, q_full, dout_full = full
     lses, deltas = vectors
-    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
+    TILES: gl.constexpr = _tile_count(HEAD_DIM)
+    STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
     FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
     EMPTY: gl.constexpr = MEETING
@@ -168,7 +193,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
         total_own = kept_number(notes, TOTAL_OWN)
         head, segment, start, length, unit, taken = place(
             work, num_tiles, dealt, kept_pointer(addresses, CU_OWN, gl.int32), num_segments, total_own,
-            K_HEADS, 2, ORDER,
+            K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
         )  # fmt: skip
         cu_other_ptr = kept_pointer(addresses, CU_OTHER, gl.int32)
         other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
@@ -188,6 +213,11 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             blocks = gl.maximum(sent, 1)
             slot = count % NOTES
             own_stage = count % OWN_STAGES
+            if OWN_STAGES == 1:
+                if count > 0:
+                    barrier_sync(V_EMPTY, EMPTY)
+                mbarrier.expect(own_full.index(1), 2 * STAGE_BYTES)
+                _load_own(own_descs[1], start + first, head, own_full.index(1), tiles, 2, TILES)
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
             write_note(notes, slot, BLOCKS, blocks)
@@ -212,13 +242,12 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
             bar = own_full.index(own_stage)
-            mbarrier.expect(bar, 4 * TILES * TILE_BYTES)
-            for owned in gl.static_range(2):
-                for group in gl.static_range(2):
-                    _load_tiles(
-                        own_descs[owned], start + first + group * BLOCK, head, bar, tiles,
-                        (own_stage * 4 + owned * 2 + group) * TILES, TILES,
-                    )  # fmt: skip
+            if OWN_STAGES == 1:
+                mbarrier.expect(bar, 2 * STAGE_BYTES)
+            else:
+                mbarrier.expect(bar, 4 * STAGE_BYTES)
+                _load_own(own_descs[1], start + first, head, bar, tiles, own_stage * 4 + 2, TILES)
+            _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
             for member in range(GROUP):
                 other_head = head * GROUP + member
                 for block in range(blocks):
@@ -226,7 +255,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     if loaded >= STAGES:
                         barrier_sync(Q_EMPTY + q_stage, EMPTY)
                     q_bar = q_full.index(q_stage)
-                    mbarrier.expect(q_bar, TILES * TILE_BYTES)
+                    mbarrier.expect(q_bar, STAGE_BYTES)
                     _load_tiles(
                         q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
                     )
@@ -240,7 +269,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     if loaded >= DOUT_STAGES:
                         barrier_sync(DOUT_EMPTY + stage, EMPTY)
                     bar = dout_full.index(stage)
-                    mbarrier.expect(bar, TILES * TILE_BYTES)
+                    mbarrier.expect(bar, STAGE_BYTES)
                     _load_tiles(
                         dout_desc, other_start + other, other_head, bar, tiles, FIRST_DOUT + stage * TILES, TILES
                     )
@@ -257,7 +286,10 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
         barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
     mbarrier.arrive(own_full.index(own_stage), count=1)
-    if (OWN_STAGES == 2) & (count > 0):
+    if OWN_STAGES == 1:
+        if count > 0:
+            barrier_sync(V_EMPTY, EMPTY)
+    elif count > 0:
         barrier_sync(OWN_EMPTY + 1 - own_stage, EMPTY + 32 * SENDERS)
     for index in gl.static_range(STAGES):
         if index < loaded:
@@ -269,10 +301,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
-
-    The first part of a tile is none: it is sent nowhere.
-    """
+    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns."""
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
@@ -302,11 +331,11 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
         total = kept_number(notes, TOTAL_OTHER)
         slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
         part = skipped
-        while part <= GROUP * blocks:
-            block = (part - 1) % blocks
-            if (part > 0) & (block < sent):
+        while part < GROUP * blocks:
+            block = part % blocks
+            if block < sent:
                 other = first + block * BLOCK
-                of_head = (head + (part - 1) // blocks).to(gl.int64)
+                of_head = (head + part // blocks).to(gl.int64)
                 address = kept_pointer(addresses, SUMS, gl.float32) + (of_head * total + row + other) * HEAD_DIM
                 size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
                 if ORDERED:
@@ -329,7 +358,7 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
                 barrier_sync(STAGED + INDEX, EMPTY)
                 mbarrier.arrive(free.index(INDEX), count=1)
             part += SENDERS
-        skipped = part - (GROUP * blocks + 1)
+        skipped = part - GROUP * blocks
         turn += 1
         mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
@@ -374,18 +403,20 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     notes, addresses = told
     own_full, q_full, dout_full = full
     lses, deltas = vectors
-    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
+    COLUMNS: gl.constexpr = tile_columns(HEAD_DIM)
+    TILES: gl.constexpr = _tile_count(HEAD_DIM)
     STRIPS: gl.constexpr = HEAD_DIM // 8
-    STAGE_BYTES: gl.constexpr = TILES * TILE_BYTES
-    DS_BYTES: gl.constexpr = 4 * TILE_BYTES
+    STAGE_BYTES: gl.constexpr = TILES * COLUMNS * BLOCK * 2
+    DS_BYTES: gl.constexpr = 4 * WORD_BYTES
     EMPTY: gl.constexpr = MEETING
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
     OWN: gl.constexpr = INDEX * BLOCK
     # Of dq each warpgroup makes some of the columns.
-    HALF: gl.constexpr = (TILES + 1) // 2
-    FIRST: gl.constexpr = 2 * HALF * INDEX
-    WIDE: gl.constexpr = 2 * HALF if INDEX == 0 else STRIPS - 2 * HALF
+    HALF: gl.constexpr = (HEAD_DIM + 31) // 32 * 2
+    FIRST: gl.constexpr = HALF * INDEX
+    WIDE: gl.constexpr = HALF if INDEX == 0 else STRIPS - HALF
+    FIRST_BYTE: gl.constexpr = (8 * FIRST // COLUMNS * COLUMNS * BLOCK + 8 * FIRST % COLUMNS) * 2
     base = shared_base()
     q = base + OWN_STAGES * 4 * STAGE_BYTES
     dout = q + STAGES * STAGE_BYTES
@@ -400,7 +431,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     q_phase = 0
     passed = 0
     turn = 0
-    side = 0
     mbarrier.wait(own_full.index(0), 0)
     blocks = read_note(notes, 0, BLOCKS)
     while blocks > 0:
@@ -408,44 +438,34 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
         own = base + turn % OWN_STAGES * (4 * STAGE_BYTES)
         k = own + INDEX * STAGE_BYTES
         v = own + (2 + INDEX) * STAGE_BYTES
-        columns = own + INDEX * HALF * TILE_BYTES
+        columns = own + FIRST_BYTE
+        if OWN_STAGES == 1:
+            mbarrier.wait(own_full.index(1), turn & 1)
         rows = read_note(notes, slot, ROWS) - OWN
         first_row = read_note(notes, slot, ROW_OTHER)
         if rows < BLOCK:
-            clear_rows(k, rows, BLOCK, 16, TILES)
-            clear_rows(v, rows, BLOCK, 16, TILES)
+            clear_rows(k, rows, BLOCK, COLUMNS, TILES)
+            clear_rows(v, rows, BLOCK, COLUMNS, TILES)
             fence_async_shared()
             meet()
         dk = zero_strips(STRIPS)
         dv = zero_strips(STRIPS)
-        rounded = narrow_strips(zero_strips(BLOCK // 8), DTYPE)
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
         remaining = GROUP * blocks
-        # A value of its own: Triton carries through a loop what is another value after it.
-        previous = q_stage + 0
+        mbarrier.wait(q_full.index(q_stage), q_phase)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
+            # Of the two places for a block of dout, for ds and for dq.
             stage = passed & 1
-            mbarrier.wait(q_full.index(q_stage), q_phase)
             if (left == 1) & (tail < BLOCK):
-                _clear_tail(q + q_stage * STAGE_BYTES, tail, TILES)
-            s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            # Of the block before. Of the first there is none: 0 is added to dk, and what is staged is not used.
-            dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
+                _clear_tail(q + q_stage * STAGE_BYTES, tail, HEAD_DIM)
             lse = _load_vector(lses, q_stage)
-            if HEAD_DIM <= 72:
-                delta = _load_vector(deltas, q_stage)
-            fence_async_shared()
-            if remaining < GROUP * blocks:
-                barrier_arrive(STAGED + (side ^ 1), EMPTY)
-            if not ROUNDED:
-                barrier_sync(SCORED, CONSUMERS)
-                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-                mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
-                if (left == 1) & (tail < BLOCK):
-                    _clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
-                dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            s = wait_strips(s, 1 if ROUNDED else 3)
+            s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
+            mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
+            if (left == 1) & (tail < BLOCK):
+                _clear_tail(dout + stage * STAGE_BYTES, tail, HEAD_DIM)
+            dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
+            s = wait_strips(s, 1)
             p = ()
             for index in gl.static_range(BLOCK // 8):
                 p = p + (exp2(s[index] * factor - lse[index][None, :]),)
@@ -463,58 +483,45 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 else:
                     p = kept
             weights = narrow_strips(p, DTYPE)
-            dk = wait_strips(dk, 0 if ROUNDED else 2)
-            if remaining < GROUP * blocks:
-                barrier_arrive(Q_EMPTY + previous, EMPTY)
-            if ROUNDED:
-                barrier_sync(SCORED, CONSUMERS)
-                dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-                mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
-                if (left == 1) & (tail < BLOCK):
-                    _clear_tail(dout + stage * STAGE_BYTES, tail, TILES)
-                dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, TILES, 64, 64, DTYPE)
-            dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, 16)
-            if HEAD_DIM > 72:
-                delta = _load_vector(deltas, q_stage)
-            dq = wait_strips(dq, 2)
-            mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
-            _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+            delta = _load_vector(deltas, q_stage)
+            dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, COLUMNS)
             dp = wait_strips(dp, 1)
             ds = ()
             for index in gl.static_range(BLOCK // 8):
                 weight = widen(weights[index]) if ROUNDED else p[index]
                 ds = ds + (weight * (dp[index] - delta[index][None, :]),)
             rounded = narrow_strips(ds, DTYPE)
-            side = side ^ 1
-            at = scores + side * (2 * DS_BYTES) + INDEX * DS_BYTES + places
+            at = scores + stage * (2 * DS_BYTES) + INDEX * DS_BYTES + places
             for index in gl.static_range(BLOCK // 8):
-                put_pairs(at + (index // 2 * TILE_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
-            dv = wait_strips(dv, 0)
+                put_pairs(at + (index // 2 * WORD_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
+            fence_async_shared()
+            if remaining < GROUP * blocks:
+                barrier_arrive(STAGED + (stage ^ 1), EMPTY)
+            barrier_arrive(SCORED + 2 * stage + INDEX, CONSUMERS)
+            dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, COLUMNS)
+            barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
+            dq = multiply_columns(scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE)
+            dv = wait_strips(dv, 2)
             barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-            previous = q_stage
+            mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
+            dk = wait_strips(dk, 1)
+            barrier_arrive(Q_EMPTY + q_stage, EMPTY)
             q_stage, wrapped = turn_around(q_stage, STAGES)
             q_phase = q_phase ^ wrapped
+            if remaining > 1:
+                mbarrier.wait(q_full.index(q_stage), q_phase)
+            dq = wait_strips(dq, 0)
+            _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             passed += 1
             remaining -= 1
-        dk = accumulate(dk, rounded, q + previous * STAGE_BYTES, BLOCK, 16)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
+        if OWN_STAGES == 1:
+            barrier_arrive(V_EMPTY, EMPTY)
         fence_async_shared()
-        barrier_arrive(STAGED + (side ^ 1), EMPTY)
-        barrier_sync(SCORED, CONSUMERS)
-        dq = multiply_columns(scores + side * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, DTYPE)
-        dk = wait_strips(dk, 1)
-        barrier_arrive(Q_EMPTY + previous, EMPTY)
-        dq = wait_strips(dq, 0)
-        mbarrier.wait(free.index(side), (((passed + turn) >> 1) & 1) ^ 1)
-        _stage_dq(dq, sums + side * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
-        fence_async_shared()
-        barrier_arrive(STAGED + side, EMPTY)
-        side = side ^ 1
+        barrier_arrive(STAGED + ((passed - 1) & 1), EMPTY)
         dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         seen = read_note(notes, slot, SENT) > 0
-        # K is read by both warpgroups for dq.
-        barrier_sync(SCORED, CONSUMERS)
-        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
         store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         turn += 1
@@ -534,12 +541,13 @@ def _keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_oth
 
 
 @gluon.jit
-def _make_barriers(STAGES: gl.constexpr, OWN_STAGES: gl.constexpr):
-    own_full = gl.allocate_shared_memory(gl.int64, [OWN_STAGES, 1], mbarrier.MBarrierLayout())
+def _make_barriers(STAGES: gl.constexpr):
+    # Of k and v each, or of both at each of two places.
+    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(OWN_STAGES):
+    for index in gl.static_range(2):
         mbarrier.init(own_full.index(index), count=1)
     for index in gl.static_range(STAGES):
         mbarrier.init(q_full.index(index), count=2)
@@ -563,11 +571,15 @@ def _attention_bwd_hopper_kernel(
 
     For ticket_ptr see `hopper_work.draw`. ORDER is BY_LENGTH or IN_PLACE: all tiles but the last have OWNED keys.
     """
-    TILES: gl.constexpr = (HEAD_DIM + 15) // 16
+    COLUMNS: gl.constexpr = tile_columns(HEAD_DIM)
+    TILE_BYTES: gl.constexpr = BLOCK * COLUMNS * 2
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * TILES + 16
-    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SENDERS * (HEAD_DIM // 8), 64, 1, 16], q_desc.layout)
+    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * _tile_count(
+        HEAD_DIM
+    ) + 16 * WORD_BYTES // TILE_BYTES
+    SUM_TILES: gl.constexpr = SENDERS * BLOCK * HEAD_DIM * 4 // TILE_BYTES
+    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SUM_TILES, BLOCK, 1, COLUMNS], q_desc.layout)
     check_base(flat(tiles.index(0)))
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
@@ -582,7 +594,7 @@ def _attention_bwd_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
-    full, free = _make_barriers(STAGES, OWN_STAGES)
+    full, free = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     _keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)

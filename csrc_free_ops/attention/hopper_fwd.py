@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from csrc_free_ops.attention.hopper_work import (
+    CACHED,
     FIRST_BARRIER,
     NOTE,
     NOTES,
@@ -67,6 +68,8 @@ from csrc_free_ops.tiles.scores import LN2
 
 # Below every finite score: rows that have seen no key have a maximum from which -inf can be subtracted.
 LOWEST = gl.constexpr(-1e38)
+# Of a key and its value, per column.
+ROW_BYTES = gl.constexpr(4)
 # A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile.
 BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD = (
     gl.constexpr(field) for field in range(9)
@@ -109,8 +112,9 @@ def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
     work = gl.program_id(0)
     while work < num_work:
         head, segment, q_start, q_length, unit, taken = place(
-            work, num_tiles, dealt, cu_q, num_segments, total_q, HEADS, GROUPS, ORDER
-        )
+            work, num_tiles, dealt, cu_q, num_segments, total_q,
+            HEADS, GROUPS, ORDER, CACHED * GROUP // (HEAD_DIM * ROW_BYTES),
+        )  # fmt: skip
         k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, ORDER)
         k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
         first = unit * 64

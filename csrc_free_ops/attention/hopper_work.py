@@ -21,6 +21,8 @@ FIRST_BARRIER = gl.constexpr(5)
 # Segments that one warp ranks by length, and those that it looks at in one step of a search.
 RANKED = gl.constexpr(32)
 SEARCHED = gl.constexpr(128)
+# Bytes that stay in the L2 cache of an H100 or H200, of 50 MiB, while programs go over them side by side.
+CACHED = gl.constexpr(32 * 2**20)
 # Orders of tiles.
 SINGLE, BY_LENGTH, IN_PLACE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
@@ -180,13 +182,21 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
 
 
 @gluon.jit
+def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
+    """How many heads of a segment to go over at a time, as evenly as may be, so that RESIDENT rows hold them all."""
+    most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), HEADS)
+    rounds = (HEADS + most - 1) // most
+    return (HEADS + rounds - 1) // rounds
+
+
+@gluon.jit
 def place(
     work, num_tiles, dealt, cu, num_segments, total,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
     """Of one piece of work: head, segment, the segment's start and length, and the first of how many units of 64 rows.
 
-    There is nothing to do where that unit lies past the length.
+    There is nothing to do where that unit lies past the length. The L2 cache has room for RESIDENT rows of a head.
     """
     BLOCK_M: gl.constexpr = 64 * GROUPS
     if ORDER == SINGLE:
@@ -201,13 +211,18 @@ def place(
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
     elif ORDER == BY_LENGTH:
         segments, firsts, counts = dealt
-        head = work % HEADS
-        tile = work // HEADS
-        found = (firsts <= tile) & (tile < firsts + counts)
+        found = (firsts <= work // HEADS) & (work // HEADS < firsts + counts)
         segment = gl.sum(gl.where(found, segments, 0), 0)
+        tiles = gl.sum(gl.where(found, counts, 0), 0)
         taken = GROUPS
-        unit = (tile - gl.sum(gl.where(found, firsts, 0), 0)) * GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
+        within = work - gl.sum(gl.where(found, firsts, 0), 0) * HEADS
+        together = _heads_together(length, HEADS, RESIDENT)
+        first_head = within // (together * tiles) * together
+        within = within % (together * tiles)
+        together = gl.minimum(together, HEADS - first_head)
+        head = first_head + within % together
+        unit = within // together * GROUPS
     else:
         head = work // num_tiles
         tile = work % num_tiles

@@ -238,15 +238,16 @@ def _accumulate_constraints(strip_count, steps):
 
 
 @gluon.constexpr_function
-def _multiply_text(strip_count, tiles, left_step, right_step, high, dtype):
+def _multiply_text(strip_count, head_dim, columns, high, dtype):
     registers = 4 * strip_count
     products = ",".join(f"${index}" for index in range(registers))
     lines = ["{ .reg .b64 left, right; .reg .b32 low; .reg .pred add;", "wgmma.fence.sync.aligned;"]
-    for tile in range(tiles):
+    for first in range(0, head_dim, 16):
+        step = (first // columns * 64 * columns + first % columns) * 2 // 16
         lines += [
-            f"add.s32 low, ${registers}, {tile * left_step}; mov.b64 left, {{low, {high}}};",
-            f"add.s32 low, ${registers + 4}, {tile * right_step}; mov.b64 right, {{low, {high}}};",
-            f"setp.ne.b32 add, {min(tile, 1)}, 0;",
+            f"add.s32 low, ${registers}, {step}; mov.b64 left, {{low, {high}}};",
+            f"add.s32 low, ${registers + 4}, {step}; mov.b64 right, {{low, {high}}};",
+            f"setp.ne.b32 add, {min(first, 1)}, 0;",
             f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
             f" {{{products}}}, left, right, add, 1, 1, 0, 0;",
         ]
@@ -259,18 +260,13 @@ def _multiply_constraints(strip_count):
 
 
 @gluon.jit
-def multiply(
-    left, right, STRIPS: gl.constexpr, TILES: gl.constexpr, LEFT_ROWS: gl.constexpr, RIGHT_ROWS: gl.constexpr,
-    DTYPE: gl.constexpr,
-):  # fmt: skip
+def multiply(left, right, STRIPS: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
     """Begins left @ right^T, [64, 8 STRIPS]. `wait_strips` ends it.
 
-    Both lie in shared memory as TILES tiles of 16 columns: left's 64 rows at `left` among LEFT_ROWS, and right's.
+    Both are HEAD_DIM wide and lie in shared memory as tiles of 64 rows and COLUMNS columns.
     """
-    HIGH: gl.constexpr = right_operand(64, 16)[1]
-    TEXT: gl.constexpr = _multiply_text(
-        STRIPS, TILES, LEFT_ROWS * 32 // 16, RIGHT_ROWS * 32 // 16, HIGH, _type_name(DTYPE)
-    )
+    HIGH: gl.constexpr = right_operand(64, COLUMNS)[1]
+    TEXT: gl.constexpr = _multiply_text(STRIPS, HEAD_DIM, COLUMNS, HIGH, _type_name(DTYPE))
     CONSTRAINTS: gl.constexpr = _multiply_constraints(STRIPS)
     TYPES: gl.constexpr = _repeat(gl.float32, STRIPS)
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
@@ -326,16 +322,17 @@ def wait_strips(sums, PENDING: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _columns_text(strip_count, left_area, right_area, high, dtype):
+def _columns_text(strip_count, left_area, right_area, left_high, right_high, columns, dtype):
     registers = 4 * strip_count
     products = ",".join(f"${index}" for index in range(registers))
     lines = ["{ .reg .b64 left, right; .reg .b32 low; .reg .pred add;", "wgmma.fence.sync.aligned;"]
     for area in range(2):
         for step in range(4):
             lines += [
-                f"add.s32 low, ${registers}, {(area * left_area + step * 512) // 16}; mov.b64 left, {{low, {high}}};",
-                f"add.s32 low, ${registers + 4}, {(area * right_area + step * 512) // 16};",
-                f"mov.b64 right, {{low, {high}}};",
+                f"add.s32 low, ${registers}, {(area * left_area + step * 512) // 16};",
+                f"mov.b64 left, {{low, {left_high}}};",
+                f"add.s32 low, ${registers + 4}, {(area * right_area + step * 32 * columns) // 16};",
+                f"mov.b64 right, {{low, {right_high}}};",
                 f"setp.ne.b32 add, {min(area + step, 1)}, 0;",
                 f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
                 f" {{{products}}}, left, right, add, 1, 1, 1, 1;",
@@ -350,18 +347,20 @@ def _columns_constraints(strip_count):
 
 @gluon.jit
 def multiply_columns(
-    left, right, STRIPS: gl.constexpr, LEFT_AREA: gl.constexpr, RIGHT_AREA: gl.constexpr, DTYPE: gl.constexpr
-):
+    left, right, STRIPS: gl.constexpr, LEFT_AREA: gl.constexpr, RIGHT_AREA: gl.constexpr, COLUMNS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
     """Begins left^T @ right, [64, 8 STRIPS]. `wait_strips` ends it.
 
-    Both have 128 rows, in two areas of 64, so many bytes apart, each of which is tiles of 16 columns.
+    Both have 128 rows, in two areas of 64, so many bytes apart: left's of tiles of 16 columns, right's of COLUMNS.
     """
-    WORDS: gl.constexpr = right_operand(64, 16)
-    TEXT: gl.constexpr = _columns_text(STRIPS, LEFT_AREA, RIGHT_AREA, WORDS[1], _type_name(DTYPE))
+    LEFT: gl.constexpr = right_operand(64, 16)
+    RIGHT: gl.constexpr = right_operand(64, COLUMNS)
+    TEXT: gl.constexpr = _columns_text(STRIPS, LEFT_AREA, RIGHT_AREA, LEFT[1], RIGHT[1], COLUMNS, _type_name(DTYPE))
     CONSTRAINTS: gl.constexpr = _columns_constraints(STRIPS)
     TYPES: gl.constexpr = _repeat(gl.float32, STRIPS)
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
-    operands = [like + ((left >> 4) + WORDS[0]), like + ((right >> 4) + WORDS[0])]
+    operands = [like + ((left >> 4) + LEFT[0]), like + ((right >> 4) + RIGHT[0])]
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
 
 
@@ -426,12 +425,15 @@ def take_ticket(counter, last):
 
 @gluon.jit
 def await_turn(counter, turn):
-    """Until the number at global `counter` is `turn`; what was sent before it became so is there then."""
+    """Until the number at global `counter` is `turn`.
+
+    Turns order additions, which the L2 cache makes one by one, and nothing that is read: so neither this nor
+    `pass_turn` fences memory, which would take longer than the addition itself.
+    """
     gl.inline_asm_elementwise(
         """{
         .reg .pred other;
-        AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
-        fence.proxy.async.global;
+        AGAIN: ld.relaxed.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
         }""",
         "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -439,16 +441,13 @@ def await_turn(counter, turn):
 
 @gluon.jit
 def pass_turn(counter):
-    """One more at global `counter`, once all that this warp has sent has arrived.
-
-    Arrival ends in a proxy fence of its own (PTX ISA, async proxy).
-    """
+    """One more at global `counter`, once all that this warp has sent has arrived: the L2 cache has then added it."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one; .reg .b32 lane;
         mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
         @one cp.async.bulk.wait_group 0;
-        @one red.release.gpu.global.add.u32 [$1], 1;
+        @one red.relaxed.gpu.global.add.u32 [$1], 1;
         bar.warp.sync 0xffffffff; mov.b32 $0, 0;
         }""",
         "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
@@ -484,11 +483,62 @@ def flat(tile):
     return tile.reshape([tile.shape[0], tile.shape[2]])
 
 
+@gluon.constexpr_function
+def _store_text(strip_count):
+    """Of 1 or 4 strips, of which the four threads of a row trade words until each has 16 bytes of one of them."""
+    # The first operand of every thread's rows, four values to each of the operands that follow the strips.
+    part, address, inside = (4 + 2 * strip_count + 4 * index for index in range(3))
+    lines = [
+        "{ .reg .pred odd, high, inside; .reg .b32 t0, t1, a0, a1, a2, a3; .reg .b64 at;",
+        f"and.b32 t0, ${part}, 1; setp.ne.u32 odd, t0, 0; and.b32 t0, ${part}, 2; setp.ne.u32 high, t0, 0;",
+    ]
+    for half in range(2):
+        words = [f"${4 + 2 * strip + half}" for strip in range(strip_count)]
+        lines.append(f"setp.ne.s32 inside, ${inside + 2 * half}, 0; mov.b64 at, ${address + 2 * half};")
+        if strip_count == 1:
+            lines.append(f"@inside st.global.b32 [at], {words[0]};")
+            continue
+        lines += [
+            f"mov.b32 a0, {words[0]}; mov.b32 a1, {words[1]}; mov.b32 a2, {words[2]}; mov.b32 a3, {words[3]};",
+            "selp.b32 t0, a0, a1, odd; selp.b32 t1, a2, a3, odd;",
+            "shfl.sync.bfly.b32 t0, t0, 1, 31, 0xffffffff; shfl.sync.bfly.b32 t1, t1, 1, 31, 0xffffffff;",
+            "selp.b32 a0, t0, a0, odd; selp.b32 a1, a1, t0, odd; selp.b32 a2, t1, a2, odd; selp.b32 a3, a3, t1, odd;",
+            "selp.b32 t0, a0, a2, high; selp.b32 t1, a1, a3, high;",
+            "shfl.sync.bfly.b32 t0, t0, 2, 31, 0xffffffff; shfl.sync.bfly.b32 t1, t1, 2, 31, 0xffffffff;",
+            "selp.b32 a0, t0, a0, high; selp.b32 a1, t1, a1, high;",
+            "selp.b32 a2, a2, t0, high; selp.b32 a3, a3, t1, high;",
+            "@inside st.global.v4.b32 [at], {a0, a1, a2, a3};",
+        ]
+    return "\n".join([*lines, "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"])
+
+
+@gluon.constexpr_function
+def _store_constraints(strip_count):
+    return ",".join(["=r"] * 4 + ["r"] * (2 * strip_count + 4) + ["l"] * 4 + ["r"] * 4)
+
+
+@gluon.jit
+def _store_group(parts, part, address, inside, DTYPE: gl.constexpr):
+    TEXT: gl.constexpr = _store_text(len(parts))
+    CONSTRAINTS: gl.constexpr = _store_constraints(len(parts))
+    operands = narrow_strips(parts, DTYPE) + (part, address, inside)
+    gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=gl.int32, is_pure=False, pack=4)
+
+
 @gluon.jit
 def store_rows(address, o, num_rows, DTYPE: gl.constexpr, STRIDE: gl.constexpr):
-    """The first num_rows rows of o to where the first is to lie."""
-    pointer = address.to(gl.pointer_type(DTYPE), bitcast=True)
+    """The first num_rows rows of o to where the first is to lie, on 16 bytes as every row. By one warpgroup.
+
+    Triton would store values of a half type one by one.
+    """
     rows = gl.arange(0, 64, gl.SliceLayout(1, o[0].type.layout))[:, None]
-    cols = gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :]
-    for index in gl.static_range(len(o)):
-        gl.store(pointer + rows * STRIDE + cols + index * 8, o[index].to(DTYPE), mask=(rows < num_rows) & (cols >= 0))
+    part = (gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] >> 1) + gl.zeros_like(rows)
+    inside = (rows < num_rows).to(gl.int32) + gl.zeros_like(part)
+    # Rows that are not stored have no address of their own: so it is made here and not kept through a kernel's loops.
+    begin = address + gl.minimum(rows, num_rows).to(gl.int64) * (STRIDE * 2)
+    WHOLE: gl.constexpr = len(o) // 4 * 4
+    for first in gl.static_range(0, WHOLE, 4):
+        parts = (o[first], o[first + 1], o[first + 2], o[first + 3])
+        _store_group(parts, part, begin + (first * 16 + part * 16), inside, DTYPE)
+    for strip in gl.static_range(WHOLE, len(o)):
+        _store_group((o[strip],), part, begin + (strip * 16 + part * 4), inside, DTYPE)
