@@ -453,13 +453,13 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
         remaining = GROUP * blocks
         mbarrier.wait(q_full.index(q_stage), q_phase)
+        lse = _load_vector(lses, q_stage)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
             # Of the two places for a block of dout, for ds and for dq.
             stage = passed & 1
             if (left == 1) & (tail < BLOCK):
                 _clear_tail(q + q_stage * STAGE_BYTES, tail, HEAD_DIM)
-            lse = _load_vector(lses, q_stage)
             s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
             mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
             if (left == 1) & (tail < BLOCK):
@@ -511,6 +511,8 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             if remaining > 1:
                 mbarrier.wait(q_full.index(q_stage), q_phase)
             dq = wait_strips(dq, 0)
+            # Here, since no product is under way: beside those that read both operands, loads take long.
+            lse = _load_vector(lses, q_stage)
             _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             passed += 1
             remaining -= 1
