@@ -53,6 +53,7 @@ from csrc_free_ops.tiles.hopper import (
     join_strips,
     meet,
     per_row,
+    rescale_strips,
     row_maximum,
     row_partial_sums,
     scale_strips,
@@ -68,6 +69,9 @@ from csrc_free_ops.tiles.scores import LN2
 
 # Below every finite score: rows that have seen no key have a maximum from which -inf can be subtracted.
 LOWEST = gl.constexpr(-1e38)
+# By so many powers of 2 a score may pass its row's peak before the peak follows and all sums are scaled: most blocks
+# then leave them alone, as in FlashAttention-4.
+SLACK = gl.constexpr(8.0)
 # Of a key and its value, per column.
 ROW_BYTES = gl.constexpr(4)
 # A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile.
@@ -307,7 +311,9 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
                 if masked:
                     s = _mask(s, notes, slot, left, OWN, HAS_LEFT, HAS_RIGHT)
                 before = peak
-                peak = gl.maximum(before, row_maximum(s) * scale)
+                highest = row_maximum(s) * scale
+                # A peak need not be the highest score; what it is below stays far from overflow.
+                peak = gl.where(highest > before + SLACK, highest, before)
                 rescale = exp2(before - peak)
                 p = exp2(s * scale - peak[:, None])
                 norm = norm * per_row(rescale, norm) + row_partial_sums(p)
@@ -317,7 +323,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
                     o = wait_strips(o, 0)
                     barrier_arrive(V_EMPTY + behind, EMPTY)
                 weights = strips(p.to(DTYPE))
-                o = scale_strips(o, per_row(rescale, o[0]))
+                o = rescale_strips(o, per_row(rescale, o[0]))
                 behind = stage
                 stage, wrapped = turn_around(stage, STAGES)
                 phase = phase ^ wrapped

@@ -60,14 +60,12 @@ def exp2(x):
 
 @gluon.jit
 def row_maximum(x):
-    """[64] in the layout of x's rows: a tree over halves of the columns, where `gl.max` alone is one long chain."""
-    ROWS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    for level in gl.static_range(5):
-        if (COLUMNS >> level) > STRIP:
-            x = gl.max(x.reshape([ROWS, 2, COLUMNS >> (level + 1)]), 1)
-    return gl.convert_layout(gl.max(x, 1), LAYOUT, assert_trivial=True)
+    """[64] in the layout of x's rows: strip by strip, four chains in a thread, which need no register but their own."""
+    parts = strips(x)
+    most = parts[0]
+    for index in gl.static_range(1, len(parts)):
+        most = gl.maximum(most, parts[index])
+    return gl.convert_layout(gl.max(most, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
 @gluon.jit
@@ -135,6 +133,36 @@ def scale_strips(parts, factor):
     for index in gl.static_range(len(parts)):
         scaled = scaled + (parts[index] * factor,)
     return scaled
+
+
+@gluon.constexpr_function
+def _rescale_text(strip_count):
+    registers = 4 * strip_count
+    low, high = 2 * registers, 2 * registers + 2
+    lines = [
+        "{ .reg .pred any;",
+        f"setp.neu.f32 any, ${low}, 0f3F800000; setp.neu.or.f32 any, ${high}, 0f3F800000, any;",
+        "vote.sync.any.pred any, any, 0xffffffff; @!any bra SKIP;",
+    ]
+    for index in range(registers):
+        lines.append(f"mul.rn.f32 ${index}, ${index}, ${high if index % 4 >= 2 else low};")
+    return "\n".join([*lines, "SKIP: }"])
+
+
+@gluon.constexpr_function
+def _rescale_constraints(strip_count):
+    registers = 4 * strip_count
+    return ",".join(["=f"] * registers + [str(index) for index in range(registers)] + ["f"] * 4)
+
+
+@gluon.jit
+def rescale_strips(parts, factor):
+    """parts times a factor for each row, [64, 1]; a warp all of whose factors are 1 passes over it."""
+    TEXT: gl.constexpr = _rescale_text(len(parts))
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(len(parts))
+    TYPES: gl.constexpr = _repeat(gl.float32, len(parts))
+    factors = factor + gl.zeros([64, STRIP], gl.float32, wgmma_layout(STRIP))
+    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, parts + (factors,), dtype=TYPES, is_pure=False, pack=4)
 
 
 @gluon.jit
