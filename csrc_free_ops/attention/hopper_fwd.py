@@ -44,6 +44,7 @@ from csrc_free_ops.attention.hopper_work import (
 )
 from csrc_free_ops.tiles.hopper import (
     accumulate,
+    await_phase,
     barrier_arrive,
     barrier_sync,
     check_base,
@@ -78,12 +79,14 @@ ROW_BYTES = gl.constexpr(4)
 BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD = (
     gl.constexpr(field) for field in range(9)
 )
+# Barriers of memory, as many as GROUPS and STAGES at the most.
+Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
 # Addresses, in notes of their own and of the whole tensors.
 OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
 
 
 @gluon.jit
-def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
+def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
@@ -96,7 +99,6 @@ def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
     q_descs, k_descs, v_desc = descs
     cu_q, cu_k = boundaries_of
     q_tiles, k_tiles, v_tiles, notes, addresses = tiles
-    q_full, k_full, v_full = full
     total_q, total_k, num_segments, window_left, window_right = sizes
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
@@ -153,7 +155,7 @@ def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
             lse_ptr = kept_pointer(addresses, LSE, gl.float32)
             write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
             for group in gl.static_range(GROUPS):
-                bar = q_full.index(group)
+                bar = bars.index(Q_FULL + group)
                 mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
                 for part in gl.static_range(PARTS):
                     tma.async_copy_global_to_shared(
@@ -164,7 +166,7 @@ def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
                 key = k_start + low + block * BLOCK_N
                 if loaded >= STAGES:
                     barrier_sync(K_EMPTY + stage, EMPTY)
-                bar = k_full.index(stage)
+                bar = bars.index(K_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
                 for part in gl.static_range(PARTS):
                     tma.async_copy_global_to_shared(
@@ -172,7 +174,7 @@ def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
                     )
                 if loaded >= STAGES:
                     barrier_sync(V_EMPTY + stage, EMPTY)
-                bar = v_full.index(stage)
+                bar = bars.index(V_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
                 for part in gl.static_range(V_TILES):
                     tma.async_copy_global_to_shared(
@@ -187,7 +189,7 @@ def _produce(descs, boundaries_of, tiles, full, sizes, OPTIONS: gl.constexpr):
             barrier_sync(Q_EMPTY + group, 160)
     write_note(notes, count % NOTES, BLOCKS, 0)
     for group in gl.static_range(GROUPS):
-        mbarrier.arrive(q_full.index(group), count=1)
+        mbarrier.arrive(bars.index(Q_FULL + group), count=1)
     # What consumers arrived at must be left as it was found.
     for index in gl.static_range(STAGES):
         if index < loaded:
@@ -231,7 +233,7 @@ def _store_strips(tile, o, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
     HAS_RIGHT: gl.constexpr = OPTIONS[3]
@@ -241,7 +243,6 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
     OVERLAP: gl.constexpr = OPTIONS[7]
     HEADS: gl.constexpr = OPTIONS[8]
     q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
-    q_full, k_full, v_full = full
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
     V_EMPTY: gl.constexpr = K_EMPTY + STAGES
@@ -261,10 +262,12 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
         q = q + (flat(q_tiles[part].index(INDEX)),)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
     base = shared_base()
+    k_full = base + STAGES * STAGE_BYTES + K_FULL * 8
+    v_full = base + STAGES * STAGE_BYTES + V_FULL * 8
     stage = 0
     phase = 0
     turn = 0
-    mbarrier.wait(q_full.index(INDEX), 0)
+    mbarrier.wait(bars.index(Q_FULL + INDEX), 0)
     blocks = read_note(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
@@ -272,7 +275,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
             stage, phase = pass_over(blocks, stage, phase, k_full, v_full, K_EMPTY, V_EMPTY, EMPTY, STAGES)
             barrier_arrive(Q_EMPTY + INDEX, 160)
         else:
-            mbarrier.wait(k_full.index(stage), phase)
+            await_phase(k_full + stage * 8, phase)
             s = warpgroup_mma_wait(0, [_multiply_qk(q, k_tiles, stage, zeros)])
             barrier_arrive(K_EMPTY + stage, EMPTY)
             # Blocks are counted from the last: the first ones and the last ones may need masks.
@@ -288,7 +291,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
             norm = row_partial_sums(p)
             weights = strips(p.to(DTYPE))
             o = zero_strips(STRIPS)
-            mbarrier.wait(v_full.index(stage), phase)
+            await_phase(v_full + stage * 8, phase)
             behind = stage
             stage, wrapped = turn_around(stage, STAGES)
             phase = phase ^ wrapped
@@ -297,7 +300,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
                 if not OVERLAP:
                     o = wait_strips(accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH), 0)
                     barrier_arrive(V_EMPTY + behind, EMPTY)
-                mbarrier.wait(k_full.index(stage), phase)
+                await_phase(k_full + stage * 8, phase)
                 s = _multiply_qk(q, k_tiles, stage, zeros)
                 if OVERLAP:
                     o = accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH)
@@ -318,7 +321,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
                 p = exp2(s * scale - peak[:, None])
                 norm = norm * per_row(rescale, norm) + row_partial_sums(p)
                 # Also the end of a basic block: without one ptxas moves the wait below above the exponentials.
-                mbarrier.wait(v_full.index(stage), phase)
+                await_phase(v_full + stage * 8, phase)
                 if OVERLAP:
                     o = wait_strips(o, 0)
                     barrier_arrive(V_EMPTY + behind, EMPTY)
@@ -362,7 +365,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, full, scale, OPTIONS: gl.con
             else:
                 store_rows(out_address, o, rows, DTYPE, HEADS * HEAD_DIM)
         turn += 1
-        mbarrier.wait(q_full.index(INDEX), turn & 1)
+        mbarrier.wait(bars.index(Q_FULL + INDEX), turn & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
     tma.store_wait(0)
 
@@ -389,8 +392,8 @@ def _attention_fwd_hopper_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # Loaded now, they are there when the producer asks for them.
     boundaries_of = (boundaries(cu_q_ptr, ORDER), boundaries(cu_k_ptr, ORDER))
-    # The largest, and first: it lies where `accumulate` looks for it.
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * V_TILES, BLOCK_N, 1, WIDTH], v_desc.layout)
+    # The largest, and first: it lies where `accumulate` looks for it. One tile is for barriers, found by their addresses.
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * V_TILES + 1, BLOCK_N, 1, WIDTH], v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
     k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 1, MAIN], k_main.layout),)
     q_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], q_main.layout),)
@@ -410,19 +413,16 @@ def _attention_fwd_hopper_kernel(
     keep_pointer(addresses, OUT, out_ptr)
     keep_pointer(addresses, LSE, lse_ptr)
     keep_pointer(addresses, TICKET, ticket_ptr)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(index), count=1)
+        mbarrier.init(bars.index(Q_FULL + index), count=1)
     for index in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(index), count=1)
-        mbarrier.init(v_full.index(index), count=1)
+        mbarrier.init(bars.index(K_FULL + index), count=1)
+        mbarrier.init(bars.index(V_FULL + index), count=1)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
         HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, BLOCK_N, STAGES, OVERLAP, HEADS, ORDER,
     )  # fmt: skip
-    full = (q_full, k_full, v_full)
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
     sizes = (total_q, total_k, num_segments, window_left, window_right)
@@ -430,19 +430,19 @@ def _attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, full, scale, OPTIONS)),
-                (_consume, (1, out_descs, used, full, scale, OPTIONS)),
-                (_produce, (descs, boundaries_of, filled, full, sizes, OPTIONS)),
+                (_consume, (0, out_descs, used, bars, scale, OPTIONS)),
+                (_consume, (1, out_descs, used, bars, scale, OPTIONS)),
+                (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, full, scale, OPTIONS)),
-                (_consume, (1, out_descs, used, full, scale, OPTIONS)),
-                (_consume, (2, out_descs, used, full, scale, OPTIONS)),
-                (_produce, (descs, boundaries_of, filled, full, sizes, OPTIONS)),
+                (_consume, (0, out_descs, used, bars, scale, OPTIONS)),
+                (_consume, (1, out_descs, used, bars, scale, OPTIONS)),
+                (_consume, (2, out_descs, used, bars, scale, OPTIONS)),
+                (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

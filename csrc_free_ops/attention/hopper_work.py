@@ -11,9 +11,8 @@ from the L2 cache. Lengths are known on the device alone:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_free_ops.tiles.hopper import barrier_arrive, take_ticket
+from csrc_free_ops.tiles.hopper import await_phase, barrier_arrive, take_ticket
 from csrc_free_ops.tiles.segments import narrow_segments
 
 # Named barriers below belong to Triton.
@@ -258,11 +257,11 @@ def pass_over(
     count, stage, phase, first_full, second_full,
     FIRST_EMPTY: gl.constexpr, SECOND_EMPTY: gl.constexpr, EMPTY: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Over stages that other warpgroups use."""
+    """Over stages that other warpgroups use. Their barriers lie at these shared addresses."""
     for _ in range(count):
-        mbarrier.wait(first_full.index(stage), phase)
+        await_phase(first_full + stage * 8, phase)
         barrier_arrive(FIRST_EMPTY + stage, EMPTY)
-        mbarrier.wait(second_full.index(stage), phase)
+        await_phase(second_full + stage * 8, phase)
         barrier_arrive(SECOND_EMPTY + stage, EMPTY)
         stage, wrapped = turn_around(stage, STAGES)
         phase = phase ^ wrapped

@@ -53,6 +53,22 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def await_phase(address, phase):
+    """Waits until the mbarrier at shared `address` has completed its phase of that parity.
+
+    Before Gluon's wait a whole warpgroup meets, and every warp waits for the slowest.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done;
+        AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$1], $2; @!done bra AGAIN;
+        mov.b32 $0, 0;
+        }""",
+        "=r,r,r", [address, phase], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def exp2(x):
     """One instruction; 0 for what would be denormal."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
