@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_ops._attention_hopper import (
     addressable,
+    forward_launch,
     plan_backward_hopper,
     plan_forward_hopper,
     refusal,
@@ -23,15 +24,21 @@ from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
+# Of shorter segments the Hopper kernels' tiles would be half empty.
+HOPPER_ROWS = 128
 
-def why_portable(softcap: float, **tensors: Tensor) -> str:
-    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path."""
+
+def why_portable(softcap: float, length: int | None, **tensors: Tensor) -> str:
+    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
+
+    `length` is `mean_length` of its queries.
+    """
     if INTERPRET:
         return "TRITON_INTERPRET=1"
     if settings.path == "portable":
         return "settings.path is 'portable'"
-    if settings.path == "auto":
-        return "the Hopper path has not been measured as it is now; settings.path 'hopper' takes it"
+    if settings.path == "auto" and length is not None and length < HOPPER_ROWS:
+        return f"segments have {length} rows on average, and under {HOPPER_ROWS} the portable path is faster"
     return refusal(gpu(), softcap, **tensors)
 
 
@@ -51,12 +58,12 @@ def plan_forward(
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
-    if why_portable(scores.softcap, q=q, k=k, v=v) or _ahead_of_time():
+    if why_portable(scores.softcap, length, q=q, k=k, v=v) or _ahead_of_time():
         return _plan_forward_stock(q, k, v, cu_q, cu_k, scores)
     if not is_eager():
         return partial(_launch_forward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
-    chosen, _ = choose("attention_fwd_hopper", q, scores, length)
-    hopper = plan_forward_hopper(q, k, num_segments, chosen, scores)
+    launch, _ = forward_launch(q, scores, num_segments)
+    hopper = plan_forward_hopper(q, k, num_segments, launch, scores)
     portable: list[Callable[..., None]] = []
 
     def launch_forward(
@@ -115,13 +122,14 @@ def plan_backward(
     may be added up in any order.
     """
     num_segments = cu_q.shape[0] - 1
+    length = mean_length(q.shape[0], num_segments)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    if why_portable(scores.softcap, **tensors) or _ahead_of_time():
+    if why_portable(scores.softcap, length, **tensors) or _ahead_of_time():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
         options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}
         return partial(_launch_backward_opaque, **options)
-    launch, _ = choose("attention_bwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
+    launch, _ = choose("attention_bwd_hopper", q, scores, length)
     hopper = plan_backward_hopper(dout, q, k, out, num_segments, launch, scores, dlse is not None, deterministic)
     portable: list[Callable[..., None]] = []
 

@@ -4,6 +4,7 @@
 launches, as the plans of `_attention` do.
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -19,9 +20,10 @@ from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel,
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch, split_head_dim
-from torch_ops._attention_portable import head_strides, row_stride
+from torch_ops._attention_portable import choose, head_strides, mean_length, row_stride
 from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
+from torch_ops.settings import settings
 
 # The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
 TRITON_VERSIONS = ((3, 6), (3, 7))
@@ -32,6 +34,8 @@ SENT_ROWS, PASS_KEYS = 64, 128
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
 REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
+# How long a round of tiles of so many warpgroups takes, by that of two: 16 x 1024 rows at D 72 and 64 on an H200.
+ROUND = {1: 0.75, 2: 1.0, 3: 1.45}
 # Beside two sums of 128 columns ptxas makes every product wait for the last where there are fewer.
 WIDE_REGISTERS = (240, 24, 168)
 
@@ -158,6 +162,23 @@ def _constants(q: Tensor, k: Tensor, launch: Launch, scores: Scores, registers: 
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STAGES": launch.num_stages,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
+
+
+def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch, str]:
+    """The forward's launch, and where it comes from.
+
+    One segment's tiles take so many rounds of the programs: where tiles of two warpgroups need no longer than those of
+    three, they are taken, unless the user's own rows say otherwise. Where one round is all, smaller blocks begin sooner.
+    """
+    launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
+    if num_segments != 1 or launch.block_m != 192 or any(row.launch is launch for row in settings.rows):
+        return launch, source
+    each = -(-q.shape[0] // 64) * q.shape[1] / _programs(q.device.index)
+    rounds, rest = divmod(each, 3)
+    tall = rounds * ROUND[3] + (ROUND[math.ceil(rest)] if rest else 0)
+    if each > 2 and tall <= math.ceil(each / 2):
+        return launch, source
+    return Launch(128, 64 if each <= 2 else launch.block_n, 8, launch.num_stages), source
 
 
 def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csrc_free_ops.configs import Row, shipped_rows
 from torch_ops._attention import why_portable
-from torch_ops._attention_hopper import refusal
+from torch_ops._attention_hopper import forward_launch, refusal
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
@@ -71,11 +71,13 @@ def _explain_window_attn(
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
     segments = cu_seqlens.shape[0] - 1
     length = mean_length(q.shape[0], segments)
-    why = why_portable(softcap, q=q, k=k, v=v)
+    why = why_portable(softcap, length, q=q, k=k, v=v)
     path = "portable" if why else "hopper"
     kernels = {}
     for short, general in KERNELS.items():
-        if not why:
+        if not why and short == "attention_fwd_short":
+            kernels[HOPPER[short]] = forward_launch(q, scores, segments)
+        elif not why:
             kernels[HOPPER[short]] = choose(HOPPER[short], q, scores, length)
         elif chosen := short_launch(short, q, k, cu_seqlens_k, scores, length):
             kernels[short] = chosen
