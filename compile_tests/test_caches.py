@@ -20,8 +20,8 @@ import json, torch
 from torch._dynamo.utils import counters
 from torch_ops import window_attn
 torch.manual_seed(0)
-q, k, v = (torch.randn(64, 2, 16).to({device!r}, {dtype}).requires_grad_() for _ in range(3))
-cu = torch.tensor([0, 20, 64], dtype=torch.int32, device=q.device)
+q, k, v = (torch.randn(200, 2, 16).to({device!r}, {dtype}).requires_grad_() for _ in range(3))
+cu = torch.tensor([0, 80, 200], dtype=torch.int32, device=q.device)
 out, lse = torch.compile(window_attn, fullgraph=True)(q, k, v, cu, return_lse=True)
 out.square().sum().backward()
 results = {{"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}}

@@ -168,7 +168,7 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     """The forward's launch, and where it comes from.
 
     One segment's tiles take so many rounds of the programs: where tiles of two warpgroups need no longer than those of
-    three, they are taken, unless the user's own rows say otherwise. Where one round is all, smaller blocks begin sooner.
+    three, they are taken, unless the user's own rows say otherwise. Of one round, smaller blocks begin sooner.
     """
     launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
     if num_segments != 1 or launch.block_m != 192 or any(row.launch is launch for row in settings.rows):
