@@ -113,7 +113,7 @@ class Settings:
 
     @property
     def path(self) -> str:
-        """ "auto" takes the fastest measured path, "portable" stock Triton's, "hopper" Gluon's wherever it can run."""
+        """ "auto" takes the faster path, "portable" stock Triton's, "hopper" Gluon's wherever it can run."""
         return self._values.path
 
     @property

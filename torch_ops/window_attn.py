@@ -253,8 +253,8 @@ def window_attn(
         causal: whether a query sees only keys up to its own position.
         window_left, window_right: how many keys before and after its position a query sees; -1 is all.
         softcap: c > 0 replaces a score s by c tanh(s / c).
-        deterministic: False lets the backward add dq up in any order. The Hopper backward makes use of it, where
-            `torch_ops.settings(path="hopper")` asks for it; all other kernels give the same bits either way.
+        deterministic: False lets the backward add dq up in any order. Hopper's own kernel makes use of it; all others
+            give the same bits either way.
         return_lse: whether to return (out, lse).
 
     Returns:
