@@ -250,7 +250,7 @@ def plan_backward_hopper(
         dlse = lse if dlse is None else dlse.contiguous()
         delta = torch.empty_like(lse)
         sums = torch.empty((num_heads, total_q, head_dim), dtype=torch.float32, device=device)
-        counts = torch.empty((num_heads, tiles, 2), dtype=torch.int32, device=device)
+        counts = torch.empty((num_heads, tiles), dtype=torch.int32, device=device)
         before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)

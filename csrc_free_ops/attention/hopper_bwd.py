@@ -301,7 +301,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    """Adds the consumers' parts of dq to those of other programs, each in its turn: one of SENDERS warps, its rows."""
+    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns."""
     HEAD_DIM: gl.constexpr = OPTIONS[0]
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
@@ -311,11 +311,9 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
     notes, addresses = told
     own_full, q_full, dout_full = full
     EMPTY: gl.constexpr = MEETING
-    PARTS: gl.constexpr = 192 if HEAD_DIM <= 80 else EMPTY + 32
-    ROWS_SENT: gl.constexpr = BLOCK // SENDERS
-    source = shared_base() + SUMS_AT + INDEX * (ROWS_SENT * HEAD_DIM * 4)
+    source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
     turn = 0
-    passed = 0
+    skipped = INDEX
     mbarrier.wait(own_full.index(0), 0)
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
@@ -332,38 +330,35 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
         barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
         total = kept_number(notes, TOTAL_OTHER)
         slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
-        for part in range(GROUP * blocks):
+        part = skipped
+        while part < GROUP * blocks:
             block = part % blocks
-            side = passed & 1
-            own_source = source + side * (BLOCK * HEAD_DIM * 4)
-            other = first + block * BLOCK + INDEX * ROWS_SENT
-            rows = gl.minimum(length - other, ROWS_SENT)
-            if (block < sent) & (rows > 0):
+            if block < sent:
+                other = first + block * BLOCK
                 of_head = (head + part // blocks).to(gl.int64)
                 address = kept_pointer(addresses, SUMS, gl.float32) + (of_head * total + row + other) * HEAD_DIM
-                size = rows * (HEAD_DIM * 4)
+                size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
                 if ORDERED:
-                    begin = first + block * BLOCK
-                    counter = kept_pointer(addresses, COUNTS, gl.int32)
-                    counter += (of_head * slots + tile + begin // BLOCK) * SENDERS + INDEX
+                    counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
                     position = turn_among(
-                        own, last, begin, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
+                        own, last, other, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
                         HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
                     )  # fmt: skip
                     # Awaited while the consumers still make the part.
                     await_turn(counter.to(gl.int64), position)
-                    barrier_sync(STAGED + side, PARTS)
-                    send_sums(address.to(gl.int64), own_source, size, (position == 0).to(gl.int32))
-                    mbarrier.arrive(free.index(side), count=1)
+                    barrier_sync(STAGED + INDEX, EMPTY)
+                    send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
+                    mbarrier.arrive(free.index(INDEX), count=1)
                     pass_turn(counter.to(gl.int64))
                 else:
-                    barrier_sync(STAGED + side, PARTS)
-                    send_sums(address.to(gl.int64), own_source, size, 0)
-                    mbarrier.arrive(free.index(side), count=1)
+                    barrier_sync(STAGED + INDEX, EMPTY)
+                    send_sums(address.to(gl.int64), source, size, 0)
+                    mbarrier.arrive(free.index(INDEX), count=1)
             else:
-                barrier_sync(STAGED + side, PARTS)
-                mbarrier.arrive(free.index(side), count=1)
-            passed += 1
+                barrier_sync(STAGED + INDEX, EMPTY)
+                mbarrier.arrive(free.index(INDEX), count=1)
+            part += SENDERS
+        skipped = part - GROUP * blocks
         turn += 1
         mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
@@ -419,10 +414,8 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     OWN: gl.constexpr = INDEX * BLOCK
     # Of dq each warpgroup makes some of the columns.
     HALF: gl.constexpr = (HEAD_DIM + 31) // 32 * 2
-    ALTERNATE: gl.constexpr = HEAD_DIM <= 80
-    PARTS: gl.constexpr = 192 if ALTERNATE else EMPTY + 32
-    FIRST: gl.constexpr = 0 if ALTERNATE else HALF * INDEX
-    WIDE: gl.constexpr = STRIPS if ALTERNATE else HALF if INDEX == 0 else STRIPS - HALF
+    FIRST: gl.constexpr = HALF * INDEX
+    WIDE: gl.constexpr = HALF if INDEX == 0 else STRIPS - HALF
     FIRST_BYTE: gl.constexpr = (8 * FIRST // COLUMNS * COLUMNS * BLOCK + 8 * FIRST % COLUMNS) * 2
     base = shared_base()
     q = base + OWN_STAGES * 4 * STAGE_BYTES
@@ -503,66 +496,31 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 put_pairs(at + (index // 2 * WORD_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
             fence_async_shared()
             if remaining < GROUP * blocks:
-                if not ALTERNATE:
-                    barrier_arrive(STAGED + (stage ^ 1), PARTS)
-                elif stage != INDEX:
-                    barrier_arrive(STAGED + INDEX, PARTS)
-            if not ALTERNATE:
-                barrier_arrive(SCORED + 2 * stage + INDEX, CONSUMERS)
-            elif stage != INDEX:
-                barrier_arrive(SCORED + stage, CONSUMERS)
+                barrier_arrive(STAGED + (stage ^ 1), EMPTY)
+            barrier_arrive(SCORED + 2 * stage + INDEX, CONSUMERS)
             dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, COLUMNS)
-            next_stage, wrapped = turn_around(q_stage, STAGES)
+            barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
+            dq = multiply_columns(scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE)
+            dv = wait_strips(dv, 2)
+            barrier_arrive(DOUT_EMPTY + stage, EMPTY)
+            mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
+            dk = wait_strips(dk, 1)
+            barrier_arrive(Q_EMPTY + q_stage, EMPTY)
+            q_stage, wrapped = turn_around(q_stage, STAGES)
             q_phase = q_phase ^ wrapped
-            if ALTERNATE:
-                if stage == INDEX:
-                    barrier_sync(SCORED + stage, CONSUMERS)
-                    dq = multiply_columns(
-                        scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE
-                    )
-                    dv = wait_strips(dv, 1)
-                    dk = wait_strips(dk, 1)
-                    barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-                    barrier_arrive(Q_EMPTY + q_stage, EMPTY)
-                    mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
-                    dq = wait_strips(dq, 0)
-                    _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
-                else:
-                    dv = wait_strips(dv, 0)
-                    dk = wait_strips(dk, 0)
-                    barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-                    barrier_arrive(Q_EMPTY + q_stage, EMPTY)
-                if remaining > 1:
-                    mbarrier.wait(q_full.index(next_stage), q_phase)
-                lse = _load_vector(lses, next_stage)
-            else:
-                barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
-                dq = multiply_columns(
-                    scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE
-                )
-                dv = wait_strips(dv, 2)
-                barrier_arrive(DOUT_EMPTY + stage, EMPTY)
-                mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
-                dk = wait_strips(dk, 1)
-                barrier_arrive(Q_EMPTY + q_stage, EMPTY)
-                if remaining > 1:
-                    mbarrier.wait(q_full.index(next_stage), q_phase)
-                dq = wait_strips(dq, 0)
-                # Here, since no product is under way: beside those that read both operands, loads take long.
-                lse = _load_vector(lses, next_stage)
-                _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
-            q_stage = next_stage
+            if remaining > 1:
+                mbarrier.wait(q_full.index(q_stage), q_phase)
+            dq = wait_strips(dq, 0)
+            # Here, since no product is under way: beside those that read both operands, loads take long.
+            lse = _load_vector(lses, q_stage)
+            _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             passed += 1
             remaining -= 1
         barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
         if OWN_STAGES == 1:
             barrier_arrive(V_EMPTY, EMPTY)
-        if not ALTERNATE:
-            fence_async_shared()
-            barrier_arrive(STAGED + ((passed - 1) & 1), PARTS)
-        elif ((passed - 1) & 1) == INDEX:
-            fence_async_shared()
-            barrier_arrive(STAGED + INDEX, PARTS)
+        fence_async_shared()
+        barrier_arrive(STAGED + ((passed - 1) & 1), EMPTY)
         dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         seen = read_note(notes, slot, SENT) > 0
@@ -598,7 +556,7 @@ def _make_barriers(STAGES: gl.constexpr):
     for index in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(index), count=1)
     for index in gl.static_range(SENDERS):
-        mbarrier.init(free.index(index), count=SENDERS)
+        mbarrier.init(free.index(index), count=1)
     fence_async_shared()
     return (own_full, q_full, dout_full), free
 

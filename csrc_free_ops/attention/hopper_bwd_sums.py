@@ -40,7 +40,7 @@ def _attention_bwd_delta_kernel(
     """
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
-    tl.store(counts_ptr + (head * tl.num_programs(0) + tile) * 2 + tl.arange(0, 2), 0)
+    tl.store(counts_ptr + head * tl.num_programs(0) + tile, 0)
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
