@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from csrc_free_ops.configs import Launch
+from csrc_free_ops.configs import HOPPER_LAUNCHES, Launch
 
 # Among them the lists that the project's reports started from: 128 x 64, 128 x 128, 64 x 64, 64 x 32 and 32 x 32 with
 # 4 or 8 warps, at 2 stages or at Triton's own 3.
@@ -11,8 +11,6 @@ _SQUARE = tuple(
     for rows, cols, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
 )
 _SMALL = tuple(Launch(32, 32, 4, stages) for stages in (2, 3))
-# By rows (queries, or keys of dk and dv) over the 64 of a warpgroup, one warpgroup each.
-_HOPPER_ROWS = ((128, 8), (192, 12))
 
 CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd": _SQUARE + _SMALL,
@@ -24,8 +22,5 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     + _SMALL,
     "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
-    "attention_fwd_hopper": tuple(
-        Launch(rows, cols, warps, stages) for (rows, warps), cols, stages in product(_HOPPER_ROWS, (64, 128), (2, 3))
-    ),
-    "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
+    **HOPPER_LAUNCHES,
 }

@@ -31,6 +31,15 @@ class Launch:
         return self.block_m, self.block_n
 
 
+# All that the Hopper kernels are written for: 64 rows to a warpgroup, and of the backward one tile.
+HOPPER_LAUNCHES = {
+    "attention_fwd_hopper": tuple(
+        Launch(rows, cols, rows // 16, stages) for rows in (128, 192) for cols in (64, 128) for stages in (2, 3)
+    ),
+    "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
+}
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What the choice may depend on: `name` as in the rows' file ("h200"), backend and arch as Triton says them."""
@@ -110,14 +119,13 @@ def read_rows(path: Path) -> tuple[Row, ...]:
 
 def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
     launch = Launch(**entry["launch"])
-    # Warpgroups of 64 rows on the Hopper path, tensors of stock Triton elsewhere.
-    sizes = (launch.num_warps,) if entry["kernel"].endswith("_hopper") else (launch.num_warps, *launch.tile)
-    if any(size < 1 or size & (size - 1) for size in sizes if size != 12) or min(launch.tile) % 16:
+    if entry["kernel"] in HOPPER_LAUNCHES:
+        if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
+            raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")
+    elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or min(launch.tile) < 16:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
     if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
-    if entry["kernel"] == "attention_bwd_hopper" and launch.tile != (64, 128):
-        raise ValueError(f"{entry['kernel']}: {launch} is no launch: its tiles are 64 rows by 128 columns")
     return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
 
 

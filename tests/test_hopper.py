@@ -6,6 +6,7 @@ Under VK_PATH=hopper all of tests/test_window_attn.py runs on it too, wherever i
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import torch_ops
 from tests.test_window_attn import backward, differentiate
-from torch_ops import _attention_hopper, settings, window_attn
+from torch_ops import _attention, _attention_hopper, settings, window_attn
 from torch_ops._attention_portable import choose
 from torch_ops._device import gpu
 from torch_ops._scores import Scores
@@ -243,6 +244,49 @@ def test_graphs_captured_alike_replay_side_by_side() -> None:
     torch.cuda.synchronize()
     for out, right in zip(outs, expected, strict=True):
         assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12))
+def test_falling_boundaries_end(boundaries: tuple[int, ...]) -> None:
+    """What comes out is of no use, but the GPU must not hang: segments that overlap have no order of turns."""
+    inputs = _inputs((400,), 64, 4)
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
+    with settings(path="hopper"):
+        window_attn(*leaves, cu_seqlens).backward(inputs.dout)
+    done = torch.cuda.Event()
+    done.record()
+    assert _ends(done)
+
+
+def test_gradient_of_a_sum_takes_the_hopper_backward() -> None:
+    """Its strides are 0, which TMA cannot address: it is copied."""
+    inputs = _inputs((400, 300), 64, 4)
+    grads = []
+    for dout in (torch.ones_like(inputs.dout), torch.ones((), device="cuda", dtype=inputs.dout.dtype)):
+        leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
+        with settings(path="hopper"), mock.patch.object(_attention, "_plan_backward_stock", side_effect=AssertionError):
+            window_attn(*leaves, inputs.cu_seqlens).backward(dout.expand_as(inputs.dout))
+        grads.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_more_captures_than_counters() -> None:
+    """A captured launch without a counter of its own sets one to 0 in its graph."""
+    inputs = _inputs((700, 300))
+    expected = _call(inputs, "hopper")[0]
+    tickets = _attention_hopper._tickets(inputs.q.device)
+    graphs = []
+    with settings(path="hopper"), mock.patch.object(tickets, "_fresh", tickets._fresh[:1]):
+        for _ in range(3):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = inputs.call(window_attn)
+            graphs.append((graph, out))
+    for graph, out in reversed(graphs * 2):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 @triton.jit

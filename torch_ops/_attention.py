@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torch_ops._attention_hopper import (
     addressable,
     forward_launch,
+    has_tiles,
     plan_backward_hopper,
     plan_forward_hopper,
     refusal,
@@ -123,20 +125,24 @@ def plan_backward(
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
-    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    tensors = {"q": q, "k": k, "v": v, "out": out}
     if why_portable(scores.softcap, length, **tensors) or _ahead_of_time():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
         options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}
         return partial(_launch_backward_opaque, **options)
     launch, _ = choose("attention_bwd_hopper", q, scores, length)
-    hopper = plan_backward_hopper(dout, q, k, out, num_segments, launch, scores, dlse is not None, deterministic)
+    # An expanded one, of a sum's backward, is copied.
+    copied = not has_tiles(dout)
+    layout = torch.empty(dout.shape, dtype=dout.dtype, device="meta") if copied else dout
+    hopper = plan_backward_hopper(layout, q, k, out, num_segments, launch, scores, dlse is not None, deterministic)
     portable: list[Callable[..., None]] = []
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     ) -> None:  # fmt: skip
+        dout = dout.contiguous() if copied else dout
         if addressable(q, k, v, out, dout):
             hopper(dout, dlse, q, k, v, out, lse, cu_q, cu_q if cu_k is None else cu_k, dq, dk, dv)
             return

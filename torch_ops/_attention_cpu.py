@@ -1,7 +1,7 @@
 """The attention core on the CPU, in ATen: PyTorch's own fused kernel per segment, or blocks of query rows.
 
-No T x T mask is built. fp64 computes in fp64, all else in fp32. The gradient is written out, as in the kernels, and not
-taken by autograd: ops on the CPU are opaque to it.
+No T x T mask is built. fp64 computes in fp64, all else in fp32, but for what PyTorch's own kernel rounds. The gradient
+is written out, as in the kernels, and not taken by autograd: ops on the CPU are opaque to it.
 """
 
 from collections.abc import Iterator

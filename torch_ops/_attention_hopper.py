@@ -36,7 +36,7 @@ PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32),
 REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
 # How long a round of tiles of so many warpgroups takes, by that of two: 16 x 1024 rows at D 72 and 64 on an H200.
 ROUND = {1: 0.75, 2: 1.0, 3: 1.45}
-# Beside two sums of 128 columns ptxas makes every product wait for the last where there are fewer.
+# Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer.
 WIDE_REGISTERS = (240, 24, 168)
 
 
@@ -55,11 +55,15 @@ def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
     if softcap > 0:
         return "the Hopper path has no softcap"
     for name, tensor in tensors.items():
-        # What TMA can address: strides of whole 16 bytes.
-        row, head, column = tensor.stride()
-        if column != 1 or row % 8 or head % 8 or row == 0 or (head == 0 and tensor.shape[1] > 1):
+        if not has_tiles(tensor):
             return f"TMA cannot address {name} of strides {tensor.stride()}"
     return ""
+
+
+def has_tiles(tensor: Tensor) -> bool:
+    """Whether TMA can address tiles of this tensor: strides of whole 16 bytes."""
+    row, head, column = tensor.stride()
+    return bool(column == 1 and row % 8 == 0 and head % 8 == 0 and row and (head or tensor.shape[1] == 1))
 
 
 def addressable(*tensors: Tensor) -> bool:
@@ -71,7 +75,7 @@ class _Tickets:
     """Counters that programs draw their tiles from: an int32 that is 0 between launches, one per stream.
 
     Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
-    gets a counter of its own for good.
+    gets a counter of its own for good; where none is left, one that its graph sets to 0 first.
     """
 
     SLAB = 4096
@@ -84,23 +88,24 @@ class _Tickets:
 
     def take(self) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
-            self._captured.append(self._new())
+            if not self._fresh:
+                return torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._captured.append(self._fresh.pop())
             return self._captured[-1]
+        if not self._fresh:
+            self._fill()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         counter = self._of_stream.get(stream)
         if counter is None:
-            counter = self._of_stream[stream] = self._new()
+            counter = self._of_stream[stream] = self._fresh.pop()
         return counter
 
-    def _new(self) -> Tensor:
-        if not self._fresh:
-            # 16 bytes apart, so that every launch is on aligned tensors.
-            slab = torch.zeros(self.SLAB, 4, dtype=torch.int32, device=self._device)
-            if not torch.cuda.is_current_stream_capturing():
-                # Other streams do not wait for this one's zeros.
-                torch.cuda.current_stream(self._device).synchronize()
-            self._fresh = list(slab[:, :1].unbind())
-        return self._fresh.pop()
+    def _fill(self) -> None:
+        # 16 bytes apart, so that every launch is on aligned tensors.
+        slab = torch.zeros(self.SLAB, 4, dtype=torch.int32, device=self._device)
+        # Other streams do not wait for this one's zeros.
+        torch.cuda.current_stream(self._device).synchronize()
+        self._fresh = list(slab[:, :1].unbind())
 
 
 _tickets = lru_cache(_Tickets)
@@ -167,7 +172,7 @@ def _constants(q: Tensor, k: Tensor, launch: Launch, scores: Scores, registers: 
 def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch, str]:
     """The forward's launch, and where it comes from.
 
-    One segment's tiles take so many rounds of the programs: where tiles of two warpgroups need no longer than those of
+    One segment's tiles take so many rounds of the programs: where tiles of two warpgroups are done sooner than those of
     three, they are taken, unless the user's own rows say otherwise. Of one round, smaller blocks begin sooner.
     """
     launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
@@ -250,7 +255,7 @@ def plan_backward_hopper(
         dlse = lse if dlse is None else dlse.contiguous()
         delta = torch.empty_like(lse)
         sums = torch.empty((num_heads, total_q, head_dim), dtype=torch.float32, device=device)
-        counts = torch.empty((num_heads, tiles), dtype=torch.int32, device=device)
+        counts = torch.empty(num_heads * tiles + 1, dtype=torch.int32, device=device)
         before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)

@@ -21,8 +21,9 @@ each of them at once.
 ORDERED fixes the order in which programs add, so that the bits are the same every time. A part is sent when a counter
 says that those before it have been, and those before it belong to programs that drew their keys earlier
 (`hopper_work.draw_in_order`): the earliest that is not done yet waits for nobody, so no set of running programs can
-wait in a circle, however few of them the GPU has room for. Keys are added from the first to the last; with a bound on
-later keys from the last to the first, since then the program of the last keys comes to a block first.
+wait in a circle, however few of them the GPU has room for. Boundaries that fall, which no caller may pass, leave no
+such order; then none is kept (`hopper_bwd_sums`). Keys are added from the first to the last; with a bound on later keys
+from the last to the first, since then the tile of the last keys comes to a block first.
 """
 
 from triton.experimental import gluon
@@ -309,11 +310,16 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
     ORDERED: gl.constexpr = OPTIONS[8]
     OWN_STAGES: gl.constexpr = OPTIONS[9]
     notes, addresses = told
-    own_full, q_full, dout_full = full
+    own_full = full[0]
+    HEADS: gl.constexpr = OPTIONS[5]
     EMPTY: gl.constexpr = MEETING
     source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
     turn = 0
     skipped = INDEX
+    total = kept_number(notes, TOTAL_OTHER)
+    slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
+    # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
+    ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + HEADS * slots) == 0
     mbarrier.wait(own_full.index(0), 0)
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
@@ -328,8 +334,6 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
         last = read_note_by_warp(notes, slot, LAST)
         shift = read_note_by_warp(notes, slot, SHIFT)
         barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
-        total = kept_number(notes, TOTAL_OTHER)
-        slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
         part = skipped
         while part < GROUP * blocks:
             block = part % blocks
@@ -345,7 +349,8 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
                         HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
                     )  # fmt: skip
                     # Awaited while the consumers still make the part.
-                    await_turn(counter.to(gl.int64), position)
+                    if ordered:
+                        await_turn(counter.to(gl.int64), position)
                     barrier_sync(STAGED + INDEX, EMPTY)
                     send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
                     mbarrier.arrive(free.index(INDEX), count=1)
@@ -486,6 +491,9 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             delta = _load_vector(deltas, q_stage)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, COLUMNS)
             dp = wait_strips(dp, 1)
+            if OWN_STAGES == 1:
+                if remaining == 1:
+                    barrier_arrive(V_EMPTY, EMPTY)
             ds = ()
             for index in gl.static_range(BLOCK // 8):
                 weight = widen(weights[index]) if ROUNDED else p[index]
@@ -517,8 +525,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             passed += 1
             remaining -= 1
         barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
-        if OWN_STAGES == 1:
-            barrier_arrive(V_EMPTY, EMPTY)
         fence_async_shared()
         barrier_arrive(STAGED + ((passed - 1) & 1), EMPTY)
         dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2

@@ -13,7 +13,7 @@ import triton.language as tl
 from csrc_free_ops.attention.portable_fwd import COUNTS, SIZES
 from csrc_free_ops.tiles.masks import is_seen
 from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
-from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
+from csrc_free_ops.tiles.segments import falls, narrow_segments, place_tile, probe_segments
 
 
 @triton.jit
@@ -36,11 +36,16 @@ def _attention_bwd_delta_kernel(
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counter at 0, and its sums where they must be 0.
 
-    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys.
+    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. The
+    number behind the counters says whether boundaries fall.
     """
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     tl.store(counts_ptr + head * tl.num_programs(0) + tile, 0)
+    # By one that has the least to do: rows end before the last tile.
+    if (tile == tl.num_programs(0) - 1) & (head == 0):
+        falling = falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments)
+        tl.store(counts_ptr + tl.num_programs(1) * tl.num_programs(0), falling)
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:

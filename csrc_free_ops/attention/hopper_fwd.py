@@ -6,8 +6,10 @@ A consumer's step on key block i, after FlashAttention-3 (arXiv 2407.08608, algo
 
     issue  s = q k_i^T
     issue  o += p_{i-1} v_{i-1}              both on the tensor cores, while the other warpgroups exponentiate
-    wait s;  m' = max(m, max s);  p_i = 2^(s - m');  l = l 2^(m - m') + sum p_i
+    wait s;  m' = max s where that is far above m, else m;  p_i = 2^(s - m');  l = l 2^(m - m') + sum p_i
     wait o;  o *= 2^(m - m')
+
+Without OVERLAP o is waited for before s is issued: there are no registers for both.
 
 The producer draws the next tile (`hopper_work`) while the consumers are busy with the last, and tells them by a note in
 shared memory.
@@ -25,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from csrc_free_ops.attention.hopper_work import (
     CACHED,
-    FIRST_BARRIER,
     NOTE,
     NOTES,
     POINTERS,
@@ -68,6 +69,8 @@ from csrc_free_ops.tiles.hopper import (
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LN2
 
+# The first named barrier that is not Triton's, with three warpgroups.
+FIRST_BARRIER = gl.constexpr(5)
 # Below every finite score: rows that have seen no key have a maximum from which -inf can be subtracted.
 LOWEST = gl.constexpr(-1e38)
 # By so many powers of 2 a score may pass its row's peak before the peak follows and all sums are scaled: most blocks

@@ -1,12 +1,13 @@
 """How the tiles of a Hopper kernel are dealt out to its programs, and how a program's producer tells its consumers.
 
 Programs are as many as the GPU has multiprocessors, and draw tiles one after another: up to GROUPS times 64 rows of one
-segment and head, one times 64 for each consumer warpgroup. Those drawn together have the same keys, which then come
-from the L2 cache. Lengths are known on the device alone:
+segment and head, one times 64 for each consumer warpgroup; rows are queries in the forward and keys in the backward.
+Lengths are known on the device alone:
 
-    SINGLE      one segment, cut so that the last round of tiles is full
-    BY_LENGTH   few segments, the longest first, so that what is left at the end is small
-    IN_PLACE    many segments, by the closed form of `tiles.segments`
+    SINGLE      one segment, head by head, cut so that the last round of tiles is full
+    BY_LENGTH   few segments, the longest first, so that what is left at the end is small; of each some heads at a time,
+                as many as what their tiles go over stays in the L2 cache for
+    IN_PLACE    many segments, one head after the other, by the closed form of `tiles.segments`
 """
 
 from triton.experimental import gluon
@@ -15,8 +16,6 @@ from triton.experimental.gluon import language as gl
 from csrc_free_ops.tiles.hopper import await_phase, barrier_arrive, take_ticket
 from csrc_free_ops.tiles.segments import narrow_segments
 
-# Named barriers below belong to Triton.
-FIRST_BARRIER = gl.constexpr(5)
 # Segments that one warp ranks by length, and those that it looks at in one step of a search.
 RANKED = gl.constexpr(32)
 SEARCHED = gl.constexpr(128)
@@ -54,7 +53,7 @@ def read_note_by_warp(notes, slot, FIELD: gl.constexpr):
 
 @gluon.jit
 def keep_number(notes, FIELD: gl.constexpr, number):
-    """Behind the notes, as `keep_pointer`."""
+    """For all partitions, in the note behind the last."""
     notes.index(POINTERS + FIELD).store(gl.full([1], number, notes.dtype, _scalar(gl.num_warps())))
 
 

@@ -471,8 +471,8 @@ def take_ticket(counter, last):
 def await_turn(counter, turn):
     """Until the number at global `counter` is `turn`.
 
-    Turns order additions, which the L2 cache makes one by one, and nothing that is read: so neither this nor
-    `pass_turn` fences memory, which would take longer than the addition itself.
+    Turns order what the L2 cache does by itself, a first write and additions, and nothing that is read: so neither this
+    nor `pass_turn` fences memory, which would take longer than the addition itself.
     """
     gl.inline_asm_elementwise(
         """{

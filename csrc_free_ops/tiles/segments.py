@@ -57,6 +57,19 @@ def longest_segment(cu_ptr, num_segments, total):
 
 
 @triton.jit
+def falls(cu_ptr, num_segments):
+    """1 where a boundary lies before the one before it, which no caller may pass, else 0. As `longest_segment`."""
+    fallen = 0
+    for index in range(0, num_segments, LOOK):
+        segments = index + tl.arange(0, LOOK)
+        inside = segments < num_segments
+        start = tl.load(cu_ptr + segments, mask=inside, other=0)
+        end = tl.load(cu_ptr + segments + 1, mask=inside, other=0)
+        fallen = tl.maximum(fallen, tl.max((end < start).to(tl.int32), 0))
+    return fallen
+
+
+@triton.jit
 def place_rows(start, end, segment, total, tile, BLOCK: tl.constexpr):
     """`tile` among the tiles of BLOCK rows: (start, length, first).
 
