@@ -85,10 +85,11 @@ WORD_BYTES = gl.constexpr(64 * 16 * 2)
 OWNED = gl.constexpr(2 * BLOCK.value)
 # Of a row's q, dout and sum of dq, per column.
 ROW_BYTES = gl.constexpr(8)
-# Threads of the consumers, and with them those of one more warp; warps that send; blocks of dout in shared memory.
+# Threads of the consumers, and with them those of one more warp, the producer or a sender; warps that send; blocks of
+# dout in shared memory.
 CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
 # Named barriers. Triton takes three: partitions of one warp need none. STAGES of them begin at Q_EMPTY. With one place
-# for keys, v is let go before k.
+# for keys, v's is let go by itself, before k's.
 OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(at) for at in (3, 5, 9, 11, 13))
 V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
 
@@ -177,7 +178,6 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
     FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
-    EMPTY: gl.constexpr = MEETING
     K_HEADS: gl.constexpr = HEADS // GROUP
     num_tiles, dealt = deal(
         kept_pointer(addresses, CU_OWN, gl.int32), kept_number(notes, SEGMENTS), kept_number(notes, TOTAL_OWN),
@@ -216,11 +216,11 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             own_stage = count % OWN_STAGES
             if OWN_STAGES == 1:
                 if count > 0:
-                    barrier_sync(V_EMPTY, EMPTY)
+                    barrier_sync(V_EMPTY, MEETING)
                 mbarrier.expect(own_full.index(1), 2 * STAGE_BYTES)
                 _load_own(own_descs[1], start + first, head, own_full.index(1), tiles, 2, TILES)
             if count >= OWN_STAGES:
-                barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
+                barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -254,7 +254,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                 for block in range(blocks):
                     other = low + block * BLOCK
                     if loaded >= STAGES:
-                        barrier_sync(Q_EMPTY + q_stage, EMPTY)
+                        barrier_sync(Q_EMPTY + q_stage, MEETING)
                     q_bar = q_full.index(q_stage)
                     mbarrier.expect(q_bar, STAGE_BYTES)
                     _load_tiles(
@@ -268,7 +268,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
                     delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
                     if loaded >= DOUT_STAGES:
-                        barrier_sync(DOUT_EMPTY + stage, EMPTY)
+                        barrier_sync(DOUT_EMPTY + stage, MEETING)
                     bar = dout_full.index(stage)
                     mbarrier.expect(bar, STAGE_BYTES)
                     _load_tiles(
@@ -284,20 +284,20 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
         work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
     own_stage = count % OWN_STAGES
     if count >= OWN_STAGES:
-        barrier_sync(OWN_EMPTY + own_stage, EMPTY + 32 * SENDERS)
+        barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
     mbarrier.arrive(own_full.index(own_stage), count=1)
     if OWN_STAGES == 1:
         if count > 0:
-            barrier_sync(V_EMPTY, EMPTY)
+            barrier_sync(V_EMPTY, MEETING)
     elif count > 0:
-        barrier_sync(OWN_EMPTY + 1 - own_stage, EMPTY + 32 * SENDERS)
+        barrier_sync(OWN_EMPTY + 1 - own_stage, MEETING + 32 * SENDERS)
     for index in gl.static_range(STAGES):
         if index < loaded:
-            barrier_sync(Q_EMPTY + index, EMPTY)
+            barrier_sync(Q_EMPTY + index, MEETING)
     for index in gl.static_range(DOUT_STAGES):
         if index < loaded:
-            barrier_sync(DOUT_EMPTY + index, EMPTY)
+            barrier_sync(DOUT_EMPTY + index, MEETING)
 
 
 @gluon.jit
@@ -312,7 +312,6 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
     notes, addresses = told
     own_full = full[0]
     HEADS: gl.constexpr = OPTIONS[5]
-    EMPTY: gl.constexpr = MEETING
     source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
     turn = 0
     skipped = INDEX
@@ -333,7 +332,7 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
         head = read_note_by_warp(notes, slot, HEAD) * GROUP
         last = read_note_by_warp(notes, slot, LAST)
         shift = read_note_by_warp(notes, slot, SHIFT)
-        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, MEETING + 32 * SENDERS)
         part = skipped
         while part < GROUP * blocks:
             block = part % blocks
@@ -351,16 +350,16 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
                     # Awaited while the consumers still make the part.
                     if ordered:
                         await_turn(counter.to(gl.int64), position)
-                    barrier_sync(STAGED + INDEX, EMPTY)
+                    barrier_sync(STAGED + INDEX, MEETING)
                     send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
                     mbarrier.arrive(free.index(INDEX), count=1)
                     pass_turn(counter.to(gl.int64))
                 else:
-                    barrier_sync(STAGED + INDEX, EMPTY)
+                    barrier_sync(STAGED + INDEX, MEETING)
                     send_sums(address.to(gl.int64), source, size, 0)
                     mbarrier.arrive(free.index(INDEX), count=1)
             else:
-                barrier_sync(STAGED + INDEX, EMPTY)
+                barrier_sync(STAGED + INDEX, MEETING)
                 mbarrier.arrive(free.index(INDEX), count=1)
             part += SENDERS
         skipped = part - GROUP * blocks
@@ -413,7 +412,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     STRIPS: gl.constexpr = HEAD_DIM // 8
     STAGE_BYTES: gl.constexpr = TILES * COLUMNS * BLOCK * 2
     DS_BYTES: gl.constexpr = 4 * WORD_BYTES
-    EMPTY: gl.constexpr = MEETING
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
     OWN: gl.constexpr = INDEX * BLOCK
@@ -493,7 +491,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             dp = wait_strips(dp, 1)
             if OWN_STAGES == 1:
                 if remaining == 1:
-                    barrier_arrive(V_EMPTY, EMPTY)
+                    barrier_arrive(V_EMPTY, MEETING)
             ds = ()
             for index in gl.static_range(BLOCK // 8):
                 weight = widen(weights[index]) if ROUNDED else p[index]
@@ -503,30 +501,32 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             for index in gl.static_range(BLOCK // 8):
                 put_pairs(at + (index // 2 * WORD_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
             fence_async_shared()
+            # The block before's dq, which was stored after its own fence.
             if remaining < GROUP * blocks:
-                barrier_arrive(STAGED + (stage ^ 1), EMPTY)
+                barrier_arrive(STAGED + (stage ^ 1), MEETING)
             barrier_arrive(SCORED + 2 * stage + INDEX, CONSUMERS)
             dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, COLUMNS)
             barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
             dq = multiply_columns(scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE)
             dv = wait_strips(dv, 2)
-            barrier_arrive(DOUT_EMPTY + stage, EMPTY)
+            barrier_arrive(DOUT_EMPTY + stage, MEETING)
             mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
             dk = wait_strips(dk, 1)
-            barrier_arrive(Q_EMPTY + q_stage, EMPTY)
+            barrier_arrive(Q_EMPTY + q_stage, MEETING)
             q_stage, wrapped = turn_around(q_stage, STAGES)
             q_phase = q_phase ^ wrapped
             if remaining > 1:
                 mbarrier.wait(q_full.index(q_stage), q_phase)
             dq = wait_strips(dq, 0)
-            # Here, since no product is under way: beside those that read both operands, loads take long.
+            # Here, since no product is under way: beside those that read both operands, loads take long. After the last
+            # block it is nothing, and not used.
             lse = _load_vector(lses, q_stage)
             _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             passed += 1
             remaining -= 1
-        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, EMPTY + 32 * SENDERS)
+        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, MEETING + 32 * SENDERS)
         fence_async_shared()
-        barrier_arrive(STAGED + ((passed - 1) & 1), EMPTY)
+        barrier_arrive(STAGED + ((passed - 1) & 1), MEETING)
         dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         seen = read_note(notes, slot, SENT) > 0

@@ -24,7 +24,8 @@ CACHED = gl.constexpr(32 * 2**20)
 # Orders of tiles.
 SINGLE, BY_LENGTH, IN_PLACE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-# A note is so many numbers; so many of them that what is read late has not been written over.
+# A note is so many numbers. Of the notes there is one more than places for tiles at the least: what is read of the last
+# tile after its place was let go has then not been written over.
 NOTE = gl.constexpr(16)
 NOTES = gl.constexpr(4)
 # Where pointers and sizes lie behind the notes: a producer has too few registers to hold them.
