@@ -12,7 +12,9 @@ from triton.backends.compiler import GPUTarget
 from compile_tests.attention import HOPPER_KERNELS, KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import SM90, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, pick, shipped_rows
+from torch_ops import _attention_hopper, settings
 from torch_ops._attention_hopper import PARTS, _describe, _Descriptors
+from torch_ops._scores import Scores
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -187,6 +189,22 @@ def test_descriptors_of_later_calls_equal_made_ones() -> None:
         q, k = (torch.empty(300, 3, 4, 72, dtype=torch.bfloat16)[:, index] for index in range(2))
         for copied, made in zip(describe(q, k), (_describe(q, 64, 64), _describe(k, 128, 16)), strict=True):
             assert copied.base is made.base and vars(copied) == vars(made)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(1024, (128, 64)), (2048, (128, 128)), (2304, (192, 128)), (4096, (192, 128))]
+)
+def test_one_segment_takes_as_few_rounds_as_it_can(
+    rows: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 132 multiprocessors; of these an H200 was faster with each."""
+    monkeypatch.setattr(_attention_hopper, "_programs", lambda index: 132)
+    with fake_gpu(SM90), settings(rows=""):
+        q = torch.empty(rows, 16, 72, device="meta", dtype=torch.bfloat16)
+        launch, _ = _attention_hopper.forward_launch(q, Scores(0.1), 1)
+        several, _ = _attention_hopper.forward_launch(q, Scores(0.1), 2)
+    assert launch.tile == tile
+    assert several.tile == (192, 128)
 
 
 def test_every_gpu_with_shipped_rows_is_built_here() -> None:

@@ -96,20 +96,6 @@ def test_paths_are_as_explained() -> None:
         assert torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"] == "portable"
 
 
-@pytest.mark.parametrize(
-    ("rows", "tile"), ((1024, (128, 64)), (2048, (128, 128)), (2304, (192, 128)), (4096, (192, 128)))
-)
-def test_one_segment_takes_as_few_rounds_as_it_can(rows: int, tile: tuple[int, int]) -> None:
-    """On 132 multiprocessors; which is faster was measured on an H200."""
-    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
-        pytest.skip("tiles are dealt out to 132 multiprocessors here")
-    inputs = _inputs((rows,))
-    with settings(path="hopper", rows=""):
-        explained = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
-    launch = explained["kernels"]["attention_fwd_hopper"]["launch"]
-    assert (launch["block_m"], launch["block_n"]) == tile
-
-
 KINDS = ("free", "ordered")
 
 

@@ -34,7 +34,8 @@ SENT_ROWS, PASS_KEYS = 64, 128
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
 REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
-# How long a round of tiles of so many warpgroups takes, by that of two: 16 x 1024 rows at D 72 and 64 on an H200.
+# How long a round of tiles of so many warpgroups takes, by that of two. Of three: by 16 x 1024 rows at D 72 and 64 on
+# an H200; of one: a guess.
 ROUND = {1: 0.75, 2: 1.0, 3: 1.45}
 # Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer.
 WIDE_REGISTERS = (240, 24, 168)

@@ -44,14 +44,20 @@ def clamp_span(start, end, total):
 
 
 @triton.jit
+def _look(cu_ptr, index, num_segments):
+    """Starts and ends of LOOK segments from `index` on; 0 and 0 past the last."""
+    segments = index + tl.arange(0, LOOK)
+    inside = segments < num_segments
+    start = tl.load(cu_ptr + segments, mask=inside, other=0)
+    return start, tl.load(cu_ptr + segments + 1, mask=inside, other=0)
+
+
+@triton.jit
 def longest_segment(cu_ptr, num_segments, total):
     """Rows of the longest. It decides what is done and never where, or cu_ptr would have to stay out of functions."""
     longest = 0
     for index in range(0, num_segments, LOOK):
-        segments = index + tl.arange(0, LOOK)
-        inside = segments < num_segments
-        start = tl.load(cu_ptr + segments, mask=inside, other=0)
-        end = tl.load(cu_ptr + segments + 1, mask=inside, other=0)
+        start, end = _look(cu_ptr, index, num_segments)
         longest = tl.maximum(longest, tl.max(clamp_span(start, end, total)[1], 0))
     return longest
 
@@ -61,10 +67,7 @@ def falls(cu_ptr, num_segments):
     """1 where a boundary lies before the one before it, which no caller may pass, else 0. As `longest_segment`."""
     fallen = 0
     for index in range(0, num_segments, LOOK):
-        segments = index + tl.arange(0, LOOK)
-        inside = segments < num_segments
-        start = tl.load(cu_ptr + segments, mask=inside, other=0)
-        end = tl.load(cu_ptr + segments + 1, mask=inside, other=0)
+        start, end = _look(cu_ptr, index, num_segments)
         fallen = tl.maximum(fallen, tl.max((end < start).to(tl.int32), 0))
     return fallen
 
