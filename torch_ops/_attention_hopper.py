@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel, tile_columns
 from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch, split_head_dim
 from torch_ops._attention_portable import choose, head_strides, mean_length, row_stride
 from torch_ops._registry import Relaunch
@@ -154,9 +154,9 @@ class _Descriptors:
         return tuple(descriptors)
 
 
-def _order(num_segments: int) -> int:
+def _order(num_segments: int, of_one: int) -> int:
     if num_segments == 1:
-        return SINGLE.value
+        return of_one
     return (BY_LENGTH if num_segments <= RANKED.value - 2 else IN_PLACE).value
 
 
@@ -193,7 +193,8 @@ def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch,
     overlap = launch.block_m == 128 or q.shape[2] <= 72
     groups = launch.block_m // 64
     constants = _constants(q, k, launch, scores, REGISTERS[groups, overlap])
-    constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": _order(num_segments)}
+    constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap}
+    constants["ORDER"] = _order(num_segments, SINGLE.value)
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
     main, tail, width = PARTS[q.shape[2]]
     cols = launch.block_n
@@ -225,13 +226,16 @@ def plan_backward_hopper(
     constants = _constants(q, k, launch, scores, REGISTERS[2, True] if head_dim <= 96 else WIDE_REGISTERS)
     constants |= {
         "ORDERED": deterministic,
-        # Tiles of one width, which SINGLE does not deal out.
-        "ORDER": max(_order(num_segments), BY_LENGTH.value),
+        # The producer of wider heads lacks registers for EVEN.
+        "ORDER": _order(num_segments, (EVEN if head_dim <= 96 else BY_LENGTH).value),
         # Keys of as many tiles as there is shared memory for.
         "OWN_STAGES": 2 if head_dim <= 80 else 1,
     }
     bounds = {name: constants[name] for name in ("HAS_LEFT", "HAS_RIGHT", "ORDERED")}
     tiles = total_q // SENT_ROWS + num_segments + 2
+    # Counters lie in dq, which is written last, where it has room for them.
+    num_counts = num_heads * tiles + 2
+    counts_fit = num_counts * 4 <= q.numel() * q.itemsize
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
     split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "BLOCK_M": SENT_ROWS, "num_warps": 4, "num_stages": 1}
@@ -256,13 +260,13 @@ def plan_backward_hopper(
         dlse = lse if dlse is None else dlse.contiguous()
         delta = torch.empty_like(lse)
         sums = torch.empty((num_heads, total_q, head_dim), dtype=torch.float32, device=device)
-        counts = torch.empty(num_heads * tiles + 1, dtype=torch.int32, device=device)
+        counts = dq if counts_fit else torch.empty(2 * num_counts, dtype=dq.dtype, device=device)
         before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
             relaunch_delta.keep(None, before, delta_constants, compiled)
         descriptors = describe(q, k, v, dout)
-        tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv, _tickets(device).take())
+        tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

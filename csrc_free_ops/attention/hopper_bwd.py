@@ -11,8 +11,11 @@ ready and rounds it). A consumer's step on a block of 64 queries, all scores tra
     issue  dv += p dout
     wait dp;  ds = p (dp - delta), to registers and to shared memory
     issue  dk += ds q
-    issue  dq = ds^T k                              each warpgroup some of the columns, over the keys of both
+    issue  dq = ds^T k                              over the keys of both warpgroups
     wait dq;  dq to shared memory, for a sending warp
+
+The warpgroups make dq in turns, of every other block: a product of two shared operands of 64 columns takes 32 cycles,
+two of half of them 24 each. Where wider sums leave no registers for that, each makes some of the columns of every one.
 
 A warpgroup says when its ds is there and goes on until it needs the other's. So the two come apart, and one multiplies
 while the other exponentiates. No product is under way across the loop's end, which ptxas would answer by waiting for
@@ -35,8 +38,10 @@ from csrc_free_ops.attention.hopper_work import (
     NOTE,
     NOTES,
     POINTERS,
+    boundaries,
     deal,
     draw_in_order,
+    has_one_segment,
     is_inside,
     keep_number,
     keep_pointer,
@@ -106,6 +111,8 @@ FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OT
 )
 # Sizes behind the notes.
 TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
+# Of one segment, where keys and queries begin; where they end comes next.
+FIRST_OWN, FIRST_OTHERS = gl.constexpr(5), gl.constexpr(7)
 
 
 @gluon.constexpr_function
@@ -117,6 +124,17 @@ def tile_columns(head_dim):
 @gluon.constexpr_function
 def _tile_count(head_dim):
     return -(-head_dim // tile_columns(head_dim))
+
+
+@gluon.constexpr_function
+def _in_turns(head_dim):
+    return head_dim <= 80
+
+
+@gluon.constexpr_function
+def _makers(head_dim):
+    """Threads that make the dq of one block, and those of the warp that sends it."""
+    return (128 if _in_turns(head_dim) else 256) + 32
 
 
 @gluon.jit
@@ -160,6 +178,14 @@ def _clear_tail(address, rows, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
+def _kept_boundaries(notes, addresses, NUMBERS: gl.constexpr, POINTER: gl.constexpr, ORDER: gl.constexpr):
+    if has_one_segment(ORDER):
+        return kept_number(notes, NUMBERS), kept_number(notes, NUMBERS + 1)
+    else:
+        return kept_pointer(addresses, POINTER, gl.int32)
+
+
+@gluon.jit
 def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     """Draws tiles, tells the others of each, and loads what they read: `own` rows are keys, the others queries."""
     HEAD_DIM: gl.constexpr = OPTIONS[0]
@@ -180,24 +206,24 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
     K_HEADS: gl.constexpr = HEADS // GROUP
     num_tiles, dealt = deal(
-        kept_pointer(addresses, CU_OWN, gl.int32), kept_number(notes, SEGMENTS), kept_number(notes, TOTAL_OWN),
-        K_HEADS, 2, ORDER,
+        _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), kept_number(notes, SEGMENTS),
+        kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER,
     )  # fmt: skip
     num_work = num_tiles * K_HEADS
     q_stage = 0
     stage = 0
     loaded = 0
     count = 0
-    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32))
     while work < num_work:
         num_segments = kept_number(notes, SEGMENTS)
         total_own = kept_number(notes, TOTAL_OWN)
         head, segment, start, length, unit, taken = place(
-            work, num_tiles, dealt, kept_pointer(addresses, CU_OWN, gl.int32), num_segments, total_own,
-            K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
+            work, num_tiles, dealt, _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), num_segments,
+            total_own, K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
         )  # fmt: skip
-        cu_other_ptr = kept_pointer(addresses, CU_OTHER, gl.int32)
-        other_start, other_length = rows_of(cu_other_ptr, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
+        cu_other = _kept_boundaries(notes, addresses, FIRST_OTHERS, CU_OTHER, ORDER)
+        other_start, other_length = rows_of(cu_other, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
         other_length = gl.where(is_inside(segment, num_segments), other_length, 0)
         if unit * BLOCK < length:
             if HAS_RIGHT:
@@ -221,6 +247,10 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                 _load_own(own_descs[1], start + first, head, own_full.index(1), tiles, 2, TILES)
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
+            bar = own_full.index(own_stage)
+            _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
+            if OWN_STAGES > 1:
+                _load_own(own_descs[1], start + first, head, bar, tiles, own_stage * 4 + 2, TILES)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -242,13 +272,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(addresses, slot, FIRST_GRADIENT, gradient.to(gl.int64))
             gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
-            bar = own_full.index(own_stage)
-            if OWN_STAGES == 1:
-                mbarrier.expect(bar, 2 * STAGE_BYTES)
-            else:
-                mbarrier.expect(bar, 4 * STAGE_BYTES)
-                _load_own(own_descs[1], start + first, head, bar, tiles, own_stage * 4 + 2, TILES)
-            _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
+            # Last, since it is this that tells the others.
+            mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             for member in range(GROUP):
                 other_head = head * GROUP + member
                 for block in range(blocks):
@@ -281,7 +306,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     stage, _ = turn_around(stage, DOUT_STAGES)
                     q_stage, _ = turn_around(q_stage, STAGES)
             count += 1
-        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32))
     own_stage = count % OWN_STAGES
     if count >= OWN_STAGES:
         barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
@@ -312,6 +337,7 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
     notes, addresses = told
     own_full = full[0]
     HEADS: gl.constexpr = OPTIONS[5]
+    MAKERS: gl.constexpr = _makers(HEAD_DIM)
     source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
     turn = 0
     skipped = INDEX
@@ -350,16 +376,16 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
                     # Awaited while the consumers still make the part.
                     if ordered:
                         await_turn(counter.to(gl.int64), position)
-                    barrier_sync(STAGED + INDEX, MEETING)
+                    barrier_sync(STAGED + INDEX, MAKERS)
                     send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
                     mbarrier.arrive(free.index(INDEX), count=1)
                     pass_turn(counter.to(gl.int64))
                 else:
-                    barrier_sync(STAGED + INDEX, MEETING)
+                    barrier_sync(STAGED + INDEX, MAKERS)
                     send_sums(address.to(gl.int64), source, size, 0)
                     mbarrier.arrive(free.index(INDEX), count=1)
             else:
-                barrier_sync(STAGED + INDEX, MEETING)
+                barrier_sync(STAGED + INDEX, MAKERS)
                 mbarrier.arrive(free.index(INDEX), count=1)
             part += SENDERS
         skipped = part - GROUP * blocks
@@ -415,10 +441,12 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     # Beside two sums of more columns there are registers for the rounded weights alone.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
     OWN: gl.constexpr = INDEX * BLOCK
-    # Of dq each warpgroup makes some of the columns.
+    # Strips of dq that this warpgroup makes, of every block or of every other.
+    IN_TURNS: gl.constexpr = _in_turns(HEAD_DIM)
+    MAKERS: gl.constexpr = _makers(HEAD_DIM)
     HALF: gl.constexpr = (HEAD_DIM + 31) // 32 * 2
-    FIRST: gl.constexpr = HALF * INDEX
-    WIDE: gl.constexpr = HALF if INDEX == 0 else STRIPS - HALF
+    FIRST: gl.constexpr = 0 if IN_TURNS else HALF * INDEX
+    WIDE: gl.constexpr = STRIPS if IN_TURNS else HALF if INDEX == 0 else STRIPS - HALF
     FIRST_BYTE: gl.constexpr = (8 * FIRST // COLUMNS * COLUMNS * BLOCK + 8 * FIRST % COLUMNS) * 2
     base = shared_base()
     q = base + OWN_STAGES * 4 * STAGE_BYTES
@@ -501,32 +529,51 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             for index in gl.static_range(BLOCK // 8):
                 put_pairs(at + (index // 2 * WORD_BYTES) + (flip ^ (index % 2 * 16)), rounded[index])
             fence_async_shared()
+            makes = (stage == INDEX) | (not IN_TURNS)
+            helps = (stage != INDEX) | (not IN_TURNS)
             # The block before's dq, which was stored after its own fence.
-            if remaining < GROUP * blocks:
-                barrier_arrive(STAGED + (stage ^ 1), MEETING)
-            barrier_arrive(SCORED + 2 * stage + INDEX, CONSUMERS)
+            if (remaining < GROUP * blocks) & helps:
+                barrier_arrive(STAGED + (stage ^ 1), MAKERS)
+            if helps:
+                barrier_arrive(SCORED + 2 * stage + INDEX, CONSUMERS)
             dk = accumulate(dk, rounded, q + q_stage * STAGE_BYTES, BLOCK, COLUMNS)
-            barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
-            dq = multiply_columns(scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE)
-            dv = wait_strips(dv, 2)
-            barrier_arrive(DOUT_EMPTY + stage, MEETING)
-            mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
-            dk = wait_strips(dk, 1)
-            barrier_arrive(Q_EMPTY + q_stage, MEETING)
-            q_stage, wrapped = turn_around(q_stage, STAGES)
+            next_stage, wrapped = turn_around(q_stage, STAGES)
             q_phase = q_phase ^ wrapped
-            if remaining > 1:
-                mbarrier.wait(q_full.index(q_stage), q_phase)
-            dq = wait_strips(dq, 0)
-            # Here, since no product is under way: beside those that read both operands, loads take long. After the last
-            # block it is nothing, and not used.
-            lse = _load_vector(lses, q_stage)
-            _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+            # lse is loaded where no product is under way: beside those that read both operands, loads take long. After
+            # the last block it is nothing, and not used.
+            if makes:
+                barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
+                dq = multiply_columns(
+                    scores + stage * (2 * DS_BYTES), columns, WIDE, DS_BYTES, STAGE_BYTES, COLUMNS, DTYPE
+                )
+                dv = wait_strips(dv, 2)
+                barrier_arrive(DOUT_EMPTY + stage, MEETING)
+                mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
+                dk = wait_strips(dk, 1)
+                barrier_arrive(Q_EMPTY + q_stage, MEETING)
+                if remaining > 1:
+                    mbarrier.wait(q_full.index(next_stage), q_phase)
+                dq = wait_strips(dq, 0)
+                lse = _load_vector(lses, next_stage)
+                if IN_TURNS:
+                    # None may write ds of the block after next before all have read this one's.
+                    meet()
+                _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+            else:
+                dv = wait_strips(dv, 1)
+                barrier_arrive(DOUT_EMPTY + stage, MEETING)
+                if remaining > 1:
+                    mbarrier.wait(q_full.index(next_stage), q_phase)
+                dk = wait_strips(dk, 0)
+                barrier_arrive(Q_EMPTY + q_stage, MEETING)
+                lse = _load_vector(lses, next_stage)
+            q_stage = next_stage
             passed += 1
             remaining -= 1
         barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, MEETING + 32 * SENDERS)
-        fence_async_shared()
-        barrier_arrive(STAGED + ((passed - 1) & 1), MEETING)
+        if (((passed - 1) & 1) == INDEX) | (not IN_TURNS):
+            fence_async_shared()
+            barrier_arrive(STAGED + ((passed - 1) & 1), MAKERS)
         dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
         seen = read_note(notes, slot, SENT) > 0
@@ -570,15 +617,18 @@ def _make_barriers(STAGES: gl.constexpr):
 @gluon.jit
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
-    ticket_ptr, total_q, total_k, num_segments, scale, window_left, window_right,
+    total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
 
-    For ticket_ptr see `hopper_work.draw`. ORDER is BY_LENGTH or IN_PLACE: all tiles but the last have OWNED keys.
+    ORDER is any but SINGLE: all tiles but the last have OWNED keys.
     """
+    own_boundaries = boundaries(cu_k_ptr, ORDER)
+    other_boundaries = boundaries(cu_q_ptr, ORDER)
+    counts_ptr = counts_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     COLUMNS: gl.constexpr = tile_columns(HEAD_DIM)
     TILE_BYTES: gl.constexpr = BLOCK * COLUMNS * 2
     DTYPE: gl.constexpr = q_desc.dtype
@@ -597,7 +647,8 @@ def _attention_bwd_hopper_kernel(
     keep_pointer(addresses, COUNTS, counts_ptr)
     keep_pointer(addresses, FIRST_GRADIENT, dk_ptr)
     keep_pointer(addresses, SECOND_GRADIENT, dv_ptr)
-    keep_pointer(addresses, TICKET, ticket_ptr)
+    slots = total_q // BLOCK + num_segments + 2
+    keep_pointer(addresses, TICKET, counts_ptr + (HEADS * slots + 1))
     vectors = (
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
@@ -605,6 +656,10 @@ def _attention_bwd_hopper_kernel(
     full, free = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
+    if has_one_segment(ORDER):
+        for index in gl.static_range(2):
+            keep_number(notes, FIRST_OWN + index, own_boundaries[index])
+            keep_number(notes, FIRST_OTHERS + index, other_boundaries[index])
     _keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)

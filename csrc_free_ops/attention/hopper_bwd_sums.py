@@ -36,16 +36,19 @@ def _attention_bwd_delta_kernel(
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counter at 0, and its sums where they must be 0.
 
-    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. The
-    number behind the counters says whether boundaries fall.
+    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. Of the
+    numbers behind the counters the first says whether boundaries fall, and work is drawn from the second.
     """
+    counts_ptr = counts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     tl.store(counts_ptr + head * tl.num_programs(0) + tile, 0)
     # By one that has the least to do: rows end before the last tile.
     if (tile == tl.num_programs(0) - 1) & (head == 0):
         falling = falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments)
-        tl.store(counts_ptr + tl.num_programs(1) * tl.num_programs(0), falling)
+        behind_ptr = counts_ptr + tl.num_programs(1) * tl.num_programs(0)
+        tl.store(behind_ptr, falling)
+        tl.store(behind_ptr + 1, 0)
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:

@@ -5,8 +5,9 @@ segment and head, one times 64 for each consumer warpgroup; rows are queries in 
 Lengths are known on the device alone:
 
     SINGLE      one segment, head by head, cut so that the last round of tiles is full
-    BY_LENGTH   few segments, the longest first, so that what is left at the end is small; of each some heads at a time,
-                as many as what their tiles go over stays in the L2 cache for
+    EVEN        one segment, cut into tiles of one height, of some heads at a time, as many as what their tiles go over
+                stays in the L2 cache for
+    BY_LENGTH   few segments, each as in EVEN, the longest first, so that what is left at the end is small
     IN_PLACE    many segments, one head after the other, by the closed form of `tiles.segments`
 """
 
@@ -22,7 +23,7 @@ SEARCHED = gl.constexpr(128)
 # Bytes that stay in the L2 cache of an H100 or H200, of 50 MiB, while programs go over them side by side.
 CACHED = gl.constexpr(32 * 2**20)
 # Orders of tiles.
-SINGLE, BY_LENGTH, IN_PLACE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+SINGLE, EVEN, BY_LENGTH, IN_PLACE = (gl.constexpr(order) for order in range(4))
 
 # A note is so many numbers. Of the notes there is one more than places for tiles at the least: what is read of the last
 # tile after its place was let go has then not been written over.
@@ -80,10 +81,15 @@ def turn_around(counter, limit):
     return gl.where(wrapped, 0, counter + 1), wrapped.to(gl.int32)
 
 
+@gluon.constexpr_function
+def has_one_segment(order):
+    return order in (SINGLE, EVEN)
+
+
 @gluon.jit
 def boundaries(cu_ptr, ORDER: gl.constexpr):
-    """`cu` of the functions below: for SINGLE both boundaries, which a kernel can load before all else."""
-    if ORDER == SINGLE:
+    """`cu` of the functions below: both boundaries of one segment, which a kernel can load before all else."""
+    if has_one_segment(ORDER):
         return gl.load(cu_ptr), gl.load(cu_ptr + 1)
     else:
         return cu_ptr
@@ -92,7 +98,7 @@ def boundaries(cu_ptr, ORDER: gl.constexpr):
 @gluon.jit
 def rows_of(cu, segment, num_segments, total, ORDER: gl.constexpr):
     """Start and number of the rows of segments 0 .. num_segments + 1, counted as in `tiles.segments`."""
-    if ORDER == SINGLE:
+    if has_one_segment(ORDER):
         first, last = cu
         start = gl.where(segment == 0, 0, gl.where(segment == 1, first, last))
         end = gl.where(segment == 0, first, gl.where(segment == 1, last, total))
@@ -170,6 +176,12 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
         before = (start + BLOCK_M - 1) // BLOCK_M
         num_tiles = own + before + (total - start - length + BLOCK_M - 1) // BLOCK_M
         dealt = (whole, narrow, own, before)
+    elif ORDER == EVEN:
+        start, length = rows_of(cu, 1, num_segments, total, ORDER)
+        own = (length + BLOCK_M - 1) // BLOCK_M
+        before = (start + BLOCK_M - 1) // BLOCK_M
+        num_tiles = own + before + (total - start - length + BLOCK_M - 1) // BLOCK_M
+        dealt = (num_tiles,)
     elif ORDER == BY_LENGTH:
         segments, first, counts = _rank_segments(cu, num_segments, total, BLOCK_M, ORDER)
         num_tiles = gl.sum(counts, 0)
@@ -186,6 +198,21 @@ def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
     most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), HEADS)
     rounds = (HEADS + most - 1) // most
     return (HEADS + rounds - 1) // rounds
+
+
+@gluon.jit
+def _share(work, tiles, length, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
+    """Head and tile of a segment's piece of work. The first tiles of a head come first."""
+    head = work % HEADS
+    tile = work // HEADS
+    if length > RESIDENT // HEADS:
+        together = _heads_together(length, HEADS, RESIDENT)
+        first_head = work // (together * tiles) * together
+        within = work % (together * tiles)
+        together = gl.minimum(together, HEADS - first_head)
+        head = first_head + within % together
+        tile = within // together
+    return head, tile
 
 
 @gluon.jit
@@ -208,6 +235,15 @@ def place(
         inside = gl.where(tile < whole, tile * GROUPS, whole * GROUPS + (tile - whole) * narrow)
         unit = gl.where(segment == 1, inside, outside)
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
+    elif ORDER == EVEN:
+        taken = GROUPS
+        start, length = rows_of(cu, 1, num_segments, total, ORDER)
+        own = (length + BLOCK_M - 1) // BLOCK_M
+        before = (start + BLOCK_M - 1) // BLOCK_M
+        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT)
+        segment = gl.where(tile < own, 1, gl.where(tile - own < before, 0, 2))
+        unit = (tile - gl.where(segment == 1, 0, own) - gl.where(segment == 2, before, 0)) * GROUPS
+        start, length = rows_of(cu, segment, num_segments, total, ORDER)
     elif ORDER == BY_LENGTH:
         segments, firsts, counts = dealt
         found = (firsts <= work // HEADS) & (work // HEADS < firsts + counts)
@@ -216,12 +252,8 @@ def place(
         taken = GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
         within = work - gl.sum(gl.where(found, firsts, 0), 0) * HEADS
-        together = _heads_together(length, HEADS, RESIDENT)
-        first_head = within // (together * tiles) * together
-        within = within % (together * tiles)
-        together = gl.minimum(together, HEADS - first_head)
-        head = first_head + within % together
-        unit = within // together * GROUPS
+        head, tile = _share(within, tiles, length, HEADS, RESIDENT)
+        unit = tile * GROUPS
     else:
         head = work // num_tiles
         tile = work % num_tiles
@@ -244,12 +276,13 @@ def draw(ticket_ptr, num_work):
 
 
 @gluon.jit
-def draw_in_order(ticket_ptr, num_work):
+def draw_in_order(ticket_ptr):
     """The same where a program waits for what others do with earlier pieces: each piece is drawn, the first one too.
 
-    So whoever has an earlier piece is running, and the one with the earliest of all waits for nobody.
+    So whoever has an earlier piece is running, and the one with the earliest of all waits for nobody. ticket_ptr holds
+    0 before a launch.
     """
-    return take_ticket(ticket_ptr, num_work + gl.num_programs(0) - 1)
+    return take_ticket(ticket_ptr, 2**31 - 1)
 
 
 @gluon.jit
