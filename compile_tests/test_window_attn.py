@@ -170,6 +170,16 @@ def test_compiled_equals_eager(name: str, backend: str, device: str) -> None:
     _assert_same_bits(_results(compiled, inputs), _results(with_lse, inputs))
 
 
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+@pytest.mark.parametrize("lengths", ((40, 0, 23), (300, 150)), ids=str)
+def test_compiled_equals_eager_without_lse(lengths: tuple[int, ...], dynamic: bool, device: str) -> None:
+    inputs = _packed(lengths, device)
+    compiled = torch.compile(window_attn, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        assert torch.equal(inputs.call(compiled), inputs.call(window_attn))
+    assert torch.equal(inputs.call(compiled), inputs.call(with_lse)[0])
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_compiled_equals_eager_in_half_types(dtype: torch.dtype, device: str) -> None:
     inputs = _inputs(CASES["image"], device, dtype)

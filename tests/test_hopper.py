@@ -20,6 +20,7 @@ from torch_ops import _attention, _attention_hopper, settings, window_attn
 from torch_ops._attention_portable import choose
 from torch_ops._device import gpu
 from torch_ops._scores import Scores
+from torch_ops.bench.timing import peak_bytes
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
@@ -153,6 +154,12 @@ GENERAL = {
     "outside": {"lengths": (300, 200), "skipped": 130, "padding": 300},
     "groups": {"lengths": (300, 200), "num_heads": 6, "num_k_heads": 2},
     "views": {"lengths": (300, 200), "layout": "qkv_view"},
+    "one_outside": {"lengths": (500,), "skipped": 130, "padding": 300},
+    "one_causal": {"lengths": (700,), "k_lengths": (900,), "options": {"causal": True}},
+    # Of more heads than the L2 cache holds keys and queries of.
+    "one_of_many_heads": {"lengths": (2800,), "num_heads": 16, "head_dim": 96},
+    # With more counters than dq has room for.
+    "empty": {"lengths": (3, *(0,) * 600)},
 }  # fmt: skip
 
 
@@ -181,6 +188,21 @@ def test_keys_outside_of_segments_may_be_nan(kind: str) -> None:
             torch.testing.assert_close(spoiled[name], clean[name])
         else:
             assert torch.equal(spoiled[name], clean[name]), name
+
+
+def test_peak_memory_is_that_of_results_and_sums() -> None:
+    """As cuDNN's: no lse where nobody wants one, and beside the gradients delta and fp32 sums of dq alone."""
+    inputs = _inputs((1024,))
+    bytes_of_one = inputs.q.numel() * inputs.q.itemsize
+    with settings(path="hopper"):
+        out, lse = inputs.call(torch.ops.vk.window_attn)
+        backward_of = torch.ops.vk.window_attn_backward
+        args = (inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens)
+        for call in (lambda: inputs.call(window_attn), lambda: backward_of(*args)):
+            call()
+        assert peak_bytes(lambda: inputs.call(window_attn), inputs.q.device) == bytes_of_one
+        expected = 3 * bytes_of_one + 2 * bytes_of_one + lse.numel() * lse.itemsize
+        assert peak_bytes(lambda: backward_of(*args), inputs.q.device) == expected
 
 
 def test_addresses_that_tma_cannot_reach_are_computed_too() -> None:

@@ -3,12 +3,14 @@
 import dataclasses
 import os
 import re
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
@@ -275,6 +277,43 @@ def test_gradients_with_zero_strides(device: str) -> None:
     reference = inputs.q.clone().requires_grad_()
     window_attn(reference, inputs.k, inputs.v, inputs.cu_seqlens).backward(torch.ones_like(inputs.q))
     assert torch.equal(q.grad, reference.grad)
+
+
+@pytest.mark.parametrize("lengths", [(40, 0, 23), (9,) * 6, (140, 150) if GPU else (70,)], ids=str)
+def test_out_is_the_same_without_lse(lengths: tuple[int, ...], device: str) -> None:
+    inputs = make_inputs(WindowAttnCase("alone", "no lse", lengths, 2, 72, padding=3), torch.float16, device)
+    out, lse = inputs.call(torch.ops.vk.window_attn)
+    alone, nothing = inputs.call(partial(torch.ops.vk.window_attn, return_lse=False))
+    assert torch.equal(alone, out)
+    assert nothing.shape == (2, 0) and nothing.dtype == lse.dtype
+
+
+def test_lse_is_made_where_it_is_asked_for_or_a_gradient_may_be(device: str) -> None:
+    inputs = make_inputs(WindowAttnCase("made", "lse or none", (9,), 2, 8), torch.float32, device)
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.vk.window_attn.default:
+                made.append(result[1].numel() > 0)
+            return result
+
+    v = inputs.v.clone().requires_grad_()
+    with Watch():
+        inputs.call(window_attn)
+        inputs.call(partial(window_attn, return_lse=True))
+        inputs.call(window_attn, v=v)
+        with torch.no_grad():
+            inputs.call(window_attn, v=v)
+    assert made == [False, True, True, False]
+
+
+def test_a_gradient_without_lse_is_refused(device: str) -> None:
+    inputs = make_inputs(WindowAttnCase("refused", "no lse", (9,), 1, 8), torch.float32, device)
+    q = inputs.q.requires_grad_()
+    with pytest.raises(ValueError, match=r"window_attn: return_lse must be True where a gradient is wanted"):
+        inputs.call(partial(torch.ops.vk.window_attn, return_lse=False), q=q)
 
 
 def test_only_lse_is_used(device: str) -> None:

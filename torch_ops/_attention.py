@@ -52,20 +52,20 @@ def _ahead_of_time() -> bool:
 
 
 def plan_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool = True
 ) -> Callable[..., None]:
-    """launch(q, k, v, cu_q, cu_k, out, lse) fills out [Tq, H, D] and lse [H, Tq], both contiguous.
+    """launch(q, k, v, cu_q, cu_k, out, lse) fills out [Tq, H, D] and, with `has_lse`, lse [H, Tq], both contiguous.
 
     cu_k is None where the keys have the boundaries of the queries.
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
     if why_portable(scores.softcap, length, q=q, k=k, v=v) or _ahead_of_time():
-        return _plan_forward_stock(q, k, v, cu_q, cu_k, scores)
+        return _plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse)
     if not is_eager():
         return partial(_launch_forward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
     launch, _ = forward_launch(q, scores, num_segments)
-    hopper = plan_forward_hopper(q, k, num_segments, launch, scores)
+    hopper = plan_forward_hopper(q, k, num_segments, launch, scores, has_lse)
     portable: list[Callable[..., None]] = []
 
     def launch_forward(
@@ -75,19 +75,19 @@ def plan_forward(
             hopper(q, k, v, cu_q, cu_q if cu_k is None else cu_k, out, lse)
             return
         if not portable:
-            portable.append(_plan_forward_stock(q, k, v, cu_q, cu_k, scores))
+            portable.append(_plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse))
         portable[0](q, k, v, cu_q, cu_k, out, lse)
 
     return launch_forward
 
 
 def _plan_forward_stock(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool = True
 ) -> Callable[..., None]:
     short = short_launch("attention_fwd_short", q, k, cu_k, scores, mean_length(q.shape[0], cu_q.shape[0] - 1))
     if short is None:
-        return plan_forward_portable(q, k, v, cu_q, cu_k, scores)
-    return plan_forward_short(q, k, v, cu_q, scores, short[0])
+        return plan_forward_portable(q, k, v, cu_q, cu_k, scores, has_lse)
+    return plan_forward_short(q, k, v, cu_q, scores, short[0], has_lse)
 
 
 @opaque_launch("_attention_fwd", writes=("out", "lse"))
@@ -95,14 +95,16 @@ def _launch_forward_opaque(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
     scale: float, left: int, right: int,
 ) -> None:  # fmt: skip
-    _prepare_forward(q, k, v, cu_q, cu_k, scale, left, right)(q, k, v, cu_q, cu_k, out, lse)
+    has_lse = lse.shape[1] == q.shape[0]
+    _prepare_forward(q, k, v, cu_q, cu_k, scale, left, right, has_lse)(q, k, v, cu_q, cu_k, out, lse)
 
 
 @remembered
 def _prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scale: float, left: int, right: int
-) -> Callable[..., None]:
-    return plan_forward(q, k, v, cu_q, cu_k, Scores(scale, left, right))
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scale: float, left: int, right: int,
+    has_lse: bool,
+) -> Callable[..., None]:  # fmt: skip
+    return plan_forward(q, k, v, cu_q, cu_k, Scores(scale, left, right), has_lse)
 
 
 def plan_backward(

@@ -55,7 +55,7 @@ def _block_scores(q: Tensor, k: Tensor, position: int, scores: Scores) -> tuple[
 def attention_forward_cpu(
     scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:  # fmt: skip
-    """Fills out and lse, as the launch of `plan_forward` does."""
+    """Fills out and lse, as the launch of `plan_forward` does; without lse, of no rows, what it would be is let go."""
     heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     plain = scores.left < 0 and scores.right < 0 and scores.softcap == 0 and q.shape[1] == heads
@@ -63,6 +63,8 @@ def attention_forward_cpu(
         # PyTorch's kernel takes it that columns are contiguous, and reads past the tensor where they are not.
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
     out.zero_()
+    if lse.shape[1] < q.shape[0]:
+        lse = lse.new_empty((q.shape[1], q.shape[0]))
     lse.fill_(-torch.inf)
     for queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
         if plain:

@@ -28,8 +28,8 @@ from torch_ops.settings import settings
 # The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
 TRITON_VERSIONS = ((3, 6), (3, 7))
 LOG2E = 1.4426950408889634
-# Of the backward: query rows whose dq is sent at once, and keys of a program.
-SENT_ROWS, PASS_KEYS = 64, 128
+# Of the backward: query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
+SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
 # By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
@@ -187,14 +187,16 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     return Launch(128, 64 if each <= 2 else launch.block_n, 8, launch.num_stages), source
 
 
-def plan_forward_hopper(q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores) -> Callable[..., None]:
-    """launch(q, k, v, cu_q, cu_k, out, lse) on tensors that `addressable` allows."""
+def plan_forward_hopper(
+    q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores, has_lse: bool = True
+) -> Callable[..., None]:
+    """launch(q, k, v, cu_q, cu_k, out, lse) on tensors that `addressable` allows; without `has_lse` none is written."""
     # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
     overlap = launch.block_m == 128 or q.shape[2] <= 72
     groups = launch.block_m // 64
     constants = _constants(q, k, launch, scores, REGISTERS[groups, overlap])
     constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap}
-    constants["ORDER"] = _order(num_segments, SINGLE.value)
+    constants |= {"ORDER": _order(num_segments, SINGLE.value), "HAS_LSE": has_lse}
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
     main, tail, width = PARTS[q.shape[2]]
     cols = launch.block_n
@@ -238,17 +240,18 @@ def plan_backward_hopper(
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
-    split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "BLOCK_M": SENT_ROWS, "num_warps": 4, "num_stages": 1}
+    split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
     delta_constants = {
         "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
-        "BLOCK_N": PASS_KEYS, **bounds, **split,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_warps": 8, **bounds, **split,
     }  # fmt: skip
-    round_constants = {"STRIDE_DQT": num_heads * head_dim, **split}
+    round_constants = {"STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "num_warps": 4, **split}
     scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
     round_scalars = (total_q, scores.scale)
     describe = _Descriptors(*[(64, tile_columns(head_dim))] * 4)
     device = q.device
-    grid, delta_grid, round_grid = (_programs(device.index), 1), (tiles, num_heads), (-(-total_q // 64), num_heads)
+    grid, delta_grid = (_programs(device.index), 1), (tiles, num_heads)
+    round_grid = (-(-total_q // ROUNDED_ROWS), num_heads)
     relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
     relaunch_round = Relaunch(round_grid, round_scalars)
 
@@ -260,7 +263,10 @@ def plan_backward_hopper(
         dlse = lse if dlse is None else dlse.contiguous()
         delta = torch.empty_like(lse)
         sums = torch.empty((num_heads, total_q, head_dim), dtype=torch.float32, device=device)
-        counts = dq if counts_fit else torch.empty(2 * num_counts, dtype=dq.dtype, device=device)
+        if counts_fit:
+            counts = dq.view(torch.int32)
+        else:
+            counts = torch.empty(num_counts, dtype=torch.int32, device=device)
         before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)

@@ -78,7 +78,7 @@ def constants_of(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int
 
 
 def plan_forward_portable(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool
 ) -> Callable[..., None]:
     total_q, num_heads, _ = q.shape
     num_segments = cu_q.shape[0] - 1
@@ -87,7 +87,7 @@ def plan_forward_portable(
     scalars = (*strides, total_q, k.shape[0], num_segments, scores.scale, scores.softcap, *scores.bounds())
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), **constants_of(q, k, scores, launch, unit),
+        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **constants_of(q, k, scores, launch, unit),
     }  # fmt: skip
     ready = readable(q, k, v) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
     # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).

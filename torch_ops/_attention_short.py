@@ -66,7 +66,7 @@ def _programs(total: int, num_segments: int, num_heads: int, rows: int) -> int:
 
 
 def plan_forward_short(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scores: Scores, launch: Launch
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scores: Scores, launch: Launch, has_lse: bool
 ) -> Callable[..., None]:
     total, num_heads, _ = q.shape
     num_segments = cu_q.shape[0] - 1
@@ -74,7 +74,7 @@ def plan_forward_short(
     scalars = (*strides, total, num_segments, scores.scale, scores.softcap, *scores.bounds())
     shared = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), **_constants(q, scores, unit),
+        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **_constants(q, scores, unit),
     }  # fmt: skip
     constants = {**shared, "BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
     rest, _ = choose("attention_fwd_rest", q, scores, None)

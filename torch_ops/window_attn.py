@@ -75,17 +75,18 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
+def _outputs(q: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    rows = q.shape[0] if return_lse else 0
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], rows), dtype=_lse_dtype(q))
 
 
 def _window_attn_fake(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True,
+    softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_window_attn("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
-    return _outputs(q)
+    return _outputs(q, return_lse)
 
 
 def _window_attn_flops(
@@ -101,12 +102,12 @@ def _window_attn_flops(
 @remembered
 def _prepare_window_attn(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
+    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, return_lse: bool,
 ) -> Callable[..., None]:  # fmt: skip
     _check_window_attn("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
     if runs_kernels(q):
-        return plan_forward(q, k, v, cu_seqlens, cu_seqlens_k, scores)
+        return plan_forward(q, k, v, cu_seqlens, cu_seqlens_k, scores, return_lse)
     return partial(attention_forward_cpu, scores)
 
 
@@ -114,11 +115,13 @@ def _prepare_window_attn(
 def window_attn_op(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True,
+    softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_window_attn(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap)
+    launch = _prepare_window_attn(
+        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, return_lse
+    )
     _check_values("window_attn", q, k, cu_seqlens, cu_seqlens_k)
-    out, lse = _outputs(q)
+    out, lse = _outputs(q, return_lse)
     launch(q, k, v, cu_seqlens, cu_seqlens_k, out, lse)
     return out, lse
 
@@ -201,7 +204,9 @@ window_attn_backward_op.refuse_autograd()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_k, *options = inputs
+    q, k, v, cu_seqlens, cu_seqlens_k, *options, return_lse = inputs
+    if not return_lse:
+        refuse("window_attn", "return_lse", "True where a gradient is wanted, which takes lse", return_lse)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
     ctx.options = options
     ctx.set_materialize_grads(False)
@@ -209,7 +214,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     *tensors, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
-    nothing = (None,) * (2 + len(ctx.options))
+    nothing = (None,) * (3 + len(ctx.options))
     if dout is None and dlse is None:
         return None, None, None, *nothing
     if dout is None:
@@ -268,6 +273,8 @@ def window_attn(
     backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv
     2307.08691.
     """
+    # The backward takes lse; where there will be none, it need not lie in memory.
+    differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse = window_attn_op(
         q,
         k,
@@ -280,6 +287,7 @@ def window_attn(
         window_right,
         softcap,
         deterministic,
+        return_lse or differentiable,
     )
     return (out, lse) if return_lse else out
 

@@ -628,7 +628,6 @@ def _attention_bwd_hopper_kernel(
     """
     own_boundaries = boundaries(cu_k_ptr, ORDER)
     other_boundaries = boundaries(cu_q_ptr, ORDER)
-    counts_ptr = counts_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     COLUMNS: gl.constexpr = tile_columns(HEAD_DIM)
     TILE_BYTES: gl.constexpr = BLOCK * COLUMNS * 2
     DTYPE: gl.constexpr = q_desc.dtype

@@ -39,7 +39,6 @@ def _attention_bwd_delta_kernel(
     With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. Of the
     numbers behind the counters the first says whether boundaries fall, and work is drawn from the second.
     """
-    counts_ptr = counts_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     tl.store(counts_ptr + head * tl.num_programs(0) + tile, 0)
@@ -85,9 +84,9 @@ def _attention_bwd_delta_kernel(
     seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
     if not (ORDERED and seen):
         base = sums_ptr + (head * total_q + row) * HEAD_DIM
-        for start in tl.static_range(0, HEAD_DIM, 8):
-            places = local[:, None] * HEAD_DIM + start + tl.arange(0, 8)[None, :]
-            tl.store(base + places, tl.zeros((BLOCK_M, 8), tl.float32), mask=(local < remaining)[:, None])
+        for start in tl.static_range(0, BLOCK_M * HEAD_DIM, BLOCK_M * 8):
+            places = start + tl.arange(0, BLOCK_M * 8)
+            tl.store(base + places, tl.zeros((BLOCK_M * 8,), tl.float32), mask=places < remaining * HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=("total_q",))

@@ -245,6 +245,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
     STAGES: gl.constexpr = OPTIONS[6]
     OVERLAP: gl.constexpr = OPTIONS[7]
     HEADS: gl.constexpr = OPTIONS[8]
+    HAS_LSE: gl.constexpr = OPTIONS[10]
     q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
@@ -351,9 +352,10 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
             total = gl.convert_layout(gl.sum(norm, 1), ROW_LAYOUT, assert_trivial=True)
             # Not total > 0: a row of NaN is no row without keys.
             inverse = gl.where(total == 0, 0.0, 1.0 / total)
-            lse = gl.where(total == 0, float("-inf"), (peak + gl.log2(total)) * LN2)
-            local = gl.arange(0, 64, ROW_LAYOUT)
-            gl.store(lse_address.to(gl.pointer_type(gl.float32), bitcast=True) + local, lse, mask=local < rows)
+            if HAS_LSE:
+                lse = gl.where(total == 0, float("-inf"), (peak + gl.log2(total)) * LN2)
+                local = gl.arange(0, 64, ROW_LAYOUT)
+                gl.store(lse_address.to(gl.pointer_type(gl.float32), bitcast=True) + local, lse, mask=local < rows)
             o = scale_strips(o, per_row(inverse, o[0]))
             if rows >= 64:
                 tma.store_wait(0)
@@ -380,7 +382,7 @@ def _attention_fwd_hopper_kernel(
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). scale is that of softmax times log2(e); *_tail count only where HEAD_DIM has a tail.
 
@@ -424,7 +426,7 @@ def _attention_fwd_hopper_kernel(
         mbarrier.init(bars.index(V_FULL + index), count=1)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
-        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, BLOCK_N, STAGES, OVERLAP, HEADS, ORDER,
+        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, BLOCK_N, STAGES, OVERLAP, HEADS, ORDER, HAS_LSE,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)

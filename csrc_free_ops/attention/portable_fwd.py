@@ -71,10 +71,10 @@ def attend_tile(
     stride_qh, stride_kh, stride_vh, total_q, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M query rows of a segment, from `first` on."""
+    """out and, with HAS_LSE, lse of BLOCK_M query rows of a segment, from `first` on."""
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     k_head = head // GROUP
@@ -122,7 +122,8 @@ def attend_tile(
     out, lse = normalize(acc, peak, norm, q[0].dtype == tl.float32)
     out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
-    tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)
+    if HAS_LSE:
+        tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -132,8 +133,8 @@ def _attention_fwd_kernel(
     total_q, total_k, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
     head = tl.program_id(1).to(tl.int64)
@@ -157,5 +158,5 @@ def _attention_fwd_kernel(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
         stride_qh, stride_kh, stride_vh, total_q, scale, softcap, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip

@@ -70,8 +70,8 @@ def _attention_fwd_short_kernel(
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
     scale = tl.cast(scale, tl.float32)
@@ -95,7 +95,8 @@ def _attention_fwd_short_kernel(
         )  # fmt: skip
         out_base = row_base(out_ptr, start, head, 1, STRIDE_OT, HEAD_DIM)
         store_rows(out_base, starts, local, length, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
-        tl.store(lse_ptr + tl.cast(head, tl.int64) * total + start + local, lse, mask=local < length)
+        if HAS_LSE:
+            tl.store(lse_ptr + tl.cast(head, tl.int64) * total + start + local, lse, mask=local < length)
 
 
 @triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -105,8 +106,8 @@ def _attention_fwd_rest_kernel(
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_HEADS: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid of any size: segments of more than SHORT rows, and the rows outside of all segments."""
     program = tl.program_id(0)
@@ -138,5 +139,5 @@ def _attention_fwd_rest_kernel(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length, first, start, attended,
                 stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
