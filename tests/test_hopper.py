@@ -356,6 +356,7 @@ def test_ends_beside_a_kernel_that_holds_most_of_the_gpu(left: int, captured: bo
 
     # Twice, so that beside the holder no kernel is loaded and no memory asked for: either waits for the whole GPU.
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             expected = step()
@@ -383,6 +384,7 @@ def test_programs_in_order_end_beside_such_a_kernel_too(left: int) -> None:
     exact = differentiate(references.window_attn, inputs, torch.float64)
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             expected = _gradients(inputs, out, lse, "ordered")
