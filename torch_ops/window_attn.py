@@ -274,7 +274,7 @@ def window_attn(
     2307.08691.
     """
     # The backward takes lse; where there will be none, it need not lie in memory.
-    differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
     out, lse = window_attn_op(
         q,
         k,

@@ -86,12 +86,23 @@ def row_maximum(x):
 
 @gluon.jit
 def row_partial_sums(x):
-    """[64, 8]: sums that need no other thread, made as `row_maximum`'s are; `gl.sum` over columns makes them whole."""
-    parts = strips(x)
-    total = parts[0]
-    for index in gl.static_range(1, len(parts)):
-        total = total + parts[index]
-    return total
+    """[64, 8] or [64, 4]: sums that need no other thread; `gl.sum` over their columns makes them whole.
+
+    Strip by strip, as `row_maximum`; of few columns by halves, whose chains are shorter, and registers suffice.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    if COLUMNS > 64:
+        parts = strips(x)
+        total = parts[0]
+        for index in gl.static_range(1, len(parts)):
+            total = total + parts[index]
+        return total
+    else:
+        for level in gl.static_range(5):
+            if (COLUMNS >> level) > STRIP:
+                x = gl.sum(x.reshape([ROWS, 2, COLUMNS >> (level + 1)]), 1)
+        return gl.sum(x.reshape([ROWS, STRIP // 2, 2]), 2)
 
 
 @gluon.jit
