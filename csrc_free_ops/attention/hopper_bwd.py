@@ -248,8 +248,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
             bar = own_full.index(own_stage)
-            _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
             if OWN_STAGES > 1:
+                _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
                 _load_own(own_descs[1], start + first, head, bar, tiles, own_stage * 4 + 2, TILES)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
@@ -272,6 +272,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(addresses, slot, FIRST_GRADIENT, gradient.to(gl.int64))
             gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
+            if OWN_STAGES == 1:
+                _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
             # Last, since it is this that tells the others.
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             for member in range(GROUP):
