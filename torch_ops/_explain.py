@@ -113,7 +113,8 @@ def warmup(
         mean_lengths: tokens per segment to expect; a GPU's rows may hold different launches for short and long ones.
         layouts: "contiguous"; "qkv_view": q, k and v as views of one projection [T, 3, H, D]; "encoder": v as such a
             view, q and k contiguous, as Qwen-VL's encoders have them after the rotary embedding.
-        causal, backward: which variants.
+        causal: which variant.
+        backward: the backward too, and the forward that keeps lse for it.
 
     Raises:
         ValueError: for a layout that is none of these, and where there is no such GPU: for the CPU nothing is built.
@@ -132,10 +133,12 @@ def warmup(
         q, k, v = views if layout == "qkv_view" else (*(view.contiguous() for view in views[:2]), views[2])
         if layout == "contiguous":
             v = v.contiguous()
-        q, k, v = (tensor.detach().requires_grad_(backward) for tensor in (q, k, v))
         cu_seqlens = torch.arange(segments + 1, dtype=torch.int32, device=device) * length
-        out, _ = OPS["window_attn"](q, k, v, cu_seqlens, None, None, causal)
+        forward = OPS["window_attn"].overload
+        forward(q, k, v, cu_seqlens, causal=causal, return_lse=False)
         if backward:
+            q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+            out, _ = forward(q, k, v, cu_seqlens, causal=causal)
             out.backward(out.detach())
         calls += 1
     return calls

@@ -260,7 +260,8 @@ def window_attn(
         softcap: c > 0 replaces a score s by c tanh(s / c).
         deterministic: False lets the backward add dq up in any order. Hopper's own kernel makes use of it; all others
             give the same bits either way.
-        return_lse: whether to return (out, lse).
+        return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made, and
+            the call needs no memory but out's.
 
     Returns:
         out [Tq, H, D] in q's dtype; with return_lse also lse [H, Tq], fp32 (fp64 for fp64), natural logarithm of the
