@@ -43,8 +43,7 @@ from csrc_free_ops.attention.hopper_work import (
     draw_in_order,
     has_one_segment,
     is_inside,
-    keep_number,
-    keep_pointer,
+    keep,
     kept_number,
     kept_pointer,
     place,
@@ -587,17 +586,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
 
 
 @gluon.jit
-def _keep_sizes(notes, addresses, cu_own_ptr, cu_other_ptr, total_own, total_other, num_segments, before, after):
-    keep_pointer(addresses, CU_OWN, cu_own_ptr)
-    keep_pointer(addresses, CU_OTHER, cu_other_ptr)
-    keep_number(notes, TOTAL_OWN, total_own)
-    keep_number(notes, TOTAL_OTHER, total_other)
-    keep_number(notes, SEGMENTS, num_segments)
-    keep_number(notes, BEFORE, before)
-    keep_number(notes, AFTER, after)
-
-
-@gluon.jit
 def _make_barriers(STAGES: gl.constexpr):
     # Of k and v each, or of both at each of two places.
     own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -642,14 +630,6 @@ def _attention_bwd_hopper_kernel(
     check_base(flat(tiles.index(0)))
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
-    keep_pointer(addresses, LSE, lse_ptr)
-    keep_pointer(addresses, DELTA, delta_ptr)
-    keep_pointer(addresses, SUMS, sums_ptr)
-    keep_pointer(addresses, COUNTS, counts_ptr)
-    keep_pointer(addresses, FIRST_GRADIENT, dk_ptr)
-    keep_pointer(addresses, SECOND_GRADIENT, dv_ptr)
-    slots = total_q // BLOCK + num_segments + 2
-    keep_pointer(addresses, TICKET, counts_ptr + (HEADS * slots + 1))
     vectors = (
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
@@ -657,11 +637,13 @@ def _attention_bwd_hopper_kernel(
     full, free = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES)
     descs = ((k_desc, v_desc), q_desc, dout_desc)
+    # In the order of their fields.
+    ticket_ptr = counts_ptr + (HEADS * (total_q // BLOCK + num_segments + 2) + 1)
+    keep(addresses, (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr, cu_k_ptr, cu_q_ptr))
+    sizes = (total_k, total_q, num_segments, window_right, window_left)
     if has_one_segment(ORDER):
-        for index in gl.static_range(2):
-            keep_number(notes, FIRST_OWN + index, own_boundaries[index])
-            keep_number(notes, FIRST_OTHERS + index, other_boundaries[index])
-    _keep_sizes(notes, addresses, cu_k_ptr, cu_q_ptr, total_k, total_q, num_segments, window_right, window_left)
+        sizes = sizes + own_boundaries + other_boundaries
+    keep(notes, sizes)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)
     SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES

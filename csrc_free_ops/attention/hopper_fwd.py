@@ -34,7 +34,7 @@ from csrc_free_ops.attention.hopper_work import (
     deal,
     draw,
     is_inside,
-    keep_pointer,
+    keep,
     kept_pointer,
     pass_over,
     place,
@@ -53,6 +53,7 @@ from csrc_free_ops.tiles.hopper import (
     exp2,
     flat,
     join_strips,
+    make_barriers,
     meet,
     per_row,
     rescale_strips,
@@ -83,7 +84,7 @@ BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD = (
     gl.constexpr(field) for field in range(9)
 )
 # Barriers of memory, as many as GROUPS and STAGES at the most.
-Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
+Q_FULL, K_FULL, V_FULL, BARRIERS = (gl.constexpr(at) for at in (0, 4, 8, 12))
 # Addresses, in notes of their own and of the whole tensors.
 OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
 
@@ -415,15 +416,9 @@ def _attention_fwd_hopper_kernel(
         out_descs = out_descs + (out_tail,)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
-    keep_pointer(addresses, OUT, out_ptr)
-    keep_pointer(addresses, LSE, lse_ptr)
-    keep_pointer(addresses, TICKET, ticket_ptr)
+    keep(addresses, (out_ptr, lse_ptr, ticket_ptr))
     bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(GROUPS):
-        mbarrier.init(bars.index(Q_FULL + index), count=1)
-    for index in gl.static_range(STAGES):
-        mbarrier.init(bars.index(K_FULL + index), count=1)
-        mbarrier.init(bars.index(V_FULL + index), count=1)
+    make_barriers(shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2, BARRIERS)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
         HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, BLOCK_N, STAGES, OVERLAP, HEADS, ORDER, HAS_LSE,

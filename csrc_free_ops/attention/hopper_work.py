@@ -54,19 +54,21 @@ def read_note_by_warp(notes, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def keep_number(notes, FIELD: gl.constexpr, number):
-    """For all partitions, in the note behind the last."""
-    notes.index(POINTERS + FIELD).store(gl.full([1], number, notes.dtype, _scalar(gl.num_warps())))
+def keep(notes, values):
+    """For all partitions, in the note behind the last: each at its place, by one store.
+
+    Between several Triton would have all threads meet.
+    """
+    place = gl.arange(0, NOTE, _scalar(gl.num_warps()))
+    kept = gl.zeros_like(place).to(notes.dtype)
+    for index in gl.static_range(len(values)):
+        kept = gl.where(place == index, values[index].to(notes.dtype), kept)
+    notes._reinterpret(notes.dtype, [NOTES + 1, NOTE], notes.layout).index(NOTES).store(kept)
 
 
 @gluon.jit
 def kept_number(notes, FIELD: gl.constexpr):
     return gl.max(notes.index(POINTERS + FIELD).load(_scalar(1)), 0)
-
-
-@gluon.jit
-def keep_pointer(addresses, FIELD: gl.constexpr, pointer):
-    addresses.index(POINTERS + FIELD).store(gl.full([1], pointer.to(gl.int64), gl.int64, _scalar(gl.num_warps())))
 
 
 @gluon.jit

@@ -52,6 +52,20 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(text, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _make_text(count):
+    places = [f"mbarrier.init.shared::cta.b64 [$1+{8 * index}], 1;" for index in range(count)]
+    thread = "{ .reg .pred other; .reg .b32 thread; mov.u32 thread, %tid.x; setp.ne.u32 other, thread, 0;"
+    return "\n".join([thread, "@other bra MADE;", *places, "MADE: mov.b32 $0, 0; }"])
+
+
+@gluon.jit
+def make_barriers(address, COUNT: gl.constexpr):
+    """Makes mbarriers of one arrival each from shared `address` on. Between Gluon's own all threads would meet."""
+    TEXT: gl.constexpr = _make_text(COUNT)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def await_phase(address, phase):
     """Waits until the mbarrier at shared `address` has completed its phase of that parity.
