@@ -229,7 +229,7 @@ def plan_backward_hopper(
     constants |= {
         "ORDERED": deterministic,
         # The producer of wider heads lacks registers for EVEN.
-        "ORDER": _order(num_segments, (EVEN if head_dim <= 96 else BY_LENGTH).value),
+        "ORDER": _order(num_segments, (EVEN if head_dim <= 80 else BY_LENGTH).value),
         # Keys of as many tiles as there is shared memory for.
         "OWN_STAGES": 2 if head_dim <= 80 else 1,
     }
