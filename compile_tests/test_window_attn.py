@@ -259,6 +259,23 @@ def test_exported_program_survives_saving_and_runs_at_other_sizes(device: str) -
             assert torch.equal(actual, expected)
 
 
+class _WithoutLse(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return window_attn(q, k, v, cu_seqlens)
+
+
+def test_program_exported_without_gradients_has_them(device: str) -> None:
+    args = _call_args((40, 23), device)
+    with torch.no_grad():
+        program = torch.export.export(_WithoutLse(), args, dynamic_shapes=DYNAMIC)
+    grads = []
+    for function in (program.module(), _WithoutLse()):
+        q, k, v = (tensor.clone().requires_grad_() for tensor in args[:3])
+        out = function(q, k, v, args[3])
+        grads.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    assert all(torch.equal(exported, eager) for exported, eager in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("decomposed", (False, True), ids=("as_exported", "decomposed"))
 def test_exported_graph_keeps_the_op_whole(decomposed: bool, device: str) -> None:
     program = _export(device)

@@ -309,11 +309,15 @@ def test_lse_is_made_where_it_is_asked_for_or_a_gradient_may_be(device: str) -> 
     assert made == [False, True, True, False]
 
 
-def test_a_gradient_without_lse_is_refused(device: str) -> None:
-    inputs = make_inputs(WindowAttnCase("refused", "no lse", (9,), 1, 8), torch.float32, device)
-    q = inputs.q.requires_grad_()
-    with pytest.raises(ValueError, match=r"window_attn: return_lse must be True where a gradient is wanted"):
-        inputs.call(partial(torch.ops.vk.window_attn, return_lse=False), q=q)
+def test_gradients_come_without_lse_too(device: str) -> None:
+    """Captured without gradients and run with them: lse is made anew."""
+    inputs = make_inputs(WindowAttnCase("anew", "no lse", (9, 30), 2, 72), torch.float16, device)
+    grads = []
+    for return_lse in (True, False):
+        leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in ("q", "k", "v")}
+        out, _ = inputs.call(partial(torch.ops.vk.window_attn, return_lse=return_lse), **leaves)
+        grads.append(torch.autograd.grad(out, tuple(leaves.values()), inputs.dout))
+    assert all(torch.equal(kept, anew) for kept, anew in zip(*grads, strict=True))
 
 
 def test_only_lse_is_used(device: str) -> None:
@@ -470,6 +474,8 @@ def _refusals() -> list:
         ("softcap", changed(softcap=lambda g: -3.0), r"softcap must be 0 \(off\) or a positive number .*, got -3.0"),
         ("huge_softcap", changed(softcap=lambda g: 1e39), r"softcap must be 0 .* that fp32 holds, got 1e\+39"),
         ("none", changed(v=lambda g: None), r"v must be a dense tensor, got None"),
+        ("no_cu", changed(cu_seqlens=lambda g: None), r"cu_seqlens must be a dense tensor, got None"),
+        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale must be a number, .*, got a tensor"),
         (
             "sparse",
             changed(q=lambda g: g["q"].to_sparse()),
@@ -499,6 +505,8 @@ def test_refuses(name: str, change, message: str, device: str) -> None:
     [
         ({"dout": torch.zeros(3, 2, 16)}, r"dout must be of shape \[10, 2, 16\] as q is, got \[3, 2, 16\]"),
         ({"lse": torch.zeros(2, 10, dtype=torch.float16)}, r"lse must be float32, got float16"),
+        ({"out": None}, r"out must be a dense tensor, got None"),
+        ({"lse": None}, r"lse must be a dense tensor, got None"),
         ({"dlse": torch.zeros(10, 2)}, r"dlse must be of shape \[H, T\] = \[2, 10\], got \[10, 2\]"),
     ],
 )
@@ -510,7 +518,8 @@ def test_backward_refuses(changes: dict, message: str, device: str) -> None:
     }  # fmt: skip
     torch.ops.vk.window_attn_backward(**good)
     with pytest.raises(ValueError, match=f"^window_attn_backward: {message}"):
-        torch.ops.vk.window_attn_backward(**{**good, **{name: t.to(device) for name, t in changes.items()}})
+        given = {name: tensor if tensor is None else tensor.to(device) for name, tensor in changes.items()}
+        torch.ops.vk.window_attn_backward(**{**good, **given})
 
 
 @pytest.mark.parametrize(

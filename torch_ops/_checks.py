@@ -32,9 +32,13 @@ def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: T
         refuse(op, argument, f"on {like.device} as {like_name} is", tensor.device)
 
 
-def check_packed(op: str, argument: str, tensor: Tensor) -> None:
+def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
     if tensor is None or tensor.layout is not torch.strided:
         refuse(op, argument, "a dense tensor", "None" if tensor is None else f"one of layout {tensor.layout}")
+
+
+def check_packed(op: str, argument: str, tensor: Tensor) -> None:
+    check_dense(op, argument, tensor)
     if tensor.dim() != 3:
         refuse(op, argument, "packed as [T, H, D]", f"shape {list(tensor.shape)}")
 
@@ -50,6 +54,7 @@ def check_head_dim(op: str, argument: str, head_dim: int) -> None:
 
 
 def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str, like: Tensor) -> None:
+    check_dense(op, argument, cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
         refuse(op, argument, "int32", dtype_name(cu_seqlens.dtype))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

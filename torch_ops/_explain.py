@@ -58,7 +58,8 @@ def _explain_window_attn(
 ) -> dict[str, Any]:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         OPS["window_attn"](
-            q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic
+            q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
+            return_lse,
         )  # fmt: skip
     report: dict[str, Any] = {"op": "vk::window_attn", "device": str(q.device)}
     if not runs_kernels(q):

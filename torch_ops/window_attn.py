@@ -16,6 +16,7 @@ from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_c
 from torch_ops._checks import (
     check_cu_seqlens,
     check_cu_seqlens_values,
+    check_dense,
     check_device,
     check_float,
     check_head_dim,
@@ -132,12 +133,12 @@ def _check_window_attn_backward(
     op = "window_attn_backward"
     _check_window_attn(op, q, k, v, *rest)
     for name, tensor in (("out", out), ("dout", dout)):
+        check_dense(op, name, tensor)
         check_like(op, name, tensor, "q", q)
         if tensor.shape != q.shape:
             refuse(op, name, f"of shape {list(q.shape)} as q is", list(tensor.shape))
-    for name, statistic in (("lse", lse), ("dlse", dlse)):
-        if statistic is None:
-            continue
+    for name, statistic in (("lse", lse), *([] if dlse is None else [("dlse", dlse)])):
+        check_dense(op, name, statistic)
         if statistic.dtype != _lse_dtype(q):
             refuse(op, name, dtype_name(_lse_dtype(q)), dtype_name(statistic.dtype))
         if statistic.shape != (q.shape[1], q.shape[0]):
@@ -204,9 +205,7 @@ window_attn_backward_op.refuse_autograd()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_k, *options, return_lse = inputs
-    if not return_lse:
-        refuse("window_attn", "return_lse", "True where a gradient is wanted, which takes lse", return_lse)
+    q, k, v, cu_seqlens, cu_seqlens_k, *options, _ = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
     ctx.options = options
     ctx.set_materialize_grads(False)
@@ -217,9 +216,13 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     nothing = (None,) * (3 + len(ctx.options))
     if dout is None and dlse is None:
         return None, None, None, *nothing
+    q, _, _, out, lse = tensors
     if dout is None:
-        out = tensors[3]
         dout = out.new_zeros(()).expand_as(out)
+    if lse.shape[1] != q.shape[0]:
+        # Not made: captured without gradients, in an exported program say, and run with them.
+        tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options)[1]
+        dlse = None
     return *window_attn_backward_op(dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options), *nothing
 
 
@@ -261,7 +264,8 @@ def window_attn(
         deterministic: False lets the backward add dq up in any order. Hopper's own kernel makes use of it; all others
             give the same bits either way.
         return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made, and
-            the call needs no memory but out's.
+            the call needs no memory but out's. `torch.ops.vk.window_attn` always returns both, lse [H, 0] where its
+            own return_lse is False; a backward after all then makes it anew.
 
     Returns:
         out [Tq, H, D] in q's dtype; with return_lse also lse [H, Tq], fp32 (fp64 for fp64), natural logarithm of the
@@ -274,8 +278,10 @@ def window_attn(
     backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv
     2307.08691.
     """
+    if isinstance(scale, Tensor):
+        refuse("window_attn", "scale", "a number, since a tensor would get no gradient", "a tensor")
     # The backward takes lse; where there will be none, it need not lie in memory.
-    differentiable = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
+    differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in (q, k, v))
     out, lse = window_attn_op(
         q,
         k,

@@ -70,7 +70,7 @@ def make_barriers(address, COUNT: gl.constexpr):
 def await_phase(address, phase):
     """Waits until the mbarrier at shared `address` has completed its phase of that parity.
 
-    Before Gluon's wait a whole warpgroup meets, and every warp waits for the slowest.
+    Before Gluon's wait Triton may make the whole warpgroup meet, and every warp waits for the slowest.
     """
     gl.inline_asm_elementwise(
         """{
