@@ -157,7 +157,7 @@ GENERAL = {
     "one_outside": {"lengths": (500,), "skipped": 130, "padding": 300},
     "one_causal": {"lengths": (700,), "k_lengths": (900,), "options": {"causal": True}},
     # Of more heads than the L2 cache holds keys and queries of.
-    "one_of_many_heads": {"lengths": (700,), "num_heads": 64, "head_dim": 96},
+    "one_of_many_heads": {"lengths": (900,), "num_heads": 64, "head_dim": 80},
     # With more counters than dq has room for.
     "empty": {"lengths": (3, *(0,) * 600)},
 }  # fmt: skip

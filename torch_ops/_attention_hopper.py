@@ -73,7 +73,7 @@ def addressable(*tensors: Tensor) -> bool:
 
 
 class _Tickets:
-    """Counters that programs draw their tiles from: an int32 that is 0 between launches, one per stream.
+    """Counters that the forward's programs draw their tiles from: an int32, 0 between launches, one per stream.
 
     Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
     gets a counter of its own for good; where none is left, one that its graph sets to 0 first.

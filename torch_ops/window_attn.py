@@ -283,19 +283,9 @@ def window_attn(
     # The backward takes lse; where there will be none, it need not lie in memory.
     differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in (q, k, v))
     out, lse = window_attn_op(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens_k,
-        scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        deterministic,
+        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
         return_lse or differentiable,
-    )
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 

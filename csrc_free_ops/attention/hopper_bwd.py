@@ -333,11 +333,11 @@ def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS:
     GROUP: gl.constexpr = OPTIONS[1]
     HAS_LEFT: gl.constexpr = OPTIONS[2]
     HAS_RIGHT: gl.constexpr = OPTIONS[3]
+    HEADS: gl.constexpr = OPTIONS[5]
     ORDERED: gl.constexpr = OPTIONS[8]
     OWN_STAGES: gl.constexpr = OPTIONS[9]
     notes, addresses = told
     own_full = full[0]
-    HEADS: gl.constexpr = OPTIONS[5]
     MAKERS: gl.constexpr = _makers(HEAD_DIM)
     source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
     turn = 0

@@ -167,6 +167,21 @@ def _cut(units, heads, programs, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def _tiles_of_one(start, length, total, BLOCK_M: gl.constexpr):
+    """Whole tiles of the one segment, and of the rows before and after it."""
+    own = (length + BLOCK_M - 1) // BLOCK_M
+    before = (start + BLOCK_M - 1) // BLOCK_M
+    return own, before, (total - start - length + BLOCK_M - 1) // BLOCK_M
+
+
+@gluon.jit
+def _segment_of_one(tile, own, before):
+    """The tile's segment, and how many tiles come before that one's: those of segment 1 do, then those of 0 and 2."""
+    segment = gl.where(tile < own, 1, gl.where(tile - own < before, 0, 2))
+    return segment, gl.where(segment == 1, 0, own) + gl.where(segment == 2, before, 0)
+
+
+@gluon.jit
 def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr):
     """The number of tiles of one head, and what `place` needs to know."""
     BLOCK_M: gl.constexpr = 64 * GROUPS
@@ -175,14 +190,13 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
         units = (length + 63) // 64
         whole, narrow = _cut(units, HEADS, gl.num_programs(0), GROUPS)
         own = whole + (units - whole * GROUPS + narrow - 1) // narrow
-        before = (start + BLOCK_M - 1) // BLOCK_M
-        num_tiles = own + before + (total - start - length + BLOCK_M - 1) // BLOCK_M
+        _, before, behind = _tiles_of_one(start, length, total, BLOCK_M)
+        num_tiles = own + before + behind
         dealt = (whole, narrow, own, before)
     elif ORDER == EVEN:
         start, length = rows_of(cu, 1, num_segments, total, ORDER)
-        own = (length + BLOCK_M - 1) // BLOCK_M
-        before = (start + BLOCK_M - 1) // BLOCK_M
-        num_tiles = own + before + (total - start - length + BLOCK_M - 1) // BLOCK_M
+        own, before, behind = _tiles_of_one(start, length, total, BLOCK_M)
+        num_tiles = own + before + behind
         dealt = (num_tiles,)
     elif ORDER == BY_LENGTH:
         segments, first, counts = _rank_segments(cu, num_segments, total, BLOCK_M, ORDER)
@@ -231,20 +245,19 @@ def place(
         whole, narrow, own, before = dealt
         head = work % HEADS
         tile = work // HEADS
-        segment = gl.where(tile < own, 1, gl.where(tile - own < before, 0, 2))
+        segment, passed = _segment_of_one(tile, own, before)
         taken = gl.where((segment == 1) & (tile >= whole), narrow, GROUPS)
-        outside = (tile - own - gl.where(segment == 2, before, 0)) * GROUPS
+        outside = (tile - passed) * GROUPS
         inside = gl.where(tile < whole, tile * GROUPS, whole * GROUPS + (tile - whole) * narrow)
         unit = gl.where(segment == 1, inside, outside)
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
     elif ORDER == EVEN:
         taken = GROUPS
         start, length = rows_of(cu, 1, num_segments, total, ORDER)
-        own = (length + BLOCK_M - 1) // BLOCK_M
-        before = (start + BLOCK_M - 1) // BLOCK_M
+        own, before, _ = _tiles_of_one(start, length, total, BLOCK_M)
         head, tile = _share(work, num_tiles, length, HEADS, RESIDENT)
-        segment = gl.where(tile < own, 1, gl.where(tile - own < before, 0, 2))
-        unit = (tile - gl.where(segment == 1, 0, own) - gl.where(segment == 2, before, 0)) * GROUPS
+        segment, passed = _segment_of_one(tile, own, before)
+        unit = (tile - passed) * GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
     elif ORDER == BY_LENGTH:
         segments, firsts, counts = dealt
