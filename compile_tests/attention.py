@@ -12,7 +12,11 @@ from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
-from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
+from csrc_free_ops.attention.hopper_bwd_sums import (
+    _attention_bwd_delta_kernel,
+    _attention_bwd_round_kernel,
+    _attention_bwd_round_lanes_kernel,
+)
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.configs import Launch
 from torch_ops import _attention_hopper
@@ -78,7 +82,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
         _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel,
-        _attention_bwd_delta_kernel, _attention_bwd_round_kernel,
+        _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
     )
 }  # fmt: skip
 

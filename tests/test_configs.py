@@ -116,10 +116,10 @@ def test_settings_refuse_by_name_and_restore() -> None:
         torch_ops.settings.update(speed=1)
     with pytest.raises(ValueError, match="rows must name a JSON file"):
         torch_ops.settings.update(rows="/nowhere.json")
-    assert torch_ops.settings.path == "auto"
-    with torch_ops.settings(path="portable", checked=True) as inside:
+    before = torch_ops.settings.path
+    with torch_ops.settings(path="hopper"), torch_ops.settings(path="portable", checked=True) as inside:
         assert inside.path == "portable" and inside.checked
-    assert torch_ops.settings.path == "auto" and not torch_ops.settings.checked
+    assert torch_ops.settings.path == before and not torch_ops.settings.checked
     with pytest.raises(AttributeError):
         torch_ops.settings.chekced = True
 
@@ -241,23 +241,25 @@ def test_calls_after_warmup_build_nothing() -> None:
         kernels = (_attention_fwd_kernel, _attention_bwd_dq_kernel, _attention_bwd_dkdv_kernel)
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
-    torch_ops.warmup([72], num_heads=[4], mean_lengths=[100], backward=True)
-    before = built()
-    # Other numbers of rows and segments, of which one is no multiple of 16 and the other is 1.
-    for lengths in ((100, 117, 90), (101,)):
-        packed = torch.randn(sum(lengths), 3, 4, 72, device="cuda", dtype=torch.bfloat16)
-        q, k = (packed[:, index].clone().requires_grad_() for index in range(2))
-        torch_ops.window_attn(q, k, packed[:, 2], cumulative(lengths, "cuda")).sum().backward()
-        with torch.no_grad():
-            torch_ops.window_attn(q, k, packed[:, 2], cumulative(lengths, "cuda"))
+    with torch_ops.settings(path="portable"):
+        torch_ops.warmup([72], num_heads=[4], mean_lengths=[100], backward=True)
+        before = built()
+        # Other numbers of rows and segments, of which one is no multiple of 16 and the other is 1.
+        for lengths in ((100, 117, 90), (101,)):
+            packed = torch.randn(sum(lengths), 3, 4, 72, device="cuda", dtype=torch.bfloat16)
+            q, k = (packed[:, index].clone().requires_grad_() for index in range(2))
+            torch_ops.window_attn(q, k, packed[:, 2], cumulative(lengths, "cuda")).sum().backward()
+            with torch.no_grad():
+                torch_ops.window_attn(q, k, packed[:, 2], cumulative(lengths, "cuda"))
     assert built() == before > 0
 
 
 def test_info_lists_ops_and_rows() -> None:
-    info = torch_ops.info()
+    with torch_ops.settings(path="portable"):
+        info = torch_ops.info()
     assert set(info["ops"]) == {"window_attn", "window_attn_backward"}
     assert info["versions"]["torch"] == torch.__version__
-    assert info["settings"] == {"path": "auto", "checked": False}
+    assert info["settings"] == {"path": "portable", "checked": False}
     assert json.loads(json.dumps(info)) == info
 
 

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
+from csrc_free_ops.attention.hopper_bwd_sums import (
+    _attention_bwd_delta_kernel,
+    _attention_bwd_round_kernel,
+    _attention_bwd_round_lanes_kernel,
+)
 from csrc_free_ops.configs import split_head_dim
 from torch_ops.testing.cases import cumulative
 
@@ -24,11 +28,11 @@ def _split(head_dim: int) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "BLOCK_M": BLOCK_M}
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("ordered", "lanes"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0), (9, None), (9, 5)])
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_delta_counters_and_sums(
-    ordered: bool, bounds: tuple[int | None, int | None], has_dlse: bool, device: str
+    ordered: bool, lanes: int, bounds: tuple[int | None, int | None], has_dlse: bool, device: str
 ) -> None:
     """Sums are 0 where nobody will write them: rows outside of segments, rows without keys, rows that see none."""
     left, right = bounds
@@ -41,12 +45,13 @@ def test_delta_counters_and_sums(
     lse, dlse = (torch.randn(heads, total_q, device=device) for _ in range(2))
     lse[:, 8] = -torch.inf
     delta, sums = (torch.full(shape, torch.nan, device=device) for shape in (lse.shape, (*lse.shape, head_dim)))
-    counts = torch.full((heads * tiles + 2,), -1, dtype=torch.int32, device=device)
+    counts = torch.full((lanes * heads * tiles + 2,), -1, dtype=torch.int32, device=device)
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
         STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, UNIT=8, HAS_DLSE=has_dlse,
-        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, BLOCK_N=BLOCK_N, **_split(head_dim),
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, LANES=lanes,
+        BLOCK_N=BLOCK_N, **_split(head_dim),
     )  # fmt: skip
     products = out.double() * dout.double()
     expected = (products.sum(2).T - (dlse if has_dlse else 0)).where(lse.isfinite(), 0.0)
@@ -86,7 +91,7 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, total, total, segments, 0, 0,
         STRIDE_OT=64, STRIDE_DOT=64, UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
-        BLOCK_N=BLOCK_N, **_split(64),
+        LANES=1, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
     assert counts[-2:].tolist() == [falling != "neither", 0]
 
@@ -102,4 +107,44 @@ def test_rounding_puts_columns_back(head_dim: int, device: str) -> None:
     dq = torch.full((rows, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
     grid = (-(-rows // BLOCK_M), heads)
     _attention_bwd_round_kernel[grid](sums, dq, rows, scale, STRIDE_DQT=heads * head_dim, **_split(head_dim))
+    assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
+
+
+def _lead(tile: int, blocks: int, distance: int, together: int) -> int:
+    return max(min(tile % together, distance, blocks - 1 - distance), 0)
+
+
+# Rows before the segment, its queries and keys, rows after it, and tiles that run side by side.
+ONE_SEGMENT = {
+    "whole": (0, 256, 256, 0, 8),
+    "uneven": (0, 250, 235, 0, 3),
+    "shifted": (23, 201, 190, 60, 5),
+    "few_keys": (0, 256, 40, 0, 8),
+    "one_block": (16, 9, 300, 7, 4),
+    "no_keys": (0, 100, 0, 0, 4),
+    "short_of_memory": (0, 60, 400, 200, 8),
+}
+
+
+@pytest.mark.parametrize("case", ONE_SEGMENT)
+def test_rounding_adds_the_second_lane(case: str, device: str) -> None:
+    """The lane lies in dq, where results then are; what of dq holds none of it is NaN and must not be read."""
+    begin, length, keys, after, together = ONE_SEGMENT[case]
+    heads, head_dim, scale, total = 2, 64, 0.5, begin + length + after
+    sums = torch.randn(heads, total, head_dim, device=device)
+    dq = torch.full((total, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
+    order = torch.arange(head_dim)[None, :] ^ (torch.arange(total)[:, None] % 4 * 8)
+    exact = sums.gather(2, order.to(device).expand(heads, -1, -1))
+    blocks, distance = -(-length // BLOCK_M), max(-(-total // BLOCK_M) - 1, 0) // 2
+    leads = [_lead(tile, blocks, distance, together) for tile in range(-(-keys // BLOCK_N))]
+    second = dq.view(torch.float32)
+    for row in range(begin + BLOCK_M * (blocks - max(leads, default=0)), begin + length):
+        added = torch.randn(heads, head_dim, device=device)
+        second[row - distance * BLOCK_M], second[row] = added[:, : head_dim // 2], added[:, head_dim // 2 :]
+        exact[:, row] += added[:, order[row].to(device)]
+    cu_q, cu_k = (torch.tensor([begin, begin + rows], dtype=torch.int32, device=device) for rows in (length, keys))
+    _attention_bwd_round_lanes_kernel[(-(-total // 4), heads)](
+        sums, second, dq, cu_q, cu_k, total, begin + keys, scale, STRIDE_DQT=heads * head_dim, HEAD_DIM=head_dim,
+        ROUND=together, BLOCK_M=4, BLOCK=BLOCK_M, OWNED=BLOCK_N,
+    )  # fmt: skip
     assert torch.equal(dq, (exact * scale).half().transpose(0, 1))

@@ -6,7 +6,7 @@ launches, as the plans of `_attention` do.
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,8 +15,13 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel, tile_columns
-from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_kernel, _attention_bwd_round_kernel
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_notes import lane_count, tile_columns
+from csrc_free_ops.attention.hopper_bwd_sums import (
+    _attention_bwd_delta_kernel,
+    _attention_bwd_round_kernel,
+    _attention_bwd_round_lanes_kernel,
+)
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch, split_head_dim
@@ -121,6 +126,14 @@ def _layout(columns: int) -> NVMMASharedLayout:
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=3)
 
 
+def _describe_lane(dq: Tensor, head_dim: int, rows: int) -> TensorDescriptor:
+    """The second lane of sums as `tiles.lanes` lays it, dq [T, H, D/2] as fp32: half a row there, half in the row."""
+    total, heads, half = dq.shape
+    back = (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
+    shape, strides = [heads, total - back, 2, half], [half, heads * half, back * heads * half, 1]
+    return TensorDescriptor(dq, shape, strides, [1, rows, 2, half], NVMMASharedLayout(0, 32, rank=4))
+
+
 def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Tiles of `rows` rows and `columns` columns of one head; what lies outside of [T, H, D] reads as zero."""
     row, head, _ = tensor.stride()
@@ -137,13 +150,15 @@ class _Descriptors:
     Making and checking one takes longer than a launch, so the first call's are copied.
     """
 
-    def __init__(self, *tiles: tuple[int, int]) -> None:
-        self._tiles = tiles
+    def __init__(self, *tiles: tuple[int, int], lane: tuple[int, int] | None = None) -> None:
+        self._makers = [partial(_describe, rows=rows, columns=columns) for rows, columns in tiles]
+        if lane:
+            self._makers.append(partial(_describe_lane, head_dim=lane[0], rows=lane[1]))
         self._fields: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
         if not self._fields:
-            made = [_describe(tensor, *tile) for tensor, tile in zip(tensors, self._tiles, strict=True)]
+            made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
             # Without the tensor, which the plan must not keep alive.
             self._fields = tuple({**vars(each), "base": None} for each in made)
         descriptors = []
@@ -215,6 +230,19 @@ def plan_forward_hopper(
     return launch_forward
 
 
+def _has_lanes(q: Tensor, k: Tensor, num_segments: int, scores: Scores, together: int) -> bool:
+    """Whether sums get a second lane: of a few tiles of which many run side by side, the last would wait at the end.
+
+    It was no faster where they make more than three rounds, nor for two tiles. Counters take the first block of dq.
+    """
+    tiles = -(-k.shape[0] // PASS_KEYS)
+    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
+    return (
+        num_segments == 1 and q.shape[2] == 64 and scores.left < 0 and scores.right < 0
+        and q.shape[0] > 2 * SENT_ROWS and 2 < tiles <= 3 * together and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
+    )  # fmt: skip
+
+
 def plan_backward_hopper(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, launch: Launch, scores: Scores,
     has_dlse: bool, deterministic: bool,
@@ -235,20 +263,35 @@ def plan_backward_hopper(
     }
     bounds = {name: constants[name] for name in ("HAS_LEFT", "HAS_RIGHT", "ORDERED")}
     tiles = total_q // SENT_ROWS + num_segments + 2
+    together = _programs(q.device.index) // k.shape[1]
+    constants["ROUND"] = together if deterministic and _has_lanes(q, k, num_segments, scores, together) else 1
+    has_lanes = constants["ROUND"] > 1
     # Counters lie in dq, which is written last, where it has room for them.
-    num_counts = num_heads * tiles + 2
+    lanes = lane_count(constants["ROUND"])
+    num_counts = lanes * num_heads * tiles + 2
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
     split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
     delta_constants = {
         "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_warps": 8, **bounds, **split,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "LANES": lanes, "num_warps": 8, **bounds, **split,
     }  # fmt: skip
     round_constants = {"STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "num_warps": 4, **split}
     scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
-    round_scalars = (total_q, scores.scale)
-    describe = _Descriptors(*[(64, tile_columns(head_dim))] * 4)
+    round_scalars: tuple[Any, ...] = (total_q, scores.scale)
+    round_kernel = _attention_bwd_round_kernel
+    lane_constants = {
+        "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "ROUND": constants["ROUND"],
+        "BLOCK_M": ROUNDED_ROWS, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS, "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+    if has_lanes:
+        round_kernel = _attention_bwd_round_lanes_kernel
+        round_constants = lane_constants
+        round_scalars = (total_q, k.shape[0], scores.scale)
+    describe = _Descriptors(
+        *[(64, tile_columns(head_dim))] * (4 if has_lanes else 5), lane=(head_dim, 32) if has_lanes else None
+    )
     device = q.device
     grid, delta_grid = (_programs(device.index), 1), (tiles, num_heads)
     round_grid = (-(-total_q // ROUNDED_ROWS), num_heads)
@@ -271,13 +314,14 @@ def plan_backward_hopper(
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
             relaunch_delta.keep(None, before, delta_constants, compiled)
-        descriptors = describe(q, k, v, dout)
+        descriptors = describe(q, k, v, dout, dq.view(torch.float32) if has_lanes else q)
         tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
-        if not relaunch_round(None, (sums, dq)):
-            compiled = _attention_bwd_round_kernel[round_grid](sums, dq, *round_scalars, **round_constants)
-            relaunch_round.keep(None, (sums, dq), round_constants, compiled)
+        rounded = (sums, dq.view(torch.float32), dq, cu_q, cu_k) if has_lanes else (sums, dq)
+        if not relaunch_round(None, rounded):
+            compiled = round_kernel[round_grid](*rounded, *round_scalars, **round_constants)
+            relaunch_round.keep(None, rounded, round_constants, compiled)
 
     return launch_backward

@@ -33,6 +33,59 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from csrc_free_ops.attention.hopper_bwd_notes import (
+    AFTER,
+    BEFORE,
+    BLOCK,
+    BLOCKS,
+    CONSUMERS,
+    CU_OTHER,
+    CU_OWN,
+    DELTA,
+    DOUT_EMPTY,
+    DOUT_STAGES,
+    FIRST_GRADIENT,
+    FIRST_OTHER,
+    FIRST_OTHERS,
+    FIRST_OWN,
+    HEAD,
+    HEAD_MASKED,
+    LAST,
+    LEAD,
+    LENGTH,
+    LSE,
+    MEETING,
+    OTHERS,
+    OWN_EMPTY,
+    OWNED,
+    PLACE,
+    Q_EMPTY,
+    ROW_BYTES,
+    ROW_OTHER,
+    ROWS,
+    SCORED,
+    SECOND_GRADIENT,
+    SEEN_HIGH,
+    SEEN_LOW,
+    SEGMENTS,
+    SENDERS,
+    SENT,
+    SHIFT,
+    SLOT,
+    STAGED,
+    TAIL_MASKED,
+    TICKET,
+    TOTAL_OTHER,
+    TOTAL_OWN,
+    V_EMPTY,
+    WORD_BYTES,
+    in_turns,
+    lane_count,
+    makers,
+    tile_columns,
+    tile_count,
+)
+from csrc_free_ops.attention.hopper_bwd_send import send, stage_dq
 from csrc_free_ops.attention.hopper_work import (
     CACHED,
     NOTE,
@@ -48,92 +101,32 @@ from csrc_free_ops.attention.hopper_work import (
     kept_pointer,
     place,
     read_note,
-    read_note_by_warp,
     rows_of,
     turn_around,
     write_note,
 )
 from csrc_free_ops.tiles.hopper import (
     accumulate,
-    await_turn,
     barrier_arrive,
     barrier_sync,
     check_base,
-    clear_rows,
     exp2,
-    flat,
     keep_strips,
     meet,
     multiply,
     multiply_columns,
     narrow_strips,
-    pass_turn,
-    put_float_pairs,
-    put_pairs,
     scale_strips,
-    send_sums,
-    sent_all,
     shared_base,
-    store_rows,
     wait_strips,
     wgmma_layout,
     widen,
     zero_strips,
 )
-from csrc_free_ops.tiles.masks import block_span, turn_among
+from csrc_free_ops.tiles.hopper_memory import clear_rows, flat, put_pairs, store_rows
+from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of
+from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LOG2E
-
-# Rows of every tile, and of a block of queries; bytes of 16 columns of them; keys of a program.
-BLOCK = gl.constexpr(64)
-WORD_BYTES = gl.constexpr(64 * 16 * 2)
-OWNED = gl.constexpr(2 * BLOCK.value)
-# Of a row's q, dout and sum of dq, per column.
-ROW_BYTES = gl.constexpr(8)
-# Threads of the consumers, and with them those of one more warp, the producer or a sender; warps that send; blocks of
-# dout in shared memory.
-CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
-# Named barriers. Triton takes three: partitions of one warp need none. STAGES of them begin at Q_EMPTY. With one place
-# for keys, v's is let go by itself, before k's.
-OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(at) for at in (3, 5, 9, 11, 13))
-V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
-
-# Notes of a tile: BLOCKS of queries are counted from the last, and 0 after the last tile; SENT of them are sent, which
-# is none where BLOCKS is 1 for want of any; PLACE is the tile's among those of its segment, LAST that of the last;
-# where the segment's queries begin and how many they are; SLOT is where their counters begin.
-(
-    BLOCKS, OTHERS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROWS, HEAD, SENT, PLACE, LAST,
-    FIRST_OTHER, ROW_OTHER, LENGTH, SHIFT, SLOT,
-) = (gl.constexpr(field) for field in range(16))  # fmt: skip
-# Addresses, in notes and of whole tensors.
-FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OTHER = (
-    gl.constexpr(field) for field in range(9)
-)
-# Sizes behind the notes.
-TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
-# Of one segment, where keys and queries begin; where they end comes next.
-FIRST_OWN, FIRST_OTHERS = gl.constexpr(5), gl.constexpr(7)
-
-
-@gluon.constexpr_function
-def tile_columns(head_dim):
-    """Of the tiles in shared memory. Wide ones are loaded in fewer requests; a product must end where a tile does."""
-    return 64 if head_dim % 64 == 0 else 16
-
-
-@gluon.constexpr_function
-def _tile_count(head_dim):
-    return -(-head_dim // tile_columns(head_dim))
-
-
-@gluon.constexpr_function
-def _in_turns(head_dim):
-    return head_dim <= 80
-
-
-@gluon.constexpr_function
-def _makers(head_dim):
-    """Threads that make the dq of one block, and those of the warp that sends it."""
-    return (128 if _in_turns(head_dim) else 256) + 32
 
 
 @gluon.jit
@@ -171,7 +164,7 @@ def _mask_weights(p, notes, slot, left, row, HAS_LOW: gl.constexpr, HAS_HIGH: gl
 @gluon.jit
 def _clear_tail(address, rows, HEAD_DIM: gl.constexpr):
     """Rows past a segment's end may hold anything; what they are multiplied by 0 with must be numbers."""
-    clear_rows(address, rows, BLOCK, tile_columns(HEAD_DIM), _tile_count(HEAD_DIM))
+    clear_rows(address, rows, BLOCK, tile_columns(HEAD_DIM), tile_count(HEAD_DIM))
     fence_async_shared()
     meet()
 
@@ -195,11 +188,12 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     HEADS: gl.constexpr = OPTIONS[5]
     ORDER: gl.constexpr = OPTIONS[6]
     OWN_STAGES: gl.constexpr = OPTIONS[9]
+    ROUND: gl.constexpr = OPTIONS[10]
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
     own_full, q_full, dout_full = full
     lses, deltas = vectors
-    TILES: gl.constexpr = _tile_count(HEAD_DIM)
+    TILES: gl.constexpr = tile_count(HEAD_DIM)
     STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
     FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
@@ -237,6 +231,9 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             )
             sent = gl.maximum((high - low + BLOCK - 1) // BLOCK, 0)
             blocks = gl.maximum(sent, 1)
+            lead = 0
+            if ROUND > 1:
+                lead = lead_of(unit // 2, blocks, lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK), ROUND)
             slot = count % NOTES
             own_stage = count % OWN_STAGES
             if OWN_STAGES == 1:
@@ -253,7 +250,10 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
-            write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK)
+            if HAS_LEFT or HAS_RIGHT:
+                write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK)
+            else:
+                write_note(notes, slot, LEAD, lead)
             write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK)
             write_note(notes, slot, SEEN_LOW, first + shift - low - before)
             write_note(notes, slot, SEEN_HIGH, first + shift - low + after)
@@ -277,8 +277,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             for member in range(GROUP):
                 other_head = head * GROUP + member
-                for block in range(blocks):
-                    other = low + block * BLOCK
+                for step in range(blocks):
+                    other = low + block_of_step(step, lead, blocks) * BLOCK
                     if loaded >= STAGES:
                         barrier_sync(Q_EMPTY + q_stage, MEETING)
                     q_bar = q_full.index(q_stage)
@@ -327,91 +327,6 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _send(INDEX: gl.constexpr, told, full, free, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns."""
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    GROUP: gl.constexpr = OPTIONS[1]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    HEADS: gl.constexpr = OPTIONS[5]
-    ORDERED: gl.constexpr = OPTIONS[8]
-    OWN_STAGES: gl.constexpr = OPTIONS[9]
-    notes, addresses = told
-    own_full = full[0]
-    MAKERS: gl.constexpr = _makers(HEAD_DIM)
-    source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
-    turn = 0
-    skipped = INDEX
-    total = kept_number(notes, TOTAL_OTHER)
-    slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
-    # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
-    ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + HEADS * slots) == 0
-    mbarrier.wait(own_full.index(0), 0)
-    blocks = read_note_by_warp(notes, 0, BLOCKS)
-    while blocks > 0:
-        slot = turn % NOTES
-        sent = read_note_by_warp(notes, slot, SENT)
-        first = read_note_by_warp(notes, slot, FIRST_OTHER)
-        length = read_note_by_warp(notes, slot, LENGTH)
-        own = read_note_by_warp(notes, slot, PLACE)
-        row = read_note_by_warp(notes, slot, ROW_OTHER)
-        tile = read_note_by_warp(notes, slot, SLOT)
-        head = read_note_by_warp(notes, slot, HEAD) * GROUP
-        last = read_note_by_warp(notes, slot, LAST)
-        shift = read_note_by_warp(notes, slot, SHIFT)
-        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, MEETING + 32 * SENDERS)
-        part = skipped
-        while part < GROUP * blocks:
-            block = part % blocks
-            if block < sent:
-                other = first + block * BLOCK
-                of_head = (head + part // blocks).to(gl.int64)
-                address = kept_pointer(addresses, SUMS, gl.float32) + (of_head * total + row + other) * HEAD_DIM
-                size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
-                if ORDERED:
-                    counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
-                    position = turn_among(
-                        own, last, other, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
-                        HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
-                    )  # fmt: skip
-                    # Awaited while the consumers still make the part.
-                    if ordered:
-                        await_turn(counter.to(gl.int64), position)
-                    barrier_sync(STAGED + INDEX, MAKERS)
-                    send_sums(address.to(gl.int64), source, size, (position == 0).to(gl.int32))
-                    mbarrier.arrive(free.index(INDEX), count=1)
-                    pass_turn(counter.to(gl.int64))
-                else:
-                    barrier_sync(STAGED + INDEX, MAKERS)
-                    send_sums(address.to(gl.int64), source, size, 0)
-                    mbarrier.arrive(free.index(INDEX), count=1)
-            else:
-                barrier_sync(STAGED + INDEX, MAKERS)
-                mbarrier.arrive(free.index(INDEX), count=1)
-            part += SENDERS
-        skipped = part - GROUP * blocks
-        turn += 1
-        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
-        blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
-    # Shared memory must not end before what is sent from it.
-    sent_all(turn)
-
-
-@gluon.jit
-def _stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Strips of dq to shared memory, row by row, in the order of columns that `hopper_bwd_sums` tells."""
-    LAYOUT: gl.constexpr = dq[0].type.layout
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    cols = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :]
-    begin = address + rows * (HEAD_DIM * 4) + cols * 4
-    for index in gl.static_range(len(dq)):
-        if HEAD_DIM % 32 == 0:
-            put_float_pairs(begin + (((FIRST + index) ^ ((rows + first_row) & 3)) * 32), dq[index])
-        else:
-            put_float_pairs(begin + (FIRST + index) * 32, dq[index])
-
-
-@gluon.jit
 def _load_vector(vectors, stage):
     """One number for each column of BLOCK // 8 strips."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
@@ -431,11 +346,12 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     HEADS: gl.constexpr = OPTIONS[5]
     DTYPE: gl.constexpr = OPTIONS[7]
     OWN_STAGES: gl.constexpr = OPTIONS[9]
+    ROUND: gl.constexpr = OPTIONS[10]
     notes, addresses = told
     own_full, q_full, dout_full = full
     lses, deltas = vectors
     COLUMNS: gl.constexpr = tile_columns(HEAD_DIM)
-    TILES: gl.constexpr = _tile_count(HEAD_DIM)
+    TILES: gl.constexpr = tile_count(HEAD_DIM)
     STRIPS: gl.constexpr = HEAD_DIM // 8
     STAGE_BYTES: gl.constexpr = TILES * COLUMNS * BLOCK * 2
     DS_BYTES: gl.constexpr = 4 * WORD_BYTES
@@ -443,8 +359,8 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     ROUNDED: gl.constexpr = HEAD_DIM > 80
     OWN: gl.constexpr = INDEX * BLOCK
     # Strips of dq that this warpgroup makes, of every block or of every other.
-    IN_TURNS: gl.constexpr = _in_turns(HEAD_DIM)
-    MAKERS: gl.constexpr = _makers(HEAD_DIM)
+    IN_TURNS: gl.constexpr = in_turns(HEAD_DIM)
+    MAKERS: gl.constexpr = makers(HEAD_DIM)
     HALF: gl.constexpr = (HEAD_DIM + 31) // 32 * 2
     FIRST: gl.constexpr = 0 if IN_TURNS else HALF * INDEX
     WIDE: gl.constexpr = STRIPS if IN_TURNS else HALF if INDEX == 0 else STRIPS - HALF
@@ -483,6 +399,11 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
         dk = zero_strips(STRIPS)
         dv = zero_strips(STRIPS)
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
+        # How many blocks are left when the last one comes.
+        left_at_tail = 1
+        if ROUND > 1:
+            lead = read_note(notes, slot, LEAD)
+            left_at_tail = gl.where(lead > 0, blocks - lead + 1, 1)
         remaining = GROUP * blocks
         mbarrier.wait(q_full.index(q_stage), q_phase)
         lse = _load_vector(lses, q_stage)
@@ -490,11 +411,11 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
             # Of the two places for a block of dout, for ds and for dq.
             stage = passed & 1
-            if (left == 1) & (tail < BLOCK):
+            if (left == left_at_tail) & (tail < BLOCK):
                 _clear_tail(q + q_stage * STAGE_BYTES, tail, HEAD_DIM)
             s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
             mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
-            if (left == 1) & (tail < BLOCK):
+            if (left == left_at_tail) & (tail < BLOCK):
                 _clear_tail(dout + stage * STAGE_BYTES, tail, HEAD_DIM)
             dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
             s = wait_strips(s, 1)
@@ -559,7 +480,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 if IN_TURNS:
                     # None may write ds of the block after next before all have read this one's.
                     meet()
-                _stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+                stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
             else:
                 dv = wait_strips(dv, 1)
                 barrier_arrive(DOUT_EMPTY + stage, MEETING)
@@ -606,10 +527,11 @@ def _make_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
+    q_desc, k_desc, v_desc, dout_desc, lane_desc,
+    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, ROUND: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
@@ -622,7 +544,7 @@ def _attention_bwd_hopper_kernel(
     TILE_BYTES: gl.constexpr = BLOCK * COLUMNS * 2
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * _tile_count(
+    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * tile_count(
         HEAD_DIM
     ) + 16 * WORD_BYTES // TILE_BYTES
     SUM_TILES: gl.constexpr = SENDERS * BLOCK * HEAD_DIM * 4 // TILE_BYTES
@@ -635,10 +557,12 @@ def _attention_bwd_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
     full, free = _make_barriers(STAGES)
-    OPTIONS: gl.constexpr = (HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES)
+    OPTIONS: gl.constexpr = (
+        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES, ROUND,
+    )  # fmt: skip
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     # In the order of their fields.
-    ticket_ptr = counts_ptr + (HEADS * (total_q // BLOCK + num_segments + 2) + 1)
+    ticket_ptr = counts_ptr + (lane_count(ROUND) * HEADS * (total_q // BLOCK + num_segments + 2) + 1)
     keep(addresses, (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr, cu_k_ptr, cu_q_ptr))
     sizes = (total_k, total_q, num_segments, window_right, window_left)
     if has_one_segment(ORDER):
@@ -652,8 +576,8 @@ def _attention_bwd_hopper_kernel(
             (_consume, (0, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
             (_consume, (1, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
             (_produce, (descs, memory, full, vectors, OPTIONS)),
-            (_send, (0, told, full, free, SUMS_AT, OPTIONS)),
-            (_send, (1, told, full, free, SUMS_AT, OPTIONS)),
+            (send, (0, told, full, free, (lane_desc, tiles), SUMS_AT, OPTIONS)),
+            (send, (1, told, full, free, (lane_desc, tiles), SUMS_AT, OPTIONS)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

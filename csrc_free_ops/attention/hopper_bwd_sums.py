@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.attention.portable_fwd import COUNTS, SIZES
+from csrc_free_ops.tiles.lanes import lane_distance, longest_lead
 from csrc_free_ops.tiles.masks import is_seen
 from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
-from csrc_free_ops.tiles.segments import falls, narrow_segments, place_tile, probe_segments
+from csrc_free_ops.tiles.segments import clamp_span, falls, narrow_segments, place_tile, probe_segments
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _attention_bwd_delta_kernel(
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counter at 0, and its sums where they must be 0.
 
@@ -41,11 +42,12 @@ def _attention_bwd_delta_kernel(
     """
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
-    tl.store(counts_ptr + head * tl.num_programs(0) + tile, 0)
+    for lane in tl.static_range(LANES):
+        tl.store(counts_ptr + (lane * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
     # By one that has the least to do: rows end before the last tile.
     if (tile == tl.num_programs(0) - 1) & (head == 0):
         falling = falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments)
-        behind_ptr = counts_ptr + tl.num_programs(1) * tl.num_programs(0)
+        behind_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
         tl.store(behind_ptr, falling)
         tl.store(behind_ptr + 1, 0)
     segment = 0
@@ -116,3 +118,42 @@ def _attention_bwd_round_kernel(
         places = local[:, None] * HEAD_DIM + _columns(local, START, TAIL, HEAD_DIM)
         part = tl.load(sums + places, mask=mask, other=0.0)
         tl.store(dq + local[:, None] * STRIDE_DQT + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("total_q", "total_k"))
+def _attention_bwd_round_lanes_kernel(
+    sums_ptr, lane_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, total_q, total_k, scale,
+    STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    OWNED: tl.constexpr,
+):  # fmt: skip
+    """The same of one segment whose blocks of BLOCK rows have a second lane of sums (`tiles.lanes`), which lies in dq.
+
+    lane_ptr is dq as fp32. A row of the lane is two rows of dq, whose results are written by the program that reads it.
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    col = tl.arange(0, HEAD_DIM)[None, :]
+    scale = tl.cast(scale, tl.float32)
+    q_start, q_length = clamp_span(tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1), total_q)
+    _, k_length = clamp_span(tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1), total_k)
+    blocks = (q_length + BLOCK - 1) // BLOCK
+    distance = lane_distance(total_q, BLOCK)
+    lead = longest_lead((k_length + OWNED - 1) // OWNED - 1, blocks, distance, ROUND)
+    back = distance * BLOCK
+    begin = q_start + (blocks - lead) * BLOCK
+    end = tl.where(lead > 0, q_start + q_length, begin)
+    in_lane = (row >= begin) & (row < end)
+    alone = (row < total_q) & ((row < begin - back) | (row >= end - back))
+    sums = sums_ptr + head.to(tl.int64) * total_q * HEAD_DIM
+    dq = dq_ptr + head * HEAD_DIM
+    place = col ^ (row % 4 * 8)
+    part = tl.load(sums + row * HEAD_DIM + place, mask=alone, other=0.0)
+    halves = tl.where(place < HEAD_DIM // 2, row - back, row)
+    of_lane = halves.to(tl.int64) * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + place % (HEAD_DIM // 2)
+    part += tl.load(lane_ptr + of_lane, mask=in_lane, other=0.0)
+    behind = tl.load(sums + (row - back) * HEAD_DIM + place, mask=in_lane, other=0.0)
+    # All of the lane's rows are read before any is written.
+    tl.debug_barrier()
+    tl.store(dq + row.to(tl.int64) * STRIDE_DQT + col, (part * scale).to(dq_ptr.dtype.element_ty), mask=alone)
+    far = dq + (row - back).to(tl.int64) * STRIDE_DQT + col
+    tl.store(far, (behind * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)

@@ -49,9 +49,7 @@ from csrc_free_ops.tiles.hopper import (
     barrier_arrive,
     barrier_sync,
     check_base,
-    clear_rows,
     exp2,
-    flat,
     join_strips,
     make_barriers,
     meet,
@@ -61,11 +59,15 @@ from csrc_free_ops.tiles.hopper import (
     row_partial_sums,
     scale_strips,
     shared_base,
-    store_rows,
     strips,
     wait_strips,
     wgmma_layout,
     zero_strips,
+)
+from csrc_free_ops.tiles.hopper_memory import (
+    clear_rows,
+    flat,
+    store_rows,
 )
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LN2

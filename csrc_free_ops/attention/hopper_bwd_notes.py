@@ -1,0 +1,63 @@
+"""What the partitions of the Hopper backward agree on: sizes, barriers, and what the notes of a tile say."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Rows of every tile, and of a block of queries; bytes of 16 columns of them; keys of a program.
+BLOCK = gl.constexpr(64)
+WORD_BYTES = gl.constexpr(64 * 16 * 2)
+OWNED = gl.constexpr(2 * BLOCK.value)
+# Of a row's q, dout and sum of dq, per column.
+ROW_BYTES = gl.constexpr(8)
+# Threads of the consumers, and with them those of one more warp, the producer or a sender; warps that send; blocks of
+# dout in shared memory.
+CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (256, 288, 2, 2))
+# Named barriers. Triton takes three: partitions of one warp need none. STAGES of them begin at Q_EMPTY. With one place
+# for keys, v's is let go by itself, before k's.
+OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(at) for at in (3, 5, 9, 11, 13))
+V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
+
+# Notes of a tile: BLOCKS of queries are counted from the last, and 0 after the last tile; SENT of them are sent, which
+# is none where BLOCKS is 1 for want of any; PLACE is the tile's among those of its segment, LAST that of the last;
+# where the segment's queries begin and how many they are; SLOT is where their counters begin.
+(
+    BLOCKS, OTHERS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROWS, HEAD, SENT, PLACE, LAST,
+    FIRST_OTHER, ROW_OTHER, LENGTH, SHIFT, SLOT,
+) = (gl.constexpr(field) for field in range(16))  # fmt: skip
+# Without bounds, how many blocks before the end a tile begins (`tiles.lanes`).
+LEAD = HEAD_MASKED
+# Addresses, in notes and of whole tensors.
+FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OTHER = (
+    gl.constexpr(field) for field in range(9)
+)
+# Sizes behind the notes.
+TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
+# Of one segment, where keys and queries begin; where they end comes next.
+FIRST_OWN, FIRST_OTHERS = gl.constexpr(5), gl.constexpr(7)
+
+
+@gluon.constexpr_function
+def tile_columns(head_dim):
+    """Of the tiles in shared memory. Wide ones are loaded in fewer requests; a product must end where a tile does."""
+    return 64 if head_dim % 64 == 0 else 16
+
+
+@gluon.constexpr_function
+def tile_count(head_dim):
+    return -(-head_dim // tile_columns(head_dim))
+
+
+@gluon.constexpr_function
+def in_turns(head_dim):
+    return head_dim <= 80
+
+
+@gluon.constexpr_function
+def makers(head_dim):
+    """Threads that make the dq of one block, and those of the warp that sends it."""
+    return (128 if in_turns(head_dim) else 256) + 32
+
+
+@gluon.constexpr_function
+def lane_count(round_):
+    return 2 if round_ > 1 else 1

@@ -1,0 +1,199 @@
+"""What Hopper kernels in Gluon put into memory, and how programs and their partitions hand it over.
+
+Strips are those of `tiles.hopper`: tensors of 8 columns, together a tile.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+from csrc_free_ops.tiles.hopper import narrow_strips
+
+
+@gluon.jit
+def put_pairs(address, part):
+    """A strip of a half type to the shared addresses of its elements; columns two by two."""
+    TEXT: gl.constexpr = "st.shared.b32 [$2], $4; mov.b32 $0, 0; mov.b32 $1, 0;"
+    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r", [address, part], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def put_float_pairs(address, part):
+    """The same of fp32."""
+    TEXT: gl.constexpr = "st.shared.v2.f32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;"
+    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,f,f", [address, part], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def send_sums(address, source, size, first):
+    """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there where it is the first.
+
+    By one warp; when it returns, `source` may be overwritten.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one, put, add; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
+        setp.ne.and.s32 put, $4, 0, one; setp.eq.and.s32 add, $4, 0, one;
+        @put cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;
+        @add cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$1], [$2], $3;
+        @one cp.async.bulk.commit_group;
+        @one cp.async.bulk.wait_group.read 0;
+        bar.warp.sync 0xffffffff; mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r", [address, source, size, first], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@builtin
+def add_tile(desc, coord, tile, _semantic=None):
+    """Adds a tile in shared memory to global memory by TMA, as `tma.async_copy_shared_to_global` stores it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, tile.handle)
+
+
+@gluon.jit
+def sent_all(value):
+    """Waits until all that this warp has sent has arrived; `value` is any number."""
+    TEXT: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_ticket(counter, last):
+    """The number at global `counter`, which goes up by one, and from `last` back to 0. By one warp.
+
+    Not `gl.atomic_add`: ptxas then parts the first lane from the others, which read its answer before it is there.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane, old;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; mov.b32 old, 0;
+        @one atom.relaxed.gpu.global.inc.u32 old, [$1], $2;
+        shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff;
+        }""",
+        "=r,l,r", [counter.to(gl.int64), last], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_turn(counter, turn):
+    """Until the number at global `counter` is `turn`.
+
+    Turns order what the L2 cache does by itself, a first write and additions, and nothing that is read: so neither this
+    nor `pass_turn` fences memory, which would take longer than the addition itself.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred other;
+        AGAIN: ld.relaxed.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
+        }""",
+        "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(counter):
+    """One more at global `counter`, once all that this warp has sent has arrived: the L2 cache has then added it."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        @one red.relaxed.gpu.global.add.u32 [$1], 1;
+        bar.warp.sync 0xffffffff; mov.b32 $0, 0;
+        }""",
+        "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _clear_text(tiles, tile_bytes, row_bytes):
+    lines = ["{ .reg .pred clear; .reg .b32 zero; mov.b32 zero, 0; setp.ne.s32 clear, $2, 0;"]
+    for tile in range(tiles):
+        for begin in range(0, row_bytes, 16):
+            lines.append(f"@clear st.shared.v4.b32 [$1+{tile * tile_bytes + begin}], {{zero, zero, zero, zero}};")
+    return "\n".join([*lines, "mov.b32 $0, 0; }"])
+
+
+@gluon.jit
+def clear_rows(address, first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr):
+    """Zeroes the rows from `first` on of an operand of TILES tiles (`accumulate`), by the threads of one warpgroup.
+
+    What a product multiplies by 0 must be a number: what lies past a segment's end may be anything.
+    """
+    rows = gl.arange(0, ROWS, gl.BlockedLayout([max(ROWS // 128, 1)], [32], [4], [0]))
+    TEXT: gl.constexpr = _clear_text(TILES, ROWS * COLUMNS * 2, COLUMNS * 2)
+    gl.inline_asm_elementwise(
+        TEXT, "=r,r,r", [address + rows * (COLUMNS * 2), (rows >= first).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def flat(tile):
+    """[rows, columns] of a tile that a descriptor filled, [rows, 1, columns]."""
+    return tile.reshape([tile.shape[0], tile.shape[2]])
+
+
+@gluon.constexpr_function
+def _store_text(strip_count):
+    """Of 1 or 4 strips, of which the four threads of a row trade words until each has 16 bytes of one of them."""
+    # The first operand of every thread's rows, four values to each of the operands that follow the strips.
+    part, address, inside = (4 + 2 * strip_count + 4 * index for index in range(3))
+    lines = [
+        "{ .reg .pred odd, high, inside; .reg .b32 t0, t1, a0, a1, a2, a3; .reg .b64 at;",
+        f"and.b32 t0, ${part}, 1; setp.ne.u32 odd, t0, 0; and.b32 t0, ${part}, 2; setp.ne.u32 high, t0, 0;",
+    ]
+    for half in range(2):
+        words = [f"${4 + 2 * strip + half}" for strip in range(strip_count)]
+        lines.append(f"setp.ne.s32 inside, ${inside + 2 * half}, 0; mov.b64 at, ${address + 2 * half};")
+        if strip_count == 1:
+            lines.append(f"@inside st.global.b32 [at], {words[0]};")
+            continue
+        lines += [
+            f"mov.b32 a0, {words[0]}; mov.b32 a1, {words[1]}; mov.b32 a2, {words[2]}; mov.b32 a3, {words[3]};",
+            "selp.b32 t0, a0, a1, odd; selp.b32 t1, a2, a3, odd;",
+            "shfl.sync.bfly.b32 t0, t0, 1, 31, 0xffffffff; shfl.sync.bfly.b32 t1, t1, 1, 31, 0xffffffff;",
+            "selp.b32 a0, t0, a0, odd; selp.b32 a1, a1, t0, odd; selp.b32 a2, t1, a2, odd; selp.b32 a3, a3, t1, odd;",
+            "selp.b32 t0, a0, a2, high; selp.b32 t1, a1, a3, high;",
+            "shfl.sync.bfly.b32 t0, t0, 2, 31, 0xffffffff; shfl.sync.bfly.b32 t1, t1, 2, 31, 0xffffffff;",
+            "selp.b32 a0, t0, a0, high; selp.b32 a1, t1, a1, high;",
+            "selp.b32 a2, a2, t0, high; selp.b32 a3, a3, t1, high;",
+            "@inside st.global.v4.b32 [at], {a0, a1, a2, a3};",
+        ]
+    return "\n".join([*lines, "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"])
+
+
+@gluon.constexpr_function
+def _store_constraints(strip_count):
+    return ",".join(["=r"] * 4 + ["r"] * (2 * strip_count + 4) + ["l"] * 4 + ["r"] * 4)
+
+
+@gluon.jit
+def _store_group(parts, part, address, inside, DTYPE: gl.constexpr):
+    TEXT: gl.constexpr = _store_text(len(parts))
+    CONSTRAINTS: gl.constexpr = _store_constraints(len(parts))
+    operands = narrow_strips(parts, DTYPE) + (part, address, inside)
+    gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def store_rows(address, o, num_rows, DTYPE: gl.constexpr, STRIDE: gl.constexpr):
+    """The first num_rows rows of o to where the first is to lie, on 16 bytes as every row. By one warpgroup.
+
+    Triton would store values of a half type one by one.
+    """
+    rows = gl.arange(0, 64, gl.SliceLayout(1, o[0].type.layout))[:, None]
+    part = (gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] >> 1) + gl.zeros_like(rows)
+    inside = (rows < num_rows).to(gl.int32) + gl.zeros_like(part)
+    # Rows that are not stored have no address of their own: so it is made here and not kept through a kernel's loops.
+    begin = address + gl.minimum(rows, num_rows).to(gl.int64) * (STRIDE * 2)
+    WHOLE: gl.constexpr = len(o) // 4 * 4
+    for first in gl.static_range(0, WHOLE, 4):
+        parts = (o[first], o[first + 1], o[first + 2], o[first + 3])
+        _store_group(parts, part, begin + (first * 16 + part * 16), inside, DTYPE)
+    for strip in gl.static_range(WHOLE, len(o)):
+        _store_group((o[strip],), part, begin + (strip * 16 + part * 4), inside, DTYPE)
