@@ -1,5 +1,6 @@
 """Calls of the attention ops on fake CUDA tensors, and what their bodies launch."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
 )
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.configs import Launch
-from torch_ops import _attention_hopper
+from torch_ops import _attention_hopper, _attention_hopper_backward
 from torch_ops._registry import OPS
 from torch_ops._scores import Scores
 
@@ -99,16 +100,16 @@ def hopper_launches(
     cu = torch.empty(segments + 1, device="meta", dtype=torch.int32)
     scores = Scores(0.1, left, right)
     launched: list[KernelLaunch] = []
-    stand_ins: dict[str, Any] = {name: Recorder(launched, kernel) for name, kernel in HOPPER_KERNELS.items()}
-    with mock.patch.multiple(
-        _attention_hopper,
-        _programs=lambda index: 132,
-        _tickets=lambda device: SimpleNamespace(take=lambda: cu),
-        **stand_ins,
-    ):
+    with ExitStack() as stack:
+        for module in (_attention_hopper, _attention_hopper_backward):
+            stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
+            for name in HOPPER_KERNELS.keys() & vars(module).keys():
+                stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
+        tickets = SimpleNamespace(take=lambda: cu)
+        stack.enter_context(mock.patch.object(_attention_hopper, "_tickets", lambda device: tickets))
         forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
         forward(q, k, k, cu, cu, q, lse)
-        backward = _attention_hopper.plan_backward_hopper(
+        backward = _attention_hopper_backward.plan_backward_hopper(
             q, q, k, q, segments, launches["attention_bwd_hopper"], scores, dlse, deterministic
         )
         backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)

@@ -2,18 +2,18 @@
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 
-from compile_tests.attention import HOPPER_KERNELS, KERNELS, attention_launches, hopper_launches, is_short
+from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import SM90, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, pick, shipped_rows
 from torch_ops import _attention_hopper, settings
-from torch_ops._attention_hopper import PARTS, _describe, _Descriptors
+from torch_ops._attention_hopper import PARTS, Descriptors, describe
 from torch_ops._scores import Scores
 
 TARGETS = {
@@ -171,10 +171,12 @@ HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
 
 
 @pytest.mark.parametrize(("head_dim", "variant"), HOPPER_POINTS)
-@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
-def test_hopper_path_fits_and_overlaps(kernel: str, head_dim: int, variant: str) -> None:
+@pytest.mark.parametrize("place", range(4), ids=("forward", "delta", "backward", "round"))
+def test_hopper_path_fits_and_overlaps(place: int, head_dim: int, variant: str) -> None:
     """Nothing spills, and ptxas does not make wgmma wait for each other, as it does where accumulators must move."""
-    built = _hopper_builds(head_dim, variant)[kernel]
+    builds = _hopper_builds(head_dim, variant)
+    assert len(builds) == 4
+    kernel, built = list(builds.items())[place]
     assert built.shared <= shared_memory(SM90), str(built)
     products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
     waits = sass(built).count("WARPGROUP.DEPBAR")
@@ -184,10 +186,11 @@ def test_hopper_path_fits_and_overlaps(kernel: str, head_dim: int, variant: str)
 
 def test_descriptors_of_later_calls_equal_made_ones() -> None:
     """They are copies of the first call's, but for the tensor."""
-    describe = _Descriptors((64, 64), (128, 16))
+    tiles = ({"rows": 64, "columns": 64}, {"rows": 128, "columns": 16})
+    descriptors_of = Descriptors(*[partial(describe, **tile) for tile in tiles])
     for _ in range(3):
         q, k = (torch.empty(300, 3, 4, 72, dtype=torch.bfloat16)[:, index] for index in range(2))
-        for copied, made in zip(describe(q, k), (_describe(q, 64, 64), _describe(k, 128, 16)), strict=True):
+        for copied, made in zip(descriptors_of(q, k), (describe(q, **tiles[0]), describe(k, **tiles[1])), strict=True):
             assert copied.base is made.base and vars(copied) == vars(made)
 
 
@@ -198,7 +201,7 @@ def test_one_segment_takes_as_few_rounds_as_it_can(
     rows: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 132 multiprocessors; of these an H200 was faster with each."""
-    monkeypatch.setattr(_attention_hopper, "_programs", lambda index: 132)
+    monkeypatch.setattr(_attention_hopper, "programs", lambda index: 132)
     with fake_gpu(SM90), settings(rows=""):
         q = torch.empty(rows, 16, 72, device="meta", dtype=torch.bfloat16)
         launch, _ = _attention_hopper.forward_launch(q, Scores(0.1), 1)

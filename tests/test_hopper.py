@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torch_ops
 from tests.test_window_attn import backward, differentiate
-from torch_ops import _attention, _attention_hopper, settings, window_attn
+from torch_ops import _attention, _attention_hopper, _attention_hopper_backward, settings, window_attn
 from torch_ops._attention_portable import choose
 from torch_ops._device import gpu
 from torch_ops._scores import Scores
@@ -112,7 +112,7 @@ def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) ->
     tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
     segments = inputs.cu_seqlens.shape[0] - 1
     launch, _ = choose("attention_bwd_hopper", inputs.q, scores, 1024)
-    plan = _attention_hopper.plan_backward_hopper(
+    plan = _attention_hopper_backward.plan_backward_hopper(
         inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
     )
     plan(*tensors, *grads)
@@ -155,6 +155,11 @@ GENERAL = {
     "groups": {"lengths": (300, 200), "num_heads": 6, "num_k_heads": 2},
     "views": {"lengths": (300, 200), "layout": "qkv_view"},
     "one_outside": {"lengths": (500,), "skipped": 130, "padding": 300},
+    "one_of_other_keys": {"lengths": (333,), "k_lengths": (900,)},
+    "one_of_few_keys": {"lengths": (900,), "k_lengths": (400,), "skipped": 40},
+    "one_of_groups": {
+        "lengths": (900,), "num_heads": 6, "num_k_heads": 2, "head_dim": 64, "skipped": 70, "padding": 9
+    },
     "one_causal": {"lengths": (700,), "k_lengths": (900,), "options": {"causal": True}},
     # Of more heads than the L2 cache holds keys and queries of.
     "one_of_many_heads": {"lengths": (900,), "num_heads": 64, "head_dim": 80},
@@ -377,10 +382,11 @@ def test_ends_beside_a_kernel_that_holds_most_of_the_gpu(left: int, captured: bo
             torch.testing.assert_close(actual, right)
 
 
+@pytest.mark.parametrize("lengths", [(4096, 300), (1024,)], ids=str)
 @pytest.mark.parametrize("left", [1, 12])
-def test_programs_in_order_end_beside_such_a_kernel_too(left: int) -> None:
+def test_programs_in_order_end_beside_such_a_kernel_too(left: int, lengths: tuple[int, ...]) -> None:
     """Those that add dq up in order do wait for others, but only for such as are running."""
-    inputs = _inputs((4096, 300), 64, 4)
+    inputs = _inputs(lengths, 64, 4)
     exact = differentiate(references.window_attn, inputs, torch.float64)
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
     stream = torch.cuda.Stream()

@@ -1,7 +1,6 @@
 """The kernels before and after the one-pass Hopper backward, by themselves: they are stock Triton."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
+    first_columns,
 )
 from csrc_free_ops.configs import split_head_dim
 from torch_ops.testing.cases import cumulative
@@ -44,7 +44,8 @@ def test_delta_counters_and_sums(
     out, dout = (torch.randn(total_q, heads, head_dim, device=device, dtype=torch.float16) for _ in range(2))
     lse, dlse = (torch.randn(heads, total_q, device=device) for _ in range(2))
     lse[:, 8] = -torch.inf
-    delta, sums = (torch.full(shape, torch.nan, device=device) for shape in (lse.shape, (*lse.shape, head_dim)))
+    delta = torch.full_like(lse, torch.nan)
+    sums = torch.full((heads * total_q * head_dim,), torch.nan, device=device)
     counts = torch.full((lanes * heads * tiles + 2,), -1, dtype=torch.int32, device=device)
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
@@ -70,9 +71,15 @@ def test_delta_counters_and_sums(
             high = q_length if left is None else min(last_key + shift + left + 1, q_length)
             for first in range(low, high, BLOCK_M):
                 left_alone[begin + first : begin + min(first + BLOCK_M, q_length)] = True
-    written = sums.isfinite().all(2).all(0).cpu()
     assert (sums.nan_to_num() == 0).all()
-    assert torch.equal(written, ~left_alone if ordered else torch.ones_like(written))
+    first = first_columns(head_dim)
+    for part, columns in (
+        (sums[: heads * total_q * first], first),
+        (sums[heads * total_q * first :], head_dim - first),
+    ):
+        written = part.view(heads, total_q, columns).isfinite().cpu()
+        expected_rows = ~left_alone if ordered else torch.ones_like(left_alone)
+        assert torch.equal(written, expected_rows[None, :, None].expand_as(written))
 
 
 @pytest.mark.parametrize("falling", ["neither", "queries", "keys"])
@@ -96,17 +103,21 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     assert counts[-2:].tolist() == [falling != "neither", 0]
 
 
+def _as_sums(rows: torch.Tensor) -> torch.Tensor:
+    """[H, T, D] as sums hold it: the first columns of all rows, in their order, and then the rest of all rows."""
+    first = first_columns(rows.shape[2])
+    order = torch.arange(first)[None, :] ^ (torch.arange(rows.shape[1])[:, None] % 4 * 8)
+    ordered = rows[:, :, :first].gather(2, order.to(rows.device).expand(rows.shape[0], -1, -1))
+    return torch.cat((ordered.flatten(), rows[:, :, first:].flatten()))
+
+
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
 def test_rounding_puts_columns_back(head_dim: int, device: str) -> None:
     heads, rows, scale = 2, 37, 0.25
     exact = torch.randn(heads, rows, head_dim, device=device)
-    order: Any = torch.arange(head_dim)[None, :].expand(rows, -1)
-    if head_dim % 32 == 0:
-        order = order ^ (torch.arange(rows)[:, None] % 4 * 8)
-    sums = torch.empty_like(exact).scatter_(2, order.to(device).expand(heads, -1, -1), exact)
     dq = torch.full((rows, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
     grid = (-(-rows // BLOCK_M), heads)
-    _attention_bwd_round_kernel[grid](sums, dq, rows, scale, STRIDE_DQT=heads * head_dim, **_split(head_dim))
+    _attention_bwd_round_kernel[grid](_as_sums(exact), dq, rows, scale, STRIDE_DQT=heads * head_dim, **_split(head_dim))
     assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
 
 
@@ -126,25 +137,31 @@ ONE_SEGMENT = {
 }
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("case", ONE_SEGMENT)
-def test_rounding_adds_the_second_lane(case: str, device: str) -> None:
+def test_rounding_adds_the_second_lane(case: str, head_dim: int, device: str) -> None:
     """The lane lies in dq, where results then are; what of dq holds none of it is NaN and must not be read."""
     begin, length, keys, after, together = ONE_SEGMENT[case]
-    heads, head_dim, scale, total = 2, 64, 0.5, begin + length + after
-    sums = torch.randn(heads, total, head_dim, device=device)
+    heads, scale, total, first = 2, 0.5, begin + length + after, first_columns(head_dim)
+    exact = torch.randn(heads, total, head_dim, device=device)
+    sums = _as_sums(exact)
     dq = torch.full((total, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
-    order = torch.arange(head_dim)[None, :] ^ (torch.arange(total)[:, None] % 4 * 8)
-    exact = sums.gather(2, order.to(device).expand(heads, -1, -1))
     blocks, distance = -(-length // BLOCK_M), max(-(-total // BLOCK_M) - 1, 0) // 2
     leads = [_lead(tile, blocks, distance, together) for tile in range(-(-keys // BLOCK_N))]
+    begin_of_lane = begin + BLOCK_M * (blocks - max(leads, default=0))
+    added = torch.zeros_like(exact)
+    added[:, begin_of_lane : begin + length].normal_()
+    as_sums = _as_sums(added)
+    of_first = as_sums[: heads * total * first].view(heads, total, first)
+    of_rest = as_sums[heads * total * first :].view(heads, total, head_dim - first)
     second = dq.view(torch.float32)
-    for row in range(begin + BLOCK_M * (blocks - max(leads, default=0)), begin + length):
-        added = torch.randn(heads, head_dim, device=device)
-        second[row - distance * BLOCK_M], second[row] = added[:, : head_dim // 2], added[:, head_dim // 2 :]
-        exact[:, row] += added[:, order[row].to(device)]
+    for row in range(begin_of_lane, begin + length):
+        for half, at in enumerate((row - distance * BLOCK_M, row)):
+            parts = [part[:, row].chunk(2, 1)[half] for part in (of_first, of_rest) if part.numel()]
+            second[at] = torch.cat(parts, 1)
     cu_q, cu_k = (torch.tensor([begin, begin + rows], dtype=torch.int32, device=device) for rows in (length, keys))
     _attention_bwd_round_lanes_kernel[(-(-total // 4), heads)](
         sums, second, dq, cu_q, cu_k, total, begin + keys, scale, STRIDE_DQT=heads * head_dim, HEAD_DIM=head_dim,
         ROUND=together, BLOCK_M=4, BLOCK=BLOCK_M, OWNED=BLOCK_N,
     )  # fmt: skip
-    assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
+    assert torch.equal(dq, ((exact + added) * scale).half().transpose(0, 1))

@@ -15,10 +15,10 @@ from torch_ops._attention_hopper import (
     addressable,
     forward_launch,
     has_tiles,
-    plan_backward_hopper,
     plan_forward_hopper,
     refusal,
 )
+from torch_ops._attention_hopper_backward import plan_backward_hopper
 from torch_ops._attention_portable import choose, mean_length, plan_backward_portable, plan_forward_portable
 from torch_ops._attention_short import plan_backward_short, plan_forward_short, short_launch
 from torch_ops._device import gpu

@@ -15,17 +15,10 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
-from csrc_free_ops.attention.hopper_bwd_notes import lane_count, tile_columns
-from csrc_free_ops.attention.hopper_bwd_sums import (
-    _attention_bwd_delta_kernel,
-    _attention_bwd_round_kernel,
-    _attention_bwd_round_lanes_kernel,
-)
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN, IN_PLACE, RANKED, SINGLE
-from csrc_free_ops.configs import Gpu, Launch, split_head_dim
-from torch_ops._attention_portable import choose, head_strides, mean_length, row_stride
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.configs import Gpu, Launch
+from torch_ops._attention_portable import choose, mean_length
 from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
@@ -33,8 +26,6 @@ from torch_ops.settings import settings
 # The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
 TRITON_VERSIONS = ((3, 6), (3, 7))
 LOG2E = 1.4426950408889634
-# Of the backward: query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
-SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
 # By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
@@ -42,8 +33,6 @@ REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (
 # How long a round of tiles of so many warpgroups takes, by that of two. Of three: by 16 x 1024 rows at D 72 and 64 on
 # an H200; of one: a guess.
 ROUND = {1: 0.75, 2: 1.0, 3: 1.45}
-# Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer.
-WIDE_REGISTERS = (240, 24, 168)
 
 
 def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
@@ -118,7 +107,7 @@ _tickets = lru_cache(_Tickets)
 
 
 @lru_cache
-def _programs(index: int) -> int:
+def programs(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -126,15 +115,7 @@ def _layout(columns: int) -> NVMMASharedLayout:
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=3)
 
 
-def _describe_lane(dq: Tensor, head_dim: int, rows: int) -> TensorDescriptor:
-    """The second lane of sums as `tiles.lanes` lays it, dq [T, H, D/2] as fp32: half a row there, half in the row."""
-    total, heads, half = dq.shape
-    back = (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
-    shape, strides = [heads, total - back, 2, half], [half, heads * half, back * heads * half, 1]
-    return TensorDescriptor(dq, shape, strides, [1, rows, 2, half], NVMMASharedLayout(0, 32, rank=4))
-
-
-def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Tiles of `rows` rows and `columns` columns of one head; what lies outside of [T, H, D] reads as zero."""
     row, head, _ = tensor.stride()
     if tensor.shape[1] == 1:
@@ -144,16 +125,14 @@ def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns))
 
 
-class _Descriptors:
-    """Descriptors of the tensors of a plan, tiles of the given rows and columns: all but the addresses is the plan's.
+class Descriptors:
+    """Descriptors of the tensors of a plan, each by a function that makes it: all but the addresses is the plan's.
 
     Making and checking one takes longer than a launch, so the first call's are copied.
     """
 
-    def __init__(self, *tiles: tuple[int, int], lane: tuple[int, int] | None = None) -> None:
-        self._makers = [partial(_describe, rows=rows, columns=columns) for rows, columns in tiles]
-        if lane:
-            self._makers.append(partial(_describe_lane, head_dim=lane[0], rows=lane[1]))
+    def __init__(self, *makers: Callable[[Tensor], TensorDescriptor]) -> None:
+        self._makers = makers
         self._fields: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
@@ -169,13 +148,15 @@ class _Descriptors:
         return tuple(descriptors)
 
 
-def _order(num_segments: int, of_one: int) -> int:
+def order_of(num_segments: int, of_one: int) -> int:
     if num_segments == 1:
         return of_one
     return (BY_LENGTH if num_segments <= RANKED.value - 2 else IN_PLACE).value
 
 
-def _constants(q: Tensor, k: Tensor, launch: Launch, scores: Scores, registers: tuple[int, int, int]) -> dict[str, Any]:
+def constants_of(
+    q: Tensor, k: Tensor, launch: Launch, scores: Scores, registers: tuple[int, int, int]
+) -> dict[str, Any]:
     """What both directions are built for."""
     consumer, producer, at_launch = registers
     return {
@@ -194,7 +175,7 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
     if num_segments != 1 or launch.block_m != 192 or any(row.launch is launch for row in settings.rows):
         return launch, source
-    each = -(-q.shape[0] // 64) * q.shape[1] / _programs(q.device.index)
+    each = -(-q.shape[0] // 64) * q.shape[1] / programs(q.device.index)
     rounds, rest = divmod(each, 3)
     tall = rounds * ROUND[3] + (ROUND[math.ceil(rest)] if rest else 0)
     if each > 2 and tall <= math.ceil(each / 2):
@@ -209,119 +190,23 @@ def plan_forward_hopper(
     # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
     overlap = launch.block_m == 128 or q.shape[2] <= 72
     groups = launch.block_m // 64
-    constants = _constants(q, k, launch, scores, REGISTERS[groups, overlap])
+    constants = constants_of(q, k, launch, scores, REGISTERS[groups, overlap])
     constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap}
-    constants |= {"ORDER": _order(num_segments, SINGLE.value), "HAS_LSE": has_lse}
+    constants |= {"ORDER": order_of(num_segments, SINGLE.value), "HAS_LSE": has_lse}
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
     main, tail, width = PARTS[q.shape[2]]
     cols = launch.block_n
-    describe = _Descriptors((64, main), (64, tail), (cols, main), (cols, tail), (cols, width), (64, main), (64, tail))
+    tiles = ((64, main), (64, tail), (cols, main), (cols, tail), (cols, width), (64, main), (64, tail))
+    descriptors_of = Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
     device = q.device
-    grid = (_programs(device.index), 1)
+    grid = (programs(device.index), 1)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
-        descriptors = describe(q, q, k, k, v, out, out)
+        descriptors = descriptors_of(q, q, k, k, v, out, out)
         tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), _tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_forward
-
-
-def _has_lanes(q: Tensor, k: Tensor, num_segments: int, scores: Scores, together: int) -> bool:
-    """Whether sums get a second lane: of a few tiles of which many run side by side, the last would wait at the end.
-
-    It was no faster where they make more than three rounds, nor for two tiles. Counters take the first block of dq.
-    """
-    tiles = -(-k.shape[0] // PASS_KEYS)
-    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
-    return (
-        num_segments == 1 and q.shape[2] == 64 and scores.left < 0 and scores.right < 0
-        and q.shape[0] > 2 * SENT_ROWS and 2 < tiles <= 3 * together and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
-    )  # fmt: skip
-
-
-def plan_backward_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, launch: Launch, scores: Scores,
-    has_dlse: bool, deterministic: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) on tensors that `addressable` allows.
-
-    Unless `deterministic`, dq is added up in any order.
-    """
-    total_q, num_heads, head_dim = q.shape
-    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    constants = _constants(q, k, launch, scores, REGISTERS[2, True] if head_dim <= 96 else WIDE_REGISTERS)
-    constants |= {
-        "ORDERED": deterministic,
-        # The producer of wider heads lacks registers for EVEN.
-        "ORDER": _order(num_segments, (EVEN if head_dim <= 80 else BY_LENGTH).value),
-        # Keys of as many tiles as there is shared memory for.
-        "OWN_STAGES": 2 if head_dim <= 80 else 1,
-    }
-    bounds = {name: constants[name] for name in ("HAS_LEFT", "HAS_RIGHT", "ORDERED")}
-    tiles = total_q // SENT_ROWS + num_segments + 2
-    together = _programs(q.device.index) // k.shape[1]
-    constants["ROUND"] = together if deterministic and _has_lanes(q, k, num_segments, scores, together) else 1
-    has_lanes = constants["ROUND"] > 1
-    # Counters lie in dq, which is written last, where it has room for them.
-    lanes = lane_count(constants["ROUND"])
-    num_counts = lanes * num_heads * tiles + 2
-    counts_fit = num_counts * 4 <= q.numel() * q.itemsize
-    unit, head_stride = head_strides(out, dout)
-    delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
-    split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
-    delta_constants = {
-        "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "LANES": lanes, "num_warps": 8, **bounds, **split,
-    }  # fmt: skip
-    round_constants = {"STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "num_warps": 4, **split}
-    scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
-    round_scalars: tuple[Any, ...] = (total_q, scores.scale)
-    round_kernel = _attention_bwd_round_kernel
-    lane_constants = {
-        "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "ROUND": constants["ROUND"],
-        "BLOCK_M": ROUNDED_ROWS, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS, "num_warps": 4, "num_stages": 1,
-    }  # fmt: skip
-    if has_lanes:
-        round_kernel = _attention_bwd_round_lanes_kernel
-        round_constants = lane_constants
-        round_scalars = (total_q, k.shape[0], scores.scale)
-    describe = _Descriptors(
-        *[(64, tile_columns(head_dim))] * (4 if has_lanes else 5), lane=(head_dim, 32) if has_lanes else None
-    )
-    device = q.device
-    grid, delta_grid = (_programs(device.index), 1), (tiles, num_heads)
-    round_grid = (-(-total_q // ROUNDED_ROWS), num_heads)
-    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
-    relaunch_round = Relaunch(round_grid, round_scalars)
-
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
-        dlse = lse if dlse is None else dlse.contiguous()
-        delta = torch.empty_like(lse)
-        sums = torch.empty((num_heads, total_q, head_dim), dtype=torch.float32, device=device)
-        if counts_fit:
-            counts = dq.view(torch.int32)
-        else:
-            counts = torch.empty(num_counts, dtype=torch.int32, device=device)
-        before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
-        if not relaunch_delta(None, before):
-            compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
-            relaunch_delta.keep(None, before, delta_constants, compiled)
-        descriptors = describe(q, k, v, dout, dq.view(torch.float32) if has_lanes else q)
-        tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv)
-        if not relaunch(None, tensors, descriptors):
-            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-        rounded = (sums, dq.view(torch.float32), dq, cu_q, cu_k) if has_lanes else (sums, dq)
-        if not relaunch_round(None, rounded):
-            compiled = round_kernel[round_grid](*rounded, *round_scalars, **round_constants)
-            relaunch_round.keep(None, rounded, round_constants, compiled)
-
-    return launch_backward

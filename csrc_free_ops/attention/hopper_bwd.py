@@ -82,6 +82,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     in_turns,
     lane_count,
     makers,
+    sums_at,
     tile_columns,
     tile_count,
 )
@@ -480,7 +481,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 if IN_TURNS:
                     # None may write ds of the block after next before all have read this one's.
                     meet()
-                stage_dq(dq, sums + stage * (BLOCK * HEAD_DIM * 4), first_row, FIRST, HEAD_DIM)
+                stage_dq(dq, sums, stage, first_row, FIRST, HEAD_DIM)
             else:
                 dv = wait_strips(dv, 1)
                 barrier_arrive(DOUT_EMPTY + stage, MEETING)
@@ -527,7 +528,7 @@ def _make_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lane_desc,
+    q_desc, k_desc, v_desc, dout_desc, lane_desc, lane_rest_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -544,9 +545,8 @@ def _attention_bwd_hopper_kernel(
     TILE_BYTES: gl.constexpr = BLOCK * COLUMNS * 2
     DTYPE: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BEFORE_SUMS: gl.constexpr = (4 * OWN_STAGES + STAGES + DOUT_STAGES) * tile_count(
-        HEAD_DIM
-    ) + 16 * WORD_BYTES // TILE_BYTES
+    BLOCKS_HELD: gl.constexpr = 4 * OWN_STAGES + STAGES + DOUT_STAGES
+    BEFORE_SUMS: gl.constexpr = sums_at(BLOCKS_HELD * tile_count(HEAD_DIM) + 16 * WORD_BYTES // TILE_BYTES, HEAD_DIM)
     SUM_TILES: gl.constexpr = SENDERS * BLOCK * HEAD_DIM * 4 // TILE_BYTES
     tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SUM_TILES, BLOCK, 1, COLUMNS], q_desc.layout)
     check_base(flat(tiles.index(0)))
@@ -570,14 +570,15 @@ def _attention_bwd_hopper_kernel(
     keep(notes, sizes)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)
+    lane = ((lane_desc, lane_rest_desc), tiles)
     SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
     gl.warp_specialize(
         [
             (_consume, (0, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
             (_consume, (1, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
             (_produce, (descs, memory, full, vectors, OPTIONS)),
-            (send, (0, told, full, free, (lane_desc, tiles), SUMS_AT, OPTIONS)),
-            (send, (1, told, full, free, (lane_desc, tiles), SUMS_AT, OPTIONS)),
+            (send, (0, told, full, free, lane, SUMS_AT, OPTIONS)),
+            (send, (1, told, full, free, lane, SUMS_AT, OPTIONS)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

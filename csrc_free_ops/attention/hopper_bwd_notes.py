@@ -48,6 +48,13 @@ def tile_count(head_dim):
 
 
 @gluon.constexpr_function
+def sums_at(tiles, head_dim):
+    """The tile in front of which sums begin, after so many: where a second lane is sent from, at whole 8 KiB."""
+    whole = 8192 // (BLOCK.value * tile_columns(head_dim) * 2) if in_turns(head_dim) else 1
+    return -(-tiles // whole) * whole
+
+
+@gluon.constexpr_function
 def in_turns(head_dim):
     return head_dim <= 80
 

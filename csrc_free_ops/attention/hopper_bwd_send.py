@@ -31,42 +31,61 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     lane_count,
     makers,
 )
+from csrc_free_ops.attention.hopper_bwd_sums import first_columns
 from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer, read_note_by_warp
 from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, shared_base
-from csrc_free_ops.tiles.hopper_memory import add_tile, await_turn, pass_turn, put_float_pairs, send_sums, sent_all
+from csrc_free_ops.tiles.hopper_memory import (
+    add_tile,
+    await_turn,
+    pass_turn,
+    put_float_pairs,
+    send_sums,
+    sent_all,
+    sent_from,
+)
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, turn_in_lane
 from csrc_free_ops.tiles.masks import turn_among
 
 
+@gluon.constexpr_function
+def stage_bytes(head_dim):
+    """Of a part of dq in shared memory: of its columns in the first tensor of sums, and of the rest."""
+    first = first_columns(head_dim)
+    return BLOCK.value * first * 4, BLOCK.value * (head_dim - first) * 4
+
+
 @gluon.jit
-def stage_dq(dq, address, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Strips of dq to shared memory, row by row, in the order of columns that `hopper_bwd_sums` tells."""
+def stage_dq(dq, address, stage, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Strips of dq, the first of which is FIRST, to shared memory as `hopper_bwd_sums` tells, at one of SENDERS stages.
+
+    All stages of the first columns lie at `address`, those of the rest behind them.
+    """
+    BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
+    STRIPS: gl.constexpr = first_columns(HEAD_DIM) // 8
     LAYOUT: gl.constexpr = dq[0].type.layout
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    cols = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :]
-    begin = address + rows * (HEAD_DIM * 4) + cols * 4
+    cols = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 4
+    begin = address + stage * BYTES[0] + rows * (BYTES[0] // BLOCK) + cols
+    rest = address + SENDERS * BYTES[0] + stage * BYTES[1] + rows * (BYTES[1] // BLOCK) + cols
     for index in gl.static_range(len(dq)):
-        if HEAD_DIM % 32 == 0:
+        if FIRST + index < STRIPS:
             put_float_pairs(begin + (((FIRST + index) ^ ((rows + first_row) & 3)) * 32), dq[index])
         else:
-            put_float_pairs(begin + (FIRST + index) * 32, dq[index])
+            put_float_pairs(rest + (FIRST + index - STRIPS) * 32, dq[index])
 
 
 @gluon.jit
-def _send_to_lane(lane, INDEX: gl.constexpr, head, row, is_first, SUMS_AT: gl.constexpr):
-    """Adds a part of dq to its block in the second lane, at `row` of that, or writes it there where it is the first."""
-    desc, tiles = lane
+def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, is_first):
+    """Adds columns of a part, at byte AT of `tiles`, to the second lane from `row` on, or writes them first."""
     ROWS: gl.constexpr = desc.block_shape[1]
     TILE: gl.constexpr = desc.block_type.nbytes
-    COUNT: gl.constexpr = BLOCK // ROWS
-    parts = tiles._reinterpret(gl.float32, [SUMS_AT // TILE + SENDERS * COUNT] + desc.block_shape, desc.layout)
-    for index in gl.static_range(COUNT):
-        tile = parts.index(SUMS_AT // TILE + INDEX * COUNT + index)
+    parts = tiles._reinterpret(gl.float32, [AT // TILE + BLOCK // ROWS] + desc.block_shape, desc.layout)
+    for index in gl.static_range(BLOCK // ROWS):
+        tile = parts.index(AT // TILE + index)
         if is_first != 0:
             tma.async_copy_shared_to_global(desc, [head, row + index * ROWS, 0, 0], tile)
         else:
             add_tile(desc, [head, row + index * ROWS, 0, 0], tile)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -83,7 +102,12 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
     notes, addresses = told
     own_full = full[0]
     MAKERS: gl.constexpr = makers(HEAD_DIM)
-    source = shared_base() + SUMS_AT + INDEX * (BLOCK * HEAD_DIM * 4)
+    BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
+    FIRST: gl.constexpr = first_columns(HEAD_DIM)
+    FIRST_AT: gl.constexpr = SUMS_AT + INDEX * BYTES[0]
+    REST_AT: gl.constexpr = SUMS_AT + SENDERS * BYTES[0] + INDEX * BYTES[1]
+    base = shared_base()
+    lane_descs, tiles = lane
     turn = 0
     skipped = INDEX
     total = kept_number(notes, TOTAL_OTHER)
@@ -111,8 +135,6 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
             if step < sent:
                 other = first + block_of_step(step, lead, blocks) * BLOCK
                 of_head = (head + part // blocks).to(gl.int64)
-                address = kept_pointer(addresses, SUMS, gl.float32) + (of_head * total + row + other) * HEAD_DIM
-                size = gl.minimum(length - other, BLOCK) * (HEAD_DIM * 4)
                 is_first = 0
                 counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
                 if ORDERED:
@@ -129,13 +151,21 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
                     if ordered:
                         await_turn(counter.to(gl.int64), position)
                 barrier_sync(STAGED + INDEX, MAKERS)
-                if ROUND == 1:
-                    send_sums(address.to(gl.int64), source, size, is_first)
-                elif step < lead:
-                    lane_row = row + other - lane_distance(total, BLOCK) * BLOCK
-                    _send_to_lane(lane, INDEX, of_head.to(gl.int32), lane_row, is_first, SUMS_AT)
+                if step < lead:
+                    if ROUND > 1:
+                        lane_row = row + other - lane_distance(total, BLOCK) * BLOCK
+                        _send_to_lane(lane_descs[0], tiles, FIRST_AT, of_head.to(gl.int32), lane_row, is_first)
+                        if FIRST < HEAD_DIM:
+                            _send_to_lane(lane_descs[1], tiles, REST_AT, of_head.to(gl.int32), lane_row, is_first)
                 else:
-                    send_sums(address.to(gl.int64), source, size, is_first)
+                    rows = gl.minimum(length - other, BLOCK)
+                    line = of_head * total + row + other
+                    sums = kept_pointer(addresses, SUMS, gl.float32)
+                    send_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), is_first)
+                    if FIRST < HEAD_DIM:
+                        rest = sums + total.to(gl.int64) * (HEADS * FIRST) + line * (HEAD_DIM - FIRST)
+                        send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), is_first)
+                sent_from()
                 mbarrier.arrive(free.index(INDEX), count=1)
                 if ORDERED:
                     pass_turn(counter.to(gl.int64))

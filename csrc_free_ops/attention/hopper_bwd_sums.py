@@ -1,10 +1,11 @@
 """What stands before and after the one-pass Hopper backward, in stock Triton.
 
 It adds dq up in memory, in fp32 and by rows, sums [H, T, D]; each program that has keys of a segment adds its part. The
-first kernel here makes delta and gets the sums and their counters ready, the second rounds them to dq.
+first kernel here makes delta and gets the sums and their counters ready, the others round them to dq.
 
-Where D is a multiple of 32, every row of sums has its columns in another order: column c lies at c ^ 8 (row % 4). The
-rows that a warp writes to shared memory at once would else meet in the same banks.
+At head dimensions 72 and 80 sums are two tensors, one after the other: of 64 columns, and of the rest. In the first,
+column c of a row lies at c ^ 8 (row % 4): the rows that a warp writes to shared memory at once would else meet in the
+same banks.
 """
 
 import triton
@@ -17,13 +18,31 @@ from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_
 from csrc_free_ops.tiles.segments import clamp_span, falls, narrow_segments, place_tile, probe_segments
 
 
+@triton.constexpr_function
+def first_columns(head_dim):
+    """Columns of the first tensor of sums. TMA wants powers of two (`tiles.lanes`)."""
+    return head_dim if head_dim % 32 == 0 else 64
+
+
 @triton.jit
-def _columns(rows, start, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[BLOCK, WIDTH]: where the columns from `start` on lie in these rows of sums."""
-    cols = start + tl.arange(0, WIDTH)[None, :] + 0 * rows[:, None]
-    if HEAD_DIM % 32 == 0:
-        cols = cols ^ ((rows % 4) * 8)[:, None]
-    return cols
+def _places(head, row, start, total, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """[BLOCK, WIDTH]: how many numbers of sums come before the columns from `start` on of these rows [BLOCK, 1]."""
+    FIRST: tl.constexpr = first_columns(HEAD_DIM)
+    line = head.to(tl.int64) * total + row
+    cols = start + tl.arange(0, WIDTH)[None, :]
+    if start < FIRST:
+        places = line * FIRST + (cols ^ (row % 4 * 8))
+    else:
+        places = tl.num_programs(1).to(tl.int64) * total * FIRST + line * (HEAD_DIM - FIRST) + (cols - FIRST)
+    return places
+
+
+@triton.jit
+def _clear(base, rows, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    """`rows` of BLOCK_M rows that follow each other."""
+    for start in tl.static_range(0, BLOCK_M * COLUMNS, BLOCK_M * 8):
+        places = start + tl.arange(0, BLOCK_M * 8)
+        tl.store(base + places, tl.zeros((BLOCK_M * 8,), tl.float32), mask=places < rows * COLUMNS)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -85,10 +104,13 @@ def _attention_bwd_delta_kernel(
     shift = q_length - k_length
     seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
     if not (ORDERED and seen):
-        base = sums_ptr + (head * total_q + row) * HEAD_DIM
-        for start in tl.static_range(0, BLOCK_M * HEAD_DIM, BLOCK_M * 8):
-            places = start + tl.arange(0, BLOCK_M * 8)
-            tl.store(base + places, tl.zeros((BLOCK_M * 8,), tl.float32), mask=places < remaining * HEAD_DIM)
+        FIRST: tl.constexpr = first_columns(HEAD_DIM)
+        line = head * total_q + row
+        _clear(sums_ptr + line * FIRST, remaining, BLOCK_M, FIRST)
+        if FIRST < HEAD_DIM:
+            REST: tl.constexpr = HEAD_DIM - FIRST
+            first_numbers = tl.num_programs(1).to(tl.int64) * total_q * FIRST
+            _clear(sums_ptr + first_numbers + line * REST, remaining, BLOCK_M, REST)
 
 
 @triton.jit(do_not_specialize=("total_q",))
@@ -97,42 +119,54 @@ def _attention_bwd_round_kernel(
     TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BLOCK_M rows, heads): dq = scale sums, rounded."""
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M
+    head = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     scale = tl.cast(scale, tl.float32)
-    local = tl.arange(0, BLOCK_M)
-    inside = (row + local < total_q)[:, None]
-    sums = sums_ptr + (head * total_q + row) * HEAD_DIM
-    dq = dq_ptr + row * STRIDE_DQT + head * HEAD_DIM
+    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM
     for start in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
+        part = tl.load(sums_ptr + _places(head, row, start, total_q, MAIN, HEAD_DIM), mask=row < total_q, other=0.0)
         cols = start + tl.arange(0, MAIN)[None, :]
-        # BLOCK_M is a multiple of 4: a row's place within the block tells its order too.
-        part = tl.load(
-            sums + local[:, None] * HEAD_DIM + _columns(local, start, MAIN, HEAD_DIM), mask=inside, other=0.0
-        )
-        tl.store(dq + local[:, None] * STRIDE_DQT + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+        tl.store(dq + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=row < total_q)
     if TAIL > 0:
         START: tl.constexpr = HEAD_DIM // MAIN * MAIN
         cols = START + tl.arange(0, TAIL)[None, :]
-        mask = inside & (cols < HEAD_DIM)
-        places = local[:, None] * HEAD_DIM + _columns(local, START, TAIL, HEAD_DIM)
-        part = tl.load(sums + places, mask=mask, other=0.0)
-        tl.store(dq + local[:, None] * STRIDE_DQT + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+        mask = (row < total_q) & (cols < HEAD_DIM)
+        part = tl.load(sums_ptr + _places(head, row, START, total_q, TAIL, HEAD_DIM), mask=mask, other=0.0)
+        tl.store(dq + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_lanes(
+    sums_ptr, lane_ptr, head, row, back, total, alone, in_lane,
+    START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
+):  # fmt: skip
+    """Columns of these rows over both lanes, and those of the rows `back` before them where these are `in_lane`."""
+    col = tl.arange(0, WIDTH)[None, :]
+    place = col
+    if START == 0:
+        place = col ^ (row % 4 * 8)
+    line = tl.where(place < WIDTH // 2, row - back, row).to(tl.int64)
+    of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + place % (WIDTH // 2)
+    part = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM), mask=alone, other=0.0)
+    part += tl.load(lane_ptr + of_lane, mask=in_lane, other=0.0)
+    before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM), mask=in_lane, other=0.0)
+    return part, before
 
 
 @triton.jit(do_not_specialize=("total_q", "total_k"))
 def _attention_bwd_round_lanes_kernel(
     sums_ptr, lane_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, total_q, total_k, scale,
-    STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
-    OWNED: tl.constexpr,
+    STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """The same of one segment whose blocks of BLOCK rows have a second lane of sums (`tiles.lanes`), which lies in dq.
 
-    lane_ptr is dq as fp32. A row of the lane is two rows of dq, whose results are written by the program that reads it.
+    lane_ptr is dq as fp32. A row of the lane is half of two rows of dq each; the program that reads it writes both.
     """
+    FIRST: tl.constexpr = first_columns(HEAD_DIM)
+    REST: tl.constexpr = HEAD_DIM - FIRST
     head = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    col = tl.arange(0, HEAD_DIM)[None, :]
     scale = tl.cast(scale, tl.float32)
     q_start, q_length = clamp_span(tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1), total_q)
     _, k_length = clamp_span(tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1), total_k)
@@ -144,16 +178,21 @@ def _attention_bwd_round_lanes_kernel(
     end = tl.where(lead > 0, q_start + q_length, begin)
     in_lane = (row >= begin) & (row < end)
     alone = (row < total_q) & ((row < begin - back) | (row >= end - back))
-    sums = sums_ptr + head.to(tl.int64) * total_q * HEAD_DIM
-    dq = dq_ptr + head * HEAD_DIM
-    place = col ^ (row % 4 * 8)
-    part = tl.load(sums + row * HEAD_DIM + place, mask=alone, other=0.0)
-    halves = tl.where(place < HEAD_DIM // 2, row - back, row)
-    of_lane = halves.to(tl.int64) * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + place % (HEAD_DIM // 2)
-    part += tl.load(lane_ptr + of_lane, mask=in_lane, other=0.0)
-    behind = tl.load(sums + (row - back) * HEAD_DIM + place, mask=in_lane, other=0.0)
+    part, before = _add_lanes(
+        sums_ptr, lane_ptr, head, row, back, total_q, alone, in_lane, 0, FIRST, HEAD_DIM, STRIDE_DQT
+    )
+    if REST > 0:
+        last_part, last_before = _add_lanes(
+            sums_ptr, lane_ptr, head, row, back, total_q, alone, in_lane, FIRST, REST, HEAD_DIM, STRIDE_DQT
+        )
     # All of the lane's rows are read before any is written.
     tl.debug_barrier()
-    tl.store(dq + row.to(tl.int64) * STRIDE_DQT + col, (part * scale).to(dq_ptr.dtype.element_ty), mask=alone)
-    far = dq + (row - back).to(tl.int64) * STRIDE_DQT + col
-    tl.store(far, (behind * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)
+    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + tl.arange(0, FIRST)[None, :]
+    dq_before = dq - back.to(tl.int64) * STRIDE_DQT
+    tl.store(dq, (part * scale).to(dq_ptr.dtype.element_ty), mask=alone)
+    tl.store(dq_before, (before * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)
+    if REST > 0:
+        dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + FIRST + tl.arange(0, REST)[None, :]
+        dq_before = dq - back.to(tl.int64) * STRIDE_DQT
+        tl.store(dq, (last_part * scale).to(dq_ptr.dtype.element_ty), mask=alone)
+        tl.store(dq_before, (last_before * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)

@@ -29,7 +29,7 @@ def put_float_pairs(address, part):
 def send_sums(address, source, size, first):
     """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there where it is the first.
 
-    By one warp; when it returns, `source` may be overwritten.
+    By one warp, which must call `sent_from` before `source` is overwritten.
     """
     gl.inline_asm_elementwise(
         """{
@@ -39,8 +39,7 @@ def send_sums(address, source, size, first):
         @put cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;
         @add cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$1], [$2], $3;
         @one cp.async.bulk.commit_group;
-        @one cp.async.bulk.wait_group.read 0;
-        bar.warp.sync 0xffffffff; mov.b32 $0, 0;
+        mov.b32 $0, 0;
         }""",
         "=r,l,r,r,r", [address, source, size, first], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -51,6 +50,13 @@ def add_tile(desc, coord, tile, _semantic=None):
     """Adds a tile in shared memory to global memory by TMA, as `tma.async_copy_shared_to_global` stores it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, tile.handle)
+
+
+@gluon.jit
+def sent_from():
+    """Waits until all that this warp sends has been read."""
+    TEXT: gl.constexpr = "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,0 +1,145 @@
+"""The launcher of the attention core's Hopper backward: what plans of `_attention_hopper` are for the forward."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_notes import lane_count, tile_columns
+from csrc_free_ops.attention.hopper_bwd_sums import (
+    _attention_bwd_delta_kernel,
+    _attention_bwd_round_kernel,
+    _attention_bwd_round_lanes_kernel,
+    first_columns,
+)
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN
+from csrc_free_ops.configs import Launch, split_head_dim
+from torch_ops._attention_hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs
+from torch_ops._attention_portable import head_strides, row_stride
+from torch_ops._registry import Relaunch
+from torch_ops._scores import Scores
+
+# Query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
+SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
+# Rows of what goes to a second lane at once, of the first and of the rest of the columns.
+LANE_ROWS, LANE_REST_ROWS = 32, 64
+# Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer.
+WIDE_REGISTERS = (240, 24, 168)
+
+
+def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
+    """Columns of the second lane of sums, as `tiles.lanes` says: half of them in a row of `part`, which is fp32 dq.
+
+    The half before it is in the row so many blocks before that.
+    """
+    total, heads, width = part.shape
+    back = (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
+    row, head, _ = part.stride()
+    shape, strides = [heads, total - back, 2, width], [head, row, back * row, 1]
+    return TensorDescriptor(part, shape, strides, [1, rows, 2, width], NVMMASharedLayout(0, 32, rank=4))
+
+
+def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> int:
+    """How many tiles of one segment begin one block after the other, with a second lane of sums, or 1.
+
+    Where few tiles run side by side, the last would wait for all others at the end. With more than three rounds of them
+    it was no faster, nor with two tiles. Counters of both lanes must fit the first block of dq.
+    """
+    together = programs(q.device.index) // k.shape[1]
+    tiles = -(-k.shape[0] // PASS_KEYS)
+    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
+    has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
+    bounded = scores.left >= 0 or scores.right >= 0
+    few = num_segments == 1 and q.shape[2] <= 80 and 2 < tiles <= 3 * together
+    return together if few and has_room and not bounded else 1
+
+
+def plan_backward_hopper(
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, launch: Launch, scores: Scores,
+    has_dlse: bool, deterministic: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) on tensors that `addressable` allows.
+
+    Unless `deterministic`, dq is added up in any order.
+    """
+    total_q, num_heads, head_dim = q.shape
+    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
+    together = _tiles_together(q, k, num_segments, scores) if deterministic else 1
+    constants = constants_of(q, k, launch, scores, REGISTERS[2, True] if head_dim <= 96 else WIDE_REGISTERS)
+    constants |= {
+        "ORDERED": deterministic,
+        # The producer of wider heads lacks registers for EVEN.
+        "ORDER": order_of(num_segments, (EVEN if head_dim <= 80 else BY_LENGTH).value),
+        # Keys of as many tiles as there is shared memory for.
+        "OWN_STAGES": 2 if head_dim <= 80 else 1,
+        "ROUND": together,
+    }
+    bounds = {name: constants[name] for name in ("HAS_LEFT", "HAS_RIGHT", "ORDERED")}
+    tiles = total_q // SENT_ROWS + num_segments + 2
+    lanes = lane_count(together)
+    # Counters lie in dq, which is written last, where it has room for them.
+    num_counts = lanes * num_heads * tiles + 2
+    counts_fit = num_counts * 4 <= q.numel() * q.itemsize
+    unit, head_stride = head_strides(out, dout)
+    delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
+    split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
+    delta_constants = {
+        "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "LANES": lanes, "num_warps": 8, **bounds, **split,
+    }  # fmt: skip
+    scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
+    widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
+    has_rest = widths[1] > 0
+    tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
+    round_constants = {"STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "num_warps": 4}
+    if lanes == 1:
+        round_kernel = _attention_bwd_round_kernel
+        round_scalars: tuple[Any, ...] = (total_q, scores.scale)
+        round_constants |= split
+        descriptors_of = Descriptors(*[tile] * 6)
+    else:
+        round_kernel = _attention_bwd_round_lanes_kernel
+        round_scalars = (total_q, k.shape[0], scores.scale)
+        round_constants |= {"HEAD_DIM": head_dim, "ROUND": together, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS}
+        in_lane = [partial(_describe_lane, rows=rows) for rows in (LANE_ROWS, LANE_REST_ROWS)]
+        descriptors_of = Descriptors(*[tile] * 4, *(in_lane if has_rest else in_lane[:1] * 2))
+    device = q.device
+    grid, delta_grid = (programs(device.index), 1), (tiles, num_heads)
+    round_grid = (-(-total_q // ROUNDED_ROWS), num_heads)
+    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
+    relaunch_round = Relaunch(round_grid, round_scalars)
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+        dlse = lse if dlse is None else dlse.contiguous()
+        delta = torch.empty_like(lse)
+        sums = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
+        if counts_fit:
+            counts = dq.view(torch.int32)
+        else:
+            counts = torch.empty(num_counts, dtype=torch.int32, device=device)
+        before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
+        if not relaunch_delta(None, before):
+            compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
+            relaunch_delta.keep(None, before, delta_constants, compiled)
+        lane = dq.view(torch.float32) if lanes > 1 else q
+        parts = lane.split(widths, 2) if lanes > 1 and has_rest else (lane, lane)
+        descriptors = descriptors_of(q, k, v, dout, *parts)
+        tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv)
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+        rounded = (sums, dq) if lanes == 1 else (sums, lane, dq, cu_q, cu_k)
+        if not relaunch_round(None, rounded):
+            compiled = round_kernel[round_grid](*rounded, *round_scalars, **round_constants)
+            relaunch_round.keep(None, rounded, round_constants, compiled)
+
+    return launch_backward
