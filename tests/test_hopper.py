@@ -160,6 +160,8 @@ GENERAL = {
     "one_of_groups": {
         "lengths": (900,), "num_heads": 6, "num_k_heads": 2, "head_dim": 64, "skipped": 70, "padding": 9
     },
+    # Tiles of several rounds, each of which begins anew at the last block.
+    "one_of_rounds": {"lengths": (1500,), "num_heads": 32, "head_dim": 64, "skipped": 70, "padding": 9},
     "one_causal": {"lengths": (700,), "k_lengths": (900,), "options": {"causal": True}},
     # Of more heads than the L2 cache holds keys and queries of.
     "one_of_many_heads": {"lengths": (900,), "num_heads": 64, "head_dim": 80},

@@ -33,9 +33,10 @@ WIDE_REGISTERS = (240, 24, 168)
 
 
 def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
-    """Columns of the second lane of sums, as `tiles.lanes` says: half of them in a row of `part`, which is fp32 dq.
+    """Columns of the second lane of sums, which lies in dq; `part` is dq as fp32, [T, H, half of the columns].
 
-    The half before it is in the row so many blocks before that.
+    Of a row's columns the first half is in the row that `tiles.lanes` says, so many blocks before, and the second in
+    the row itself. In shared memory the halves follow each other, so strides cannot fall from the first to the last.
     """
     total, heads, width = part.shape
     back = (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
@@ -45,14 +46,15 @@ def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> int:
-    """How many tiles of one segment begin one block after the other, with a second lane of sums, or 1.
+    """How many tiles begin at blocks of their own, with a second lane of sums (`tiles.lanes`), or 1 for none.
 
-    Where few tiles run side by side, the last would wait for all others at the end. With more than three rounds of them
-    it was no faster, nor with two tiles. Counters of both lanes must fit the first block of dq.
+    Those of one segment that run side by side, where they are few: the last would wait for all others at the end. With
+    more than three rounds of them it was no faster, nor with two tiles. TMA, which sends to the lane, takes tiles of
+    powers of two: half of 64, and of 8 or 16 more. Counters of both lanes must fit the first block of dq.
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // PASS_KEYS)
-    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
+    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 2
     has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
     bounded = scores.left >= 0 or scores.right >= 0
     few = num_segments == 1 and q.shape[2] <= 80 and 2 < tiles <= 3 * together

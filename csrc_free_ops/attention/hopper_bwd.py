@@ -26,8 +26,9 @@ says that those before it have been, and those before it belong to programs that
 (`hopper_work.draw_in_order`): the earliest that is not done yet waits for nobody, so no set of running programs can
 wait in a circle, however few of them the GPU has room for. Boundaries that fall, which no caller may pass, leave no
 such order; then none is kept (`hopper_bwd_sums`). Keys are added from the first to the last; with a bound on later keys
-from the last to the first, since then the tile of the last keys comes to a block first. Of one segment without bounds,
-whose tiles all begin at once, ROUND of them begin one block after the other, with a second lane of sums (`tiles.lanes`).
+from the last to the first, since then the tile of the last keys comes to a block first. Of one segment without bounds
+all tiles begin at the same time; where ROUND is more than 1 each does at another block, and sums have a second lane
+(`tiles.lanes`).
 """
 
 from triton.experimental import gluon

@@ -24,7 +24,7 @@ V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
     BLOCKS, OTHERS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROWS, HEAD, SENT, PLACE, LAST,
     FIRST_OTHER, ROW_OTHER, LENGTH, SHIFT, SLOT,
 ) = (gl.constexpr(field) for field in range(16))  # fmt: skip
-# Without bounds, how many blocks before the end a tile begins (`tiles.lanes`).
+# Without bounds, whose note then has room, how many blocks before the end a tile begins (`tiles.lanes`).
 LEAD = HEAD_MASKED
 # Addresses, in notes and of whole tensors.
 FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OTHER = (
@@ -49,7 +49,7 @@ def tile_count(head_dim):
 
 @gluon.constexpr_function
 def sums_at(tiles, head_dim):
-    """The tile in front of which sums begin, after so many: where a second lane is sent from, at whole 8 KiB."""
+    """How many tiles come before the sums, of which there must be `tiles`: a second lane is sent from whole 8 KiB."""
     whole = 8192 // (BLOCK.value * tile_columns(head_dim) * 2) if in_turns(head_dim) else 1
     return -(-tiles // whole) * whole
 
@@ -67,4 +67,5 @@ def makers(head_dim):
 
 @gluon.constexpr_function
 def lane_count(round_):
+    """Of sums, where so many tiles begin at blocks of their own (`tiles.lanes`)."""
     return 2 if round_ > 1 else 1

@@ -79,6 +79,7 @@ def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, is_first):
     """Adds columns of a part, at byte AT of `tiles`, to the second lane from `row` on, or writes them first."""
     ROWS: gl.constexpr = desc.block_shape[1]
     TILE: gl.constexpr = desc.block_type.nbytes
+    gl.static_assert(AT % TILE == 0 and BLOCK % ROWS == 0)
     parts = tiles._reinterpret(gl.float32, [AT // TILE + BLOCK // ROWS] + desc.block_shape, desc.layout)
     for index in gl.static_range(BLOCK // ROWS):
         tile = parts.index(AT // TILE + index)

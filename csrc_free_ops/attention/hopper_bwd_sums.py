@@ -54,10 +54,11 @@ def _attention_bwd_delta_kernel(
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counter at 0, and its sums where they must be 0.
+    """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counters at 0, and its sums where they must be 0.
 
-    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. Of the
-    numbers behind the counters the first says whether boundaries fall, and work is drawn from the second.
+    With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. There is
+    a counter for each of LANES. Of the numbers behind them the first says whether boundaries fall, and work is drawn
+    from the second.
     """
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
@@ -137,17 +138,17 @@ def _attention_bwd_round_kernel(
 
 @triton.jit
 def _add_lanes(
-    sums_ptr, lane_ptr, head, row, back, total, alone, in_lane,
+    sums_ptr, lane_ptr, head, row, back, total, own, in_lane,
     START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """Columns of these rows over both lanes, and those of the rows `back` before them where these are `in_lane`."""
+    """Columns of these rows over both lanes, and the same of the rows `back` before those that are `in_lane`."""
     col = tl.arange(0, WIDTH)[None, :]
     place = col
     if START == 0:
         place = col ^ (row % 4 * 8)
     line = tl.where(place < WIDTH // 2, row - back, row).to(tl.int64)
     of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + place % (WIDTH // 2)
-    part = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM), mask=alone, other=0.0)
+    part = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM), mask=own, other=0.0)
     part += tl.load(lane_ptr + of_lane, mask=in_lane, other=0.0)
     before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM), mask=in_lane, other=0.0)
     return part, before
@@ -161,7 +162,8 @@ def _attention_bwd_round_lanes_kernel(
 ):  # fmt: skip
     """The same of one segment whose blocks of BLOCK rows have a second lane of sums (`tiles.lanes`), which lies in dq.
 
-    lane_ptr is dq as fp32. A row of the lane is half of two rows of dq each; the program that reads it writes both.
+    lane_ptr is dq as fp32. A row of the lane lies in its own row of dq and in one `back` rows before that; the program
+    that reads it writes both.
     """
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = HEAD_DIM - FIRST
@@ -177,22 +179,23 @@ def _attention_bwd_round_lanes_kernel(
     begin = q_start + (blocks - lead) * BLOCK
     end = tl.where(lead > 0, q_start + q_length, begin)
     in_lane = (row >= begin) & (row < end)
-    alone = (row < total_q) & ((row < begin - back) | (row >= end - back))
+    # All but those that the programs of rows in the lane write.
+    own = (row < total_q) & ((row < begin - back) | (row >= end - back))
     part, before = _add_lanes(
-        sums_ptr, lane_ptr, head, row, back, total_q, alone, in_lane, 0, FIRST, HEAD_DIM, STRIDE_DQT
+        sums_ptr, lane_ptr, head, row, back, total_q, own, in_lane, 0, FIRST, HEAD_DIM, STRIDE_DQT
     )
     if REST > 0:
         last_part, last_before = _add_lanes(
-            sums_ptr, lane_ptr, head, row, back, total_q, alone, in_lane, FIRST, REST, HEAD_DIM, STRIDE_DQT
+            sums_ptr, lane_ptr, head, row, back, total_q, own, in_lane, FIRST, REST, HEAD_DIM, STRIDE_DQT
         )
     # All of the lane's rows are read before any is written.
     tl.debug_barrier()
     dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + tl.arange(0, FIRST)[None, :]
     dq_before = dq - back.to(tl.int64) * STRIDE_DQT
-    tl.store(dq, (part * scale).to(dq_ptr.dtype.element_ty), mask=alone)
+    tl.store(dq, (part * scale).to(dq_ptr.dtype.element_ty), mask=own)
     tl.store(dq_before, (before * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)
     if REST > 0:
         dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + FIRST + tl.arange(0, REST)[None, :]
         dq_before = dq - back.to(tl.int64) * STRIDE_DQT
-        tl.store(dq, (last_part * scale).to(dq_ptr.dtype.element_ty), mask=alone)
+        tl.store(dq, (last_part * scale).to(dq_ptr.dtype.element_ty), mask=own)
         tl.store(dq_before, (last_before * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)

@@ -1,12 +1,19 @@
 """The order in which tiles of one segment add to blocks of the other side, where each begins at a block of its own.
 
-Tiles that all begin at the first block, and add to it in order, start one after the other. So ROUND of them that run
-side by side begin so many blocks before the end, their lead, as come before them in their round; from the last block
-they go on with the first. What a tile adds before that goes to a second lane of sums: in each lane tiles then come to a
-block in their order, one block after each other, and none waits for a later one.
+Tiles that all begin at the first block, and add to it in order, wait there for each other. So a tile begins at an
+earlier place of the circle of blocks, its lead: as many blocks before the end as tiles come before it in its round of
+ROUND tiles, which run side by side. Of three tiles and six blocks, at each step:
 
-The second lane has no memory of its own. It lies where results will be, which are half as wide: of block b, in rows of
-blocks b and b - `lane_distance`. The first block's rows are left alone.
+    step      0   1   2   3   4   5
+    tile 0    0   1   2   3   4   5
+    tile 1    5*  0   1   2   3   4
+    tile 2    4*  5*  0   1   2   3
+
+What is added before a tile comes to the first block (*) goes to a second lane of sums. In each lane tiles come to a
+block in their order, at one step after another, and the order is one in which none waits for a later tile.
+
+The second lane has no memory of its own. It lies where results will be, which are half as wide: of block b, in the rows
+of blocks b and b - `lane_distance`. Rows of the first block are left to counters.
 """
 
 import triton
@@ -21,7 +28,7 @@ def lane_distance(total, BLOCK: tl.constexpr):
 
 @triton.jit
 def limit_lead(lead, blocks, distance):
-    """As far as there is memory for it: the second lane's blocks are others than those that half of it lies in."""
+    """As far as there is memory for it: no block lends its rows twice, and the first does not."""
     return tl.maximum(tl.minimum(lead, tl.minimum(distance, blocks - 1 - distance)), 0)
 
 
@@ -44,8 +51,8 @@ def block_of_step(step, lead, blocks):
 @triton.jit
 def turn_in_lane(tile, step, lead, blocks, distance, ROUND: tl.constexpr):
     """How many tiles add to its block at this step, in its lane, before it does."""
-    # Leads that reach the block; none does where that is more than there is memory for.
+    # The least lead that reaches the block, and the first place in a round that has it.
     reach = blocks - block_of_step(step, lead, blocks)
-    least = tl.where(reach > limit_lead(ROUND, blocks, distance), ROUND, reach)
-    second = tile // ROUND * (ROUND - least) + tl.maximum(tile % ROUND - least, 0)
+    first = tl.where(reach > limit_lead(ROUND, blocks, distance), ROUND, reach)
+    second = tile // ROUND * (ROUND - first) + tl.maximum(tile % ROUND - first, 0)
     return tl.where(step < lead, second, tile - second)
