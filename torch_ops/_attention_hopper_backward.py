@@ -103,13 +103,13 @@ def plan_backward_hopper(
         round_kernel = _attention_bwd_round_kernel
         round_scalars: tuple[Any, ...] = (total_q, scores.scale)
         round_constants |= split
-        descriptors_of = Descriptors(*[tile] * 6)
+        descriptors_of = Descriptors(*[tile] * 4)
     else:
         round_kernel = _attention_bwd_round_lanes_kernel
         round_scalars = (total_q, k.shape[0], scores.scale)
         round_constants |= {"HEAD_DIM": head_dim, "ROUND": together, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS}
         in_lane = [partial(_describe_lane, rows=rows) for rows in (LANE_ROWS, LANE_REST_ROWS)]
-        descriptors_of = Descriptors(*[tile] * 4, *(in_lane if has_rest else in_lane[:1] * 2))
+        descriptors_of = Descriptors(*[tile] * 4, *in_lane[: 2 if has_rest else 1])
     device = q.device
     grid, delta_grid = (programs(device.index), 1), (tiles, num_heads)
     round_grid = (-(-total_q // ROUNDED_ROWS), num_heads)
@@ -132,14 +132,18 @@ def plan_backward_hopper(
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
             relaunch_delta.keep(None, before, delta_constants, compiled)
-        lane = dq.view(torch.float32) if lanes > 1 else q
-        parts = lane.split(widths, 2) if lanes > 1 and has_rest else (lane, lane)
-        descriptors = descriptors_of(q, k, v, dout, *parts)
+        if lanes == 1:
+            descriptors = (*descriptors_of(q, k, v, dout), None, None)
+            rounded: tuple[Tensor, ...] = (sums, dq)
+        else:
+            lane = dq.view(torch.float32)
+            in_parts = lane.split(widths, 2) if has_rest else (lane,)
+            descriptors = (*descriptors_of(q, k, v, dout, *in_parts), *(None,) * (not has_rest))
+            rounded = (sums, lane, dq, cu_q, cu_k)
         tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
-        rounded = (sums, dq) if lanes == 1 else (sums, lane, dq, cu_q, cu_k)
         if not relaunch_round(None, rounded):
             compiled = round_kernel[round_grid](*rounded, *round_scalars, **round_constants)
             relaunch_round.keep(None, rounded, round_constants, compiled)

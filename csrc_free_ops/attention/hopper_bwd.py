@@ -572,7 +572,12 @@ def _attention_bwd_hopper_kernel(
     keep(notes, sizes)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)
-    lane = ((lane_desc, lane_rest_desc), tiles)
+    lane_descs = ()
+    if ROUND > 1:
+        lane_descs = (lane_desc,)
+        if lane_rest_desc is not None:
+            lane_descs = (lane_desc, lane_rest_desc)
+    lane = (lane_descs, tiles)
     SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
     gl.warp_specialize(
         [
