@@ -255,7 +255,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
             if HAS_LEFT or HAS_RIGHT:
                 write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK)
-            else:
+            elif ROUND > 1:
                 write_note(notes, slot, LEAD, lead)
             write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK)
             write_note(notes, slot, SEEN_LOW, first + shift - low - before)

@@ -20,7 +20,7 @@ from csrc_free_ops.tiles.segments import clamp_span, falls, narrow_segments, pla
 
 @triton.constexpr_function
 def first_columns(head_dim):
-    """Columns of the first tensor of sums. TMA wants powers of two (`tiles.lanes`)."""
+    """Columns of the first tensor of sums. TMA, which sends to a second lane of them, takes powers of two."""
     return head_dim if head_dim % 32 == 0 else 64
 
 
@@ -114,6 +114,15 @@ def _attention_bwd_delta_kernel(
             _clear(sums_ptr + first_numbers + line * REST, remaining, BLOCK_M, REST)
 
 
+@triton.jit
+def _store_rounded(
+    dq_ptr, part, head, row, start, scale, mask, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr
+):
+    """dq = scale part, columns from `start` on of these rows [BLOCK, 1]."""
+    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + start + tl.arange(0, WIDTH)[None, :]
+    tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=("total_q",))
 def _attention_bwd_round_kernel(
     sums_ptr, dq_ptr, total_q, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr,
@@ -122,18 +131,15 @@ def _attention_bwd_round_kernel(
     """Grid (blocks of BLOCK_M rows, heads): dq = scale sums, rounded."""
     head = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    scale = tl.cast(scale, tl.float32)
-    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM
+    inside = row < total_q
     for start in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
-        part = tl.load(sums_ptr + _places(head, row, start, total_q, MAIN, HEAD_DIM), mask=row < total_q, other=0.0)
-        cols = start + tl.arange(0, MAIN)[None, :]
-        tl.store(dq + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=row < total_q)
+        part = tl.load(sums_ptr + _places(head, row, start, total_q, MAIN, HEAD_DIM), mask=inside, other=0.0)
+        _store_rounded(dq_ptr, part, head, row, start, scale, inside, MAIN, HEAD_DIM, STRIDE_DQT)
     if TAIL > 0:
         START: tl.constexpr = HEAD_DIM // MAIN * MAIN
-        cols = START + tl.arange(0, TAIL)[None, :]
-        mask = (row < total_q) & (cols < HEAD_DIM)
+        mask = inside & (START + tl.arange(0, TAIL)[None, :] < HEAD_DIM)
         part = tl.load(sums_ptr + _places(head, row, START, total_q, TAIL, HEAD_DIM), mask=mask, other=0.0)
-        tl.store(dq + cols, (part * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+        _store_rounded(dq_ptr, part, head, row, START, scale, mask, TAIL, HEAD_DIM, STRIDE_DQT)
 
 
 @triton.jit
@@ -169,7 +175,6 @@ def _attention_bwd_round_lanes_kernel(
     REST: tl.constexpr = HEAD_DIM - FIRST
     head = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    scale = tl.cast(scale, tl.float32)
     q_start, q_length = clamp_span(tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1), total_q)
     _, k_length = clamp_span(tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1), total_k)
     blocks = (q_length + BLOCK - 1) // BLOCK
@@ -190,12 +195,8 @@ def _attention_bwd_round_lanes_kernel(
         )
     # All of the lane's rows are read before any is written.
     tl.debug_barrier()
-    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + tl.arange(0, FIRST)[None, :]
-    dq_before = dq - back.to(tl.int64) * STRIDE_DQT
-    tl.store(dq, (part * scale).to(dq_ptr.dtype.element_ty), mask=own)
-    tl.store(dq_before, (before * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)
+    _store_rounded(dq_ptr, part, head, row, 0, scale, own, FIRST, HEAD_DIM, STRIDE_DQT)
+    _store_rounded(dq_ptr, before, head, row - back, 0, scale, in_lane, FIRST, HEAD_DIM, STRIDE_DQT)
     if REST > 0:
-        dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + FIRST + tl.arange(0, REST)[None, :]
-        dq_before = dq - back.to(tl.int64) * STRIDE_DQT
-        tl.store(dq, (last_part * scale).to(dq_ptr.dtype.element_ty), mask=own)
-        tl.store(dq_before, (last_before * scale).to(dq_ptr.dtype.element_ty), mask=in_lane)
+        _store_rounded(dq_ptr, last_part, head, row, FIRST, scale, own, REST, HEAD_DIM, STRIDE_DQT)
+        _store_rounded(dq_ptr, last_before, head, row - back, FIRST, scale, in_lane, REST, HEAD_DIM, STRIDE_DQT)

@@ -64,11 +64,7 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import (
-    clear_rows,
-    flat,
-    store_rows,
-)
+from csrc_free_ops.tiles.hopper_memory import clear_rows, flat, store_rows
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LN2
 

@@ -14,13 +14,8 @@ Lengths are known on the device alone:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_free_ops.tiles.hopper import (
-    await_phase,
-    barrier_arrive,
-)
-from csrc_free_ops.tiles.hopper_memory import (
-    take_ticket,
-)
+from csrc_free_ops.tiles.hopper import await_phase, barrier_arrive
+from csrc_free_ops.tiles.hopper_memory import take_ticket
 from csrc_free_ops.tiles.segments import narrow_segments
 
 # Segments that one warp ranks by length, and those that it looks at in one step of a search.

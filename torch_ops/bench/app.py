@@ -72,7 +72,7 @@ def _contest_command(op: str) -> Callable[..., None]:
     First the gate: on each case every contender is held against the fp64 reference by the tolerance
     rule, forward and, with --backward, every gradient; what is wrong is marked and never counts as
     the best peer. Then every contender is timed in every round, in balanced order. Peak memory is
-    what one call allocates.
+    what one call asks for, its results included.
     """
     return command
 

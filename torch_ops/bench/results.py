@@ -63,7 +63,7 @@ class Timed:
             it raised; "unavailable" where it cannot run the case here. `note` says why.
         rounds_ms: one median for each interleaved round.
         timer: "graph", "events" or "wall".
-        peak_bytes: device memory allocated in one call beyond what was allocated before it.
+        peak_bytes: device memory that one call asks for, its results included, beyond what was there before it.
         gate: what the tolerance rule measured, tensor by tensor.
     """
 
