@@ -100,9 +100,8 @@ def test_paths_are_as_explained() -> None:
 KINDS = ("free", "ordered")
 
 
-def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> dict[str, Tensor]:
-    """From this out and lse, by the Hopper backward; what it leaves unwritten is NaN."""
-    grads = [torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)]
+def _backward(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> Callable[[], dict[str, Tensor]]:
+    """The Hopper backward from this out and lse; what it leaves unwritten is NaN."""
     options = inputs.options
     scores = Scores.of(
         inputs.q.shape[2], options.get("scale"), options.get("causal", False),
@@ -115,8 +114,17 @@ def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) ->
     plan = _attention_hopper_backward.plan_backward_hopper(
         inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
     )
-    plan(*tensors, *grads)
-    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+    def call() -> dict[str, Tensor]:
+        grads = [torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)]
+        plan(*tensors, *grads)
+        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+    return call
+
+
+def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> dict[str, Tensor]:
+    return _backward(inputs, out, lse, kind)()
 
 
 def _assert_gradients_right(inputs: WindowAttnInputs, kind: str) -> None:
@@ -143,6 +151,30 @@ def test_gradients(head_dim: int, lengths: str, kind: str) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_gradients_with_bounds(head_dim: int, bounds: dict[str, int], kind: str) -> None:
     _assert_gradients_right(_inputs((1500, 300), head_dim, 4, **bounds), kind)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_parts_are_added_in_their_order(head_dim: int) -> None:
+    """The bits of the fp32 sums, of many launches: rounded, parts that changed places would hardly ever show."""
+    inputs = _inputs((1024,) * 16, head_dim)
+    call = _backward(inputs, *_call(inputs, "hopper"), "ordered")
+    made: list[Tensor] = []
+    make = torch.empty
+
+    def keep_made(*sizes: int, **options: object) -> Tensor:
+        made.append(make(*sizes, **options))
+        return made[-1]
+
+    with mock.patch.object(torch, "empty", keep_made):
+        call()
+        (first,) = made
+        assert first.dtype == torch.float32 and first.numel() == inputs.q.numel()
+        differing = 0
+        for _ in range(300):
+            made.clear()
+            call()
+            differing += not torch.equal(made[0], first)
+    assert differing == 0
 
 
 GENERAL = {

@@ -51,7 +51,7 @@ def test_delta_counters_and_sums(
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
         STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, UNIT=8, HAS_DLSE=has_dlse,
-        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, LANES=lanes,
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, LANES=lanes, OVERLAPPED=False,
         BLOCK_N=BLOCK_N, **_split(head_dim),
     )  # fmt: skip
     products = out.double() * dout.double()
@@ -99,7 +99,7 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, total, total, segments, 0, 0,
         STRIDE_OT=64, STRIDE_DOT=64, UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
-        LANES=1, BLOCK_N=BLOCK_N, **_split(64),
+        LANES=1, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
     assert counts[-2:].tolist() == [falling != "neither", 0]
 

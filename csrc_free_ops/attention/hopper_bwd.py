@@ -126,7 +126,7 @@ from csrc_free_ops.tiles.hopper import (
     widen,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import clear_rows, flat, put_pairs, store_rows
+from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, flat, put_pairs, store_rows
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LOG2E
@@ -210,6 +210,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     stage = 0
     loaded = 0
     count = 0
+    await_kernel()
     work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32))
     while work < num_work:
         num_segments = kept_number(notes, SEGMENTS)

@@ -52,14 +52,16 @@ def _attention_bwd_delta_kernel(
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
-    LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counters at 0, and its sums where they must be 0.
 
     With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. There is
     a counter for each of LANES. Of the numbers behind them the first says whether boundaries fall, and work is drawn
-    from the second.
+    from the second. With OVERLAPPED the next kernel may begin while this one ends.
     """
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     for lane in tl.static_range(LANES):

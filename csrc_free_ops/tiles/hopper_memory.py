@@ -67,6 +67,13 @@ def sent_all(value):
 
 
 @gluon.jit
+def await_kernel():
+    """Until the kernel before, whose end this one may overlap (`launch_pdl`), is done and what it wrote is seen."""
+    TEXT: gl.constexpr = "griddepcontrol.wait; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def take_ticket(counter, last):
     """The number at global `counter`, which goes up by one, and from `last` back to 0. By one warp.
 
@@ -85,15 +92,11 @@ def take_ticket(counter, last):
 
 @gluon.jit
 def await_turn(counter, turn):
-    """Until the number at global `counter` is `turn`.
-
-    Turns order what the L2 cache does by itself, a first write and additions, and nothing that is read: so neither this
-    nor `pass_turn` fences memory, which would take longer than the addition itself.
-    """
+    """Until the number at global `counter` is `turn`; what was sent before `pass_turn` made it so has then arrived."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred other;
-        AGAIN: ld.relaxed.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
+        AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
         }""",
         "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -101,14 +104,17 @@ def await_turn(counter, turn):
 
 @gluon.jit
 def pass_turn(counter):
-    """One more at global `counter`, once all that this warp has sent has arrived: the L2 cache has then added it."""
+    """One more at global `counter`, once all that this warp has sent has arrived.
+
+    It must be a release: that they have is known to this thread alone, and without it others add before.
+    """
     gl.inline_asm_elementwise(
         """{
         .reg .pred one; .reg .b32 lane;
         mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
         cp.async.bulk.wait_group 0;
         bar.warp.sync 0xffffffff;
-        @one red.relaxed.gpu.global.add.u32 [$1], 1;
+        @one red.release.gpu.global.add.u32 [$1], 1;
         bar.warp.sync 0xffffffff; mov.b32 $0, 0;
         }""",
         "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
