@@ -42,7 +42,7 @@ from torch_ops.bench.tables import markdown
 from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM, recorded_launches
 from torch_ops.testing import Report as GateReport
 from torch_ops.testing import references
-from torch_ops.testing.cases import WINDOW_ATTN, make_inputs
+from torch_ops.testing.cases import WINDOW_ATTN, cumulative, make_inputs
 
 pytestmark = pytest.mark.no_interpret
 
@@ -234,7 +234,16 @@ def test_cudnn_view_is_the_packed_maths(monkeypatch: pytest.MonkeyPatch) -> None
             assert one.peers[0].status == OK, one.peers[0].note
 
 
-def test_flash_peers_are_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "flash2", "flash4"),
+    [
+        ("12+30x4/2x16c", (30, 30, None, (-1, 0), True), (30, 30)),
+        ("3x20x4/2x16", (20, 20, None, (-1, -1), True), ((3, 20, 4, 16), (3, 20, 2, 16))),
+    ],
+)
+def test_flash_peers_are_called_as_documented(
+    shape: str, flash2: tuple[Any, ...], flash4: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, Any] = {}
 
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
@@ -245,15 +254,23 @@ def test_flash_peers_are_called_as_documented(monkeypatch: pytest.MonkeyPatch) -
         seen["flash4"] = (max_seqlen_q, max_seqlen_k)
         return references.window_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal)
 
+    def flash_attn_func(q, k, v, *, causal):
+        seen["flash4"] = q.shape, k.shape
+        batch, length = q.shape[:2]
+        packed = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        out, lse = references.window_attn(*packed, cumulative((length,) * batch, q.device), causal=causal)
+        return out.unflatten(0, (batch, length)), lse
+
+    interface = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
     monkeypatch.setattr(attention_peers, "_varlen_attn", lambda: varlen_attn)
-    monkeypatch.setattr(attention_peers, "_flash4", lambda: flash_attn_varlen_func)
+    monkeypatch.setattr(attention_peers, "_flash4", interface.__getitem__)
     peers = [
         dataclasses.replace(peer, refuses=lambda case, dtype, device: "")
         for peer in (attention_peers.FLASH2, attention_peers.FLASH4)
     ]
-    for one in measured(OURS, *peers, shape="12+30x4/2x16c"):
+    for one in measured(OURS, *peers, shape=shape):
         assert [peer.status for peer in one.peers] == [OK, OK], one.peers
-    assert seen == {"flash2": (30, 30, None, (-1, 0), True), "flash4": (30, 30)}
+    assert seen == {"flash2": flash2, "flash4": flash4}
 
 
 # Shapes.

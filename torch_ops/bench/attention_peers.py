@@ -71,24 +71,34 @@ def _cudnn_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.devic
     return _needs_half_on_gpu(dtype, device)
 
 
-def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+def _batched_call(
+    case: WindowAttnCase, inputs: WindowAttnInputs, forward: Callable[..., Tensor], heads_first: bool = False
+) -> Call:
+    """A call forward(q, k, v) on views of equal segments, [B, S, H, D] or [B, H, S, D]."""
+
     def batched(packed: Tensor) -> Tensor:
-        """[T, H, D] as [B, H, S, D], a view."""
-        return packed.unflatten(0, (len(case.lengths), -1)).transpose(1, 2)
+        batch = packed.unflatten(0, (len(case.lengths), -1))
+        return batch.transpose(1, 2) if heads_first else batch
+
+    def to_op_layout(result: Tensor) -> Tensor:
+        return (result.transpose(1, 2) if heads_first else result).flatten(0, 1)
 
     leaves = {name: batched(getattr(inputs, name)).detach().requires_grad_() for name in ("q", "k", "v")}
+    return Call(lambda: forward(*leaves.values()), leaves, batched(inputs.dout), to_op_layout)
+
+
+def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
     options: dict[str, Any] = {
         "is_causal": bool(case.options.get("causal")),
         "scale": case.options.get("scale"),
         "enable_gqa": _grouped(case),
     }
 
-    def forward() -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            q, k, v = leaves.values()
             return scaled_dot_product_attention(q, k, v, **options)
 
-    return Call(forward, leaves, batched(inputs.dout), lambda result: result.transpose(1, 2).flatten(0, 1))
+    return _batched_call(case, inputs, forward, heads_first=True)
 
 
 def _varlen_attn() -> Any:
@@ -118,15 +128,15 @@ def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
     return packed_call(inputs, lambda q, k, v: varlen_attn(q, k, v, *places, **options))
 
 
-def _flash4() -> Any:
-    return importlib.import_module("flash_attn.cute.interface").flash_attn_varlen_func
+def _flash4(name: str) -> Any:
+    return getattr(importlib.import_module("flash_attn.cute.interface"), name)
 
 
 def _flash4_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
     if reason := _needs_half_on_gpu(dtype, device):
         return reason
     try:
-        _flash4()
+        _flash4("flash_attn_varlen_func")
     except Exception as error:
         # Its packages fail at import in ways of their own where they do not fit the GPU or driver.
         return f"is not installed here ({one_line(error)})"
@@ -134,16 +144,8 @@ def _flash4_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.devi
 
 
 def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
-    function = _flash4()
-    queries, keys = _cu_seqlens(inputs)
-    longest_queries, longest_keys = _lengths(case)
-    options: dict[str, Any] = {
-        "cu_seqlens_q": queries,
-        "cu_seqlens_k": keys,
-        "max_seqlen_q": longest_queries,
-        "max_seqlen_k": longest_keys,
-        "causal": bool(case.options.get("causal")),
-    }
+    """Equal segments go to its function for batches, which is the faster one."""
+    options: dict[str, Any] = {"causal": bool(case.options.get("causal"))}
     if "scale" in case.options:
         options["softmax_scale"] = case.options["scale"]
     if _uses(case, "softcap"):
@@ -151,12 +153,20 @@ def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
     if _uses(case, "window_left", "window_right"):
         left, right = _window(case)
         options["window_size"] = (None if left < 0 else left, None if right < 0 else right)
+    if case.uniform:
+        function = _flash4("flash_attn_func")
+    else:
+        function = _flash4("flash_attn_varlen_func")
+        queries, keys = _cu_seqlens(inputs)
+        longest_queries, longest_keys = _lengths(case)
+        options |= {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+        options |= {"max_seqlen_q": longest_queries, "max_seqlen_k": longest_keys}
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = function(q, k, v, **options)
         return result[0] if isinstance(result, tuple) else result
 
-    return packed_call(inputs, forward)
+    return _batched_call(case, inputs, forward) if case.uniform else packed_call(inputs, forward)
 
 
 def _about_flash4() -> str:
