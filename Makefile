@@ -34,13 +34,15 @@ demo: $(VENV)/.installed-test ## encode the example image on this machine, no GP
 	$(BIN)/vk info
 	$(BIN)/vk encode examples/street.png --compare
 
-# The interpreter has a process of its own: ahead-of-time builds fail beside it.
-test: $(VENV)/.installed-test ## the kernels in Triton's interpreter, then all other tests
-	@status=0; \
-	echo "Kernels in the interpreter:"; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) || status=1; \
+# The interpreter has a process of its own: ahead-of-time builds fail in it. It runs beside the rest, each on one core.
+test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Triton's interpreter
+	@output=$$(mktemp); status=0; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) >$$output 2>&1 & interpreted=$$!; \
+	trap 'kill $$interpreted 2>/dev/null; rm -f $$output' EXIT; trap 'exit 130' INT TERM; \
 	echo "All tests, without the interpreter:"; \
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(ARGS) || status=1; \
+	wait $$interpreted || status=1; \
+	echo "Kernels in the interpreter:"; cat $$output; \
 	exit $$status
 
 # These two run on what the machine has; without it the first import would say so at length.
