@@ -52,6 +52,7 @@ needs-torch:
 	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "$(PYTHON) has no torch; give PYTHON=... (after make demo: PYTHON=$(BIN)/python)"; exit 1; }
 
 gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD=i/n)
+	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
 	$(FROM_TREE) pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
 		$(wildcard tests/test_$(OP).py compile_tests/test_$(OP).py),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
 

@@ -204,6 +204,12 @@ def test_restore(tower: PreTrainedModel, former: str) -> None:
         assert torch.equal(tensors(after)[name], value)
 
 
+def test_restore_leaves_a_later_choice(tower: PreTrainedModel) -> None:
+    tower.set_attn_implementation("sdpa")
+    use_window_attn(tower).set_attn_implementation("eager")
+    assert restore(tower).config._attn_implementation == "eager"
+
+
 def test_register_is_idempotent() -> None:
     assert register() == register() == ATTENTION_NAME
     assert "flash" in ATTENTION_NAME  # what Transformers' packed branch looks for

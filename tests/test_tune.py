@@ -129,7 +129,10 @@ def test_every_candidate_is_there_once() -> None:
     [
         (("--kernels", "fast"), "no kernel 'fast' has candidates; give some of attention_fwd"),
         (("--path", "fast"), "unknown path 'fast'; give one of auto, hopper, portable"),
-        (("--device", "cpu"), "nothing is left to tune: on cpu these calls launch no kernel that has candidates"),
+        (
+            ("--device", "cpu"),
+            "'--device': nothing is left to tune: on cpu these calls launch no kernel that has candidates",
+        ),
     ],
 )
 def test_refuses_in_one_line(argument: tuple[str, str], message: str, capsys: Any, tmp_path: Path) -> None:

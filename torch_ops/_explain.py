@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from csrc_free_ops.configs import Row, shipped_rows
 from torch_ops._attention import why_portable
-from torch_ops._attention_hopper import forward_launch, refusal
+from torch_ops._attention_hopper import addressable, forward_launch, refusal
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
@@ -73,6 +74,8 @@ def _explain_window_attn(
     segments = cu_seqlens.shape[0] - 1
     length = mean_length(q.shape[0], segments)
     why = why_portable(softcap, length, q=q, k=k, v=v)
+    if not why and not isinstance(q, FakeTensor) and not addressable(q, k, v):
+        why = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
     path = "portable" if why else "hopper"
     kernels = {}
     for short, general in KERNELS.items():

@@ -92,7 +92,7 @@ def bench(context: typer.Context) -> None:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        return "\n".join(f"{key} {_cell(item)}" for key, item in value.items())
+        return "\n".join(f"{key} {_cell(item)}" for key, item in value.items()) or "none"
     if isinstance(value, list):
         return "\n".join(map(_cell, value)) or "none"
     words = {None: "none", True: "yes", False: "no"}

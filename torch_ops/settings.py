@@ -1,12 +1,4 @@
-"""The library's settings: one object, read once from the environment, changed only through it.
-
-    torch_ops.settings.path                          what is in force
-    torch_ops.settings(path="portable")              for the rest of the process, as settings.update(...)
-    with torch_ops.settings(checked=True): ...       for a block
-
-Environment: VK_PATH (auto, hopper, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows), and
-VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1, which are VK_PATH=portable.
-"""
+"""The library's settings: one object, read once from the environment, changed only through it."""
 
 import contextlib
 import hashlib
@@ -56,6 +48,10 @@ def _from_environment() -> _Values:
         if disabled not in ("0", "1"):
             raise ValueError(f"{variable} must be 0 or 1, got {disabled!r}")
         path = "portable" if disabled == "1" else path
+    if path not in PATHS:
+        raise ValueError(f"VK_PATH must be one of {', '.join(PATHS)}, got {path!r}")
+    if os.environ.get("VK_ROWS") and not Path(os.environ["VK_ROWS"]).is_file():
+        raise ValueError(f"VK_ROWS must name a JSON file of launch rows, got {os.environ['VK_ROWS']!r}")
     rows = os.environ.get("VK_ROWS", str(default_rows()) if default_rows().is_file() else "")
     return _Values(path=path, checked=checked == "1", rows=rows)
 
@@ -88,7 +84,15 @@ def source_hash() -> str:
 
 
 class Settings:
-    """What is in force: `path`, `checked`, `rows`; changed by `settings(...)`, with or without `with`.
+    """What is in force: `path`, `checked`, `rows`.
+
+        torch_ops.settings.path                          what is in force
+        torch_ops.settings(path="portable")              for the rest of the process, as settings.update(...)
+        with torch_ops.settings(checked=True): ...       for a block
+
+    Environment: VK_PATH (auto, hopper, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows, or nothing
+    for none; unless set, vk/rows.json in XDG_CACHE_HOME or ~/.cache, where `vk bench tune` writes), and
+    VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1, which are VK_PATH=portable.
 
     A change of path or rows changes the kernels that graphs are made of, so it drops compiled graphs in memory and
     enters the key of compiled artefacts on disk.
@@ -123,8 +127,14 @@ class Settings:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The user's own launch rows, which come before the shipped ones, as they were when they were set."""
+        """The user's own launch rows, which come before the shipped ones, as they were when they were set.
+
+        Set by the name of their file; "" is none.
+        """
         return self._rows.rows
+
+    def __repr__(self) -> str:
+        return f"settings(path={self.path!r}, checked={self.checked}, rows={self._values.rows!r})"
 
     def update(self, **changes: Any) -> None:
         """Changes settings by name; an unknown name or value is refused and nothing changes."""

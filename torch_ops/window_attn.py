@@ -273,6 +273,7 @@ def window_attn(
 
     Raises:
         ValueError: names the argument, what was wanted and what came.
+        RuntimeError: PyTorch's own, for an argument of another type.
 
     Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Forward and
     backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv

@@ -158,7 +158,8 @@ def tune(
     with options.value_errors("--out"):
         journal = Journal.open(rows, provenance_of(provenance(where, commit, {})))
     wanted = [name.strip() for item in kernels or () for name in item.split(",") if name.strip()]
-    with options.value_errors("--kernels"):
+    # Where nobody named kernels it is the device that launches none.
+    with options.value_errors("--kernels" if wanted else "--device"):
         points = find_points(room, cases, TUNED_PATHS if path is None else (path,), wanted, terms)
     left = [(point, case) for point, case in points if point.key not in journal.points]
     try:

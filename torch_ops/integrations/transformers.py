@@ -51,10 +51,12 @@ def window_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The attention interface function of Transformers, as one ``window_attn`` call.
 
-    ``query`` is ``[1, H, N, D]``, ``key`` and ``value`` ``[1, H_kv, N_k, D]``, in any strides: they
-    are never copied. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (the same if absent) are int32
-    ``[n + 1]`` on the device. Returns ``(out, None)`` with ``out`` ``[1, N, H, D]``. Nothing is
-    read back to the host; ``max_length_q`` and ``max_length_k`` are accepted and not needed.
+    ``query`` is ``[1, H, N, D]``, ``key`` and ``value`` ``[1, H_kv, N_k, D]``; only such whose
+    columns are not contiguous are copied. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (the same if
+    absent) are int32 ``[n + 1]`` on the device. Returns ``(out, None)`` with ``out``
+    ``[1, N, H, D]``. Nothing is read back to the host; ``max_length_q`` and ``max_length_k`` are
+    accepted and not needed. (The encoder makes them itself, and reads the device for it, unless it
+    is called with ``cu_seqlens`` and ``max_seqlen``.)
 
     Raises ValueError for what the op does not do: dropout, a mask, a batch other than 1, a call
     without ``cu_seq_lens_q``, a sliding window or attention sinks.
@@ -152,7 +154,9 @@ def restore(model: ModelT) -> ModelT:
     """
     for encoder in vision_encoders(model):
         if hasattr(encoder, _FORMER):
-            encoder.config._attn_implementation = getattr(encoder, _FORMER)
+            # What was chosen since then stays.
+            if encoder.config._attn_implementation == ATTENTION_NAME:
+                encoder.config._attn_implementation = getattr(encoder, _FORMER)
             delattr(encoder, _FORMER)
     return model
 
