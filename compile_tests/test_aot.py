@@ -184,6 +184,21 @@ def test_hopper_path_fits_and_overlaps(place: int, head_dim: int, variant: str) 
     assert built.spilled == 0, str(built)
 
 
+@pytest.mark.parametrize(("variant", "ordered"), [("one", True), ("many", True), ("few", False)])
+def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> None:
+    """For the kernel that it overlaps, before work is drawn, and for turns, which are released."""
+    launched = {built.launch.name: built for built in _hopper_builds(72, variant).values()}
+    before, after = (launched.pop(f"_attention_bwd_{name}_kernel") for name in ("delta", "hopper"))
+    assert "griddepcontrol.launch_dependents" in before.asm["ptx"]
+    assert after.launch.kwargs["launch_pdl"]
+    assert not any(built.launch.kwargs.get("launch_pdl") for built in (before, *launched.values()))
+    ptx = after.asm["ptx"]
+    (drawn, _) = (match.start() for match in re.finditer(r"atom\.relaxed\.gpu\.global\.inc", ptx))
+    (waited,) = (match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx))
+    assert waited < drawn
+    assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
+
+
 def test_descriptors_of_later_calls_equal_made_ones() -> None:
     """They are copies of the first call's, but for the tensor."""
     tiles = ({"rows": 64, "columns": 64}, {"rows": 128, "columns": 16})

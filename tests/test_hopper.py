@@ -92,6 +92,10 @@ def test_paths_are_as_explained() -> None:
         with settings(path=path):
             explained[path] = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"]
     assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
+    shifted = torch.empty(inputs.q.numel() + 1, device="cuda", dtype=inputs.q.dtype)[1:].view(inputs.q.shape)
+    with settings(path="hopper"):
+        explained = torch_ops.explain(window_attn, shifted, inputs.k, inputs.v, inputs.cu_seqlens)
+    assert explained["path"] == "portable" and "16 bytes" in explained["why"]
     inputs = _inputs((100, 120))
     with settings(path="auto"):
         assert torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"] == "portable"
@@ -153,10 +157,21 @@ def test_gradients_with_bounds(head_dim: int, bounds: dict[str, int], kind: str)
     _assert_gradients_right(_inputs((1500, 300), head_dim, 4, **bounds), kind)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72])
-def test_parts_are_added_in_their_order(head_dim: int) -> None:
+ORDERED = {
+    "d64": {"lengths": (1024,) * 16, "head_dim": 64},
+    "d72": {"lengths": (1024,) * 16},
+    "d128": {"lengths": (1024,) * 16, "head_dim": 128},
+    "second_lane": {"lengths": (1024,)},
+    "causal": {"lengths": (1024,) * 16, "options": {"causal": True}},
+    "groups": {"lengths": (1024,) * 16, "num_k_heads": 4},
+}
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_parts_are_added_in_their_order(case: str) -> None:
     """The bits of the fp32 sums, of many launches: rounded, parts that changed places would hardly ever show."""
-    inputs = _inputs((1024,) * 16, head_dim)
+    fields = {"num_heads": 16, "head_dim": 72, **ORDERED[case]}
+    inputs = make_inputs(WindowAttnCase("ordered", "sums", **fields), torch.bfloat16, "cuda")
     call = _backward(inputs, *_call(inputs, "hopper"), "ordered")
     made: list[Tensor] = []
     make = torch.empty
@@ -167,6 +182,7 @@ def test_parts_are_added_in_their_order(head_dim: int) -> None:
 
     with mock.patch.object(torch, "empty", keep_made):
         call()
+        # The sums are all that it makes by this function.
         (first,) = made
         assert first.dtype == torch.float32 and first.numel() == inputs.q.numel()
         differing = 0

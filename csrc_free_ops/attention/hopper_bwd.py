@@ -22,7 +22,7 @@ while the other exponentiates. No product is under way across the loop's end, wh
 each of them at once.
 
 ORDERED fixes the order in which programs add, so that the bits are the same every time. A part is sent when a counter
-says that those before it have been, and those before it belong to programs that drew their keys earlier
+says that those before it have arrived, and those before it belong to programs that drew their keys earlier
 (`hopper_work.draw_in_order`): the earliest that is not done yet waits for nobody, so no set of running programs can
 wait in a circle, however few of them the GPU has room for. Boundaries that fall, which no caller may pass, leave no
 such order; then none is kept (`hopper_bwd_sums`). Keys are added from the first to the last; with a bound on later keys
@@ -215,7 +215,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     while work < num_work:
         num_segments = kept_number(notes, SEGMENTS)
         total_own = kept_number(notes, TOTAL_OWN)
-        head, segment, start, length, unit, taken = place(
+        head, segment, start, length, unit, _ = place(
             work, num_tiles, dealt, _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), num_segments,
             total_own, K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
         )  # fmt: skip
@@ -541,6 +541,10 @@ def _attention_bwd_hopper_kernel(
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
 
     ORDER is any but SINGLE: all tiles but the last have OWNED keys.
+
+    It begins while the kernel before it ends. Until the producer has waited for that one, nothing is read from memory
+    but boundaries, and nothing written; the other partitions touch memory only after what the producer loads for them.
+    The kernel before must be launched plainly: of those before it nothing here knows.
     """
     own_boundaries = boundaries(cu_k_ptr, ORDER)
     other_boundaries = boundaries(cu_q_ptr, ORDER)

@@ -1,4 +1,20 @@
-"""What the partitions of the Hopper backward agree on: sizes, barriers, and what the notes of a tile say."""
+"""What the partitions of the Hopper backward agree on: sizes, barriers, and what the notes of a tile say.
+
+Who tells whom what, of each place or stage:
+
+    barrier            who arrives                     who waits             what it says
+    own_full           producer, TMA                   consumers, senders    keys and notes of a tile are there
+    OWN_EMPTY          consumers, senders              producer              they have read them
+    V_EMPTY            consumers                       producer              the same of v alone
+    q_full, dout_full  producer, TMA                   consumers             a block of queries is there
+    Q_EMPTY,           consumers                       producer              they have read it
+      DOUT_EMPTY
+    SCORED             a warpgroup                     one that makes dq     its ds is in shared memory
+    STAGED             who makes dq                    a sender              a part of dq is in shared memory
+    free               a sender                        who makes dq          it has been read
+
+Those in capitals are named barriers, which count threads; the others lie in shared memory.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

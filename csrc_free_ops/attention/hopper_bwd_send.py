@@ -36,7 +36,6 @@ from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer
 from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     add_tile,
-    await_kernel,
     await_turn,
     pass_turn,
     put_float_pairs,
@@ -114,10 +113,10 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
     skipped = INDEX
     total = kept_number(notes, TOTAL_OTHER)
     slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
-    await_kernel()
-    # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
-    ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * HEADS * slots) == 0
     mbarrier.wait(own_full.index(0), 0)
+    if ORDERED:
+        # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
+        ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * HEADS * slots) == 0
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
@@ -181,4 +180,4 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
         mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
     # Shared memory must not end before what is sent from it.
-    sent_all(turn)
+    sent_all()

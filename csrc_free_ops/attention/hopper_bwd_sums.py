@@ -58,7 +58,7 @@ def _attention_bwd_delta_kernel(
 
     With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. There is
     a counter for each of LANES. Of the numbers behind them the first says whether boundaries fall, and work is drawn
-    from the second. With OVERLAPPED the next kernel may begin while this one ends.
+    from the second. With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
