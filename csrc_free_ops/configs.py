@@ -112,13 +112,24 @@ def read_rows(path: Path) -> tuple[Row, ...]:
         rows = tuple(_read_row(entry, f"{path.name}: {origin}", gpu) for entry in document["rows"])
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} holds no launch rows: {type(error).__name__}: {error}") from error
     return rows
 
 
+_ROW_TYPES: dict[str, tuple[type, ...]] = {
+    "kernel": (str,), "dtype": (str,), "head_dim": (int,), "launch": (dict,), "causal": (bool, type(None)),
+    "masked": (bool, type(None)), "min_length": (int,), "max_length": (int, type(None)),
+}  # fmt: skip
+
+
 def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
+    for name, value in (*entry.items(), *entry["launch"].items()):
+        if type(value) not in _ROW_TYPES.get(name, (int,)):
+            raise TypeError(f"{name} cannot be {value!r}")
     launch = Launch(**entry["launch"])
+    if launch.num_stages < 1 or launch.num_warps > 32:
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has 1 or more stages and up to 32 warps")
     if entry["kernel"] in HOPPER_LAUNCHES:
         if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
             raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")

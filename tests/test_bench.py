@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import expecttest
 import pytest
@@ -19,7 +21,7 @@ from typer.testing import CliRunner
 
 from csrc_free_ops.configs import Gpu
 from torch_ops import _attention, _attention_portable, _attention_short, cli
-from torch_ops.bench import attention_peers, contest, documents, gate, machine, timing, window_attn
+from torch_ops.bench import attention_peers, contest, documents, gate, machine, results, timing, window_attn
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.attention_peers import REFERENCE, packed_call
 from torch_ops.bench.contest import Terms
@@ -573,6 +575,29 @@ def test_documents_without_tables_or_results_are_refused(tmp_path: Path) -> None
     assert document.read_text() == MARKED.format("")
     document.write_text("no tables\n")
     assert "marks no table" in refused("table", "--into", document)
+
+
+def test_a_table_without_an_end_takes_nothing_of_what_follows(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(golden_report().to_json())
+    document = tmp_path / "page.md"
+    text = "<!-- vk bench table other.json -->\n\nprose\n\n" + MARKED.format("")
+    document.write_text(text)
+    assert "the table of other.json has no end mark of its own" in refused("table", "--into", document)
+    assert document.read_text() == text
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("before")
+    link.symlink_to(file)
+    results.replace_text(link, "after")
+    assert link.is_symlink() and file.read_text() == "after"
+    monkeypatch.setattr(results.os, "replace", mock.Mock(side_effect=OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        results.replace_text(file, "lost")
+    assert file.read_text() == "after" and {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+    results.replace_text(Path(os.devnull), "gone")
+    assert not Path(os.devnull).is_file()
 
 
 def test_summary_sets_every_peer_against_ours() -> None:

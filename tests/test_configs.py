@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +167,8 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Row("attention_fwd", "float16", 64, Launch(8, 64, 4, 1)),
         Row("attention_fwd", "float16", 64, Launch(64, 64, 3, 1)),
         Row("attention_bwd_hopper", "float16", 64, Launch(128, 128, 8, 2)),
+        Row("attention_fwd", "float16", 64, Launch(64, 64, 4, 0)),
+        Row("attention_fwd", "float16", 64, Launch(64, 64, 64, 2)),
     ],
 )
 def test_a_launch_that_no_kernel_takes_is_refused(row: Row, tmp_path: Path) -> None:
@@ -176,13 +180,63 @@ def test_a_launch_that_no_kernel_takes_is_refused(row: Row, tmp_path: Path) -> N
     assert torch_ops.settings.generation == before and torch_ops.settings.rows == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_length", "64"), ("causal", "no"), ("head_dim", None), ("num_stages", True), ("kernel", 5)]
+)
+def test_a_row_of_wrong_types_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    """When it is read, and not by a call that it would fit."""
+    row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
+    document = as_document([row], {"gpu": "any", "triton": "3.6.0", "date": "2026-11-20"})
+    entry = document["rows"][0]
+    (entry["launch"] if name in entry["launch"] else entry)[name] = value
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} holds no launch rows: TypeError: {name} cannot be {value!r}")
+    ):
+        torch_ops.settings.update(rows=str(path))
+
+
+def test_a_block_undoes_what_it_changed_alone() -> None:
+    before = torch_ops.settings.path
+    with torch_ops.settings(path=before):
+        with torch_ops.settings(checked=True):
+            torch_ops.settings(path="portable")
+        assert torch_ops.settings.path == "portable" and not torch_ops.settings.checked
+    assert torch_ops.settings.path == before
+
+
+@pytest.fixture
+def own_tag() -> Iterator[None]:
+    """New settings write theirs there."""
+    with torch.compiler.config.patch(cache_key_tag=torch.compiler.config.cache_key_tag):
+        yield
+
+
+@pytest.mark.usefixtures("own_tag")
+def test_without_a_home_there_are_no_rows_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VK_ROWS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vk").mkdir()
+    (tmp_path / "vk" / "rows.json").write_text("not the user's")
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
+    assert Settings().rows == ()
+
+
+@pytest.mark.parametrize(("variable", "value"), [("VK_PATH", "fast"), ("VK_ROWS", "/nosuch"), ("VK_CHECKED", "yes")])
+def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} must .*{value!r}"):
+        Settings()
+
+
+@pytest.mark.usefixtures("own_tag")
 def test_a_broken_file_of_rows_is_passed_over_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the file that nobody named; one that VK_ROWS names is refused."""
     path = tmp_path / "vk" / "rows.json"
     path.parent.mkdir()
     path.write_text("{")
-    # Settings write their tag there.
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", torch.compiler.config.cache_key_tag)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("VK_ROWS", raising=False)
     with pytest.warns(UserWarning, match="these launch rows are not used: .*rows.json holds no launch rows"):

@@ -381,6 +381,16 @@ def test_autocast_follows_the_region(dtype: torch.dtype, device: str) -> None:
     assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
 
 
+def test_a_backward_inside_an_autocast_region_computes_as_outside(device: str) -> None:
+    inputs = make_inputs(WindowAttnCase("autocast", "backward", (33, 20), 2, 64), torch.float32, device)
+    leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
+    out = window_attn(*leaves, inputs.cu_seqlens)
+    outside = torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+    with torch.autocast(device, dtype=torch.float16 if INTERPRET else torch.bfloat16):
+        inside = torch.autograd.grad(out, leaves, inputs.dout)
+    assert all(torch.equal(one, other) for one, other in zip(inside, outside, strict=True))
+
+
 def test_lse_comes_when_asked_for(device: str) -> None:
     inputs = make_inputs(window_attn_cases("smoke")[0], torch.float32, device)
     out = window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)

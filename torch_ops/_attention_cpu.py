@@ -1,7 +1,8 @@
 """The attention core on the CPU, in ATen: PyTorch's own fused kernel per segment, or blocks of query rows.
 
 No T x T mask is built. fp64 computes in fp64, all else in fp32, but for what PyTorch's own kernel rounds. The gradient
-is written out, as in the kernels, and not taken by autograd: ops on the CPU are opaque to it.
+is written out, as in the kernels, and not taken by autograd: ops on the CPU are opaque to it. Autocast casts what the
+op takes, and nothing in here.
 """
 
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def _block_scores(q: Tensor, k: Tensor, position: int, scores: Scores) -> tuple[
     return products, capped
 
 
+@torch.autocast("cpu", enabled=False)
 def attention_forward_cpu(
     scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:  # fmt: skip
@@ -84,6 +86,7 @@ def attention_forward_cpu(
             lse[:, rows] = block_lse.flatten(0, 1)
 
 
+@torch.autocast("cpu", enabled=False)
 def attention_backward_cpu(
     scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,

@@ -35,7 +35,16 @@ class _Values:
 
 def default_rows() -> Path:
     """The user's own launch rows: what `vk bench tune` writes and settings read, unless told otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vk" / "rows.json"
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "vk" / "rows.json"
+
+
+def _found_rows() -> str:
+    try:
+        return str(default_rows()) if default_rows().is_file() else ""
+    except (OSError, RuntimeError):
+        # There is no home folder, or none that may be looked into.
+        return ""
 
 
 def _from_environment() -> _Values:
@@ -52,7 +61,7 @@ def _from_environment() -> _Values:
         raise ValueError(f"VK_PATH must be one of {', '.join(PATHS)}, got {path!r}")
     if os.environ.get("VK_ROWS") and not Path(os.environ["VK_ROWS"]).is_file():
         raise ValueError(f"VK_ROWS must name a JSON file of launch rows, got {os.environ['VK_ROWS']!r}")
-    rows = os.environ.get("VK_ROWS", str(default_rows()) if default_rows().is_file() else "")
+    rows = os.environ["VK_ROWS"] if "VK_ROWS" in os.environ else _found_rows()
     return _Values(path=path, checked=checked == "1", rows=rows)
 
 
@@ -156,16 +165,17 @@ class Settings:
 
     def __call__(self, **changes: Any) -> contextlib.AbstractContextManager["Settings"]:
         """Changes settings at once, as `update` does; used in a `with` statement, for its block only."""
-        before = self._values, self._rows
+        values, rows = self._values, self._rows
         self.update(**changes)
-        return self._until_exit(*before)
+        return self._until_exit({name: getattr(values, name) for name in changes}, rows)
 
     @contextlib.contextmanager
-    def _until_exit(self, values: _Values, rows: _Rows) -> Iterator["Settings"]:
+    def _until_exit(self, before: dict[str, Any], rows: _Rows) -> Iterator["Settings"]:
+        """At the end what the block changed is as it was `before`; what was set for good within it stays."""
         try:
             yield self
         finally:
-            self._take(values, rows)
+            self._take(replace(self._values, **before), rows if "rows" in before else self._rows)
 
     def _key_artefacts(self) -> None:
         tag = f"vk:{source_hash()}:{self._values.path}:{self._rows.digest}"

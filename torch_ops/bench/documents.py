@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_ops.bench.results import OK, UNAVAILABLE, Measurement, Report, Timed, read_report
+from torch_ops.bench.results import OK, UNAVAILABLE, Measurement, Report, Timed, read_report, replace_text
 from torch_ops.bench.tables import NOTHING, Table, digits, markdown, markdown_table, origin
 
+_BEGIN = r"(?P<begin><!-- vk bench table (?P<summary>--summary )?(?P<file>(?!end )\S+) -->\n)"
+_MARK = re.compile(_BEGIN)
+# Up to its own end: another table's would take what lies between.
 _PLACE = re.compile(
-    r"(?P<begin><!-- vk bench table (?P<summary>--summary )?(?P<file>\S+) -->\n)(?P<table>.*?)"
-    r"(?P<end><!-- vk bench table end -->)",
-    re.DOTALL,
+    _BEGIN + r"(?P<table>(?:(?!<!-- vk bench table ).)*)(?P<end><!-- vk bench table end -->)", re.DOTALL
 )
 
 
@@ -63,12 +64,16 @@ def _over_ours(peer: Timed | None, ours: float) -> str:
 def refresh(document: Path) -> bool:
     """Makes the document's marked tables anew; returns whether it had any, and leaves an equal one untouched.
 
-    Raises ValueError naming the results that are missing or are none.
+    Raises ValueError naming the results that are missing or are none, and the mark that has no end.
     """
     before = document.read_text()
+    ended = {place.start() for place in _PLACE.finditer(before)}
+    for mark in _MARK.finditer(before):
+        if mark.start() not in ended:
+            raise ValueError(f"the table of {mark['file']} has no end mark of its own")
     after, places = _PLACE.subn(lambda place: place["begin"] + _make(document.parent, place) + place["end"], before)
     if after != before:
-        document.write_text(after)
+        replace_text(document, after)
     return bool(places)
 
 

@@ -223,10 +223,25 @@ class Report:
             raise ValueError(f"not a vk bench document of schema {SCHEMA}: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Replaces `path` at once, so that a run that is cut short leaves a whole document."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json())
+        replace_text(path, self.to_json())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces the file at `path`, or the one that it links to, at once: whatever happens, a whole one lies there.
+
+    What is no file, such as a device, is written to.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
         os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_report(path: Path) -> Report:

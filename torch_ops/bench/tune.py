@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from csrc_free_ops.configs import Launch, Row, as_document, read_rows
 from torch_ops._registry import INTERPRET
 from torch_ops.bench.contest import Terms, bound_work, input_sets
 from torch_ops.bench.gate import judge
-from torch_ops.bench.results import OK, Provenance
+from torch_ops.bench.results import OK, Provenance, replace_text
 from torch_ops.bench.room import Room, Trial, TunedKernel, one_line
 from torch_ops.bench.timing import Timer, interleave, make_timer
 
@@ -118,9 +117,7 @@ class Journal:
         document = as_document([*rows_of(self.points.values()), *self.others], self.provenance)
         document["points"] = {key: measured.entry() for key, measured in self.points.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".new")
-        beside.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(beside, path)
+        replace_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def rows_of(points: Iterable[Measured]) -> list[Row]:
