@@ -102,6 +102,7 @@ from csrc_free_ops.attention.hopper_work import (
     keep,
     kept_number,
     kept_pointer,
+    option,
     place,
     read_note,
     rows_of,
@@ -183,15 +184,15 @@ def _kept_boundaries(notes, addresses, NUMBERS: gl.constexpr, POINTER: gl.conste
 @gluon.jit
 def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     """Draws tiles, tells the others of each, and loads what they read: `own` rows are keys, the others queries."""
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    GROUP: gl.constexpr = OPTIONS[1]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    STAGES: gl.constexpr = OPTIONS[4]
-    HEADS: gl.constexpr = OPTIONS[5]
-    ORDER: gl.constexpr = OPTIONS[6]
-    OWN_STAGES: gl.constexpr = OPTIONS[9]
-    ROUND: gl.constexpr = OPTIONS[10]
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
+    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
+    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
+    OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
+    ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
     own_full, q_full, dout_full = full
@@ -342,15 +343,15 @@ def _load_vector(vectors, stage):
 
 @gluon.jit
 def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    GROUP: gl.constexpr = OPTIONS[1]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    STAGES: gl.constexpr = OPTIONS[4]
-    HEADS: gl.constexpr = OPTIONS[5]
-    DTYPE: gl.constexpr = OPTIONS[7]
-    OWN_STAGES: gl.constexpr = OPTIONS[9]
-    ROUND: gl.constexpr = OPTIONS[10]
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
+    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
+    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    DTYPE: gl.constexpr = option(OPTIONS, "DTYPE")
+    OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
+    ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     notes, addresses = told
     own_full, q_full, dout_full = full
     lses, deltas = vectors
@@ -565,7 +566,9 @@ def _attention_bwd_hopper_kernel(
     )
     full, free = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (
-        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, STAGES, HEADS, ORDER, DTYPE, ORDERED, OWN_STAGES, ROUND,
+        "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "STAGES", STAGES,
+        "HEADS", HEADS, "ORDER", ORDER, "DTYPE", DTYPE, "ORDERED", ORDERED, "OWN_STAGES", OWN_STAGES,
+        "ROUND", ROUND,
     )  # fmt: skip
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     # In the order of their fields.

@@ -32,7 +32,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     makers,
 )
 from csrc_free_ops.attention.hopper_bwd_sums import first_columns
-from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer, read_note_by_warp
+from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer, option, read_note_by_warp
 from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     add_tile,
@@ -92,14 +92,14 @@ def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, is_first):
 @gluon.jit
 def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns."""
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    GROUP: gl.constexpr = OPTIONS[1]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    HEADS: gl.constexpr = OPTIONS[5]
-    ORDERED: gl.constexpr = OPTIONS[8]
-    OWN_STAGES: gl.constexpr = OPTIONS[9]
-    ROUND: gl.constexpr = OPTIONS[10]
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
+    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
+    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    ORDERED: gl.constexpr = option(OPTIONS, "ORDERED")
+    OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
+    ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     notes, addresses = told
     own_full = full[0]
     MAKERS: gl.constexpr = makers(HEAD_DIM)

@@ -36,6 +36,7 @@ from csrc_free_ops.attention.hopper_work import (
     is_inside,
     keep,
     kept_pointer,
+    option,
     pass_over,
     place,
     read_note,
@@ -89,15 +90,15 @@ OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
 
 @gluon.jit
 def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    GROUP: gl.constexpr = OPTIONS[1]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    GROUPS: gl.constexpr = OPTIONS[4]
-    BLOCK_N: gl.constexpr = OPTIONS[5]
-    STAGES: gl.constexpr = OPTIONS[6]
-    HEADS: gl.constexpr = OPTIONS[8]
-    ORDER: gl.constexpr = OPTIONS[9]
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
+    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
+    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
+    BLOCK_N: gl.constexpr = option(OPTIONS, "BLOCK_N")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     q_descs, k_descs, v_desc = descs
     cu_q, cu_k = boundaries_of
     q_tiles, k_tiles, v_tiles, notes, addresses = tiles
@@ -236,15 +237,15 @@ def _store_strips(tile, o, FIRST: gl.constexpr):
 
 @gluon.jit
 def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.constexpr):
-    HEAD_DIM: gl.constexpr = OPTIONS[0]
-    HAS_LEFT: gl.constexpr = OPTIONS[2]
-    HAS_RIGHT: gl.constexpr = OPTIONS[3]
-    GROUPS: gl.constexpr = OPTIONS[4]
-    BLOCK_N: gl.constexpr = OPTIONS[5]
-    STAGES: gl.constexpr = OPTIONS[6]
-    OVERLAP: gl.constexpr = OPTIONS[7]
-    HEADS: gl.constexpr = OPTIONS[8]
-    HAS_LSE: gl.constexpr = OPTIONS[10]
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
+    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
+    BLOCK_N: gl.constexpr = option(OPTIONS, "BLOCK_N")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    OVERLAP: gl.constexpr = option(OPTIONS, "OVERLAP")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    HAS_LSE: gl.constexpr = option(OPTIONS, "HAS_LSE")
     q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
@@ -419,7 +420,9 @@ def _attention_fwd_hopper_kernel(
     make_barriers(shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2, BARRIERS)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
-        HEAD_DIM, GROUP, HAS_LEFT, HAS_RIGHT, GROUPS, BLOCK_N, STAGES, OVERLAP, HEADS, ORDER, HAS_LSE,
+        "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
+        "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
+        "HAS_LSE", HAS_LSE,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)

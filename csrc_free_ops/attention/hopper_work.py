@@ -35,6 +35,13 @@ POINTERS = gl.constexpr(NOTES.value * NOTE.value)
 
 
 @gluon.constexpr_function
+def option(options, name):
+    """Of what a kernel hands to its partitions: each name and, after it, its value."""
+    plain = [getattr(each, "value", each) for each in options]
+    return plain[plain.index(name) + 1]
+
+
+@gluon.constexpr_function
 def _scalar(warps):
     return gl.BlockedLayout([1], [32], [warps], [0])
 
