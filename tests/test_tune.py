@@ -80,6 +80,15 @@ def test_the_journal_comes_back(tmp_path: Path) -> None:
     assert [each.name for each in file.parent.iterdir()] == ["rows.json"]
 
 
+def test_two_runs_on_one_file_keep_each_others_points(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    one, other = (Journal.open(file, PROVENANCE) for _ in range(2))
+    for name, journal, length in (("a", one, 64), ("b", other, 4096)):
+        journal.points[name] = _point(length, SMALL)
+        journal.write(file)
+    assert set(Journal.open(file, PROVENANCE).points) == {"a", "b"}
+
+
 def test_rows_that_others_wrote_stay(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     theirs = Row("attention_bwd_dq", "bfloat16", 72, SMALL)

@@ -113,7 +113,9 @@ class Journal:
         return Journal(provenance, points, tuple(row for row in plain if row not in own))
 
     def write(self, path: Path) -> None:
-        """All of it or nothing: a run may be stopped at any time."""
+        """All of it or nothing: a run may be stopped at any time. What another run has written there since stays."""
+        if path.exists():
+            self.points = {**Journal.open(path, self.provenance).points, **self.points}
         document = as_document([*rows_of(self.points.values()), *self.others], self.provenance)
         document["points"] = {key: measured.entry() for key, measured in self.points.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
