@@ -18,6 +18,16 @@ from csrc_free_ops.configs import Row, read_rows
 PATHS = ("auto", "hopper", "portable")
 
 
+def _check_path(name: str, path: object) -> None:
+    if path not in PATHS:
+        raise ValueError(f"{name} must be one of {', '.join(PATHS)}, got {path!r}")
+
+
+def _check_rows(name: str, rows: object) -> None:
+    if not isinstance(rows, str | os.PathLike) or (rows and not Path(rows).is_file()):
+        raise ValueError(f"{name} must name a JSON file of launch rows, got {rows!r}")
+
+
 @dataclass(frozen=True)
 class _Values:
     path: str = "auto"
@@ -25,12 +35,10 @@ class _Values:
     rows: str = ""
 
     def __post_init__(self) -> None:
-        if self.path not in PATHS:
-            raise ValueError(f"settings: path must be one of {', '.join(PATHS)}, got {self.path!r}")
+        _check_path("settings: path", self.path)
         if not isinstance(self.checked, bool):
             raise ValueError(f"settings: checked must be True or False, got {self.checked!r}")
-        if not isinstance(self.rows, str | os.PathLike) or (self.rows and not Path(self.rows).is_file()):
-            raise ValueError(f"settings: rows must name a JSON file of launch rows, got {self.rows!r}")
+        _check_rows("settings: rows", self.rows)
 
 
 def default_rows() -> Path:
@@ -52,16 +60,17 @@ def _from_environment() -> _Values:
     if checked not in ("0", "1"):
         raise ValueError(f"VK_CHECKED must be 0 or 1, got {checked!r}")
     path = os.environ.get("VK_PATH", "auto")
+    _check_path("VK_PATH", path)
     for variable in ("VK_DISABLE_WARP_SPECIALIZE", "AIKF_DISABLE_WARP_SPECIALIZE"):
         disabled = os.environ.get(variable, "0")
         if disabled not in ("0", "1"):
             raise ValueError(f"{variable} must be 0 or 1, got {disabled!r}")
         path = "portable" if disabled == "1" else path
-    if path not in PATHS:
-        raise ValueError(f"VK_PATH must be one of {', '.join(PATHS)}, got {path!r}")
-    if os.environ.get("VK_ROWS") and not Path(os.environ["VK_ROWS"]).is_file():
-        raise ValueError(f"VK_ROWS must name a JSON file of launch rows, got {os.environ['VK_ROWS']!r}")
-    rows = os.environ["VK_ROWS"] if "VK_ROWS" in os.environ else _found_rows()
+    if "VK_ROWS" in os.environ:
+        rows = os.environ["VK_ROWS"]
+        _check_rows("VK_ROWS", rows)
+    else:
+        rows = _found_rows()
     return _Values(path=path, checked=checked == "1", rows=rows)
 
 
