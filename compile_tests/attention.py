@@ -103,10 +103,9 @@ def hopper_launches(
     with ExitStack() as stack:
         for module in (_attention_hopper, _attention_hopper_backward):
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
+            stack.enter_context(mock.patch.object(module, "tickets", lambda device: SimpleNamespace(take=lambda: cu)))
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
-        tickets = SimpleNamespace(take=lambda: cu)
-        stack.enter_context(mock.patch.object(_attention_hopper, "_tickets", lambda device: tickets))
         forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
         forward(q, k, k, cu, cu, q, lse)
         backward = _attention_hopper_backward.plan_backward_hopper(

@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 import torch_ops
+from csrc_free_ops.configs import HOPPER_LAUNCHES, Launch
 from tests.test_window_attn import backward, differentiate
 from torch_ops import _attention, _attention_hopper, _attention_hopper_backward, settings, window_attn
 from torch_ops._attention_portable import choose
@@ -78,6 +80,33 @@ def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> No
     _assert_right(inputs, _call(inputs, "hopper"))
 
 
+@contextlib.contextmanager
+def _skips_too_large() -> Iterator[None]:
+    try:
+        yield
+    except OutOfResources as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("launch", HOPPER_LAUNCHES["attention_fwd_hopper"], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_every_launch_that_rows_may_name(head_dim: int, launch: Launch) -> None:
+    """The kernel takes it for granted where its shared memory lies, and stops where that is not so."""
+    inputs = _inputs((300, 1, 700), head_dim, 4)
+    out, lse = torch.empty_like(inputs.q), torch.empty(4, inputs.q.shape[0], device="cuda")
+    plan = _attention_hopper.plan_forward_hopper(inputs.q, inputs.k, 3, launch, Scores(head_dim**-0.5))
+    with _skips_too_large():
+        plan(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, out, lse)
+    _assert_right(inputs, (out, lse))
+
+
+@pytest.mark.parametrize("launch", HOPPER_LAUNCHES["attention_bwd_hopper"], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_every_launch_of_the_backward_that_rows_may_name(head_dim: int, launch: Launch) -> None:
+    with _skips_too_large():
+        _assert_gradients_right(_inputs((300, 1, 700), head_dim, 4), "ordered", launch)
+
+
 def test_every_call_sees_its_own_tensors() -> None:
     """Launches after the first are kept ones."""
     for seed in range(3):
@@ -104,7 +133,9 @@ def test_paths_are_as_explained() -> None:
 KINDS = ("free", "ordered")
 
 
-def _backward(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> Callable[[], dict[str, Tensor]]:
+def _backward(
+    inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Launch | None = None
+) -> Callable[[], dict[str, Tensor]]:
     """The Hopper backward from this out and lse; what it leaves unwritten is NaN."""
     options = inputs.options
     scores = Scores.of(
@@ -114,7 +145,7 @@ def _backward(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> 
     cu_k = inputs.cu_seqlens if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k
     tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
     segments = inputs.cu_seqlens.shape[0] - 1
-    launch, _ = choose("attention_bwd_hopper", inputs.q, scores, 1024)
+    launch = launch or choose("attention_bwd_hopper", inputs.q, scores, 1024)[0]
     plan = _attention_hopper_backward.plan_backward_hopper(
         inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
     )
@@ -127,14 +158,16 @@ def _backward(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> 
     return call
 
 
-def _gradients(inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str) -> dict[str, Tensor]:
-    return _backward(inputs, out, lse, kind)()
+def _gradients(
+    inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Launch | None = None
+) -> dict[str, Tensor]:
+    return _backward(inputs, out, lse, kind, launch)()
 
 
-def _assert_gradients_right(inputs: WindowAttnInputs, kind: str) -> None:
+def _assert_gradients_right(inputs: WindowAttnInputs, kind: str, launch: Launch | None = None) -> None:
     exact = differentiate(references.window_attn, inputs, torch.float64)
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
-    actual = _gradients(inputs, out, lse, kind)
+    actual = _gradients(inputs, out, lse, kind, launch)
     check(actual, backward(inputs, out, lse), {name: exact[name] for name in actual})
     if kind == "ordered":
         for _ in range(3):
@@ -272,41 +305,49 @@ def test_addresses_that_tma_cannot_reach_are_computed_too() -> None:
     assert torch.equal(out, _call(inputs, "portable")[0])
 
 
+def _out_and_gradients(inputs: WindowAttnInputs) -> tuple[Tensor, ...]:
+    leaves = tuple(getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v"))
+    with settings(path="hopper"):
+        out = window_attn(*leaves, inputs.cu_seqlens)
+        return out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)
+
+
+def _all_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(one, right) for one, right in zip(results, expected, strict=True))
+
+
 def test_streams_do_not_share_their_tiles() -> None:
     """Programs of one launch draw tiles from a counter; two launches at once must not draw from the same."""
     inputs = [_inputs((700, 900, 20, 800)) for _ in range(2)]
-    expected = [_call(each, "hopper")[0] for each in inputs]
+    expected = [_out_and_gradients(each) for each in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
-    outs: list[list[Tensor]] = [[], []]
-    with settings(path="hopper"):
-        for _ in range(20):
-            for stream, each, out in zip(streams, inputs, outs, strict=True):
-                with torch.cuda.stream(stream):
-                    out.append(each.call(window_attn))
+    results: list[list[tuple[Tensor, ...]]] = [[], []]
+    for _ in range(20):
+        for stream, each, of_stream in zip(streams, inputs, results, strict=True):
+            with torch.cuda.stream(stream):
+                of_stream.append(_out_and_gradients(each))
     torch.cuda.synchronize()
-    for out, right in zip(outs, expected, strict=True):
-        assert all(torch.equal(one, right) for one in out)
+    for of_stream, right in zip(results, expected, strict=True):
+        assert all(_all_equal(one, right) for one in of_stream)
 
 
 def test_graphs_captured_alike_replay_side_by_side() -> None:
     inputs = [_inputs((700, 900, 20, 800)) for _ in range(2)]
-    expected = [_call(each, "hopper")[0] for each in inputs]
-    graphs, outs = [], []
-    with settings(path="hopper"):
-        for each in inputs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outs.append(each.call(window_attn))
-            graphs.append(graph)
+    expected = [_out_and_gradients(each) for each in inputs]
+    graphs, results = [], []
+    for each in inputs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(_out_and_gradients(each))
+        graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(20):
         for stream, graph in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for out, right in zip(outs, expected, strict=True):
-        assert torch.equal(out, right)
+    assert all(_all_equal(one, right) for one, right in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12))
@@ -337,19 +378,20 @@ def test_gradient_of_a_sum_takes_the_hopper_backward() -> None:
 def test_more_captures_than_counters() -> None:
     """A captured launch without a counter of its own sets one to 0 in its graph."""
     inputs = _inputs((700, 300))
-    expected = _call(inputs, "hopper")[0]
-    tickets = _attention_hopper._tickets(inputs.q.device)
+    expected = _out_and_gradients(inputs)
+    tickets = _attention_hopper.tickets(inputs.q.device)
     graphs = []
-    with settings(path="hopper"), mock.patch.object(tickets, "_fresh", tickets._fresh[:1]):
+    with mock.patch.object(tickets, "_fresh", tickets._fresh[:1]):
         for _ in range(3):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                out = inputs.call(window_attn)
-            graphs.append((graph, out))
-    for graph, out in reversed(graphs * 2):
-        out.zero_()
+                results = _out_and_gradients(inputs)
+            graphs.append((graph, results))
+    for graph, results in reversed(graphs * 2):
+        for result in results:
+            result.zero_()
         graph.replay()
-        assert torch.equal(out, expected)
+        assert _all_equal(results, expected)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def addressable(*tensors: Tensor) -> bool:
 
 
 class _Tickets:
-    """Counters that the forward's programs draw their tiles from: an int32, 0 between launches, one per stream.
+    """Counters that programs draw their tiles from: an int32, 0 between launches, one per stream.
 
     Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
     gets a counter of its own for good; where none is left, one that its graph sets to 0 first.
@@ -103,7 +103,7 @@ class _Tickets:
         self._fresh = list(slab[:, :1].unbind())
 
 
-_tickets = lru_cache(_Tickets)
+tickets = lru_cache(_Tickets)
 
 
 @lru_cache
@@ -204,7 +204,7 @@ def plan_forward_hopper(
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
         descriptors = descriptors_of(q, q, k, k, v, out, out)
-        tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), _tickets(device).take())
+        tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

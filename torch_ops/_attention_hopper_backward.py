@@ -19,7 +19,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
 )
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN
 from csrc_free_ops.configs import Launch, split_head_dim
-from torch_ops._attention_hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs
+from torch_ops._attention_hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs, tickets
 from torch_ops._attention_portable import head_strides, row_stride
 from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
@@ -54,7 +54,7 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // PASS_KEYS)
-    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 2
+    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
     has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
     bounded = scores.left >= 0 or scores.right >= 0
     few = num_segments == 1 and q.shape[2] <= 80 and 2 < tiles <= 3 * together
@@ -67,8 +67,9 @@ def plan_backward_hopper(
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) on tensors that `addressable` allows.
 
-    Unless `deterministic`, dq is added up in any order.
+    Unless `deterministic`, dq is added up in any order. Sums begin at 0, so of two tiles any order gives the same.
     """
+    deterministic = deterministic and k.shape[0] > 2 * PASS_KEYS
     total_q, num_heads, head_dim = q.shape
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
     together = _tiles_together(q, k, num_segments, scores) if deterministic else 1
@@ -87,7 +88,7 @@ def plan_backward_hopper(
     tiles = total_q // SENT_ROWS + num_segments + 2
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
-    num_counts = lanes * num_heads * tiles + 2
+    num_counts = lanes * num_heads * tiles + 1
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
@@ -101,7 +102,10 @@ def plan_backward_hopper(
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
     has_rest = widths[1] > 0
     tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
-    round_constants = {"STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "num_warps": 4}
+    round_constants = {
+        "STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "OVERLAPS": True, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
     if lanes == 1:
         round_kernel = _attention_bwd_round_kernel
         round_scalars: tuple[Any, ...] = (total_q, scores.scale)
@@ -125,6 +129,8 @@ def plan_backward_hopper(
     ) -> None:  # fmt: skip
         lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
         dlse = lse if dlse is None else dlse.contiguous()
+        # Before the kernel that the main one overlaps: it may be made of zeros here.
+        ticket = tickets(device).take()
         delta = torch.empty_like(lse)
         sums = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
         if counts_fit:
@@ -143,7 +149,7 @@ def plan_backward_hopper(
             in_parts = lane.split(widths, 2) if has_rest else (lane,)
             descriptors = (*descriptors_of(q, k, v, dout, *in_parts), *(None,) * (not has_rest))
             rounded = (sums, lane, dq, cu_q, cu_k)
-        tensors = (lse, delta, cu_q, cu_k, sums, counts, dk, dv)
+        tensors = (lse, delta, cu_q, cu_k, sums, counts, ticket, dk, dv)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

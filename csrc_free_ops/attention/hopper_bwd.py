@@ -82,7 +82,6 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     V_EMPTY,
     WORD_BYTES,
     in_turns,
-    lane_count,
     makers,
     sums_at,
     tile_columns,
@@ -211,8 +210,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     stage = 0
     loaded = 0
     count = 0
-    await_kernel()
-    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32))
+    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
     while work < num_work:
         num_segments = kept_number(notes, SEGMENTS)
         total_own = kept_number(notes, TOTAL_OWN)
@@ -296,6 +294,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
                     lse_ptr = kept_pointer(addresses, LSE, gl.float32) + place_of_row
                     lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
+                    if loaded == 0:
+                        await_kernel()
                     delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
                     delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
                     if loaded >= DOUT_STAGES:
@@ -312,7 +312,9 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     stage, _ = turn_around(stage, DOUT_STAGES)
                     q_stage, _ = turn_around(q_stage, STAGES)
             count += 1
-        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32))
+        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+    # Nor may this kernel be done before the one that it overlaps.
+    await_kernel()
     own_stage = count % OWN_STAGES
     if count >= OWN_STAGES:
         barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
@@ -533,7 +535,7 @@ def _make_barriers(STAGES: gl.constexpr):
 @gluon.jit
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, lane_desc, lane_rest_desc,
-    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, dk_ptr, dv_ptr,
+    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, ticket_ptr, dk_ptr, dv_ptr,
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, ROUND: gl.constexpr,
@@ -541,11 +543,10 @@ def _attention_bwd_hopper_kernel(
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
 
-    ORDER is any but SINGLE: all tiles but the last have OWNED keys.
-
-    It begins while the kernel before it ends. Until the producer has waited for that one, nothing is read from memory
-    but boundaries, and nothing written; the other partitions touch memory only after what the producer loads for them.
-    The kernel before must be launched plainly: of those before it nothing here knows.
+    ORDER is any but SINGLE: all tiles but the last have OWNED keys. ticket_ptr is as in the forward.
+    The kernel begins while the one before it ends, and reads what that one does not write: inputs and tickets. Before
+    delta the producer waits for it, and senders before counters; nothing else is touched before delta is there. That
+    one must be launched plainly: of those before it nothing here knows.
     """
     own_boundaries = boundaries(cu_k_ptr, ORDER)
     other_boundaries = boundaries(cu_q_ptr, ORDER)
@@ -572,7 +573,6 @@ def _attention_bwd_hopper_kernel(
     )  # fmt: skip
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     # In the order of their fields.
-    ticket_ptr = counts_ptr + (lane_count(ROUND) * HEADS * (total_q // BLOCK + num_segments + 2) + 1)
     keep(addresses, (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr, cu_k_ptr, cu_q_ptr))
     sizes = (total_k, total_q, num_segments, window_right, window_left)
     if has_one_segment(ORDER):

@@ -36,6 +36,8 @@ from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer
 from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     add_tile,
+    admit_kernel,
+    await_kernel,
     await_turn,
     pass_turn,
     put_float_pairs,
@@ -116,6 +118,7 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
     mbarrier.wait(own_full.index(0), 0)
     if ORDERED:
         # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
+        await_kernel()
         ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * HEADS * slots) == 0
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
@@ -179,5 +182,6 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
         turn += 1
         mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
+    admit_kernel()
     # Shared memory must not end before what is sent from it.
     sent_all()

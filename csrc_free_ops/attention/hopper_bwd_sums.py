@@ -57,8 +57,8 @@ def _attention_bwd_delta_kernel(
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counters at 0, and its sums where they must be 0.
 
     With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. There is
-    a counter for each of LANES. Of the numbers behind them the first says whether boundaries fall, and work is drawn
-    from the second. With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
+    a counter for each of LANES; the number behind them says whether boundaries fall. With OVERLAPPED the next kernel
+    may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -69,9 +69,7 @@ def _attention_bwd_delta_kernel(
     # By one that has the least to do: rows end before the last tile.
     if (tile == tl.num_programs(0) - 1) & (head == 0):
         falling = falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments)
-        behind_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
-        tl.store(behind_ptr, falling)
-        tl.store(behind_ptr + 1, 0)
+        tl.store(counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0), falling)
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
@@ -128,9 +126,14 @@ def _store_rounded(
 @triton.jit(do_not_specialize=("total_q",))
 def _attention_bwd_round_kernel(
     sums_ptr, dq_ptr, total_q, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr,
-    TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of BLOCK_M rows, heads): dq = scale sums, rounded."""
+    """Grid (blocks of BLOCK_M rows, heads): dq = scale sums, rounded.
+
+    With OVERLAPS it may begin while the kernel before it ends.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = row < total_q
@@ -166,13 +169,15 @@ def _add_lanes(
 def _attention_bwd_round_lanes_kernel(
     sums_ptr, lane_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, total_q, total_k, scale,
     STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, OWNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, OWNED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The same of one segment whose blocks of BLOCK rows have a second lane of sums (`tiles.lanes`), which lies in dq.
 
     lane_ptr is dq as fp32. A row of the lane lies in its own row of dq and in one `back` rows before that; the program
     that reads it writes both.
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = HEAD_DIM - FIRST
     head = tl.program_id(1)

@@ -397,8 +397,9 @@ def _attention_fwd_hopper_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # Loaded now, they are there when the producer asks for them.
     boundaries_of = (boundaries(cu_q_ptr, ORDER), boundaries(cu_k_ptr, ORDER))
-    # The largest, and first: it lies where `accumulate` looks for it. Its last tile is for barriers.
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * V_TILES + 1, BLOCK_N, 1, WIDTH], v_desc.layout)
+    # The largest, and first: it lies where `accumulate` looks for it. The tile behind those of v is for barriers.
+    PLACES: gl.constexpr = max(STAGES * V_TILES, GROUPS * 64 * MAIN // (BLOCK_N * WIDTH)) + 1
+    v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES, BLOCK_N, 1, WIDTH], v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
     k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 1, MAIN], k_main.layout),)
     q_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], q_main.layout),)

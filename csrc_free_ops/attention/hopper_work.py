@@ -299,13 +299,13 @@ def draw(ticket_ptr, num_work):
 
 
 @gluon.jit
-def draw_in_order(ticket_ptr):
+def draw_in_order(ticket_ptr, num_work):
     """The same where a program waits for what others do with earlier pieces: each piece is drawn, the first one too.
 
-    So whoever has an earlier piece is running, and the one with the earliest of all waits for nobody. ticket_ptr holds
-    0 before a launch.
+    So whoever has an earlier piece is running, and the one with the earliest of all waits for nobody.
     """
-    return take_ticket(ticket_ptr, 2**31 - 1)
+    # The last ticket: all other programs have drawn one of which there is no work.
+    return take_ticket(ticket_ptr, num_work + gl.num_programs(0) - 1)
 
 
 @gluon.jit

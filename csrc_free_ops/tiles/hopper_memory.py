@@ -74,6 +74,13 @@ def await_kernel():
 
 
 @gluon.jit
+def admit_kernel():
+    """Lets the kernel behind begin, if it was launched to overlap this one (`launch_pdl`), once all programs say so."""
+    TEXT: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def take_ticket(counter, last):
     """The number at global `counter`, which goes up by one, and from `last` back to 0. By one warp.
 
