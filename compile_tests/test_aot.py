@@ -164,9 +164,9 @@ def _hopper_builds(head_dim: int, variant: str) -> dict[str, Build]:
         return {name: build(launch, SM90) for name, launch in launches.items()}
 
 
-# All that the producer differs by at one head dimension; at the others what the consumers differ by.
+# At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
 HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
-    (head_dim, variant) for head_dim in PARTS for variant in ("one", "causal", "window") if head_dim != 72
+    (head_dim, variant) for head_dim in PARTS for variant in ("one", "many", "causal", "window") if head_dim != 72
 ]
 
 

@@ -27,8 +27,7 @@ says that those before it have arrived, and those before it belong to programs t
 wait in a circle, however few of them the GPU has room for. Boundaries that fall, which no caller may pass, leave no
 such order; then none is kept (`hopper_bwd_sums`). Keys are added from the first to the last; with a bound on later keys
 from the last to the first, since then the tile of the last keys comes to a block first. Of one segment without bounds
-all tiles begin at the same time; where ROUND is more than 1 each does at another block, and sums have a second lane
-(`tiles.lanes`).
+all tiles begin at once; where ROUND is more than 1 each does at another block, and sums have a second lane (`lanes`).
 """
 
 from triton.experimental import gluon
@@ -81,6 +80,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     TOTAL_OWN,
     V_EMPTY,
     WORD_BYTES,
+    WORK,
     in_turns,
     makers,
     sums_at,
@@ -115,6 +115,7 @@ from csrc_free_ops.tiles.hopper import (
     check_base,
     exp2,
     keep_strips,
+    made_anew,
     meet,
     multiply,
     multiply_columns,
@@ -205,18 +206,17 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
         _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), kept_number(notes, SEGMENTS),
         kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER,
     )  # fmt: skip
-    num_work = num_tiles * K_HEADS
+    write_note(notes, NOTES, WORK, num_tiles * K_HEADS)
     q_stage = 0
     stage = 0
     loaded = 0
     count = 0
-    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
-    while work < num_work:
+    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), kept_number(notes, WORK))
+    while work < kept_number(notes, WORK):
         num_segments = kept_number(notes, SEGMENTS)
-        total_own = kept_number(notes, TOTAL_OWN)
         head, segment, start, length, unit, _ = place(
             work, num_tiles, dealt, _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), num_segments,
-            total_own, K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
+            kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
         )  # fmt: skip
         cu_other = _kept_boundaries(notes, addresses, FIRST_OTHERS, CU_OTHER, ORDER)
         other_start, other_length = rows_of(cu_other, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
@@ -289,7 +289,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     _load_tiles(
                         q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
                     )
-                    local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
+                    local = made_anew(gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0])))
                     inside = other + local < other_length
                     place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
                     lse_ptr = kept_pointer(addresses, LSE, gl.float32) + place_of_row
@@ -312,7 +312,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     stage, _ = turn_around(stage, DOUT_STAGES)
                     q_stage, _ = turn_around(q_stage, STAGES)
             count += 1
-        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), num_work)
+        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), kept_number(notes, WORK))
     # Nor may this kernel be done before the one that it overlaps.
     await_kernel()
     own_stage = count % OWN_STAGES

@@ -50,6 +50,8 @@ FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OT
 TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
 # Of one segment, where keys and queries begin; where they end comes next.
 FIRST_OWN, FIRST_OTHERS = gl.constexpr(5), gl.constexpr(7)
+# How many pieces of work there are: the producer's own, which lacks a register for it.
+WORK = gl.constexpr(9)
 
 
 @gluon.constexpr_function

@@ -111,7 +111,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     PARTS: gl.constexpr = len(q_descs)
     TAIL: gl.constexpr = q_descs[PARTS - 1].block_shape[2] if PARTS > 1 else 0
     WIDTH: gl.constexpr = v_desc.block_shape[2]
-    V_TILES: gl.constexpr = v_tiles.shape[0] // STAGES
+    V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
 
     num_tiles, dealt = deal(cu_q, num_segments, total_q, HEADS, GROUPS, ORDER)
     num_work = num_tiles * HEADS
@@ -253,7 +253,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
     Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
     PARTS: gl.constexpr = len(q_tiles)
     WIDTH: gl.constexpr = v_tiles.shape[3]
-    V_TILES: gl.constexpr = v_tiles.shape[0] // STAGES
+    V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     STAGE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2 * V_TILES
     SCORES: gl.constexpr = wgmma_layout(BLOCK_N)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)

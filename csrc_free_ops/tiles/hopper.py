@@ -259,6 +259,12 @@ def shared_base():
     )
 
 
+@gluon.jit
+def made_anew(x):
+    """x, of 32 bits. The compiler keeps neither it nor what follows from it in registers through a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _check_text(dtype):
     one = "0x3C00" if dtype == gl.float16 else "0x3F80"

@@ -54,6 +54,9 @@ def judge(
                 label = f"{name} ({trial.label})"
                 reports.append(compare(actual, trial.eager[name], reference, label))
         except Exception as error:
+            if device.type == "cuda":
+                # Raises where the device is lost, and with it whatever would come next.
+                torch.cuda.synchronize(device)
             return Verdict(FAILED, f"{trial.label}: {one_line(error)}")
     return Verdict(OK if all(r.passed for r in reports) else WRONG, "", tuple(reports))
 
