@@ -169,11 +169,15 @@ def constants_of(
 def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch, str]:
     """The forward's launch, and where it comes from.
 
-    One segment's tiles take so many rounds of the programs: where tiles of two warpgroups are done sooner than those of
-    three, they are taken, unless the user's own rows say otherwise. Of one round, smaller blocks begin sooner.
+    Shipped rows were measured with many segments. One segment's tiles take so many rounds of the programs: it takes the
+    launch of long segments, or, where tiles of two warpgroups are done sooner than those of three, such tiles. Of one
+    round, smaller blocks begin sooner.
     """
     launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
-    if num_segments != 1 or launch.block_m != 192 or any(row.launch is launch for row in settings.rows):
+    if num_segments != 1 or any(row.launch is launch for row in settings.rows):
+        return launch, source
+    launch, source = choose("attention_fwd_hopper", q, scores, None)
+    if launch.block_m != 192:
         return launch, source
     each = -(-q.shape[0] // 64) * q.shape[1] / programs(q.device.index)
     rounds, rest = divmod(each, 3)
