@@ -1,7 +1,7 @@
 """Kernels built ahead of time for GPUs that are not here, exactly as the launcher would launch them there."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -196,6 +196,24 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     assert waits[:2] + waits[3:] == [0, 0, 1] and waits[2] >= (4 if ordered else 2)
     ptx = builds[2].asm["ptx"]
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
+
+
+# Whether it lets the next kernel begin, and how often it waits for the one before.
+OVERLAPPING = {"fwd_short": (True, 0), "fwd_rest": (False, 1), "bwd_short": (True, 0), "bwd_dq_rest": (True, 1),
+               "bwd_dkdv_rest": (False, 1)}  # fmt: skip
+
+
+def test_short_kernels_wait_where_they_must() -> None:
+    """Eager launches overlap; those of traces do not, and carry no word of it."""
+    launches = attention_launches(rows=100)
+    assert launches.keys() == {f"_attention_{name}_kernel" for name in OVERLAPPING}
+    for name, (admits, waits) in OVERLAPPING.items():
+        launch = launches[f"_attention_{name}_kernel"]
+        assert not launch.kwargs["OVERLAPS"] and "launch_pdl" not in launch.kwargs
+        with fake_gpu(SM90):
+            ptx = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90).asm["ptx"]
+        assert ("griddepcontrol.launch_dependents" in ptx) == admits, name
+        assert len(re.findall(r"griddepcontrol\.wait", ptx)) == waits, name
 
 
 def test_descriptors_of_later_calls_equal_made_ones() -> None:

@@ -24,7 +24,8 @@ from torch_ops._attention_portable import (
     row_stride,
     with_columns,
 )
-from torch_ops._registry import Relaunch, wrap_triton
+from torch_ops._device import gpu
+from torch_ops._registry import INTERPRET, Relaunch, is_eager, wrap_triton
 from torch_ops._scores import Scores
 
 # Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
@@ -50,14 +51,20 @@ def _constants(q: Tensor, scores: Scores, unit: int) -> dict[str, Any]:
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail,
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
-        "PRECISION": "ieee", "NUM_HEADS": q.shape[1],
+        "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": _overlaps(),
     }  # fmt: skip
 
 
+def _overlaps() -> bool:
+    """Whether a kernel can be launched to begin while the one before it ends. Of such launches traces know nothing."""
+    return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
+
+
 def _rest(short: Launch, launch: Launch) -> dict[str, Any]:
+    early = {"launch_pdl": True} if _overlaps() else {}
     return {
         "SHORT": short.block_m, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages, **early,
     }  # fmt: skip
 
 

@@ -66,9 +66,11 @@ def _attention_bwd_short_kernel(
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     local = tl.arange(0, BLOCK)
@@ -119,10 +121,12 @@ def _attention_bwd_dq_rest_kernel(
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, SHORT: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid of any size: delta and dq of segments of more than SHORT rows, and of the rows outside of all segments."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
@@ -156,6 +160,8 @@ def _attention_bwd_dq_rest_kernel(
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
                 HAS_DLSE, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -166,7 +172,7 @@ def _attention_bwd_dkdv_rest_kernel(
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, SHORT: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid of any size: dk and dv of the same segments and rows, after `_attention_bwd_dq_rest_kernel`."""
@@ -176,6 +182,9 @@ def _attention_bwd_dkdv_rest_kernel(
     end = tl.load(cu_ptr + num_segments)
     tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_N + num_segments + 2, 0)
     outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_N)
+    if OVERLAPS:
+        # For delta.
+        tl.extra.cuda.gdc_wait()
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
         tile = item // NUM_HEADS - outside

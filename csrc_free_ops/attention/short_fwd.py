@@ -8,7 +8,8 @@ neighbouring heads are neighbours: the rows of one head, 160 bytes at D = 80, do
 Lengths are known on the device alone, and a segment may be longer than a block after all. A second kernel of few
 programs looks for such ones and shares their tiles out, and writes the rows outside of all segments. It is a kernel of
 its own because registers are dealt out by kernel: the loop over keys takes twice as many, for half the programs at
-once.
+once. Neither needs what the other writes: with OVERLAPS the second, launched to begin early (`launch_pdl`), looks
+around while the first ends, and ends after it.
 """
 
 import triton
@@ -71,9 +72,11 @@ def _attention_fwd_short_kernel(
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     local = tl.arange(0, BLOCK)
@@ -107,7 +110,8 @@ def _attention_fwd_rest_kernel(
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+    SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid of any size: segments of more than SHORT rows, and the rows outside of all segments."""
     program = tl.program_id(0)
@@ -141,3 +145,6 @@ def _attention_fwd_rest_kernel(
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
                 HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+    if OVERLAPS:
+        # What comes next waits for this kernel alone.
+        tl.extra.cuda.gdc_wait()
