@@ -30,7 +30,8 @@ pytestmark = [
 
 
 def _block() -> int:
-    return choose("attention_fwd_short", torch.empty(64, 1, 64, dtype=torch.float16), Scores(1.0), 1)[0].block_m
+    """The largest: rows may have smaller ones for shorter segments."""
+    return choose("attention_fwd_short", torch.empty(64, 1, 64, dtype=torch.float16), Scores(1.0), 64)[0].block_m
 
 
 def _inputs(*lengths: tuple[int, int], device: str, **rest: Any) -> WindowAttnInputs:
@@ -200,3 +201,19 @@ def test_general_kernels_are_right_there_too(case: WindowAttnCase, device: str, 
     inputs = make_inputs(case, torch.bfloat16, device)
     assert not _kernels(inputs) & KERNELS
     verify(inputs)
+
+
+def test_what_comes_next_finds_all_results(device: str) -> None:
+    """The kernel that looks for longer segments begins while the one before it ends, but must not end before it."""
+    if INTERPRET:
+        pytest.skip("launches of the interpreter follow each other")
+    inputs = _inputs(*(WHOLE,) * 200, SHORT, device=device, num_heads=16)
+    leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
+    copies = []
+    for _ in range(20):
+        out = window_attn(*leaves, inputs.cu_seqlens)
+        copies.append([out.detach().clone()])
+        copies[-1] += [grad.clone() for grad in torch.autograd.grad(out, leaves, inputs.dout)]
+    for copied in copies[1:]:
+        assert all(torch.equal(one, first) for one, first in zip(copied, copies[0], strict=True))
+    assert torch.equal(copies[0][0], out)
