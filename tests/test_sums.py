@@ -51,8 +51,8 @@ def test_delta_counters_and_sums(
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
         STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, UNIT=8, HAS_DLSE=has_dlse,
-        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, LANES=lanes, OVERLAPPED=False,
-        BLOCK_N=BLOCK_N, **_split(head_dim),
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, LANES=lanes, ONE=False,
+        OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(head_dim),
     )  # fmt: skip
     products = out.double() * dout.double()
     expected = (products.sum(2).T - (dlse if has_dlse else 0)).where(lse.isfinite(), 0.0)
@@ -82,6 +82,27 @@ def test_delta_counters_and_sums(
         assert torch.equal(written, expected_rows[None, :, None].expand_as(written))
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 100), (0, 64), (5, 83), (16, 100), (40, 40), (60, 20), (-3, 170)])
+@pytest.mark.parametrize("keys", [(0, 50), (7, 7), (9, 3)])
+def test_one_segment_is_found_without_a_search(begin: int, end: int, keys: tuple[int, int], device: str) -> None:
+    heads, total = 2, 100
+    tiles = total // BLOCK_M + 3
+    cu_q, cu_k = (torch.tensor(span, dtype=torch.int32, device=device) for span in ((begin, end), keys))
+    out, dout = (torch.randn(total, heads, 64, device=device, dtype=torch.float16) for _ in range(2))
+    lse = torch.randn(heads, total, device=device)
+    found = []
+    for one in (False, True):
+        made = [torch.full_like(lse, torch.nan), torch.full((heads, total, 64), torch.nan, device=device)]
+        counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
+        _attention_bwd_delta_kernel[(tiles, heads)](
+            out, lse, dout, lse, cu_q, cu_k, *made, counts, 8, 8, total, 50, 1, 0, 0,
+            STRIDE_OT=heads * 64, STRIDE_DOT=heads * 64, UNIT=8, HAS_DLSE=True, HAS_LEFT=False, HAS_RIGHT=True,
+            ORDERED=True, LANES=1, ONE=one, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
+        )  # fmt: skip
+        found.append([*made, counts])
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("falling", ["neither", "queries", "keys"])
 def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     """More segments than are looked at in one step; the one that falls is the last."""
@@ -99,7 +120,7 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, total, total, segments, 0, 0,
         STRIDE_OT=64, STRIDE_DOT=64, UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
-        LANES=1, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
+        LANES=1, ONE=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
     assert counts[-1].item() == (falling != "neither")
 

@@ -95,7 +95,8 @@ def plan_backward_hopper(
     split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
     delta_constants = {
         "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "LANES": lanes, "OVERLAPPED": True, "num_warps": 8,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "LANES": lanes, "ONE": num_segments == 1,
+        "OVERLAPPED": True, "num_warps": 8,
         **bounds, **split,
     }  # fmt: skip
     scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())

@@ -15,7 +15,7 @@ from csrc_free_ops.attention.portable_fwd import COUNTS, SIZES
 from csrc_free_ops.tiles.lanes import lane_distance, longest_lead
 from csrc_free_ops.tiles.masks import is_seen
 from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
-from csrc_free_ops.tiles.segments import clamp_span, falls, narrow_segments, place_tile, probe_segments
+from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
 
 
 @triton.constexpr_function
@@ -52,13 +52,13 @@ def _attention_bwd_delta_kernel(
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
-    LANES: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr, ONE: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counters at 0, and its sums where they must be 0.
 
     With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. There is
-    a counter for each of LANES; the number behind them says whether boundaries fall. With OVERLAPPED the next kernel
-    may begin while this one ends; it must call `await_kernel`.
+    a counter for each of LANES; the number behind them says whether boundaries fall. With ONE there is one segment.
+    With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -66,23 +66,34 @@ def _attention_bwd_delta_kernel(
     tile = tl.program_id(0)
     for lane in tl.static_range(LANES):
         tl.store(counts_ptr + (lane * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
-    # By one that has the least to do: rows end before the last tile.
-    if (tile == tl.num_programs(0) - 1) & (head == 0):
-        falling = falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments)
-        tl.store(counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0), falling)
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
+    falling_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
+    # One that has the least to do: rows end before the last tile.
+    tells = (tile == tl.num_programs(0) - 1) & (head == 0)
+    if ONE:
+        # A look at memory after another costs more than all else that is done here.
+        q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
+        k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
+        if tells:
+            tl.store(falling_ptr, ((q_end < q_begin) | (k_end < k_begin)).to(tl.int32))
+        segment, q_begin, q_end = find_one(q_begin, q_end, total_q, tile, BLOCK_M)
+        k_end = tl.where(segment == 1, k_end, k_begin)
+    else:
+        if tells:
+            tl.store(falling_ptr, falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments))
+        segment = 0
+        beyond = num_segments + 2
+        while beyond - segment > 1:
+            probe, step = probe_segments(segment, beyond)
+            cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+            segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+        before = tl.maximum(segment - 1, 0)
+        behind = tl.minimum(segment, num_segments)
+        q_begin = tl.load(cu_q_ptr + before, mask=segment > 0, other=0)
+        q_end = tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q)
+        k_begin, k_end = tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind)
     q_start, q_length, first, k_start, k_length = place_tile(
-        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
-        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
-    )  # fmt: skip
+        q_begin, q_end, k_begin, k_end, segment, total_q, total_k, tile, BLOCK_M
+    )
     if first >= q_length:
         return
     local = tl.arange(0, BLOCK_M)
@@ -176,8 +187,6 @@ def _attention_bwd_round_lanes_kernel(
     lane_ptr is dq as fp32. A row of the lane lies in its own row of dq and in one `back` rows before that; the program
     that reads it writes both.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = HEAD_DIM - FIRST
     head = tl.program_id(1)
@@ -193,6 +202,9 @@ def _attention_bwd_round_lanes_kernel(
     in_lane = (row >= begin) & (row < end)
     # All but those that the programs of rows in the lane write.
     own = (row < total_q) & ((row < begin - back) | (row >= end - back))
+    if OVERLAPS:
+        # For sums; boundaries are inputs.
+        tl.extra.cuda.gdc_wait()
     part, before = _add_lanes(
         sums_ptr, lane_ptr, head, row, back, total_q, own, in_lane, 0, FIRST, HEAD_DIM, STRIDE_DQT
     )

@@ -36,6 +36,16 @@ def narrow_segments(cu, probe, step, low, high, total, tile, BLOCK: tl.constexpr
 
 
 @triton.jit
+def find_one(begin, end, total, tile, BLOCK: tl.constexpr):
+    """What the search finds where there is one segment, of rows begin .. end-1: (segment, where it begins, its end)."""
+    own_tile = tl.minimum(tl.maximum(begin, 0), total) // BLOCK + 1
+    next_tile = tl.minimum(tl.maximum(end, 0), total) // BLOCK + 2
+    segment = (own_tile <= tile).to(tl.int32) + (next_tile <= tile).to(tl.int32)
+    start = tl.where(segment == 0, 0, tl.where(segment == 1, begin, end))
+    return segment, start, tl.where(segment == 0, begin, tl.where(segment == 1, end, total))
+
+
+@triton.jit
 def clamp_span(start, end, total):
     """Start and length of the rows start .. end-1 as far as they are in the tensor."""
     start = tl.minimum(tl.maximum(start, 0), total)
