@@ -144,10 +144,6 @@ def test_rounding_puts_columns_back(head_dim: int, device: str) -> None:
     assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
 
 
-def _lead(tile: int, blocks: int, distance: int, together: int) -> int:
-    return max(min(tile % together, distance, blocks - 1 - distance), 0)
-
-
 # Rows before the segment, its queries and keys, rows after it, and tiles that run side by side.
 ONE_SEGMENT = {
     "whole": (0, 256, 256, 0, 8),
@@ -169,9 +165,9 @@ def test_rounding_adds_the_second_lane(case: str, head_dim: int, device: str) ->
     exact = torch.randn(heads, total, head_dim, device=device)
     sums = _as_sums(exact)
     dq = torch.full((total, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
-    blocks, distance = -(-length // BLOCK_M), max(-(-total // BLOCK_M) - 1, 0) // 2
-    leads = [_lead(tile, blocks, distance, together) for tile in range(-(-keys // BLOCK_N))]
-    begin_of_lane = begin + BLOCK_M * (blocks - max(leads, default=0))
+    blocks, distance = -(-length // BLOCK_M), -(-total // BLOCK_M) // 2
+    leading = max(min(-(-keys // BLOCK_N), together) - 1, 0)
+    begin_of_lane = begin + BLOCK_M * (blocks - max(min(2 * leading, distance, blocks - distance), 0))
     added = torch.zeros_like(exact)
     added[:, begin_of_lane : begin + length].normal_()
     as_sums = _as_sums(added)

@@ -1,5 +1,6 @@
 """The launcher of the attention core's Hopper backward: what plans of `_attention_hopper` are for the forward."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
     the row itself. In shared memory the halves follow each other, so strides cannot fall from the first to the last.
     """
     total, heads, width = part.shape
-    back = (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
+    back = -(-total // SENT_ROWS) // 2 * SENT_ROWS
     row, head, _ = part.stride()
     shape, strides = [heads, total - back, 2, width], [head, row, back * row, 1]
     return TensorDescriptor(part, shape, strides, [1, rows, 2, width], NVMMASharedLayout(0, 32, rank=4))
@@ -50,15 +51,36 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
 
     Those of one segment that run side by side, where they are few: the last would wait for all others at the end. With
     more than three rounds of them it was no faster, nor with two tiles. TMA, which sends to the lane, takes tiles of
-    powers of two: half of 64, and of 8 or 16 more. Counters of both lanes must fit the first block of dq.
+    powers of two: half of 64, and of 8 or 16 more.
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // PASS_KEYS)
-    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
-    has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
     bounded = scores.left >= 0 or scores.right >= 0
     few = num_segments == 1 and q.shape[2] <= 80 and 2 < tiles <= 3 * together
-    return together if few and has_room and not bounded else 1
+    return together if few and q.shape[0] > 2 * SENT_ROWS and not bounded else 1
+
+
+class _Counters(threading.local):
+    """Of turns, where dq has no room for them; kept, so that a call asks for no more memory than peers do.
+
+    Each thread has its own on each stream: launches of two threads on one stream may come between each other. So has
+    each captured launch, which may be replayed on any stream.
+    """
+
+    def __init__(self) -> None:
+        self._of_stream: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, count: int, device: torch.device) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(count, dtype=torch.int32, device=device)
+        place = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+        counters = self._of_stream.get(place)
+        if counters is None or counters.numel() < count:
+            counters = self._of_stream[place] = torch.empty(count, dtype=torch.int32, device=device)
+        return counters
+
+
+_counters = _Counters()
 
 
 def plan_backward_hopper(
@@ -89,7 +111,7 @@ def plan_backward_hopper(
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
-    counts_fit = num_counts * 4 <= q.numel() * q.itemsize
+    counts_fit = lanes == 1 and num_counts * 4 <= q.numel() * q.itemsize
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
     split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
@@ -134,10 +156,7 @@ def plan_backward_hopper(
         ticket = tickets(device).take()
         delta = torch.empty_like(lse)
         sums = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
-        if counts_fit:
-            counts = dq.view(torch.int32)
-        else:
-            counts = torch.empty(num_counts, dtype=torch.int32, device=device)
+        counts = dq.view(torch.int32) if counts_fit else _counters.take(num_counts, device)
         before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)

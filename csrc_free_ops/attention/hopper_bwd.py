@@ -236,7 +236,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             blocks = gl.maximum(sent, 1)
             lead = 0
             if ROUND > 1:
-                lead = lead_of(unit // 2, blocks, lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK), ROUND)
+                distance = lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK)
+                lead = lead_of(unit // 2, (length - 1) // OWNED, blocks, distance, ROUND)
             slot = count % NOTES
             own_stage = count % OWN_STAGES
             if OWN_STAGES == 1:
@@ -438,10 +439,9 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 kept = ()
                 for index in gl.static_range(BLOCK // 8):
                     kept = kept + (gl.where(lines < rows, p[index], 0.0),)
+                p = kept
                 if HAS_LEFT or HAS_RIGHT:
-                    p = _mask_weights(kept, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
-                else:
-                    p = kept
+                    p = _mask_weights(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
             weights = narrow_strips(p, DTYPE)
             delta = _load_vector(deltas, q_stage)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, COLUMNS)
