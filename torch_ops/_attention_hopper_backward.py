@@ -50,13 +50,13 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
     """How many tiles begin at blocks of their own, with a second lane of sums (`tiles.lanes`), or 1 for none.
 
     Those of one segment that run side by side, where they are few: the last would wait for all others at the end. With
-    more than three rounds of them it was no faster, nor with two tiles. TMA, which sends to the lane, takes tiles of
-    powers of two: half of 64, and of 8 or 16 more.
+    more than three rounds of them it was no faster. TMA, which sends to the lane, takes tiles of powers of two: half of
+    64, and of 8 or 16 more.
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // PASS_KEYS)
     bounded = scores.left >= 0 or scores.right >= 0
-    few = num_segments == 1 and q.shape[2] <= 80 and 2 < tiles <= 3 * together
+    few = num_segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
     return together if few and q.shape[0] > 2 * SENT_ROWS and not bounded else 1
 
 
