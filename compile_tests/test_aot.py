@@ -1,9 +1,12 @@
 """Kernels built ahead of time for GPUs that are not here, exactly as the launcher would launch them there."""
 
+import json
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import SM90, Build, build, fake_gpu, sass, shared_memory
-from csrc_free_ops.configs import ROWS_DIR, Gpu, pick, shipped_rows
+from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
 from torch_ops import _attention_hopper, settings
 from torch_ops._attention_hopper import PARTS, Descriptors, describe
 from torch_ops._scores import Scores
@@ -78,7 +81,14 @@ def _rule_points() -> list[Point]:
 def _shipped_points() -> list[Point]:
     """One per dtype, head dimension and range of lengths that has rows of its own, causal or not."""
     points = {
-        Point(SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), causal, max(row.min_length, 65), gpu): None
+        Point(
+            SHIPPED_GPUS[gpu],
+            row.head_dim,
+            getattr(torch, row.dtype),
+            causal,
+            64 if row.kernel.endswith("_short") else max(row.min_length, 65),
+            gpu,
+        ): None
         for gpu in SHIPPED_GPUS
         for row in shipped_rows(gpu)
         for causal in ((False, True) if row.causal is None else (row.causal,))
@@ -226,20 +236,37 @@ def test_descriptors_of_later_calls_equal_made_ones() -> None:
             assert copied.base is made.base and vars(copied) == vars(made)
 
 
+@pytest.mark.parametrize("gpu", ["no-such-gpu", "h200"])
 @pytest.mark.parametrize(
-    ("rows", "tile"), [(1024, (128, 64)), (2048, (128, 128)), (2304, (192, 128)), (4096, (192, 128))]
+    ("rows", "tile"), [(256, (128, 64)), (1024, (128, 64)), (2048, (128, 128)), (2304, (192, 128)), (4096, (192, 128))]
 )
 def test_one_segment_takes_as_few_rounds_as_it_can(
-    rows: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    rows: int, tile: tuple[int, int], gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On 132 multiprocessors; of these an H200 was faster with each."""
+    """On 132 multiprocessors; of these an H200 was faster with each. Its rows are of many segments."""
     monkeypatch.setattr(_attention_hopper, "programs", lambda index: 132)
-    with fake_gpu(SM90), settings(rows=""):
+    with fake_gpu(SM90, gpu), settings(rows=""):
         q = torch.empty(rows, 16, 72, device="meta", dtype=torch.bfloat16)
         launch, _ = _attention_hopper.forward_launch(q, Scores(0.1), 1)
         several, _ = _attention_hopper.forward_launch(q, Scores(0.1), 2)
     assert launch.tile == tile
-    assert several.tile == (192, 128)
+    assert several.tile == ((128, 64) if gpu == "h200" and rows < 1024 else (192, 128))
+
+
+def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    launch = Launch(192, 64, 12, 3)
+    row = Row("attention_fwd_hopper", "bfloat16", 64, launch, min_length=1024)
+    file.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "any", "date": "now"})))
+    with fake_gpu(SM90), settings(rows=str(file)), mock.patch.object(_attention_hopper, "programs", lambda index: 132):
+        long, short = (
+            _attention_hopper.forward_launch(
+                torch.empty(rows, 16, 64, device="meta", dtype=torch.bfloat16), Scores(0.1), 1
+            )
+            for rows in (1024, 1000)
+        )
+    assert long[0] == launch and "rows.json" in long[1]
+    assert short[0] != launch and "rows.json" not in short[1]
 
 
 def test_every_gpu_with_shipped_rows_is_built_here() -> None:

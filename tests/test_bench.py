@@ -193,6 +193,15 @@ def test_gate_looks_at_the_case_itself() -> None:
         assert verdict.status == OK, verdict.reports
 
 
+def test_gate_ends_where_the_device_is_lost() -> None:
+    """What came next would fail too, and be blamed for it."""
+    (case,) = find_cases(["30x2x16"])
+    trials = ROOM.trials(case, torch.float32, CPU, True)
+    lost = mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("lost"))
+    with lost, pytest.raises(RuntimeError, match="lost"):
+        gate.judge(broken(), case, trials, torch.float32, torch.device("cuda"), True)
+
+
 def test_gate_marks_what_fails_and_what_cannot_run() -> None:
     forward, backward = measured(OURS, broken(), attention_peers.CUDNN, attention_peers.FLASH4)
     for one in (forward, backward):

@@ -6,6 +6,8 @@ Under VK_PATH=hopper all of tests/test_window_attn.py runs on it too, wherever i
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
 from unittest import mock
 
 import pytest
@@ -32,6 +34,9 @@ LENGTHS = {
     "one": (1024,),
     "one_of_several_rounds": (4096,),
     "one_uneven": (2311,),
+    # Of keys for two tiles at most.
+    "one_of_two_tiles": (200,),
+    "two_of_two_tiles": (130, 120),
     "few": (784, 17, 0, 1764, 64, 1),
     "many": (130, 7, 256, 0) * 12,
 }
@@ -93,7 +98,7 @@ def _skips_too_large() -> Iterator[None]:
 def test_every_launch_that_rows_may_name(head_dim: int, launch: Launch) -> None:
     """The kernel takes it for granted where its shared memory lies, and stops where that is not so."""
     inputs = _inputs((300, 1, 700), head_dim, 4)
-    out, lse = torch.empty_like(inputs.q), torch.empty(4, inputs.q.shape[0], device="cuda")
+    out, lse = torch.full_like(inputs.q, torch.nan), torch.full((4, inputs.q.shape[0]), torch.nan, device="cuda")
     plan = _attention_hopper.plan_forward_hopper(inputs.q, inputs.k, 3, launch, Scores(head_dim**-0.5))
     with _skips_too_large():
         plan(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, out, lse)
@@ -171,7 +176,7 @@ def _assert_gradients_right(inputs: WindowAttnInputs, kind: str, launch: Launch 
     check(actual, backward(inputs, out, lse), {name: exact[name] for name in actual})
     if kind == "ordered":
         for _ in range(3):
-            again = _gradients(inputs, out, lse, kind)
+            again = _gradients(inputs, out, lse, kind, launch)
             for name in actual:
                 assert torch.equal(actual[name], again[name]), name
 
@@ -249,7 +254,7 @@ GENERAL = {
     # Of more heads than the L2 cache holds keys and queries of.
     "one_of_many_heads": {"lengths": (900,), "num_heads": 64, "head_dim": 80},
     # With more counters than dq has room for.
-    "empty": {"lengths": (3, *(0,) * 600)},
+    "empty": {"lengths": (3, *(0,) * 600), "k_lengths": (300, *(1,) * 600)},
 }  # fmt: skip
 
 
@@ -318,9 +323,14 @@ def _all_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> boo
     return all(torch.equal(one, right) for one, right in zip(results, expected, strict=True))
 
 
-def test_streams_do_not_share_their_tiles() -> None:
+# With one segment sums have a second lane, and their counters a place of their own.
+SIDE_BY_SIDE = pytest.mark.parametrize("lengths", [(700, 900, 20, 800), (1024,)], ids=str)
+
+
+@SIDE_BY_SIDE
+def test_streams_do_not_share_their_tiles(lengths: tuple[int, ...]) -> None:
     """Programs of one launch draw tiles from a counter; two launches at once must not draw from the same."""
-    inputs = [_inputs((700, 900, 20, 800)) for _ in range(2)]
+    inputs = [_inputs(lengths) for _ in range(2)]
     expected = [_out_and_gradients(each) for each in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
@@ -334,8 +344,9 @@ def test_streams_do_not_share_their_tiles() -> None:
         assert all(_all_equal(one, right) for one in of_stream)
 
 
-def test_graphs_captured_alike_replay_side_by_side() -> None:
-    inputs = [_inputs((700, 900, 20, 800)) for _ in range(2)]
+@SIDE_BY_SIDE
+def test_graphs_captured_alike_replay_side_by_side(lengths: tuple[int, ...]) -> None:
+    inputs = [_inputs(lengths) for _ in range(2)]
     expected = [_out_and_gradients(each) for each in inputs]
     graphs, results = [], []
     for each in inputs:
@@ -350,6 +361,28 @@ def test_graphs_captured_alike_replay_side_by_side() -> None:
                 graph.replay()
     torch.cuda.synchronize()
     assert all(_all_equal(one, right) for one, right in zip(results, expected, strict=True))
+
+
+def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
+    """Their warm-up gives all that a call allocates to a graph's memory, and refuses what is kept of it."""
+    inputs = _inputs((1024,))
+    expected = _out_and_gradients(inputs)
+    leaves = tuple(getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v"))
+    compiled = torch.compile(window_attn, mode="reduce-overhead", fullgraph=True)
+    tickets = lru_cache(_attention_hopper._Tickets)
+    with ExitStack() as stack:
+        stack.enter_context(settings(path="hopper"))
+        # As if this were the first call of all.
+        for module in (_attention_hopper, _attention_hopper_backward):
+            stack.enter_context(mock.patch.object(module, "tickets", tickets))
+        counters = _attention_hopper_backward._Counters()
+        stack.enter_context(mock.patch.object(_attention_hopper_backward, "_counters", counters))
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(*leaves, inputs.cu_seqlens)
+            grads = torch.autograd.grad(out, leaves, inputs.dout)
+            assert _all_equal((out.detach().clone(), *(grad.clone() for grad in grads)), expected)
+            del out, grads
 
 
 @pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12))

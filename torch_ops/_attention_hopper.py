@@ -6,6 +6,7 @@ launches, as the plans of `_attention` do.
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -66,6 +67,22 @@ def addressable(*tensors: Tensor) -> bool:
     return all(tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 for tensor in tensors)
 
 
+def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What `make` allocates on this stream, to be kept from call to call.
+
+    By a thread of its own: what this one allocates may go to the memory of a graph, which keeps nothing. So it is where
+    `torch.compile` warms its graphs up.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def make_on_stream() -> Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(make_on_stream).result()
+
+
 class _Tickets:
     """Counters that programs draw their tiles from: an int32, 0 between launches, one per stream.
 
@@ -97,7 +114,7 @@ class _Tickets:
 
     def _fill(self) -> None:
         # 16 bytes apart, so that every launch is on aligned tensors.
-        slab = torch.zeros(self.SLAB, 4, dtype=torch.int32, device=self._device)
+        slab = to_keep(lambda: torch.zeros(self.SLAB, 4, dtype=torch.int32, device=self._device), self._device)
         # Other streams do not wait for this one's zeros.
         torch.cuda.current_stream(self._device).synchronize()
         self._fresh = list(slab[:, :1].unbind())
@@ -176,7 +193,7 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
     if num_segments != 1 or any(row.launch is launch for row in settings.rows):
         return launch, source
-    launch, source = choose("attention_fwd_hopper", q, scores, None)
+    launch, source = choose("attention_fwd_hopper", q, scores, None, ())
     if launch.block_m != 192:
         return launch, source
     each = -(-q.shape[0] // 64) * q.shape[1] / programs(q.device.index)

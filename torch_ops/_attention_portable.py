@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
-from csrc_free_ops.configs import Gpu, Launch, pick, split_head_dim
+from csrc_free_ops.configs import Gpu, Launch, Row, pick, split_head_dim
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
 from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
@@ -28,12 +28,15 @@ def mean_length(total: int, num_segments: int) -> int | None:
     return total // max(num_segments, 1)
 
 
-def choose(kernel: str, q: Tensor, scores: Scores, length: int | None) -> tuple[Launch, str]:
-    """The launch of `kernel` for this dtype and head dimension, and where it comes from."""
+def choose(
+    kernel: str, q: Tensor, scores: Scores, length: int | None, own_rows: tuple[Row, ...] | None = None
+) -> tuple[Launch, str]:
+    """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
-    dtype = dtype_name(q.dtype)
+    own_rows = settings.rows if own_rows is None else own_rows
     return pick(
-        kernel, device, dtype, q.dtype.itemsize, q.shape[2], scores.causal, length, settings.rows, scores.masked
+        kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], scores.causal, length, own_rows,
+        scores.masked,
     )  # fmt: skip
 
 

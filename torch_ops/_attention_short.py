@@ -46,22 +46,23 @@ def short_launch(kernel: str, q: Tensor, k: Tensor, cu_k: Tensor | None, scores:
     return (launch, source) if length <= launch.block_m else None
 
 
-def _constants(q: Tensor, scores: Scores, unit: int) -> dict[str, Any]:
+def _constants(q: Tensor, num_segments: int, scores: Scores, unit: int) -> dict[str, Any]:
     main, tail = split_head_dim(q.shape[2], q.dtype.itemsize)
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail,
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
-        "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": _overlaps(),
+        "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": _overlaps(num_segments),
     }  # fmt: skip
 
 
-def _overlaps() -> bool:
-    """Whether a kernel can be launched to begin while the one before it ends. Of such launches traces know nothing."""
-    return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
+def _overlaps(num_segments: int) -> bool:
+    """Whether kernels can be launched to begin while the one before, of these segments, ends. Traces know no such."""
+    return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90 and num_segments > 0
 
 
-def _rest(short: Launch, launch: Launch) -> dict[str, Any]:
-    early = {"launch_pdl": True} if _overlaps() else {}
+def _rest(short: Launch, launch: Launch, shared: dict[str, Any]) -> dict[str, Any]:
+    """Its options beside those of `shared`."""
+    early = {"launch_pdl": True} if shared["OVERLAPS"] else {}
     return {
         "SHORT": short.block_m, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
         "num_warps": launch.num_warps, "num_stages": launch.num_stages, **early,
@@ -81,11 +82,11 @@ def plan_forward_short(
     scalars = (*strides, total, num_segments, scores.scale, scores.softcap, *scores.bounds())
     shared = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **_constants(q, scores, unit),
+        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **_constants(q, num_segments, scores, unit),
     }  # fmt: skip
     constants = {**shared, "BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
     rest, _ = choose("attention_fwd_rest", q, scores, None)
-    rest_constants = {**shared, **_rest(launch, rest)}
+    rest_constants = {**shared, **_rest(launch, rest, shared)}
     grid = (num_segments * num_heads,)
     rest_grid = (_programs(total, num_segments, num_heads, rest.block_m),)
     relaunch = Relaunch((*grid, 1), scalars)
@@ -118,16 +119,16 @@ def plan_backward_short(
     sizes = (total, num_segments, scores.scale, scores.softcap, *scores.bounds())
     shared = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_DOT": row_stride(dout), **_constants(q, scores, unit),
+        "STRIDE_DOT": row_stride(dout), **_constants(q, num_segments, scores, unit),
     }  # fmt: skip
     of_queries = {
         **shared, "STRIDE_OT": row_stride(out), "STRIDE_DQT": contiguous_row(q), "HAS_DLSE": dlse is not None
     }  # fmt: skip
     constants = {**of_queries, "BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
     dq_rest, _ = choose("attention_bwd_dq_rest", q, scores, None)
-    dq_constants = {**of_queries, **_rest(launch, dq_rest)}
+    dq_constants = {**of_queries, **_rest(launch, dq_rest, shared)}
     dkdv_rest, _ = choose("attention_bwd_dkdv_rest", q, scores, None)
-    dkdv_constants = {**shared, "STRIDE_DKT": contiguous_row(k), **_rest(launch, dkdv_rest)}
+    dkdv_constants = {**shared, "STRIDE_DKT": contiguous_row(k), **_rest(launch, dkdv_rest, shared)}
     grid = (num_segments * num_heads,)
     dq_grid = (_programs(total, num_segments, num_heads, dq_rest.block_m),)
     dkdv_grid = (_programs(total, num_segments, num_heads, dkdv_rest.block_n),)

@@ -10,7 +10,7 @@ of ROUND tiles, which run side by side. Of three tiles and six blocks, with lead
     tile 2    4*  5*  0   1   2   3
 
 What is added before a tile comes to the first block (*) goes to a second lane of sums. In each lane tiles come to a
-block in their order, at one step after another, and the order is one in which none waits for a later tile.
+block in their order, some steps apart, and the order is one in which none waits for a later tile.
 
 The second lane has no memory of its own. It lies where results will be, which are half as wide: of block b, in the rows
 of blocks b and b - `lane_distance`. So it has half as many blocks. Leads are even within that room, and at most two
