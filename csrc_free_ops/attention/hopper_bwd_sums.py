@@ -70,7 +70,7 @@ def _attention_bwd_delta_kernel(
     # One that has the least to do: rows end before the last tile.
     tells = (tile == tl.num_programs(0) - 1) & (head == 0)
     if ONE:
-        # A look at memory after another costs more than all else that is done here.
+        # All in one look at memory, where a search takes one after another.
         q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
         k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
         if tells:
