@@ -106,8 +106,6 @@ def hopper_launches(
             stack.enter_context(mock.patch.object(module, "tickets", lambda device: SimpleNamespace(take=lambda: cu)))
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
-        counters = SimpleNamespace(take=lambda count, device: cu)
-        stack.enter_context(mock.patch.object(_attention_hopper_backward, "_counters", counters))
         forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
         forward(q, k, k, cu, cu, q, lse)
         backward = _attention_hopper_backward.plan_backward_hopper(

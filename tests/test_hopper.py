@@ -228,8 +228,6 @@ def test_parts_are_added_in_their_order(case: str) -> None:
         made.append(make(*sizes, **options))
         return made[-1]
 
-    # What is kept from call to call.
-    call()
     with mock.patch.object(torch, "empty", keep_made):
         call()
         # The sums are all that it makes by this function.
@@ -333,7 +331,7 @@ def _all_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> boo
     return all(torch.equal(one, right) for one, right in zip(results, expected, strict=True))
 
 
-# With one segment sums have a second lane, and their counters a place of their own.
+# With one segment sums have a second lane.
 SIDE_BY_SIDE = pytest.mark.parametrize("lengths", [(700, 900, 20, 800), (1024,)], ids=str)
 
 
@@ -385,8 +383,6 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
         # As if this were the first call of all.
         for module in (_attention_hopper, _attention_hopper_backward):
             stack.enter_context(mock.patch.object(module, "tickets", tickets))
-        counters = _attention_hopper_backward._Counters()
-        stack.enter_context(mock.patch.object(_attention_hopper_backward, "_counters", counters))
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             out = compiled(*leaves, inputs.cu_seqlens)

@@ -144,6 +144,10 @@ def test_rounding_puts_columns_back(head_dim: int, device: str) -> None:
     assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
 
 
+def _lead(tile: int, blocks: int, distance: int, together: int) -> int:
+    return max(min(tile % together, distance, blocks - 1 - distance), 0)
+
+
 # Rows before the segment, its queries and keys, rows after it, and tiles that run side by side.
 ONE_SEGMENT = {
     "whole": (0, 256, 256, 0, 8),
@@ -159,15 +163,15 @@ ONE_SEGMENT = {
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("case", ONE_SEGMENT)
 def test_rounding_adds_the_second_lane(case: str, head_dim: int, device: str) -> None:
-    """The lane lies in dq, where results then are; what of dq holds none of it is NaN and must not be read."""
+    """The lane lies in dq, where results then are; what of dq holds none of it is NaN and must not show."""
     begin, length, keys, after, together = ONE_SEGMENT[case]
     heads, scale, total, first = 2, 0.5, begin + length + after, first_columns(head_dim)
     exact = torch.randn(heads, total, head_dim, device=device)
     sums = _as_sums(exact)
     dq = torch.full((total, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
-    blocks, distance = -(-length // BLOCK_M), -(-total // BLOCK_M) // 2
-    leading = max(min(-(-keys // BLOCK_N), together) - 1, 0)
-    begin_of_lane = begin + BLOCK_M * (blocks - max(min(2 * leading, distance, blocks - distance), 0))
+    blocks, distance = -(-length // BLOCK_M), max(-(-total // BLOCK_M) - 1, 0) // 2
+    leads = [_lead(tile, blocks, distance, together) for tile in range(-(-keys // BLOCK_N))]
+    begin_of_lane = begin + BLOCK_M * (blocks - max(leads, default=0))
     added = torch.zeros_like(exact)
     added[:, begin_of_lane : begin + length].normal_()
     as_sums = _as_sums(added)
@@ -179,7 +183,7 @@ def test_rounding_adds_the_second_lane(case: str, head_dim: int, device: str) ->
             parts = [part[:, row].chunk(2, 1)[half] for part in (of_first, of_rest) if part.numel()]
             second[at] = torch.cat(parts, 1)
     cu_q, cu_k = (torch.tensor([begin, begin + rows], dtype=torch.int32, device=device) for rows in (length, keys))
-    _attention_bwd_round_lanes_kernel[(-(-total // 8), heads)](
+    _attention_bwd_round_lanes_kernel[(-(-(total - distance * BLOCK_M) // 8), heads)](
         sums, second, dq, cu_q, cu_k, total, begin + keys, scale, STRIDE_DQT=heads * head_dim, HEAD_DIM=head_dim,
         ROUND=together, BLOCK_M=8, BLOCK=BLOCK_M, OWNED=BLOCK_N, OVERLAPS=False,
     )  # fmt: skip

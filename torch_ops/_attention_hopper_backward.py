@@ -1,6 +1,5 @@
 """The launcher of the attention core's Hopper backward: what plans of `_attention_hopper` are for the forward."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,16 +19,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
 )
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN
 from csrc_free_ops.configs import Launch, split_head_dim
-from torch_ops._attention_hopper import (
-    REGISTERS,
-    Descriptors,
-    constants_of,
-    describe,
-    order_of,
-    programs,
-    tickets,
-    to_keep,
-)
+from torch_ops._attention_hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs, tickets
 from torch_ops._attention_portable import head_strides, row_stride
 from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
@@ -42,6 +32,11 @@ LANE_ROWS, LANE_REST_ROWS = 32, 64
 WIDE_REGISTERS = (240, 24, 168)
 
 
+def _rows_back(total: int) -> int:
+    """What `lane_distance` is on the device, in rows."""
+    return (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
+
+
 def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
     """Columns of the second lane of sums, which lies in dq; `part` is dq as fp32, [T, H, half of the columns].
 
@@ -49,7 +44,7 @@ def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
     the row itself. In shared memory the halves follow each other, so strides cannot fall from the first to the last.
     """
     total, heads, width = part.shape
-    back = -(-total // SENT_ROWS) // 2 * SENT_ROWS
+    back = _rows_back(total)
     row, head, _ = part.stride()
     shape, strides = [heads, total - back, 2, width], [head, row, back * row, 1]
     return TensorDescriptor(part, shape, strides, [1, rows, 2, width], NVMMASharedLayout(0, 32, rank=4))
@@ -60,37 +55,15 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
 
     Those of one segment that run side by side, where they are few: the last would wait for all others at the end. With
     more than three rounds of them it was no faster. TMA, which sends to the lane, takes tiles of powers of two: half of
-    64, and of 8 or 16 more.
+    64, and of 8 or 16 more. Counters of both lanes must fit the first block of dq.
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // PASS_KEYS)
+    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
+    has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
     bounded = scores.left >= 0 or scores.right >= 0
     few = num_segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
-    return together if few and q.shape[0] > 2 * SENT_ROWS and not bounded else 1
-
-
-class _Counters(threading.local):
-    """Of turns, where dq has no room for them; kept, so that a call asks for no more memory than peers do.
-
-    Each thread has its own on each stream: launches of two threads on one stream may come between each other. So has
-    each captured launch, which may be replayed on any stream.
-    """
-
-    def __init__(self) -> None:
-        self._of_stream: dict[tuple[int, int], Tensor] = {}
-
-    def take(self, count: int, device: torch.device) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            return torch.empty(count, dtype=torch.int32, device=device)
-        place = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-        counters = self._of_stream.get(place)
-        if counters is None or counters.numel() < count:
-            counters = to_keep(lambda: torch.empty(count, dtype=torch.int32, device=device), device)
-            self._of_stream[place] = counters
-        return counters
-
-
-_counters = _Counters()
+    return together if few and has_room and not bounded else 1
 
 
 def plan_backward_hopper(
@@ -121,7 +94,7 @@ def plan_backward_hopper(
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
-    counts_fit = lanes == 1 and num_counts * 4 <= q.numel() * q.itemsize
+    counts_fit = num_counts * 4 <= q.numel() * q.itemsize
     unit, head_stride = head_strides(out, dout)
     delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
     split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
@@ -139,6 +112,7 @@ def plan_backward_hopper(
         "STRIDE_DQT": num_heads * head_dim, "BLOCK_M": ROUNDED_ROWS, "OVERLAPS": True, "num_warps": 4,
         "launch_pdl": True,
     }  # fmt: skip
+    rounded_rows = total_q
     if lanes == 1:
         round_kernel = _attention_bwd_round_kernel
         round_scalars: tuple[Any, ...] = (total_q, scores.scale)
@@ -146,13 +120,15 @@ def plan_backward_hopper(
         descriptors_of = Descriptors(*[tile] * 4)
     else:
         round_kernel = _attention_bwd_round_lanes_kernel
+        # The rows before those are rounded with them.
+        rounded_rows -= _rows_back(total_q)
         round_scalars = (total_q, k.shape[0], scores.scale)
         round_constants |= {"HEAD_DIM": head_dim, "ROUND": together, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS}
         in_lane = [partial(_describe_lane, rows=rows) for rows in (LANE_ROWS, LANE_REST_ROWS)]
         descriptors_of = Descriptors(*[tile] * 4, *in_lane[: 2 if has_rest else 1])
     device = q.device
     grid, delta_grid = (programs(device.index), 1), (tiles, num_heads)
-    round_grid = (-(-total_q // ROUNDED_ROWS), num_heads)
+    round_grid = (-(-rounded_rows // ROUNDED_ROWS), num_heads)
     relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
     relaunch_round = Relaunch(round_grid, round_scalars)
 
@@ -166,7 +142,10 @@ def plan_backward_hopper(
         ticket = tickets(device).take()
         delta = torch.empty_like(lse)
         sums = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
-        counts = dq.view(torch.int32) if counts_fit else _counters.take(num_counts, device)
+        if counts_fit:
+            counts = dq.view(torch.int32)
+        else:
+            counts = torch.empty(num_counts, dtype=torch.int32, device=device)
         before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)

@@ -236,8 +236,7 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             blocks = gl.maximum(sent, 1)
             lead = 0
             if ROUND > 1:
-                distance = lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK)
-                lead = lead_of(unit // 2, (length - 1) // OWNED, blocks, distance, ROUND)
+                lead = lead_of(unit // 2, blocks, lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK), ROUND)
             slot = count % NOTES
             own_stage = count % OWN_STAGES
             if OWN_STAGES == 1:
@@ -439,9 +438,10 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 kept = ()
                 for index in gl.static_range(BLOCK // 8):
                     kept = kept + (gl.where(lines < rows, p[index], 0.0),)
-                p = kept
                 if HAS_LEFT or HAS_RIGHT:
-                    p = _mask_weights(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
+                    p = _mask_weights(kept, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
+                else:
+                    p = kept
             weights = narrow_strips(p, DTYPE)
             delta = _load_vector(deltas, q_stage)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, COLUMNS)

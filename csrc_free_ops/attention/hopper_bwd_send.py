@@ -144,7 +144,7 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
                 counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
                 if ORDERED:
                     if ROUND > 1:
-                        position = turn_in_lane(own, last, step, lead, blocks, lane_distance(total, BLOCK), ROUND)
+                        position = turn_in_lane(own, step, lead, blocks, lane_distance(total, BLOCK), ROUND)
                         counter += gl.where(step < lead, HEADS * slots, 0)
                     else:
                         position = turn_among(

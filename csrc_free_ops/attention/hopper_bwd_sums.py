@@ -159,21 +159,21 @@ def _attention_bwd_round_kernel(
 
 
 @triton.jit
-def _add_lanes(
-    sums_ptr, lane_ptr, head, row, back, total, own, in_lane,
+def _load_lanes(
+    sums_ptr, lane_ptr, head, row, back, total, inside,
     START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """Columns of these rows over both lanes, and the same of the rows `back` before those that are `in_lane`."""
+    """Columns of these rows in the first lane and in the second, and in the first of the rows `back` before them."""
     col = tl.arange(0, WIDTH)[None, :]
     place = col
     if START == 0:
         place = col ^ (row % 4 * 8)
     line = tl.where(place < WIDTH // 2, row - back, row).to(tl.int64)
     of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + place % (WIDTH // 2)
-    part = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM), mask=own, other=0.0)
-    part += tl.load(lane_ptr + of_lane, mask=in_lane, other=0.0)
-    before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM), mask=in_lane, other=0.0)
-    return part, before
+    first = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM), mask=inside, other=0.0)
+    second = tl.load(lane_ptr + of_lane, mask=inside, other=0.0)
+    before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM), mask=inside, other=0.0)
+    return first, second, before
 
 
 @triton.jit(do_not_specialize=("total_q", "total_k"))
@@ -184,38 +184,46 @@ def _attention_bwd_round_lanes_kernel(
 ):  # fmt: skip
     """The same of one segment whose blocks of BLOCK rows have a second lane of sums (`tiles.lanes`), which lies in dq.
 
-    lane_ptr is dq as fp32. A row of the lane lies in its own row of dq and in one `back` rows before that; the program
-    that reads it writes both.
+    Grid (blocks of BLOCK_M rows from row `back` on, heads). lane_ptr is dq as fp32. A row of the lane lies in its own
+    row of dq and in the one `back` rows before; the program that reads it writes both. All is read in one look, before
+    the boundaries tell which rows the lane has; of the others what lies in dq, or is being written there, is left out.
     """
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = HEAD_DIM - FIRST
     head = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    q_start, q_length = clamp_span(tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1), total_q)
-    _, k_length = clamp_span(tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1), total_k)
-    blocks = (q_length + BLOCK - 1) // BLOCK
     distance = lane_distance(total_q, BLOCK)
-    lead = longest_lead((k_length + OWNED - 1) // OWNED - 1, blocks, distance, ROUND)
     back = distance * BLOCK
-    begin = q_start + (blocks - lead) * BLOCK
-    end = tl.where(lead > 0, q_start + q_length, begin)
-    in_lane = (row >= begin) & (row < end)
-    # All but those that the programs of rows in the lane write.
-    own = (row < total_q) & ((row < begin - back) | (row >= end - back))
+    row = back + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    inside = row < total_q
+    q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
+    k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
     if OVERLAPS:
         # For sums; boundaries are inputs.
         tl.extra.cuda.gdc_wait()
-    part, before = _add_lanes(
-        sums_ptr, lane_ptr, head, row, back, total_q, own, in_lane, 0, FIRST, HEAD_DIM, STRIDE_DQT
+    part, second, before = _load_lanes(
+        sums_ptr, lane_ptr, head, row, back, total_q, inside, 0, FIRST, HEAD_DIM, STRIDE_DQT
     )
     if REST > 0:
-        last_part, last_before = _add_lanes(
-            sums_ptr, lane_ptr, head, row, back, total_q, own, in_lane, FIRST, REST, HEAD_DIM, STRIDE_DQT
+        last_part, last_second, last_before = _load_lanes(
+            sums_ptr, lane_ptr, head, row, back, total_q, inside, FIRST, REST, HEAD_DIM, STRIDE_DQT
         )
+    q_start, q_length = clamp_span(q_begin, q_end, total_q)
+    _, k_length = clamp_span(k_begin, k_end, total_k)
+    blocks = (q_length + BLOCK - 1) // BLOCK
+    lead = longest_lead((k_length + OWNED - 1) // OWNED - 1, blocks, distance, ROUND)
+    begin = q_start + (blocks - lead) * BLOCK
+    end = tl.where(lead > 0, q_start + q_length, begin)
+    in_lane = (row >= begin) & (row < end)
+    # The program of such a row writes it too.
+    lent = (row >= begin - back) & (row < end - back)
+    own = inside & (lent == 0)
+    paired = inside & ((row < 2 * back) | in_lane)
     # All of the lane's rows are read before any is written.
     tl.debug_barrier()
+    part += tl.where(in_lane, second, 0.0)
     _store_rounded(dq_ptr, part, head, row, 0, scale, own, FIRST, HEAD_DIM, STRIDE_DQT)
-    _store_rounded(dq_ptr, before, head, row - back, 0, scale, in_lane, FIRST, HEAD_DIM, STRIDE_DQT)
+    _store_rounded(dq_ptr, before, head, row - back, 0, scale, paired, FIRST, HEAD_DIM, STRIDE_DQT)
     if REST > 0:
+        last_part += tl.where(in_lane, last_second, 0.0)
         _store_rounded(dq_ptr, last_part, head, row, FIRST, scale, own, REST, HEAD_DIM, STRIDE_DQT)
-        _store_rounded(dq_ptr, last_before, head, row - back, FIRST, scale, in_lane, REST, HEAD_DIM, STRIDE_DQT)
+        _store_rounded(dq_ptr, last_before, head, row - back, FIRST, scale, paired, REST, HEAD_DIM, STRIDE_DQT)

@@ -1,8 +1,8 @@
 """The order in which tiles of one segment add to blocks of the other side, where each begins at a block of its own.
 
 Tiles that all begin at the first block, and add to it in order, wait there for each other. So a tile begins at an
-earlier place of the circle of blocks, its lead: so many blocks before the end, the more the later it comes in its round
-of ROUND tiles, which run side by side. Of three tiles and six blocks, with leads 0, 1 and 2, at each step:
+earlier place of the circle of blocks, its lead: as many blocks before the end as tiles come before it in its round of
+ROUND tiles, which run side by side. Of three tiles and six blocks, at each step:
 
     step      0   1   2   3   4   5
     tile 0    0   1   2   3   4   5
@@ -10,11 +10,10 @@ of ROUND tiles, which run side by side. Of three tiles and six blocks, with lead
     tile 2    4*  5*  0   1   2   3
 
 What is added before a tile comes to the first block (*) goes to a second lane of sums. In each lane tiles come to a
-block in their order, some steps apart, and the order is one in which none waits for a later tile.
+block in their order, at one step after another, and the order is one in which none waits for a later tile.
 
 The second lane has no memory of its own. It lies where results will be, which are half as wide: of block b, in the rows
-of blocks b and b - `lane_distance`. So it has half as many blocks. Leads are even within that room, and at most two
-blocks apart: where a tile's turn takes longer than its step, blocks with one lane should be few.
+of blocks b and b - `lane_distance`. Rows of the first block are left to counters.
 """
 
 import triton
@@ -24,27 +23,24 @@ import triton.language as tl
 @triton.jit
 def lane_distance(total, BLOCK: tl.constexpr):
     """In blocks, of a tensor of `total` rows."""
-    return (total + BLOCK - 1) // BLOCK // 2
+    return tl.maximum((total + BLOCK - 1) // BLOCK - 1, 0) // 2
 
 
 @triton.jit
-def leading_tiles(last, ROUND: tl.constexpr):
-    """How many of a round have leads, where tiles 0 .. last are."""
-    return tl.maximum(tl.minimum(last, ROUND - 1), 0)
+def limit_lead(lead, blocks, distance):
+    """As far as there is memory for it: no block lends its rows twice, and the first does not."""
+    return tl.maximum(tl.minimum(lead, tl.minimum(distance, blocks - 1 - distance)), 0)
+
+
+@triton.jit
+def lead_of(tile, blocks, distance, ROUND: tl.constexpr):
+    return limit_lead(tile % ROUND, blocks, distance)
 
 
 @triton.jit
 def longest_lead(last, blocks, distance, ROUND: tl.constexpr):
-    """The second lane has so many blocks, the last ones: no block lends its rows twice."""
-    room = tl.maximum(tl.minimum(distance, blocks - distance), 0)
-    return tl.minimum(room, 2 * leading_tiles(last, ROUND))
-
-
-@triton.jit
-def lead_of(tile, last, blocks, distance, ROUND: tl.constexpr):
-    leading = leading_tiles(last, ROUND)
-    rounded = 2 * (tile % ROUND) * longest_lead(last, blocks, distance, ROUND) + leading
-    return rounded // tl.maximum(2 * leading, 1)
+    """Of the tiles 0 .. last: the second lane has so many blocks, the last ones."""
+    return limit_lead(tl.minimum(last, ROUND - 1), blocks, distance)
 
 
 @triton.jit
@@ -53,13 +49,10 @@ def block_of_step(step, lead, blocks):
 
 
 @triton.jit
-def turn_in_lane(tile, last, step, lead, blocks, distance, ROUND: tl.constexpr):
+def turn_in_lane(tile, step, lead, blocks, distance, ROUND: tl.constexpr):
     """How many tiles add to its block at this step, in its lane, before it does."""
     # The least lead that reaches the block, and the first place in a round that has it.
     reach = blocks - block_of_step(step, lead, blocks)
-    longest = longest_lead(last, blocks, distance, ROUND)
-    twice = tl.maximum(2 * longest, 1)
-    first = ((2 * reach - 1) * leading_tiles(last, ROUND) + twice - 1) // twice
-    first = tl.where(reach > longest, ROUND, first)
+    first = tl.where(reach > limit_lead(ROUND, blocks, distance), ROUND, reach)
     second = tile // ROUND * (ROUND - first) + tl.maximum(tile % ROUND - first, 0)
     return tl.where(step < lead, second, tile - second)
