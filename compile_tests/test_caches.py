@@ -46,7 +46,7 @@ class Installation:
             TORCHINDUCTOR_FORCE_DISABLE_CACHES="0",
             TORCHINDUCTOR_CACHE_DIR=str(self.caches / "inductor"),
             TRITON_CACHE_DIR=str(self.caches / "triton"),
-            **environment,
+            **{"VK_PATH": "auto", **environment},
         )
         return json.loads(output)
 

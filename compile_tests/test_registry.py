@@ -162,11 +162,12 @@ def test_launch_plans_are_remembered_until_a_setting_changes() -> None:
         return option
 
     x = torch.empty(3, 4)
-    for tensor, option in ((x, 1), (torch.empty(3, 4), 1), (x, 2), (x.t(), 1), (x.double(), 1)):
-        assert prepare(tensor, option) == option
-    assert calls == [1, 2, 1, 1]
-    with settings(path="portable"):
-        prepare(x, 1)
+    with settings(path="auto"):
+        for tensor, option in ((x, 1), (torch.empty(3, 4), 1), (x, 2), (x.t(), 1), (x.double(), 1)):
+            assert prepare(tensor, option) == option
+        assert calls == [1, 2, 1, 1]
+        with settings(path="portable"):
+            prepare(x, 1)
     assert calls == [1, 2, 1, 1, 1]
 
 
@@ -174,11 +175,12 @@ def test_compiled_graphs_in_memory_are_dropped_when_a_setting_changes(device: st
     function, graphs = capture_graphs(window_attn)
     q = torch.randn(20, 1, 16, device=device).half()
     cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
-    for _ in range(2):
-        function(q, q, q, cu)
-    assert graphs.compiled == 1
-    with settings(path="portable"):
-        function(q, q, q, cu)
+    with settings(path="auto"):
+        for _ in range(2):
+            function(q, q, q, cu)
+        assert graphs.compiled == 1
+        with settings(path="portable"):
+            function(q, q, q, cu)
     assert graphs.compiled == 2
 
 
@@ -190,6 +192,7 @@ def test_cache_key_holds_settings_row_contents_and_the_users_own_tag(tmp_path: P
     tags = []
     with torch.compiler.config.patch(cache_key_tag="mine"):
         own = Settings()
+        own(path="auto")
         tags.append(torch.compiler.config.cache_key_tag)
         with own(path="portable"):
             tags.append(torch.compiler.config.cache_key_tag)

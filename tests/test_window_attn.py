@@ -590,24 +590,25 @@ def test_no_call_waits_for_the_device(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.large
 def test_more_than_two_billion_elements(device: str) -> None:
-    """The last segment lies past 2^31 elements of q, k, v and every gradient."""
+    """The last segments lie past 2^31 elements of q, k, v and every gradient."""
     num_heads, head_dim, window = 16, 128, 64
     segments = 2**31 // (num_heads * head_dim * window) + 8
     total = segments * window
     q, k, v, dout = (torch.empty(total, num_heads, head_dim, device=device, dtype=torch.bfloat16) for _ in range(4))
+    # Two, since one segment alone may have a launch of its own, which adds in another order.
+    tail = slice(total - 2 * window, total)
     for tensor in (q, k, v, dout):
         tensor.zero_()
-        tensor[-2 * window :].normal_()
+        tensor[tail].normal_()
     cu_seqlens = torch.arange(0, total + 1, window, device=device, dtype=torch.int32)
     out, lse = torch.ops.vk.window_attn(q, k, v, cu_seqlens)
     grads = torch.ops.vk.window_attn_backward(dout, None, q, k, v, out, lse, cu_seqlens)
-    tail = slice(total - window, total)
-    last = cumulative((window,), device)
+    last = cumulative((window, window), device)
     last_out, last_lse = torch.ops.vk.window_attn(*(t[tail].clone() for t in (q, k, v)), last)
     last_grads = torch.ops.vk.window_attn_backward(
         dout[tail], None, *(t[tail].clone() for t in (q, k, v)), last_out, last_lse, last
     )
-    assert q.numel() > 2**31
+    assert q.numel() - 2 * window * num_heads * head_dim > 2**31
     assert torch.equal(out[tail], last_out) and torch.equal(lse[:, tail], last_lse)
     for whole, alone in zip(grads, last_grads, strict=True):
         assert torch.equal(whole[tail], alone)

@@ -276,7 +276,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
             if OWN_STAGES == 1:
                 _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
-            # Last, since it is this that tells the others.
+            # Last, since it is this that tells the others, by one lane: every lane wrote the notes.
+            meet()
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             for member in range(GROUP):
                 other_head = head * GROUP + member
@@ -438,10 +439,9 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 kept = ()
                 for index in gl.static_range(BLOCK // 8):
                     kept = kept + (gl.where(lines < rows, p[index], 0.0),)
+                p = kept
                 if HAS_LEFT or HAS_RIGHT:
-                    p = _mask_weights(kept, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
-                else:
-                    p = kept
+                    p = _mask_weights(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
             weights = narrow_strips(p, DTYPE)
             delta = _load_vector(deltas, q_stage)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, COLUMNS)

@@ -157,6 +157,8 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
             write_note(addresses, slot, OUT, (out_ptr + (row.to(gl.int64) * HEADS + head) * HEAD_DIM).to(gl.int64))
             lse_ptr = kept_pointer(addresses, LSE, gl.float32)
             write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
+            # Every lane wrote the notes, and the one that arrives speaks for itself alone.
+            meet()
             for group in gl.static_range(GROUPS):
                 bar = bars.index(Q_FULL + group)
                 mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
