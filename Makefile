@@ -3,6 +3,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 OP ?=
 SHARD ?=
+SANITIZER ?= compute-sanitizer
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test bench lint clean
+.PHONY: help demo test gpu-test sanitize bench lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -27,7 +28,8 @@ help: ## this list
 	@echo "  TORCH_INDEX=URL   another package index, for PyTorch's CPU wheels:"
 	@echo "                    https://download.pytorch.org/whl/cpu"
 	@echo "  OP=window_attn    gpu-test, bench: this op alone"
-	@echo "  SHARD=1/4         gpu-test: the first of four shares of the tests"
+	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
+	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
 	@echo "  ARGS='...'        more arguments for test, gpu-test, bench"
 
 demo: $(VENV)/.installed-test ## encode the example image on this machine, no GPU needed
@@ -45,8 +47,8 @@ test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Trit
 	echo "Kernels in the interpreter:"; cat $$output; \
 	exit $$status
 
-# These two run on what the machine has; without it the first import would say so at length.
-gpu-test bench: needs-torch
+# These run on what the machine has; without it the first import would say so at length.
+gpu-test sanitize bench: needs-torch
 .PHONY: needs-torch
 needs-torch:
 	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "$(PYTHON) has no torch; give PYTHON=... (after make demo: PYTHON=$(BIN)/python)"; exit 1; }
@@ -55,6 +57,13 @@ gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD
 	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
 	$(FROM_TREE) pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
 		$(wildcard tests/test_$(OP).py compile_tests/test_$(OP).py),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
+
+# Racecheck before CUDA 13.5 takes what Triton itself hands to the partitions of a kernel for races.
+sanitize: ## the attention kernels on small cases under compute-sanitizer, memcheck and racecheck (SHARD=i/n)
+	@for tool in memcheck racecheck; do echo $$tool; \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	$(SANITIZER) --tool $$tool --kernel-name regex=_attention --show-backtrace no --error-exitcode 1 \
+	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/test_sanitized.py $(ARGS) || exit 1; done
 
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)

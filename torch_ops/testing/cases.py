@@ -159,18 +159,27 @@ WINDOW_ATTN = (
     _case("odd_strides", "strides that are no multiple of 8", (50,), 2, 72, layout="odd_strides"),
     *(_case(f"d{d}", f"head dim {d}", (40, 25), 1, d, options={"causal": d % 16 == 0}) for d in range(8, 257, 8)),
     _case("qwen3vl_l_1024", "L tower, 512 px", (1024,), 16, 72, "bench"),
+    _case("qwen3vl_l_2304", "L tower, 768 px", (2304,), 16, 72, "bench"),
     _case("qwen3vl_l_4096", "L tower, 1024 px", (4096,), 16, 72, "bench"),
     _case("qwen3vl_l_9216", "L tower, 1536 px", (9216,), 16, 72, "bench"),
+    _case("qwen3vl_l_16384", "L tower, 2048 px", (16384,), 16, 72, "bench"),
+    _case("qwen3vl_l_35344", "L tower, 3008 px", (35344,), 16, 72, "bench"),
     _case("qwen3vl_l_16x1024", "L tower, 16 images of 512 px", (1024,) * 16, 16, 72, "bench"),
+    _case("qwen3vl_l_8x4096", "L tower, 8 images of 1024 px", (4096,) * 8, 16, 72, "bench"),
     _case("qwen3vl_l_mixed", "L tower, 448 + 672 + 896 + 1344 px", (784, 1764, 3136, 7056), 16, 72, "bench"),
-    _case("qwen25vl_4096", "Qwen2.5-VL, one image", (4096,), 16, 80, "bench"),
-    _case("qwen25vl_9216", "Qwen2.5-VL, one large image", (9216,), 16, 80, "bench"),
-    _case("qwen25vl_16x1024", "Qwen2.5-VL, 16 images", (1024,) * 16, 16, 80, "bench"),
     _case("qwen25vl_4x4096", "Qwen2.5-VL full layers", (4096,) * 4, 16, 80, "bench"),
     _case("qwen25vl_windows", "Qwen2.5-VL windows", (64,) * 256, 16, 80, "bench"),
     _case("qwen25vl_ragged", "Qwen2.5-VL windows of a full HD image", RAGGED_WINDOWS, 16, 80, "bench"),
-    _case("qwen3vl_m_4x4096", "M tower", (4096,) * 4, 16, 64, "bench"),
+    *(_case(f"dense_d64_{2**n}", "one sequence", (2**n,), 16, 64, "bench") for n in range(8, 15)),
+    _case("dense_d64_16x1024", "a batch, M tower too", (1024,) * 16, 16, 64, "bench"),
+    _case("dense_d64_4x4096", "a batch, M tower too", (4096,) * 4, 16, 64, "bench"),
+    _case("dense_d128_8x4096", "a batch", (4096,) * 8, 16, 128, "bench"),
+    _case("dense_d128_causal_32x2048", "a batch in training", (2048,) * 32, 10, 128, "bench", options=CAUSAL),
     _case("dense_d128_causal", "a language model's prefill", (2048,) * 8, 32, 128, "bench", options=CAUSAL),
+    _case("dense_d128_gqa", "four query heads on a key head", (2048,) * 8, 32, 128, "bench", num_k_heads=8),
+    _case(
+        "dense_d128_gqa_causal", "the same in a prefill", (2048,) * 8, 32, 128, "bench", num_k_heads=8, options=CAUSAL
+    ),
 )  # fmt: skip
 
 

@@ -1,0 +1,57 @@
+"""Small cases that reach every branch of the attention kernels, on each path.
+
+They are cheap enough for compute-sanitizer, which `make sanitize` runs them under.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.test_window_attn import verify
+from torch_ops import settings
+from torch_ops._attention_hopper import PARTS
+from torch_ops.testing.cases import WindowAttnCase, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+
+def _case(name: str, lengths: tuple[int, ...], head_dim: int, num_heads: int = 2, **rest: object) -> WindowAttnCase:
+    options = {key: rest.pop(key) for key in ("causal", "window_left", "window_right", "softcap") if key in rest}
+    return WindowAttnCase(name, "sanitizer", lengths, num_heads, head_dim, options=options, **rest)  # type: ignore[arg-type]
+
+
+CASES = [
+    *(
+        _case(f"{name}-{head_dim}", lengths, head_dim, **rest)
+        for head_dim in PARTS
+        for name, lengths, rest in (
+            ("one", (300,), {}),
+            ("few", (130, 17, 0, 200, 1), {}),
+            ("many", (40, 7, 64, 0) * 6, {}),
+            ("causal", (200, 70), {"causal": True}),
+        )
+    ),
+    _case("groups", (150, 60), 72, 4, num_k_heads=2),
+    _case("groups_causal", (150, 60), 128, 4, num_k_heads=1, causal=True),
+    _case("cross", (140, 8, 3), 72, k_lengths=(11, 0, 277)),
+    _case("cross_causal", (140, 8, 3), 64, k_lengths=(11, 0, 277), causal=True),
+    _case("window", (300,), 64, window_left=40, window_right=25),
+    _case("window_of_several", (300, 50), 72, window_left=100, window_right=0),
+    _case("softcap", (160, 10), 64, softcap=5.0),
+    _case("outside", (137, 20), 72, padding=45, skipped=9),
+    _case("one_of_rounds", (700,), 64, 1),
+    _case("one_of_few_rounds", (520,), 72, 3),
+    _case("windows", (64,) * 12, 80),
+    _case("ragged", (64,) * 7 + (48, 16, 12, 90), 80),
+]
+
+
+@pytest.mark.parametrize("path", ["hopper", "portable"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_both_modes_are_right(case: WindowAttnCase, path: str, device: str) -> None:
+    dtype = torch.float16 if "cross" in case.name else torch.bfloat16
+    inputs = make_inputs(case, dtype, device)
+    with settings(path=path):
+        for deterministic in (True, False):
+            verify(replace(inputs, options={**inputs.options, "deterministic": deterministic}))
