@@ -24,13 +24,13 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 	@echo
 	@echo "Variables:"
-	@echo "  PYTHON=python3    makes $(VENV); runs gpu-test and bench, which install nothing"
+	@echo "  PYTHON=python3    makes $(VENV); runs gpu-test, sanitize and bench, which install nothing"
 	@echo "  TORCH_INDEX=URL   another package index, for PyTorch's CPU wheels:"
 	@echo "                    https://download.pytorch.org/whl/cpu"
 	@echo "  OP=window_attn    gpu-test, bench: this op alone"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
-	@echo "  ARGS='...'        more arguments for test, gpu-test, bench"
+	@echo "  ARGS='...'        more arguments for test, gpu-test, sanitize, bench"
 
 demo: $(VENV)/.installed-test ## encode the example image on this machine, no GPU needed
 	$(BIN)/vk info

@@ -44,11 +44,13 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     CU_OWN,
     DELTA,
     DOUT_EMPTY,
+    DOUT_FULL,
     DOUT_STAGES,
     FIRST_GRADIENT,
     FIRST_OTHER,
     FIRST_OTHERS,
     FIRST_OWN,
+    FREE,
     HEAD,
     HEAD_MASKED,
     LAST,
@@ -58,9 +60,11 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     MEETING,
     OTHERS,
     OWN_EMPTY,
+    OWN_FULL,
     OWNED,
     PLACE,
     Q_EMPTY,
+    Q_FULL,
     ROW_BYTES,
     ROW_OTHER,
     ROWS,
@@ -81,8 +85,10 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     V_EMPTY,
     WORD_BYTES,
     WORK,
+    arrivals,
     in_turns,
     makers,
+    sum_bytes,
     sums_at,
     tile_columns,
     tile_count,
@@ -110,18 +116,21 @@ from csrc_free_ops.attention.hopper_work import (
 )
 from csrc_free_ops.tiles.hopper import (
     accumulate,
+    await_phase,
     barrier_arrive,
     barrier_sync,
     check_base,
     exp2,
     keep_strips,
     made_anew,
+    make_barriers,
     meet,
     multiply,
     multiply_columns,
     narrow_strips,
     scale_strips,
     shared_base,
+    tell,
     wait_strips,
     wgmma_layout,
     widen,
@@ -182,7 +191,7 @@ def _kept_boundaries(notes, addresses, NUMBERS: gl.constexpr, POINTER: gl.conste
 
 
 @gluon.jit
-def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
+def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     """Draws tiles, tells the others of each, and loads what they read: `own` rows are keys, the others queries."""
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
@@ -195,13 +204,13 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
-    own_full, q_full, dout_full = full
     lses, deltas = vectors
     TILES: gl.constexpr = tile_count(HEAD_DIM)
     STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
     FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
     K_HEADS: gl.constexpr = HEADS // GROUP
+    bars_at = shared_base() + SUMS_AT + sum_bytes(HEAD_DIM)
     num_tiles, dealt = deal(
         _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), kept_number(notes, SEGMENTS),
         kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER,
@@ -242,11 +251,11 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             if OWN_STAGES == 1:
                 if count > 0:
                     barrier_sync(V_EMPTY, MEETING)
-                mbarrier.expect(own_full.index(1), 2 * STAGE_BYTES)
-                _load_own(own_descs[1], start + first, head, own_full.index(1), tiles, 2, TILES)
+                mbarrier.expect(bars.index(OWN_FULL + 1), 2 * STAGE_BYTES)
+                _load_own(own_descs[1], start + first, head, bars.index(OWN_FULL + 1), tiles, 2, TILES)
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
-            bar = own_full.index(own_stage)
+            bar = bars.index(OWN_FULL + own_stage)
             if OWN_STAGES > 1:
                 _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
                 _load_own(own_descs[1], start + first, head, bar, tiles, own_stage * 4 + 2, TILES)
@@ -276,16 +285,15 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
             if OWN_STAGES == 1:
                 _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
-            # Last, since it is this that tells the others, by one lane: every lane wrote the notes.
-            meet()
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
+            tell(bars_at + (OWN_FULL + own_stage) * 8)
             for member in range(GROUP):
                 other_head = head * GROUP + member
                 for step in range(blocks):
                     other = low + block_of_step(step, lead, blocks) * BLOCK
                     if loaded >= STAGES:
                         barrier_sync(Q_EMPTY + q_stage, MEETING)
-                    q_bar = q_full.index(q_stage)
+                    q_bar = bars.index(Q_FULL + q_stage)
                     mbarrier.expect(q_bar, STAGE_BYTES)
                     _load_tiles(
                         q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
@@ -301,14 +309,14 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
                     delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
                     if loaded >= DOUT_STAGES:
                         barrier_sync(DOUT_EMPTY + stage, MEETING)
-                    bar = dout_full.index(stage)
+                    bar = bars.index(DOUT_FULL + stage)
                     mbarrier.expect(bar, STAGE_BYTES)
                     _load_tiles(
                         dout_desc, other_start + other, other_head, bar, tiles, FIRST_DOUT + stage * TILES, TILES
                     )
                     lses.index(q_stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
                     deltas.index(q_stage).store(delta)
-                    mbarrier.arrive(q_bar, count=1)
+                    tell(bars_at + (Q_FULL + q_stage) * 8)
                     loaded += 1
                     stage, _ = turn_around(stage, DOUT_STAGES)
                     q_stage, _ = turn_around(q_stage, STAGES)
@@ -320,7 +328,8 @@ def _produce(descs, memory, full, vectors, OPTIONS: gl.constexpr):
     if count >= OWN_STAGES:
         barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
     write_note(notes, count % NOTES, BLOCKS, 0)
-    mbarrier.arrive(own_full.index(own_stage), count=1)
+    mbarrier.arrive(bars.index(OWN_FULL + own_stage), count=1)
+    tell(bars_at + (OWN_FULL + own_stage) * 8)
     if OWN_STAGES == 1:
         if count > 0:
             barrier_sync(V_EMPTY, MEETING)
@@ -345,7 +354,7 @@ def _load_vector(vectors, stage):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
@@ -356,7 +365,6 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     notes, addresses = told
-    own_full, q_full, dout_full = full
     lses, deltas = vectors
     COLUMNS: gl.constexpr = tile_columns(HEAD_DIM)
     TILES: gl.constexpr = tile_count(HEAD_DIM)
@@ -378,6 +386,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     dout = q + STAGES * STAGE_BYTES
     scores = dout + DOUT_STAGES * STAGE_BYTES
     sums = base + SUMS_AT
+    bars_at = sums + sum_bytes(HEAD_DIM)
     LAYOUT: gl.constexpr = wgmma_layout(8)
     lines = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     places = lines * 32 + gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 2
@@ -387,7 +396,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
     q_phase = 0
     passed = 0
     turn = 0
-    mbarrier.wait(own_full.index(0), 0)
+    mbarrier.wait(bars.index(OWN_FULL), 0)
     blocks = read_note(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
@@ -396,7 +405,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
         v = own + (2 + INDEX) * STAGE_BYTES
         columns = own + FIRST_BYTE
         if OWN_STAGES == 1:
-            mbarrier.wait(own_full.index(1), turn & 1)
+            mbarrier.wait(bars.index(OWN_FULL + 1), turn & 1)
         rows = read_note(notes, slot, ROWS) - OWN
         first_row = read_note(notes, slot, ROW_OTHER)
         if rows < BLOCK:
@@ -413,7 +422,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             lead = read_note(notes, slot, LEAD)
             left_at_tail = gl.where(lead > 0, blocks - lead + 1, 1)
         remaining = GROUP * blocks
-        mbarrier.wait(q_full.index(q_stage), q_phase)
+        mbarrier.wait(bars.index(Q_FULL + q_stage), q_phase)
         lse = _load_vector(lses, q_stage)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
@@ -422,7 +431,7 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             if (left == left_at_tail) & (tail < BLOCK):
                 _clear_tail(q + q_stage * STAGE_BYTES, tail, HEAD_DIM)
             s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
-            mbarrier.wait(dout_full.index(stage), (passed >> 1) & 1)
+            mbarrier.wait(bars.index(DOUT_FULL + stage), (passed >> 1) & 1)
             if (left == left_at_tail) & (tail < BLOCK):
                 _clear_tail(dout + stage * STAGE_BYTES, tail, HEAD_DIM)
             dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
@@ -469,7 +478,8 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
             next_stage, wrapped = turn_around(q_stage, STAGES)
             q_phase = q_phase ^ wrapped
             # lse is loaded where no product is under way: beside those that read both operands, loads take long. After
-            # the last block it is nothing, and not used.
+            # the last block it is what nobody writes, and not used.
+            next_lse = gl.where(remaining > 1, next_stage, STAGES)
             if makes:
                 barrier_sync(SCORED + 2 * stage + 1 - INDEX, CONSUMERS)
                 dq = multiply_columns(
@@ -477,13 +487,13 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 )
                 dv = wait_strips(dv, 2)
                 barrier_arrive(DOUT_EMPTY + stage, MEETING)
-                mbarrier.wait(free.index(stage), ((passed >> 1) & 1) ^ 1)
+                await_phase(bars_at + (FREE + stage) * 8, ((passed >> 1) & 1) ^ 1)
                 dk = wait_strips(dk, 1)
                 barrier_arrive(Q_EMPTY + q_stage, MEETING)
                 if remaining > 1:
-                    mbarrier.wait(q_full.index(next_stage), q_phase)
+                    mbarrier.wait(bars.index(Q_FULL + next_stage), q_phase)
                 dq = wait_strips(dq, 0)
-                lse = _load_vector(lses, next_stage)
+                lse = _load_vector(lses, next_lse)
                 if IN_TURNS:
                     # None may write ds of the block after next before all have read this one's.
                     meet()
@@ -492,10 +502,10 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
                 dv = wait_strips(dv, 1)
                 barrier_arrive(DOUT_EMPTY + stage, MEETING)
                 if remaining > 1:
-                    mbarrier.wait(q_full.index(next_stage), q_phase)
+                    mbarrier.wait(bars.index(Q_FULL + next_stage), q_phase)
                 dk = wait_strips(dk, 0)
                 barrier_arrive(Q_EMPTY + q_stage, MEETING)
-                lse = _load_vector(lses, next_stage)
+                lse = _load_vector(lses, next_lse)
             q_stage = next_stage
             passed += 1
             remaining -= 1
@@ -509,27 +519,8 @@ def _consume(INDEX: gl.constexpr, told, full, free, vectors, scale, SUMS_AT: gl.
         store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
         turn += 1
-        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
+        mbarrier.wait(bars.index(OWN_FULL + turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
-
-
-@gluon.jit
-def _make_barriers(STAGES: gl.constexpr):
-    # Of k and v each, or of both at each of two places.
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(2):
-        mbarrier.init(own_full.index(index), count=1)
-    for index in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(index), count=2)
-    for index in gl.static_range(DOUT_STAGES):
-        mbarrier.init(dout_full.index(index), count=1)
-    for index in gl.static_range(SENDERS):
-        mbarrier.init(free.index(index), count=1)
-    fence_async_shared()
-    return (own_full, q_full, dout_full), free
 
 
 @gluon.jit
@@ -556,16 +547,21 @@ def _attention_bwd_hopper_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BLOCKS_HELD: gl.constexpr = 4 * OWN_STAGES + STAGES + DOUT_STAGES
     BEFORE_SUMS: gl.constexpr = sums_at(BLOCKS_HELD * tile_count(HEAD_DIM) + 16 * WORD_BYTES // TILE_BYTES, HEAD_DIM)
-    SUM_TILES: gl.constexpr = SENDERS * BLOCK * HEAD_DIM * 4 // TILE_BYTES
-    tiles = gl.allocate_shared_memory(DTYPE, [BEFORE_SUMS + SUM_TILES, BLOCK, 1, COLUMNS], q_desc.layout)
+    SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
+    BARS_AT: gl.constexpr = SUMS_AT + sum_bytes(HEAD_DIM)
+    # The largest, and first: tiles, sums, and barriers behind them.
+    whole = gl.allocate_shared_memory(DTYPE, [BARS_AT // 256 + 1, 128], VECTOR)
+    tiles = whole._reinterpret(DTYPE, [BARS_AT // TILE_BYTES, BLOCK, 1, COLUMNS], q_desc.layout)
     check_base(flat(tiles.index(0)))
+    bars = whole.index(BARS_AT // 256)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    make_barriers(shared_base() + BARS_AT, arrivals(OWN_STAGES))
+    fence_async_shared()
     notes = gl.allocate_shared_memory(gl.int32, [POINTERS + NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
     vectors = (
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [STAGES + 1, BLOCK], VECTOR),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], VECTOR),
     )
-    full, free = _make_barriers(STAGES)
     OPTIONS: gl.constexpr = (
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "STAGES", STAGES,
         "HEADS", HEADS, "ORDER", ORDER, "DTYPE", DTYPE, "ORDERED", ORDERED, "OWN_STAGES", OWN_STAGES,
@@ -586,14 +582,13 @@ def _attention_bwd_hopper_kernel(
         if lane_rest_desc is not None:
             lane_descs = (lane_desc, lane_rest_desc)
     lane = (lane_descs, tiles)
-    SUMS_AT: gl.constexpr = BEFORE_SUMS * TILE_BYTES
     gl.warp_specialize(
         [
-            (_consume, (0, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
-            (_consume, (1, told, full, free, vectors, scale, SUMS_AT, OPTIONS)),
-            (_produce, (descs, memory, full, vectors, OPTIONS)),
-            (send, (0, told, full, free, lane, SUMS_AT, OPTIONS)),
-            (send, (1, told, full, free, lane, SUMS_AT, OPTIONS)),
+            (_consume, (0, told, bars, vectors, scale, SUMS_AT, OPTIONS)),
+            (_consume, (1, told, bars, vectors, scale, SUMS_AT, OPTIONS)),
+            (_produce, (descs, memory, bars, vectors, SUMS_AT, OPTIONS)),
+            (send, (0, told, bars, lane, SUMS_AT, OPTIONS)),
+            (send, (1, told, bars, lane, SUMS_AT, OPTIONS)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

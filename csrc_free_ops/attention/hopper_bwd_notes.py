@@ -3,21 +3,24 @@
 Who tells whom what, of each place or stage:
 
     barrier            who arrives                     who waits             what it says
-    own_full           producer, TMA                   consumers, senders    keys and notes of a tile are there
+    OWN_FULL           producer, TMA                   consumers, senders    keys and notes of a tile are there
     OWN_EMPTY          consumers, senders              producer              they have read them
     V_EMPTY            consumers                       producer              the same of v alone
-    q_full, dout_full  producer, TMA                   consumers             a block of queries is there
+    Q_FULL, DOUT_FULL  producer, TMA                   consumers             a block of queries is there
     Q_EMPTY,           consumers                       producer              they have read it
       DOUT_EMPTY
     SCORED             a warpgroup                     one that makes dq     its ds is in shared memory
     STAGED             who makes dq                    a sender              a part of dq is in shared memory
-    free               a sender                        who makes dq          it has been read
+    FREE               a sender                        who makes dq          it has been read
 
-Those in capitals are named barriers, which count threads; the others lie in shared memory.
+OWN_EMPTY, V_EMPTY, Q_EMPTY, DOUT_EMPTY, SCORED and STAGED are named barriers, which count threads; the others lie in
+shared memory. At OWN_FULL and Q_FULL every lane of the producer arrives, which has written notes, or lse and delta.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from csrc_free_ops.tiles.hopper import TOLD
 
 # Rows of every tile, and of a block of queries; bytes of 16 columns of them; keys of a program.
 BLOCK = gl.constexpr(64)
@@ -32,6 +35,8 @@ CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (
 # for keys, v's is let go by itself, before k's.
 OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(at) for at in (3, 5, 9, 11, 13))
 V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
+# Barriers in shared memory, the first of each kind.
+OWN_FULL, Q_FULL, DOUT_FULL, FREE = (gl.constexpr(at) for at in (0, 2, 5, 7))
 
 # Notes of a tile: BLOCKS of queries are counted from the last, and 0 after the last tile; SENT of them are sent, which
 # is none where BLOCKS is 1 for want of any; PLACE is the tile's among those of its segment, LAST that of the last;
@@ -73,6 +78,12 @@ def sums_at(tiles, head_dim):
 
 
 @gluon.constexpr_function
+def sum_bytes(head_dim):
+    """Of all parts of dq that wait in shared memory; the barriers lie behind them."""
+    return SENDERS.value * BLOCK.value * head_dim * 4
+
+
+@gluon.constexpr_function
 def in_turns(head_dim):
     return head_dim <= 80
 
@@ -87,3 +98,10 @@ def makers(head_dim):
 def lane_count(round_):
     """Of sums, where so many tiles begin at blocks of their own (`tiles.lanes`)."""
     return 2 if round_ > 1 else 1
+
+
+@gluon.constexpr_function
+def arrivals(own_stages):
+    """At each barrier in shared memory. With one place for keys, nothing is told with v."""
+    own = (TOLD.value, TOLD.value if own_stages == 2 else 1)
+    return (*own, *(TOLD.value,) * 3, 1, 1, 1, 1)

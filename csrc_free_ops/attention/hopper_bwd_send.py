@@ -11,12 +11,14 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     BLOCKS,
     COUNTS,
     FIRST_OTHER,
+    FREE,
     HEAD,
     LAST,
     LEAD,
     LENGTH,
     MEETING,
     OWN_EMPTY,
+    OWN_FULL,
     OWNED,
     PLACE,
     ROW_OTHER,
@@ -92,7 +94,7 @@ def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, is_first):
 
 
 @gluon.jit
-def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
+def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns."""
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
@@ -103,7 +105,6 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     notes, addresses = told
-    own_full = full[0]
     MAKERS: gl.constexpr = makers(HEAD_DIM)
     BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
     FIRST: gl.constexpr = first_columns(HEAD_DIM)
@@ -115,7 +116,7 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
     skipped = INDEX
     total = kept_number(notes, TOTAL_OTHER)
     slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
-    mbarrier.wait(own_full.index(0), 0)
+    mbarrier.wait(bars.index(OWN_FULL), 0)
     if ORDERED:
         # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
         await_kernel()
@@ -171,16 +172,16 @@ def send(INDEX: gl.constexpr, told, full, free, lane, SUMS_AT: gl.constexpr, OPT
                         rest = sums + total.to(gl.int64) * (HEADS * FIRST) + line * (HEAD_DIM - FIRST)
                         send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), is_first)
                 sent_from()
-                mbarrier.arrive(free.index(INDEX), count=1)
+                mbarrier.arrive(bars.index(FREE + INDEX), count=1)
                 if ORDERED:
                     pass_turn(counter.to(gl.int64))
             else:
                 barrier_sync(STAGED + INDEX, MAKERS)
-                mbarrier.arrive(free.index(INDEX), count=1)
+                mbarrier.arrive(bars.index(FREE + INDEX), count=1)
             part += SENDERS
         skipped = part - GROUP * blocks
         turn += 1
-        mbarrier.wait(own_full.index(turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
+        mbarrier.wait(bars.index(OWN_FULL + turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
     admit_kernel()
     # Shared memory must not end before what is sent from it.

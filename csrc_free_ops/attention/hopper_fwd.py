@@ -45,6 +45,7 @@ from csrc_free_ops.attention.hopper_work import (
     write_note,
 )
 from csrc_free_ops.tiles.hopper import (
+    TOLD,
     accumulate,
     await_phase,
     barrier_arrive,
@@ -61,6 +62,7 @@ from csrc_free_ops.tiles.hopper import (
     scale_strips,
     shared_base,
     strips,
+    tell,
     wait_strips,
     wgmma_layout,
     zero_strips,
@@ -83,7 +85,8 @@ BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD = (
     gl.constexpr(field) for field in range(9)
 )
 # Barriers of memory, as many as GROUPS and STAGES at the most.
-Q_FULL, K_FULL, V_FULL, BARRIERS = (gl.constexpr(at) for at in (0, 4, 8, 12))
+Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
+ARRIVALS = gl.constexpr((TOLD.value,) * 4 + (1,) * 8)
 # Addresses, in notes of their own and of the whole tensors.
 OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
 
@@ -113,6 +116,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     WIDTH: gl.constexpr = v_desc.block_shape[2]
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
 
+    bars_at = shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2
     num_tiles, dealt = deal(cu_q, num_segments, total_q, HEADS, GROUPS, ORDER)
     num_work = num_tiles * HEADS
     stage = 0
@@ -157,11 +161,10 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
             write_note(addresses, slot, OUT, (out_ptr + (row.to(gl.int64) * HEADS + head) * HEAD_DIM).to(gl.int64))
             lse_ptr = kept_pointer(addresses, LSE, gl.float32)
             write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
-            # Every lane wrote the notes, and the one that arrives speaks for itself alone.
-            meet()
             for group in gl.static_range(GROUPS):
                 bar = bars.index(Q_FULL + group)
                 mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
+                tell(bars_at + (Q_FULL + group) * 8)
                 for part in gl.static_range(PARTS):
                     tma.async_copy_global_to_shared(
                         q_descs[part], [row + group * 64, head, part * MAIN], bar, q_tiles[part].index(group)
@@ -195,6 +198,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     write_note(notes, count % NOTES, BLOCKS, 0)
     for group in gl.static_range(GROUPS):
         mbarrier.arrive(bars.index(Q_FULL + group), count=1)
+        tell(bars_at + (Q_FULL + group) * 8)
     # What consumers arrived at must be left as it was found.
     for index in gl.static_range(STAGES):
         if index < loaded:
@@ -420,7 +424,7 @@ def _attention_fwd_hopper_kernel(
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
     keep(addresses, (out_ptr, lse_ptr, ticket_ptr))
     bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
-    make_barriers(shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2, BARRIERS)
+    make_barriers(shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2, ARRIVALS)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,

@@ -53,17 +53,34 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _make_text(count):
-    places = [f"mbarrier.init.shared::cta.b64 [$1+{8 * index}], 1;" for index in range(count)]
+def _make_text(counts):
+    places = [
+        f"mbarrier.init.shared::cta.b64 [$1+{8 * index}], {getattr(count, 'value', count)};"
+        for index, count in enumerate(counts)
+    ]
     thread = "{ .reg .pred other; .reg .b32 thread; mov.u32 thread, %tid.x; setp.ne.u32 other, thread, 0;"
     return "\n".join([thread, "@other bra MADE;", *places, "MADE: mov.b32 $0, 0; }"])
 
 
 @gluon.jit
-def make_barriers(address, COUNT: gl.constexpr):
-    """Makes mbarriers of one arrival each from shared `address` on. Between Gluon's own all threads would meet."""
-    TEXT: gl.constexpr = _make_text(COUNT)
+def make_barriers(address, COUNTS: gl.constexpr):
+    """Makes mbarriers of so many arrivals from shared `address` on. Between Gluon's own all threads would meet."""
+    TEXT: gl.constexpr = _make_text(COUNTS)
     gl.inline_asm_elementwise(TEXT, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# Arrivals at an mbarrier that says that TMA has brought something, which one lane announces, and a warp has stored.
+TOLD = gl.constexpr(1 + 32)
+
+
+@gluon.jit
+def tell(address):
+    """Every lane of the warp arrives at the mbarrier at shared `address`: it speaks for what it has stored itself."""
+    meet()
+    gl.inline_asm_elementwise(
+        "mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0;",
+        "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

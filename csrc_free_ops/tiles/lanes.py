@@ -10,7 +10,7 @@ ROUND tiles, which run side by side. Of three tiles and six blocks, at each step
     tile 2    4*  5*  0   1   2   3
 
 What is added before a tile comes to the first block (*) goes to a second lane of sums. In each lane tiles come to a
-block in their order, at one step after another, and the order is one in which none waits for a later tile.
+block in their order, one step apart where there is room for all leads, and none ever waits for a later tile.
 
 The second lane has no memory of its own. It lies where results will be, which are half as wide: of block b, in the rows
 of blocks b and b - `lane_distance`. Rows of the first block are left to counters.
