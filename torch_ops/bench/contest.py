@@ -101,7 +101,8 @@ def _time(
 ) -> list[Timed]:  # fmt: skip
     timers: dict[str, Timer] = {}
     peaks: dict[str, int | None] = {}
-    judged = {name: verdict.of(direction) for name, verdict in verdicts.items()}
+    contenders = [contender for contender in contenders if direction in contender.directions]
+    judged = {contender.name: verdicts[contender.name].of(direction) for contender in contenders}
     for contender in contenders:
         name = contender.name
         if not judged[name].can_run:

@@ -24,19 +24,20 @@ _PLACE = re.compile(
 
 def summary(report: Report) -> str:
     """One row per case: our times, and every peer's time over ours, forward and backward."""
-    names = list(dict.fromkeys(peer.name for one in report.measurements for peer in one.peers))
-    directions = list(dict.fromkeys(one.direction for one in report.measurements))
+    names: dict[str, dict[str, None]] = {}
+    for one in report.measurements:
+        names.setdefault(one.direction, {}).update(dict.fromkeys(peer.name for peer in one.peers))
     cases: dict[tuple[str, str, str], dict[str, Measurement]] = {}
     for one in report.measurements:
         cases.setdefault((one.op, one.case, one.shape), {})[one.direction] = one
     headers = ["case", "shape"]
-    for direction in directions:
-        headers += [f"{direction} ms", *names]
+    for direction, peers in names.items():
+        headers += [f"{direction} ms", *peers]
     rows = []
     for (_, case, shape), found in cases.items():
         row = [case, shape]
-        for direction in directions:
-            row += _cells(found.get(direction), names)
+        for direction, peers in names.items():
+            row += _cells(found.get(direction), list(peers))
         rows.append(tuple(row))
     notes = (
         "Under a peer's name: its time over ours, so that above 1 ours is faster. "

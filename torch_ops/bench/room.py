@@ -56,12 +56,14 @@ class Contender:
 
     `refuses(case, dtype, device)` says in words why it cannot run there, "" if it can.
     `bind(case, inputs)` makes its call. `about()` says what it is, with its version.
+    In `directions` it is timed.
     """
 
     name: str
     bind: Callable[[Any, Any], Call]
     refuses: Callable[[Any, torch.dtype, torch.device], str]
     about: Callable[[], str]
+    directions: tuple[str, ...] = ("forward", "backward")
 
 
 def one_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from torch_ops.bench.results import (
     FAILED,
     OK,
+    OURS_FREE,
     UNAVAILABLE,
     WRONG,
     Ceilings,
@@ -189,7 +190,9 @@ def _ratio(one: Measurement) -> str:
     if one.ratio is None or one.ratio_range is None or one.best_peer is None:
         return NOTHING
     low, high = one.ratio_range
-    return f"{one.ratio:.2f} ({low:.2f}..{high:.2f}) {one.best_peer.name}"
+    ratio = f"{one.ratio:.2f} ({low:.2f}..{high:.2f}) {one.best_peer.name}"
+    free = next((peer.ms for peer in one.peers if peer.name == OURS_FREE and peer.status == OK), None)
+    return f"{ratio}, {one.best_peer.ms / free:.2f} for {OURS_FREE}" if free and one.best_peer.ms else ratio
 
 
 def _mib(timed: Timed | None) -> str:
