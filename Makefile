@@ -4,6 +4,10 @@ TORCH_INDEX ?=
 OP ?=
 SHARD ?=
 SANITIZER ?= compute-sanitizer
+RESULTS ?= docs/results
+GPU ?= h200
+GPUS ?= 0 0 0 0 0
+COMMIT ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -18,7 +22,7 @@ test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test sanitize bench lint clean
+.PHONY: help demo test gpu-test sanitize bench figures tables lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -30,6 +34,7 @@ help: ## this list
 	@echo "  OP=window_attn    gpu-test, bench: this op alone"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
+	@echo "  RESULTS=FOLDER    figures: where they go; GPU=h200, how their files begin; COMMIT=..., the commit to note"
 	@echo "  ARGS='...'        more arguments for test, gpu-test, sanitize, bench"
 
 demo: $(VENV)/.installed-test ## encode the example image on this machine, no GPU needed
@@ -48,7 +53,7 @@ test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Trit
 	exit $$status
 
 # These run on what the machine has; without it the first import would say so at length.
-gpu-test sanitize bench: needs-torch
+gpu-test sanitize bench figures: needs-torch
 .PHONY: needs-torch
 needs-torch:
 	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "$(PYTHON) has no torch; give PYTHON=... (after make demo: PYTHON=$(BIN)/python)"; exit 1; }
@@ -67,6 +72,29 @@ sanitize: ## the attention kernels on small cases under compute-sanitizer, memch
 
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
+
+# FILE, its place among GPUS, and the arguments of the run.
+FIGURES = CUDA_VISIBLE_DEVICES=$(word $(2),$(GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
+	--out $(RESULTS)/$(GPU)_$(1).json $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
+NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
+RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-host
+.PHONY: $(RUNS)
+figures: $(RUNS) ## the runs behind docs/results; make -j5 figures GPUS='0 1 2 3 4' gives each a GPU of its own
+$(RUNS): | needs-torch
+figures-vision:
+	$(call FIGURES,window_attn,1,window_attn --shapes 'qwen*' $(NEXT_TO_PEERS))
+figures-dense:
+	$(call FIGURES,window_attn_dense,2,window_attn --shapes 'dense_*' $(NEXT_TO_PEERS))
+figures-vision-cold:
+	$(call FIGURES,window_attn_cold,3,window_attn --shapes 'qwen*' $(NEXT_TO_PEERS) --cold)
+figures-dense-cold:
+	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes 'dense_*' $(NEXT_TO_PEERS) --cold)
+figures-host:
+	$(call FIGURES,host,5,host)
+
+tables: $(VENV)/.installed-test ## the tables and the picture of stored results, made anew
+	$(BIN)/vk bench table --into README.md docs/benchmarks.md
+	$(BIN)/vk bench chart $(RESULTS)/$(GPU)_window_attn.json $(RESULTS)/$(GPU)_window_attn.svg
 
 lint: $(VENV)/.installed-dev ## style, types, banned patterns, workflows
 	$(BIN)/ruff check .
