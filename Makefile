@@ -53,10 +53,13 @@ test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Trit
 	exit $$status
 
 # These run on what the machine has; without it the first import would say so at length.
-gpu-test sanitize bench figures: needs-torch
-.PHONY: needs-torch
+gpu-test sanitize bench: needs-torch
+.PHONY: needs-torch needs-gpu
 needs-torch:
 	@$(PYTHON) -c "import torch" 2>/dev/null || { echo "$(PYTHON) has no torch; give PYTHON=... (after make demo: PYTHON=$(BIN)/python)"; exit 1; }
+
+needs-gpu: needs-torch
+	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || { echo "$(PYTHON) finds no GPU"; exit 1; }
 
 gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD=i/n)
 	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
@@ -80,7 +83,7 @@ NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
 RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-host
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j5 figures GPUS='0 1 2 3 4' gives each a GPU of its own
-$(RUNS): | needs-torch
+$(RUNS): | needs-gpu
 figures-vision:
 	$(call FIGURES,window_attn,1,window_attn --shapes 'qwen*' $(NEXT_TO_PEERS))
 figures-dense:

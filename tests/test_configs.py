@@ -243,7 +243,7 @@ def test_a_broken_file_of_rows_is_passed_over_with_a_warning(tmp_path: Path, mon
     with pytest.warns(UserWarning, match="these launch rows are not used: .*rows.json holds no launch rows"):
         assert Settings().rows == ()
     monkeypatch.setenv("VK_ROWS", str(path))
-    with pytest.raises(ValueError, match="rows.json holds no launch rows"):
+    with pytest.raises(ValueError, match="VK_ROWS: .*rows.json holds no launch rows"):
         Settings()
 
 

@@ -110,7 +110,7 @@ class Settings:
 
     Environment: VK_PATH (auto, hopper, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows, or nothing
     for none; unless set, vk/rows.json in XDG_CACHE_HOME or ~/.cache, where `vk bench tune` writes), and
-    VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1, which are VK_PATH=portable.
+    VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1, which are VK_PATH=portable, whatever that says.
 
     A change of path or rows changes the kernels that graphs are made of, so it drops compiled graphs in memory and
     enters the key of compiled artefacts on disk.
@@ -124,7 +124,7 @@ class Settings:
             self._rows = _Rows.of(self._values.rows)
         except ValueError as error:
             if "VK_ROWS" in os.environ:
-                raise
+                raise ValueError(f"VK_ROWS: {error}") from error
             # Nobody asked for this file by name.
             warnings.warn(f"these launch rows are not used: {error}", stacklevel=2)
             self._values = replace(self._values, rows="")
