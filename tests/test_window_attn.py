@@ -381,10 +381,11 @@ def test_autocast_follows_the_region(dtype: torch.dtype, device: str) -> None:
     assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
 
 
-def test_a_backward_inside_an_autocast_region_computes_as_outside(device: str) -> None:
+@pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "lse made anew"])
+def test_a_backward_inside_an_autocast_region_computes_as_outside(return_lse: bool, device: str) -> None:
     inputs = make_inputs(WindowAttnCase("autocast", "backward", (33, 20), 2, 64), torch.float32, device)
     leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
-    out = window_attn(*leaves, inputs.cu_seqlens)
+    out, _ = torch.ops.vk.window_attn(*leaves, inputs.cu_seqlens, return_lse=return_lse)
     outside = torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
     with torch.autocast(device, dtype=torch.float16 if INTERPRET else torch.bfloat16):
         inside = torch.autograd.grad(out, leaves, inputs.dout)
@@ -486,6 +487,7 @@ def _refusals() -> list:
         ("none", changed(v=lambda g: None), r"v must be a dense tensor, got None"),
         ("no_cu", changed(cu_seqlens=lambda g: None), r"cu_seqlens must be a dense tensor, got None"),
         ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale must be a number, .*, got a tensor"),
+        ("learnt_softcap", changed(softcap=lambda g: torch.tensor(5.0)), r"softcap must be a number, .*, got a tensor"),
         (
             "sparse",
             changed(q=lambda g: g["q"].to_sparse()),

@@ -221,7 +221,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
         dout = out.new_zeros(()).expand_as(out)
     if lse.shape[1] != q.shape[0]:
         # Not made: captured without gradients, in an exported program say, and run with them.
-        tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options)[1]
+        with torch._C._DisableAutocast():
+            tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options)[1]
         dlse = None
     return *window_attn_backward_op(dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options), *nothing
 
@@ -279,8 +280,9 @@ def window_attn(
     backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv
     2307.08691.
     """
-    if isinstance(scale, Tensor):
-        refuse("window_attn", "scale", "a number, since a tensor would get no gradient", "a tensor")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if isinstance(number, Tensor):
+            refuse("window_attn", name, "a number, since a tensor would get no gradient", "a tensor")
     # The backward takes lse; where there will be none, it need not lie in memory.
     differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in (q, k, v))
     out, lse = window_attn_op(
