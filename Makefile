@@ -6,7 +6,7 @@ SHARD ?=
 SANITIZER ?= compute-sanitizer
 RESULTS ?= docs/results
 GPU ?= h200
-GPUS ?= 0 0 0 0 0
+GPUS ?= 0 0 0 0
 COMMIT ?=
 ARGS ?=
 
@@ -80,20 +80,21 @@ bench: ## time an op next to its peers (OP=..., default window_attn)
 FIGURES = CUDA_VISIBLE_DEVICES=$(word $(2),$(GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
 	--out $(RESULTS)/$(GPU)_$(1).json $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
-RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-host
+VISION = 'qwen3vl_l_*,qwen25vl_*'
+DENSE = 'dense_*,qwen3vl_m_*'
+RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold
 .PHONY: $(RUNS)
-figures: $(RUNS) ## the runs behind docs/results; make -j5 figures GPUS='0 1 2 3 4' gives each a GPU of its own
+figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
+	$(call FIGURES,host,1,host)
 $(RUNS): | needs-gpu
 figures-vision:
-	$(call FIGURES,window_attn,1,window_attn --shapes 'qwen*' $(NEXT_TO_PEERS))
+	$(call FIGURES,window_attn,1,window_attn --shapes $(VISION) $(NEXT_TO_PEERS))
 figures-dense:
-	$(call FIGURES,window_attn_dense,2,window_attn --shapes 'dense_*' $(NEXT_TO_PEERS))
+	$(call FIGURES,window_attn_dense,2,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS))
 figures-vision-cold:
-	$(call FIGURES,window_attn_cold,3,window_attn --shapes 'qwen*' $(NEXT_TO_PEERS) --cold)
+	$(call FIGURES,window_attn_cold,3,window_attn --shapes $(VISION) $(NEXT_TO_PEERS) --cold)
 figures-dense-cold:
-	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes 'dense_*' $(NEXT_TO_PEERS) --cold)
-figures-host:
-	$(call FIGURES,host,5,host)
+	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS) --cold)
 
 tables: $(VENV)/.installed-test ## the tables and the picture of stored results, made anew
 	$(BIN)/vk bench table --into README.md docs/benchmarks.md

@@ -294,7 +294,10 @@ def test_flash_peers_are_called_as_documented(
 
 def test_find_cases() -> None:
     names = [case.name for case in find_cases(["qwen25vl_*", "1x64x2x16c,image"])]
-    assert names == ["qwen25vl_4x4096", "qwen25vl_windows", "qwen25vl_ragged", "1x64x2x16c", "image"]
+    assert names == [
+        "qwen25vl_4096", "qwen25vl_9216", "qwen25vl_16x1024", "qwen25vl_4x4096",
+        "qwen25vl_windows", "qwen25vl_ragged", "1x64x2x16c", "image",
+    ]  # fmt: skip
     (case,) = find_cases(["8x2048x32/8x128c"])
     assert case.lengths == (2048,) * 8 and (case.num_heads, case.num_k_heads) == (32, 8)
     assert case.head_dim == 128 and case.options == {"causal": True}

@@ -6,6 +6,7 @@ programs, so that each draws several tiles and hands its places in shared memory
 
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.gpu
 PROGRAMS = 4
 
 
-def _case(name: str, lengths: tuple[int, ...], head_dim: int, num_heads: int = 2, **rest: object) -> WindowAttnCase:
-    options = {key: rest.pop(key) for key in ("causal", "window_left", "window_right", "softcap") if key in rest}
-    return WindowAttnCase(name, "sanitizer", lengths, num_heads, head_dim, options=options, **rest)  # type: ignore[arg-type]
+def _case(name: str, lengths: tuple[int, ...], head_dim: int, num_heads: int = 2, **rest: Any) -> WindowAttnCase:
+    return WindowAttnCase(name, "sanitizer", lengths, num_heads, head_dim, **rest)
 
 
+CAUSAL = {"causal": True}
 CASES = [
     *(
         _case(f"{name}-{head_dim}", lengths, head_dim, **rest)
@@ -32,16 +33,16 @@ CASES = [
             ("one", (300,), {}),
             ("few", (130, 17, 0, 200, 1), {}),
             ("many", (40, 7, 64, 0) * 9, {}),
-            ("causal", (200, 70), {"causal": True}),
+            ("causal", (200, 70), {"options": CAUSAL}),
         )
     ),
     _case("groups", (350, 60), 72, 4, num_k_heads=2),
-    _case("groups_causal", (350, 60), 128, 4, num_k_heads=1, causal=True),
+    _case("groups_causal", (350, 60), 128, 4, num_k_heads=1, options=CAUSAL),
     _case("cross", (140, 8, 3), 72, k_lengths=(11, 0, 277)),
-    _case("cross_causal", (140, 8, 3), 64, k_lengths=(11, 0, 277), causal=True),
-    _case("window", (300,), 64, window_left=40, window_right=25),
-    _case("window_of_several", (300, 50), 72, window_left=100, window_right=0),
-    _case("softcap", (160, 10), 64, softcap=5.0),
+    _case("cross_causal", (140, 8, 3), 64, k_lengths=(11, 0, 277), options=CAUSAL),
+    _case("window", (300,), 64, options={"window_left": 40, "window_right": 25}),
+    _case("window_of_several", (300, 50), 72, options={"window_left": 100, "window_right": 0}),
+    _case("softcap", (160, 10), 64, options={"softcap": 5.0}),
     _case("outside", (337, 20), 72, padding=45, skipped=9),
     _case("one_of_rounds", (700,), 64, 1),
     _case("one_of_few_rounds", (520,), 72),

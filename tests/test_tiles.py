@@ -166,7 +166,7 @@ def _lanes_kernel(out_ptr, longest_ptr, tiles, blocks, total, ROUND: tl.constexp
 
 @pytest.mark.parametrize("together", [2, 3, 8, 33])
 @pytest.mark.parametrize(
-    ("tiles", "length", "total"), [(8, 256, 256), (5, 150, 170), (20, 90, 90), (3, 40, 300), (4, 9, 9)]
+    ("tiles", "length", "total"), [(8, 256, 256), (5, 150, 170), (20, 90, 90), (3, 40, 300), (4, 9, 9), (4, 400, 400)]
 )
 def test_tiles_take_turns_in_two_lanes(tiles: int, length: int, total: int, together: int, device: str) -> None:
     """A tile adds to every block once, and in each lane of a block tiles have turns in their order."""
