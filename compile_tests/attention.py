@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
@@ -82,7 +83,7 @@ def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **var
 HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
-        _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel,
+        _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
     )
 }  # fmt: skip
@@ -91,12 +92,12 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
 def hopper_launches(
     launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
-    deterministic: bool = True,
+    deterministic: bool = True, rows: int = 2048,
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows."""
-    q = torch.empty(2048, num_heads, head_dim, device="meta", dtype=dtype)
-    k = torch.empty(2048, num_k_heads, head_dim, device="meta", dtype=dtype)
-    lse = torch.empty(num_heads, 2048, device="meta")
+    q = torch.empty(rows, num_heads, head_dim, device="meta", dtype=dtype)
+    k = torch.empty(rows, num_k_heads, head_dim, device="meta", dtype=dtype)
+    lse = torch.empty(num_heads, rows, device="meta")
     cu = torch.empty(segments + 1, device="meta", dtype=torch.int32)
     scores = Scores(0.1, left, right)
     launched: list[KernelLaunch] = []

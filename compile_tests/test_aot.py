@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import SM90, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
-from torch_ops import _attention_hopper, settings
+from torch_ops import _attention_hopper, _attention_hopper_backward, settings
 from torch_ops._attention_hopper import PARTS, Descriptors, describe
 from torch_ops._scores import Scores
 
@@ -156,6 +156,7 @@ HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {"right": 0},
     "window": {"left": 64, "right": 64, "num_k_heads": 4},
     "fp16": {"dtype": torch.float16},
+    "apart": {"segments": 1, "rows": 512, "num_k_heads": 8},
 }
 
 
@@ -176,21 +177,33 @@ def _hopper_builds(head_dim: int, variant: str) -> dict[str, Build]:
 
 # At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
 HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
-    (head_dim, variant) for head_dim in PARTS for variant in ("one", "many", "causal", "window") if head_dim != 72
+    (head_dim, variant)
+    for head_dim in PARTS
+    for variant in ("one", "many", "causal", "window", "apart")
+    if head_dim != 72
 ]
+PLACES = ("forward", "delta", "backward", "round")
 
 
-@pytest.mark.parametrize(("head_dim", "variant"), HOPPER_POINTS)
-@pytest.mark.parametrize("place", range(4), ids=("forward", "delta", "backward", "round"))
-def test_hopper_path_fits_and_overlaps(place: int, head_dim: int, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "variant", "place"),
+    [
+        (head_dim, variant, place)
+        for head_dim, variant in HOPPER_POINTS
+        # Apart there is nothing to round, and its forward is that of "one".
+        for place in (PLACES[1:3] if variant == "apart" else PLACES)
+    ],
+)
+def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str, place: str) -> None:
     """Nothing spills, and ptxas does not make wgmma wait for each other, as it does where accumulators must move."""
     builds = _hopper_builds(head_dim, variant)
-    assert len(builds) == 4
-    kernel, built = list(builds.items())[place]
+    assert len(builds) == (3 if variant == "apart" else 4)
+    built = list(builds.values())[PLACES.index(place)]
     assert built.shared <= shared_memory(SM90), str(built)
     products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
+    assert bool(products) == (place in ("forward", "backward"))
     waits = sass(built).count("WARPGROUP.DEPBAR")
-    assert waits < products / 2 or "hopper" not in kernel, f"{waits} waits for {products} products: {built}"
+    assert waits < products / 2 or not products, f"{waits} waits for {products} products: {built}"
     assert built.spilled == 0, str(built)
 
 
@@ -206,6 +219,14 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     assert waits[:2] + waits[3:] == [0, 0, 1] and waits[2] >= (4 if ordered else 2)
     ptx = builds[2].asm["ptx"]
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
+
+
+def test_gradients_apart_wait_for_delta_alone() -> None:
+    _, delta, apart = _hopper_builds(72, "apart").values()
+    assert apart.launch.kwargs["launch_pdl"] and "griddepcontrol.launch_dependents" in delta.asm["ptx"]
+    # Of keys the producer, of queries both consumers; and either producer at its end.
+    assert len(re.findall(r"griddepcontrol\.wait", apart.asm["ptx"])) >= 5
+    assert not re.search(r"ld\.acquire|\bred\.|cp\.reduce", apart.asm["ptx"])
 
 
 # Whether it lets the next kernel begin, and how often it waits for the one before.
@@ -236,21 +257,40 @@ def test_descriptors_of_later_calls_equal_made_ones() -> None:
             assert copied.base is made.base and vars(copied) == vars(made)
 
 
+# On 132 multiprocessors, with 16 heads; of all tiles an H200 was as fast or faster with these.
+ONE_SEGMENT = {
+    64: {1024: (128, 64), 2048: (192, 128), 4096: (192, 128)},
+    72: {256: (128, 64), 1024: (128, 64), 2048: (128, 64), 2304: (192, 128), 4096: (192, 128)},
+    80: {512: (128, 64), 2048: (128, 128)},
+}
+
+
 @pytest.mark.parametrize("gpu", ["no-such-gpu", "h200"])
-@pytest.mark.parametrize(
-    ("rows", "tile"), [(256, (128, 64)), (1024, (128, 64)), (2048, (128, 128)), (2304, (192, 128)), (4096, (192, 128))]
-)
-def test_one_segment_takes_as_few_rounds_as_it_can(
-    rows: int, tile: tuple[int, int], gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On 132 multiprocessors; of these an H200 was faster with each. Its rows are of many segments."""
+@pytest.mark.parametrize("head_dim", ONE_SEGMENT)
+def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rows of that GPU say, which are of many segments."""
     monkeypatch.setattr(_attention_hopper, "programs", lambda index: 132)
     with fake_gpu(SM90, gpu), settings(rows=""):
-        q = torch.empty(rows, 16, 72, device="meta", dtype=torch.bfloat16)
-        launch, _ = _attention_hopper.forward_launch(q, Scores(0.1), 1)
-        several, _ = _attention_hopper.forward_launch(q, Scores(0.1), 2)
-    assert launch.tile == tile
-    assert several.tile == ((128, 64) if gpu == "h200" and rows < 1024 else (192, 128))
+        for rows, tile in ONE_SEGMENT[head_dim].items():
+            q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
+            launch, _ = _attention_hopper.forward_launch(q, Scores(0.1), 1)
+            several, _ = _attention_hopper.forward_launch(q, Scores(0.1), 2)
+            assert (launch.tile, launch.num_stages) == (tile, 3 if tile[0] == 128 else several.num_stages), rows
+            small = gpu == "h200" and rows < 1024
+            assert several.tile == ((128, 128 if head_dim != 72 else 64) if small else (192, 128)), rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "segments", "right", "apart"),
+    [(512, 1, -1, True), (528, 1, -1, False), (512, 2, -1, False), (512, 1, 0, False)],
+)
+def test_gradients_are_made_apart_where_there_is_room(
+    rows: int, segments: int, right: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one segment without bounds, if dq has room beside dk and dv on 132 multiprocessors."""
+    monkeypatch.setattr(_attention_hopper_backward, "programs", lambda index: 132)
+    q = torch.empty(rows, 16, 72, device="meta", dtype=torch.bfloat16)
+    assert _attention_hopper_backward.fits_apart(q, q, segments, Scores(0.1, -1, right)) == apart
 
 
 def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:

@@ -136,6 +136,10 @@ def test_paths_are_as_explained() -> None:
         with settings(path=path):
             explained[path] = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"]
     assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
+    for rows, kernel in ((1024, "attention_bwd_hopper"), (512, "attention_bwd_apart")):
+        few = [tensor[:rows] for tensor in (inputs.q, inputs.k, inputs.v)]
+        kernels = torch_ops.explain(window_attn, *few, inputs.cu_seqlens)["kernels"]
+        assert list(kernels) == ["attention_fwd_hopper", kernel]
     shifted = torch.empty(inputs.q.numel() + 1, device="cuda", dtype=inputs.q.dtype)[1:].view(inputs.q.shape)
     with settings(path="hopper"):
         explained = torch_ops.explain(window_attn, shifted, inputs.k, inputs.v, inputs.cu_seqlens)
@@ -151,7 +155,7 @@ KINDS = ("free", "ordered")
 def _backward(
     inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Launch | None = None
 ) -> Callable[[], dict[str, Tensor]]:
-    """The Hopper backward from this out and lse; what it leaves unwritten is NaN."""
+    """The Hopper backward from this out and lse, of a kind; what it leaves unwritten is NaN."""
     options = inputs.options
     scores = Scores.of(
         inputs.q.shape[2], options.get("scale"), options.get("causal", False),
@@ -161,9 +165,10 @@ def _backward(
     tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
     segments = inputs.cu_seqlens.shape[0] - 1
     launch = launch or choose("attention_bwd_hopper", inputs.q, scores, 1024)[0]
-    plan = _attention_hopper_backward.plan_backward_hopper(
-        inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
-    )
+    with mock.patch.object(_attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"):
+        plan = _attention_hopper_backward.plan_backward_hopper(
+            inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
+        )
 
     def call() -> dict[str, Tensor]:
         grads = [torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)]
@@ -184,7 +189,7 @@ def _assert_gradients_right(inputs: WindowAttnInputs, kind: str, launch: Launch 
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
     actual = _gradients(inputs, out, lse, kind, launch)
     check(actual, backward(inputs, out, lse), {name: exact[name] for name in actual})
-    if kind == "ordered":
+    if kind != "free":
         for _ in range(3):
             again = _gradients(inputs, out, lse, kind, launch)
             for name in actual:
@@ -196,6 +201,13 @@ def _assert_gradients_right(inputs: WindowAttnInputs, kind: str, launch: Launch 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_gradients(head_dim: int, lengths: str, kind: str) -> None:
     _assert_gradients_right(_inputs(LENGTHS[lengths], head_dim, 4), kind)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 200, 512, 2311])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradients_apart(head_dim: int, rows: int) -> None:
+    """dq by programs of its own; also of more programs than the GPU has room for."""
+    _assert_gradients_right(_inputs((rows,), head_dim, 4), "apart")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,10 +286,20 @@ def test_gradients_in_general(case: str, kind: str, dtype: torch.dtype) -> None:
     _assert_gradients_right(make_inputs(WindowAttnCase("general", "path", **fields), dtype, "cuda"), kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_keys_outside_of_segments_may_be_nan(kind: str) -> None:
+APART = [name for name, fields in GENERAL.items() if name.startswith("one_") and "options" not in fields]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", APART)
+def test_gradients_apart_in_general(case: str, dtype: torch.dtype) -> None:
+    test_gradients_in_general(case, "apart", dtype)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "apart"])
+def test_rows_outside_of_segments_may_be_nan(kind: str) -> None:
+    lengths = (500,) if kind == "apart" else (300, 200)
     inputs = make_inputs(
-        WindowAttnCase("nan", "outside", (300, 200), 2, 72, skipped=130, padding=300), torch.bfloat16, "cuda"
+        WindowAttnCase("nan", "outside", lengths, 2, 72, skipped=130, padding=300), torch.bfloat16, "cuda"
     )
     exact = differentiate(references.window_attn, inputs, torch.float64)
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
@@ -305,6 +327,12 @@ def test_peak_memory_is_that_of_results_and_sums() -> None:
             call()
         assert peak_bytes(lambda: inputs.call(window_attn), inputs.q.device) == bytes_of_one
         expected = 3 * bytes_of_one + 2 * bytes_of_one + lse.numel() * lse.itemsize
+        assert peak_bytes(lambda: backward_of(*args), inputs.q.device) == expected
+        # Where dq is made by programs of its own there are no sums.
+        few = inputs.q[:512], inputs.k[:512], inputs.v[:512], out[:512], lse[:, :512].contiguous()
+        args = (inputs.dout[:512], None, *few, inputs.cu_seqlens // 2)
+        backward_of(*args)
+        expected = 3 * bytes_of_one // 2 + few[-1].numel() * lse.itemsize
         assert peak_bytes(lambda: backward_of(*args), inputs.q.device) == expected
 
 

@@ -51,6 +51,19 @@ CASES = [
 ]
 
 
+APART = [
+    *(_case(f"apart-{head_dim}", (300,), head_dim) for head_dim in _attention_hopper.PARTS),
+    _case("apart_groups", (130,), 72, 4, num_k_heads=2),
+    _case("apart_other_keys", (140,), 64, k_lengths=(600,), padding=45, skipped=9),
+]
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda case: case.name)
+def test_gradients_apart_are_right(case: WindowAttnCase, device: str) -> None:
+    with settings(path="hopper"):
+        verify(make_inputs(case, torch.bfloat16, device))
+
+
 @pytest.mark.parametrize("path", ["hopper", "portable"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_both_modes_are_right(case: WindowAttnCase, path: str, device: str) -> None:

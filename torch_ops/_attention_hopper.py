@@ -31,9 +31,9 @@ LOG2E = 1.4426950408889634
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
 REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
-# How long a round of tiles of so many warpgroups takes, by that of two. Of three: by 16 x 1024 rows at D 72 and 64 on
-# an H200; of one: a guess.
-ROUND = {1: 0.75, 2: 1.0, 3: 1.45}
+# How long a round of tiles of so many warpgroups takes, by that of two; other head dimensions take the last. By 2048
+# and 16 x 1024 rows on an H200.
+ROUND = {64: {1: 0.5, 2: 1.0, 3: 1.2}, 0: {1: 0.8, 2: 1.0, 3: 1.35}}
 
 
 def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
@@ -188,7 +188,7 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
 
     Shipped rows were measured with many segments. One segment's tiles take so many rounds of the programs: it takes the
     launch of long segments, or, where tiles of two warpgroups are done sooner than those of three, such tiles. Of one
-    round, smaller blocks begin sooner.
+    round, smaller blocks begin sooner; at head dimension 72 they are faster in any.
     """
     launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
     if num_segments != 1 or any(row.launch is launch for row in settings.rows):
@@ -198,10 +198,12 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
         return launch, source
     each = -(-q.shape[0] // 64) * q.shape[1] / programs(q.device.index)
     rounds, rest = divmod(each, 3)
-    tall = rounds * ROUND[3] + (ROUND[math.ceil(rest)] if rest else 0)
+    takes = ROUND.get(q.shape[2], ROUND[0])
+    tall = rounds * takes[3] + (takes[math.ceil(rest)] if rest else 0)
     if each > 2 and tall <= math.ceil(each / 2):
         return launch, source
-    return Launch(128, 64 if each <= 2 else launch.block_n, 8, launch.num_stages), source
+    columns = 64 if each <= 2 or q.shape[2] == 72 else launch.block_n
+    return Launch(128, columns, 8, 3 if q.shape[2] <= 80 else launch.num_stages), source
 
 
 def plan_forward_hopper(

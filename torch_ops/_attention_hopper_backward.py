@@ -10,6 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_apart import STAGES, _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_notes import lane_count, tile_columns
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_kernel,
@@ -28,8 +29,13 @@ from torch_ops._scores import Scores
 SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
 # Rows of what goes to a second lane at once, of the first and of the rest of the columns.
 LANE_ROWS, LANE_REST_ROWS = 32, 64
-# Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer.
-WIDE_REGISTERS = (240, 24, 168)
+# Of the kernel that has no rows in `configs`, where gradients are made apart.
+APART = Launch(SENT_ROWS, PASS_KEYS, 8, STAGES.value)
+
+
+def _registers(head_dim: int) -> tuple[int, int, int]:
+    """Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer."""
+    return REGISTERS[2, True] if head_dim <= 96 else (240, 24, 168)
 
 
 def _rows_back(total: int) -> int:
@@ -66,6 +72,71 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
     return together if few and has_room and not bounded else 1
 
 
+def fits_apart(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> bool:
+    """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once."""
+    tiles = -(-q.shape[0] // PASS_KEYS) * q.shape[1] + -(-k.shape[0] // PASS_KEYS) * k.shape[1]
+    bounded = scores.left >= 0 or scores.right >= 0
+    return num_segments == 1 and not bounded and tiles <= programs(q.device.index)
+
+
+def _plan_delta(
+    dout: Tensor, out: Tensor, total_k: int, num_segments: int, scores: Scores, has_dlse: bool, ordered: bool,
+    lanes: int,
+) -> Callable[..., None]:  # fmt: skip
+    """launch(out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)."""
+    total_q, num_heads, head_dim = out.shape
+    main, tail = split_head_dim(head_dim, out.dtype.itemsize)
+    unit, head_stride = head_strides(out, dout)
+    scalars = (*head_stride, total_q, total_k, num_segments, *scores.bounds())
+    constants = {
+        "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
+        "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0,
+        "ORDERED": ordered, "LANES": lanes, "ONE": num_segments == 1, "OVERLAPPED": True,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8,
+    }  # fmt: skip
+    grid = (total_q // SENT_ROWS + num_segments + 2, num_heads)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_delta(*tensors: Tensor) -> None:
+        if not relaunch(None, tensors):
+            compiled = _attention_bwd_delta_kernel[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_delta
+
+
+def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores, has_dlse: bool) -> Callable[..., None]:
+    """What `plan_backward_hopper` gives, where `fits_apart`."""
+    total_q, num_heads, head_dim = q.shape
+    total_k, num_k_heads, _ = k.shape
+    consumer, producer, at_launch = _registers(head_dim)
+    constants = {
+        "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": num_heads // num_k_heads, "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
+    }  # fmt: skip
+    scalars = (total_q, total_k, scores.scale)
+    launch_delta = _plan_delta(dout, out, total_k, 1, scores, has_dlse, ordered=False, lanes=0)
+    tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
+    descriptors_of = Descriptors(*[tile] * 4)
+    grid = (-(-total_q // PASS_KEYS) * num_heads + -(-total_k // PASS_KEYS) * num_k_heads, 1)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
+        delta = torch.empty_like(lse)
+        # In place of sums and counters, of which there are none.
+        launch_delta(out, lse, dout, lse if dlse is None else dlse.contiguous(), cu_q, cu_k, delta, delta, delta)
+        descriptors, tensors = descriptors_of(q, k, v, dout), (lse, delta, cu_q, cu_k, dq, dk, dv)
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_bwd_apart_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_backward
+
+
 def plan_backward_hopper(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, launch: Launch, scores: Scores,
     has_dlse: bool, deterministic: bool,
@@ -74,11 +145,13 @@ def plan_backward_hopper(
 
     Unless `deterministic`, dq is added up in any order. Sums begin at 0, so of two tiles any order gives the same.
     """
+    if fits_apart(q, k, num_segments, scores):
+        return _plan_apart(dout, q, k, out, scores, has_dlse)
     deterministic = deterministic and k.shape[0] > 2 * PASS_KEYS
     total_q, num_heads, head_dim = q.shape
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
     together = _tiles_together(q, k, num_segments, scores) if deterministic else 1
-    constants = constants_of(q, k, launch, scores, REGISTERS[2, True] if head_dim <= 96 else WIDE_REGISTERS)
+    constants = constants_of(q, k, launch, scores, _registers(head_dim))
     constants |= {
         "ORDERED": deterministic,
         # The producer of wider heads lacks registers for EVEN.
@@ -89,21 +162,12 @@ def plan_backward_hopper(
         # Its programs begin while the kernel before ends, and do what needs none of its results.
         "launch_pdl": True,
     }
-    bounds = {name: constants[name] for name in ("HAS_LEFT", "HAS_RIGHT", "ORDERED")}
     tiles = total_q // SENT_ROWS + num_segments + 2
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize
-    unit, head_stride = head_strides(out, dout)
-    delta_scalars = (*head_stride, total_q, k.shape[0], num_segments, *scores.bounds())
-    split = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
-    delta_constants = {
-        "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "LANES": lanes, "ONE": num_segments == 1,
-        "OVERLAPPED": True, "num_warps": 8,
-        **bounds, **split,
-    }  # fmt: skip
+    launch_delta = _plan_delta(dout, out, k.shape[0], num_segments, scores, has_dlse, deterministic, lanes)
     scalars = (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
     has_rest = widths[1] > 0
@@ -116,7 +180,7 @@ def plan_backward_hopper(
     if lanes == 1:
         round_kernel = _attention_bwd_round_kernel
         round_scalars: tuple[Any, ...] = (total_q, scores.scale)
-        round_constants |= split
+        round_constants |= {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "num_stages": 1}
         descriptors_of = Descriptors(*[tile] * 4)
     else:
         round_kernel = _attention_bwd_round_lanes_kernel
@@ -127,10 +191,9 @@ def plan_backward_hopper(
         in_lane = [partial(_describe_lane, rows=rows) for rows in (LANE_ROWS, LANE_REST_ROWS)]
         descriptors_of = Descriptors(*[tile] * 4, *in_lane[: 2 if has_rest else 1])
     device = q.device
-    grid, delta_grid = (programs(device.index), 1), (tiles, num_heads)
+    grid = (programs(device.index), 1)
     round_grid = (-(-rounded_rows // ROUNDED_ROWS), num_heads)
-    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
-    relaunch_round = Relaunch(round_grid, round_scalars)
+    relaunch, relaunch_round = Relaunch(grid, scalars), Relaunch(round_grid, round_scalars)
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -146,10 +209,7 @@ def plan_backward_hopper(
             counts = dq.view(torch.int32)
         else:
             counts = torch.empty(num_counts, dtype=torch.int32, device=device)
-        before = (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
-        if not relaunch_delta(None, before):
-            compiled = _attention_bwd_delta_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
-            relaunch_delta.keep(None, before, delta_constants, compiled)
+        launch_delta(out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
         if lanes == 1:
             descriptors = (*descriptors_of(q, k, v, dout), None, None)
             rounded: tuple[Tensor, ...] = (sums, dq)

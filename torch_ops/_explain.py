@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from csrc_free_ops.configs import Row, shipped_rows
 from torch_ops._attention import why_portable
 from torch_ops._attention_hopper import addressable, forward_launch, refusal
+from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
@@ -81,6 +82,8 @@ def _explain_window_attn(
     for short, general in KERNELS.items():
         if not why and short == "attention_fwd_short":
             kernels[HOPPER[short]] = forward_launch(q, scores, segments)
+        elif not why and fits_apart(q, k, segments, scores):
+            kernels["attention_bwd_apart"] = APART, "one segment that leaves room for dq beside dk and dv"
         elif not why:
             kernels[HOPPER[short]] = choose(HOPPER[short], q, scores, length)
         elif chosen := short_launch(short, q, k, cu_seqlens_k, scores, length):

@@ -32,7 +32,7 @@ all tiles begin at once; where ROUND is more than 1 each does at another block, 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from csrc_free_ops.attention.hopper_bwd_notes import (
     AFTER,
@@ -136,24 +136,25 @@ from csrc_free_ops.tiles.hopper import (
     widen,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, flat, put_pairs, store_rows
+from csrc_free_ops.tiles.hopper_memory import (
+    await_kernel,
+    clear_rows,
+    flat,
+    load_tiles,
+    put_pairs,
+    read_columns,
+    store_rows,
+)
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LOG2E
 
 
 @gluon.jit
-def _load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
-    COLUMNS: gl.constexpr = desc.block_shape[2]
-    for tile in gl.static_range(TILES):
-        tma.async_copy_global_to_shared(desc, [row, head, tile * COLUMNS], bar, tiles.index(first + tile))
-
-
-@gluon.jit
 def _load_own(desc, row, head, bar, tiles, place, TILES: gl.constexpr):
     """k or v of both warpgroups to the places from `place` on."""
     for group in gl.static_range(2):
-        _load_tiles(desc, row + group * BLOCK, head, bar, tiles, (place + group) * TILES, TILES)
+        load_tiles(desc, row + group * BLOCK, head, bar, tiles, (place + group) * TILES, TILES)
 
 
 @gluon.jit
@@ -295,7 +296,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                         barrier_sync(Q_EMPTY + q_stage, MEETING)
                     q_bar = bars.index(Q_FULL + q_stage)
                     mbarrier.expect(q_bar, STAGE_BYTES)
-                    _load_tiles(
+                    load_tiles(
                         q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
                     )
                     local = made_anew(gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0])))
@@ -311,7 +312,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                         barrier_sync(DOUT_EMPTY + stage, MEETING)
                     bar = bars.index(DOUT_FULL + stage)
                     mbarrier.expect(bar, STAGE_BYTES)
-                    _load_tiles(
+                    load_tiles(
                         dout_desc, other_start + other, other_head, bar, tiles, FIRST_DOUT + stage * TILES, TILES
                     )
                     lses.index(q_stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
@@ -341,16 +342,6 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
     for index in gl.static_range(DOUT_STAGES):
         if index < loaded:
             barrier_sync(DOUT_EMPTY + index, MEETING)
-
-
-@gluon.jit
-def _load_vector(vectors, stage):
-    """One number for each column of BLOCK // 8 strips."""
-    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
-    parts = ()
-    for index in gl.static_range(BLOCK // 8):
-        parts = parts + (vectors.index(stage).slice(8 * index, 8).load(COLUMN),)
-    return parts
 
 
 @gluon.jit
@@ -422,8 +413,8 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
             lead = read_note(notes, slot, LEAD)
             left_at_tail = gl.where(lead > 0, blocks - lead + 1, 1)
         remaining = GROUP * blocks
-        mbarrier.wait(bars.index(Q_FULL + q_stage), q_phase)
-        lse = _load_vector(lses, q_stage)
+        await_phase(bars_at + (Q_FULL + q_stage) * 8, q_phase)
+        lse = read_columns(lses.index(q_stage), BLOCK // 8)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
             # Of the two places for a block of dout, for ds and for dq.
@@ -431,7 +422,7 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
             if (left == left_at_tail) & (tail < BLOCK):
                 _clear_tail(q + q_stage * STAGE_BYTES, tail, HEAD_DIM)
             s = multiply(k, q + q_stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
-            mbarrier.wait(bars.index(DOUT_FULL + stage), (passed >> 1) & 1)
+            await_phase(bars_at + (DOUT_FULL + stage) * 8, (passed >> 1) & 1)
             if (left == left_at_tail) & (tail < BLOCK):
                 _clear_tail(dout + stage * STAGE_BYTES, tail, HEAD_DIM)
             dp = multiply(v, dout + stage * STAGE_BYTES, BLOCK // 8, HEAD_DIM, COLUMNS, DTYPE)
@@ -452,7 +443,7 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
                 if HAS_LEFT or HAS_RIGHT:
                     p = _mask_weights(p, notes, slot, left, OWN, HAS_RIGHT, HAS_LEFT)
             weights = narrow_strips(p, DTYPE)
-            delta = _load_vector(deltas, q_stage)
+            delta = read_columns(deltas.index(q_stage), BLOCK // 8)
             dv = accumulate(dv, weights, dout + stage * STAGE_BYTES, BLOCK, COLUMNS)
             dp = wait_strips(dp, 1)
             if OWN_STAGES == 1:
@@ -491,9 +482,9 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
                 dk = wait_strips(dk, 1)
                 barrier_arrive(Q_EMPTY + q_stage, MEETING)
                 if remaining > 1:
-                    mbarrier.wait(bars.index(Q_FULL + next_stage), q_phase)
+                    await_phase(bars_at + (Q_FULL + next_stage) * 8, q_phase)
                 dq = wait_strips(dq, 0)
-                lse = _load_vector(lses, next_lse)
+                lse = read_columns(lses.index(next_lse), BLOCK // 8)
                 if IN_TURNS:
                     # None may write ds of the block after next before all have read this one's.
                     meet()
@@ -502,10 +493,10 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
                 dv = wait_strips(dv, 1)
                 barrier_arrive(DOUT_EMPTY + stage, MEETING)
                 if remaining > 1:
-                    mbarrier.wait(bars.index(Q_FULL + next_stage), q_phase)
+                    await_phase(bars_at + (Q_FULL + next_stage) * 8, q_phase)
                 dk = wait_strips(dk, 0)
                 barrier_arrive(Q_EMPTY + q_stage, MEETING)
-                lse = _load_vector(lses, next_lse)
+                lse = read_columns(lses.index(next_lse), BLOCK // 8)
             q_stage = next_stage
             passed += 1
             remaining -= 1

@@ -57,7 +57,8 @@ def _attention_bwd_delta_kernel(
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's counters at 0, and its sums where they must be 0.
 
     With ORDERED the first program to add writes, so they need not be where there is one. BLOCK_N are its keys. There is
-    a counter for each of LANES; the number behind them says whether boundaries fall. With ONE there is one segment.
+    a counter for each of LANES; the number behind them says whether boundaries fall. Without LANES there are neither
+    sums nor counters, and delta is all. With ONE there is one segment.
     With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:
@@ -67,8 +68,10 @@ def _attention_bwd_delta_kernel(
     for lane in tl.static_range(LANES):
         tl.store(counts_ptr + (lane * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
     falling_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
-    # One that has the least to do: rows end before the last tile.
+    # By one that has the least to do: rows end before the last tile.
     tells = (tile == tl.num_programs(0) - 1) & (head == 0)
+    if LANES == 0:
+        tells = False
     if ONE:
         # All in one look at memory, where a search takes one after another.
         q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
@@ -115,14 +118,15 @@ def _attention_bwd_delta_kernel(
 
     shift = q_length - k_length
     seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
-    if not (ORDERED and seen):
-        FIRST: tl.constexpr = first_columns(HEAD_DIM)
-        line = head * total_q + row
-        _clear(sums_ptr + line * FIRST, remaining, BLOCK_M, FIRST)
-        if FIRST < HEAD_DIM:
-            REST: tl.constexpr = HEAD_DIM - FIRST
-            first_numbers = tl.num_programs(1).to(tl.int64) * total_q * FIRST
-            _clear(sums_ptr + first_numbers + line * REST, remaining, BLOCK_M, REST)
+    if LANES > 0:
+        if not (ORDERED and seen):
+            FIRST: tl.constexpr = first_columns(HEAD_DIM)
+            line = head * total_q + row
+            _clear(sums_ptr + line * FIRST, remaining, BLOCK_M, FIRST)
+            if FIRST < HEAD_DIM:
+                REST: tl.constexpr = HEAD_DIM - FIRST
+                first_numbers = tl.num_programs(1).to(tl.int64) * total_q * FIRST
+                _clear(sums_ptr + first_numbers + line * REST, remaining, BLOCK_M, REST)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What Hopper kernels in Gluon put into memory, and how programs and their partitions hand it over.
+"""What Hopper kernels in Gluon read from memory and put there, and how programs and their partitions hand it over.
 
 Strips are those of `tiles.hopper`: tensors of 8 columns, together a tile.
 """
@@ -7,8 +7,27 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from csrc_free_ops.tiles.hopper import narrow_strips
+from csrc_free_ops.tiles.hopper import narrow_strips, wgmma_layout
+
+
+@gluon.jit
+def load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
+    """Begins to bring rows from `row` on to TILES tiles, from `first` on, each of so many columns; `bar` tells."""
+    COLUMNS: gl.constexpr = desc.block_shape[2]
+    for tile in gl.static_range(TILES):
+        tma.async_copy_global_to_shared(desc, [row, head, tile * COLUMNS], bar, tiles.index(first + tile))
+
+
+@gluon.jit
+def read_columns(vector, COUNT: gl.constexpr):
+    """Of a vector in shared memory, one number for each column of COUNT strips."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
+    parts = ()
+    for index in gl.static_range(COUNT):
+        parts = parts + (vector.slice(8 * index, 8).load(COLUMN),)
+    return parts
 
 
 @gluon.jit
