@@ -293,6 +293,19 @@ def test_gradients_are_made_apart_where_there_is_room(
     assert _attention_hopper_backward.fits_apart(q, q, segments, Scores(0.1, -1, right)) == apart
 
 
+@pytest.mark.parametrize(
+    ("rows", "segments", "deterministic", "ordered"),
+    [(16384, 16, True, True), (16384, 16, False, True), (16384, 1, False, False), (4096, 4, False, False),
+     (1024, 1, True, True), (256, 1, True, False), (256, 4, True, False)],
+)  # fmt: skip
+def test_order_is_kept_where_it_is_asked_for_or_costs_nothing(
+    rows: int, segments: int, deterministic: bool, ordered: bool
+) -> None:
+    q = torch.empty(rows, 16, 128, device="meta", dtype=torch.bfloat16)
+    with mock.patch.object(_attention_hopper_backward, "programs", lambda index: 132):
+        assert _attention_hopper_backward._keeps_order(q, q, segments, deterministic) == ordered
+
+
 def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     launch = Launch(192, 64, 12, 3)

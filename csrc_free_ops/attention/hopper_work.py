@@ -4,7 +4,7 @@ Programs are as many as the GPU has multiprocessors, and draw tiles one after an
 segment and head, one times 64 for each consumer warpgroup; rows are queries in the forward and keys in the backward.
 Lengths are known on the device alone:
 
-    SINGLE      one segment, head by head, cut so that the last round of tiles is full
+    SINGLE      one segment, as in EVEN, but cut so that the last round of tiles is full
     EVEN        one segment, cut into tiles of one height, of some heads at a time, as many as what their tiles go over
                 stays in the L2 cache for
     BY_LENGTH   few segments, each as in EVEN, the longest first, so that what is left at the end is small
@@ -251,8 +251,8 @@ def place(
     BLOCK_M: gl.constexpr = 64 * GROUPS
     if ORDER == SINGLE:
         whole, narrow, own, before = dealt
-        head = work % HEADS
-        tile = work // HEADS
+        _, length = rows_of(cu, 1, num_segments, total, ORDER)
+        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT)
         segment, passed = _segment_of_one(tile, own, before)
         taken = gl.where((segment == 1) & (tile >= whole), narrow, GROUPS)
         outside = (tile - passed) * GROUPS
