@@ -190,7 +190,7 @@ PLACES = ("forward", "delta", "backward", "round")
     [
         (head_dim, variant, place)
         for head_dim, variant in HOPPER_POINTS
-        # Apart there is nothing to round, and its forward is that of "one".
+        # Apart there is nothing to round, and the forward is not what it is there for.
         for place in (PLACES[1:3] if variant == "apart" else PLACES)
     ],
 )
@@ -298,7 +298,7 @@ def test_gradients_are_made_apart_where_there_is_room(
     [(16384, 16, True, True), (16384, 16, False, True), (16384, 1, False, False), (4096, 4, False, False),
      (1024, 1, True, True), (256, 1, True, False), (256, 4, True, False)],
 )  # fmt: skip
-def test_order_is_kept_where_it_is_asked_for_or_costs_nothing(
+def test_order_is_kept_where_it_is_asked_for_or_hardly_costs(
     rows: int, segments: int, deterministic: bool, ordered: bool
 ) -> None:
     q = torch.empty(rows, 16, 128, device="meta", dtype=torch.bfloat16)

@@ -78,6 +78,14 @@ def test_deals_out_every_row_once(head_dim: int, lengths: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("lengths", [(1000,), (1000, 30)], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_heads_that_the_cache_does_not_hold_at_once(head_dim: int, lengths: tuple[int, ...]) -> None:
+    """So many that they are gone over a few at a time, as those of fewer heads are where segments are long."""
+    inputs = _inputs(lengths, head_dim, 128)
+    _assert_right(inputs, _call(inputs, "hopper"))
+
+
 @pytest.mark.parametrize("bounds", ({"causal": True}, {"window_left": 100, "window_right": 30}, {"window_left": 200}))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> None:
@@ -295,9 +303,10 @@ def test_gradients_apart_in_general(case: str, dtype: torch.dtype) -> None:
     test_gradients_in_general(case, "apart", dtype)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "apart"])
-def test_rows_outside_of_segments_may_be_nan(kind: str) -> None:
-    lengths = (500,) if kind == "apart" else (300, 200)
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [*((kind, (300, 200)) for kind in KINDS), ("ordered", (500,)), ("apart", (500,))], ids=str
+)
+def test_rows_outside_of_segments_may_be_nan(kind: str, lengths: tuple[int, ...]) -> None:
     inputs = make_inputs(
         WindowAttnCase("nan", "outside", lengths, 2, 72, skipped=130, padding=300), torch.bfloat16, "cuda"
     )

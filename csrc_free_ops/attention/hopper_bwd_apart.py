@@ -7,9 +7,9 @@ products instead of five, but side by side; no program needs what another makes,
 nothing to wait for. With own rows of a and b, and x and y of the others (k, v; q, dout; or the other way around):
 
     s = scale a x^T,  dp = b y^T
-    p = 2^(s log2(e) - lse),  ds = p (dp - delta)
-    of keys:     dv += p y,  dk += ds x
-    of queries:  dq += ds x
+    p = e^(s - lse),  ds = p (dp - delta)
+    of keys:     dv += p y,  dk += scale ds x
+    of queries:  dq += scale ds x
 
 lse and delta belong to queries: those of own rows stay in registers, those of the others come block by block.
 """
@@ -45,9 +45,10 @@ from csrc_free_ops.tiles.scores import LOG2E
 # Blocks of the others in shared memory, and the named barriers at which consumers let them go: behind Triton's own.
 STAGES = gl.constexpr(4)
 EMPTY = gl.constexpr(3)
-# Barriers in shared memory: own rows of a and of b, and of each stage x, y, and its lse and delta.
-A_FULL, B_FULL, X_FULL, Y_FULL, TOLD = (gl.constexpr(at) for at in (0, 1, 2, 6, 10))
-ARRIVALS = gl.constexpr((1,) * 10 + (32,) * 4)
+# Barriers in shared memory: own rows of a and of b, and of each stage x, y, and lse and delta, which all lanes store.
+A_FULL, B_FULL = gl.constexpr(0), gl.constexpr(1)
+X_FULL, Y_FULL, VECTORS_FULL = (gl.constexpr(2 + kind * STAGES.value) for kind in range(3))
+ARRIVALS = gl.constexpr((1,) * VECTORS_FULL.value + (32,) * STAGES.value)
 
 
 @gluon.jit
@@ -76,7 +77,7 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
     else:
         a_desc, b_desc, x_desc, y_desc = q_desc, dout_desc, k_desc, v_desc
         first_head = head // GROUP
-    told_at = shared_base() + BARS_AT + TOLD * 8
+    vectors_full = shared_base() + BARS_AT + VECTORS_FULL * 8
     mbarrier.expect(bars.index(A_FULL), 2 * STAGE_BYTES)
     mbarrier.expect(bars.index(B_FULL), 2 * STAGE_BYTES)
     for group in gl.static_range(2):
@@ -103,7 +104,7 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
                 if loaded == 0:
                     await_kernel()
                 deltas.index(stage).store(gl.load(delta_ptr + line + local, mask=inside, other=0.0))
-                tell(told_at + stage * 8)
+                tell(vectors_full + stage * 8)
             loaded += 1
             stage, _ = turn_around(stage, STAGES)
     # This kernel may not be done before the one that it overlaps.
@@ -171,7 +172,7 @@ def _consume(
         lse = ()
         delta = ()
         if ON_KEYS:
-            await_phase(bars_at + (TOLD + stage) * 8, phase)
+            await_phase(bars_at + (VECTORS_FULL + stage) * 8, phase)
             of_columns = read_columns(lses.index(stage), BLOCK // 8)
             delta_of_columns = read_columns(deltas.index(stage), BLOCK // 8)
             for index in gl.static_range(BLOCK // 8):

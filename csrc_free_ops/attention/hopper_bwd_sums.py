@@ -1,4 +1,4 @@
-"""What stands before and after the one-pass Hopper backward, in stock Triton.
+"""What stands before the Hopper backward and after its one pass, in stock Triton.
 
 It adds dq up in memory, in fp32 and by rows, sums [H, T, D]; each program that has keys of a segment adds its part. The
 first kernel here makes delta and gets the sums and their counters ready, the others round them to dq.

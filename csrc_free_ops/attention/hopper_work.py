@@ -4,7 +4,7 @@ Programs are as many as the GPU has multiprocessors, and draw tiles one after an
 segment and head, one times 64 for each consumer warpgroup; rows are queries in the forward and keys in the backward.
 Lengths are known on the device alone:
 
-    SINGLE      one segment, as in EVEN, but cut so that the last round of tiles is full
+    SINGLE      one segment, as in EVEN, but cut so that the last round of tiles is full where all heads go together
     EVEN        one segment, cut into tiles of one height, of some heads at a time, as many as what their tiles go over
                 stays in the L2 cache for
     BY_LENGTH   few segments, each as in EVEN, the longest first, so that what is left at the end is small
