@@ -1,11 +1,13 @@
 """Small cases that reach the branches of the attention kernels, on each path.
 
 They are cheap enough for compute-sanitizer, which `make sanitize` runs them under. Of the Hopper kernels there are few
-programs, so that each draws several tiles and hands its places in shared memory over from one to the next.
+programs, so that each draws several tiles and hands its places in shared memory over from one to the next; but for
+gradients that are made apart, whose programs have one tile each.
 """
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from tests.test_window_attn import verify
-from torch_ops import _attention_hopper, _attention_hopper_backward, settings
+from torch_ops import _attention_hopper, _attention_hopper_backward, explain, settings, window_attn
 from torch_ops.testing.cases import WindowAttnCase, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -60,8 +62,10 @@ APART = [
 
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.name)
 def test_gradients_apart_are_right(case: WindowAttnCase, device: str) -> None:
+    inputs = make_inputs(case, torch.bfloat16, device)
     with settings(path="hopper"):
-        verify(make_inputs(case, torch.bfloat16, device))
+        assert "attention_bwd_apart" in inputs.call(partial(explain, window_attn))["kernels"]
+        verify(inputs)
 
 
 @pytest.mark.parametrize("path", ["hopper", "portable"])

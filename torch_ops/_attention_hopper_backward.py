@@ -70,16 +70,14 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
     tiles = -(-k.shape[0] // PASS_KEYS)
     counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
     has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
-    bounded = scores.left >= 0 or scores.right >= 0
     few = num_segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
-    return together if few and has_room and not bounded else 1
+    return together if few and has_room and not scores.masked else 1
 
 
 def fits_apart(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> bool:
     """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once."""
     tiles = -(-q.shape[0] // PASS_KEYS) * q.shape[1] + -(-k.shape[0] // PASS_KEYS) * k.shape[1]
-    bounded = scores.left >= 0 or scores.right >= 0
-    return num_segments == 1 and not bounded and tiles <= programs(q.device.index)
+    return num_segments == 1 and not scores.masked and tiles <= programs(q.device.index)
 
 
 def _keeps_order(q: Tensor, k: Tensor, num_segments: int, deterministic: bool) -> bool:

@@ -262,8 +262,8 @@ def window_attn(
         causal: whether a query sees only keys up to its own position.
         window_left, window_right: how many keys before and after its position a query sees; -1 is all.
         softcap: c > 0 replaces a score s by c tanh(s / c).
-        deterministic: False lets the backward add dq up in any order. Hopper's own kernel makes use of it; all others
-            give the same bits either way.
+        deterministic: False lets the backward add dq up in any order. Hopper's own kernel makes use of it where that
+            is faster; else the bits are the same either way.
         return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made, and
             the call needs no memory but out's. `torch.ops.vk.window_attn` always returns both, lse [H, 0] where its
             own return_lse is False; a backward after all then makes it anew.

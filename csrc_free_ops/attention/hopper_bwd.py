@@ -87,6 +87,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     WORK,
     arrivals,
     in_turns,
+    lse_to_subtract,
     makers,
     sum_bytes,
     sums_at,
@@ -140,7 +141,7 @@ from csrc_free_ops.tiles.hopper_memory import (
     await_kernel,
     clear_rows,
     flat,
-    load_tiles,
+    load_blocks,
     put_pairs,
     read_columns,
     store_rows,
@@ -148,13 +149,6 @@ from csrc_free_ops.tiles.hopper_memory import (
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LOG2E
-
-
-@gluon.jit
-def _load_own(desc, row, head, bar, tiles, place, TILES: gl.constexpr):
-    """k or v of both warpgroups to the places from `place` on."""
-    for group in gl.static_range(2):
-        load_tiles(desc, row + group * BLOCK, head, bar, tiles, (place + group) * TILES, TILES)
 
 
 @gluon.jit
@@ -253,13 +247,13 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                 if count > 0:
                     barrier_sync(V_EMPTY, MEETING)
                 mbarrier.expect(bars.index(OWN_FULL + 1), 2 * STAGE_BYTES)
-                _load_own(own_descs[1], start + first, head, bars.index(OWN_FULL + 1), tiles, 2, TILES)
+                load_blocks(own_descs[1], start + first, head, bars.index(OWN_FULL + 1), tiles, 2 * TILES, TILES, 2)
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
             bar = bars.index(OWN_FULL + own_stage)
             if OWN_STAGES > 1:
-                _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
-                _load_own(own_descs[1], start + first, head, bar, tiles, own_stage * 4 + 2, TILES)
+                load_blocks(own_descs[0], start + first, head, bar, tiles, own_stage * 4 * TILES, TILES, 2)
+                load_blocks(own_descs[1], start + first, head, bar, tiles, (own_stage * 4 + 2) * TILES, TILES, 2)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -285,7 +279,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
             gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
             write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
             if OWN_STAGES == 1:
-                _load_own(own_descs[0], start + first, head, bar, tiles, own_stage * 4, TILES)
+                load_blocks(own_descs[0], start + first, head, bar, tiles, own_stage * 4 * TILES, TILES, 2)
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             tell(bars_at + (OWN_FULL + own_stage) * 8)
             for member in range(GROUP):
@@ -296,9 +290,8 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                         barrier_sync(Q_EMPTY + q_stage, MEETING)
                     q_bar = bars.index(Q_FULL + q_stage)
                     mbarrier.expect(q_bar, STAGE_BYTES)
-                    load_tiles(
-                        q_desc, other_start + other, other_head, q_bar, tiles, FIRST_STAGE + q_stage * TILES, TILES
-                    )
+                    place_of_q = FIRST_STAGE + q_stage * TILES
+                    load_blocks(q_desc, other_start + other, other_head, q_bar, tiles, place_of_q, TILES, 1)
                     local = made_anew(gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0])))
                     inside = other + local < other_length
                     place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
@@ -312,10 +305,9 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                         barrier_sync(DOUT_EMPTY + stage, MEETING)
                     bar = bars.index(DOUT_FULL + stage)
                     mbarrier.expect(bar, STAGE_BYTES)
-                    load_tiles(
-                        dout_desc, other_start + other, other_head, bar, tiles, FIRST_DOUT + stage * TILES, TILES
-                    )
-                    lses.index(q_stage).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+                    place_of_dout = FIRST_DOUT + stage * TILES
+                    load_blocks(dout_desc, other_start + other, other_head, bar, tiles, place_of_dout, TILES, 1)
+                    lses.index(q_stage).store(lse_to_subtract(lse))
                     deltas.index(q_stage).store(delta)
                     tell(bars_at + (Q_FULL + q_stage) * 8)
                     loaded += 1

@@ -18,7 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from csrc_free_ops.attention.hopper_bwd_notes import BLOCK, MEETING, OWNED, tile_columns, tile_count
+from csrc_free_ops.attention.hopper_bwd_notes import (
+    BLOCK,
+    MEETING,
+    OWNED,
+    lse_to_subtract,
+    tile_columns,
+    tile_count,
+)
 from csrc_free_ops.attention.hopper_work import SINGLE, boundaries, option, rows_of, turn_around
 from csrc_free_ops.tiles.hopper import (
     accumulate,
@@ -39,7 +46,7 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, flat, load_tiles, read_columns, store_rows
+from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, flat, load_blocks, read_columns, store_rows
 from csrc_free_ops.tiles.scores import LOG2E
 
 # Blocks of the others in shared memory, and the named barriers at which consumers let them go: behind Triton's own.
@@ -49,13 +56,6 @@ EMPTY = gl.constexpr(3)
 A_FULL, B_FULL = gl.constexpr(0), gl.constexpr(1)
 X_FULL, Y_FULL, VECTORS_FULL = (gl.constexpr(2 + kind * STAGES.value) for kind in range(3))
 ARRIVALS = gl.constexpr((1,) * VECTORS_FULL.value + (32,) * STAGES.value)
-
-
-@gluon.jit
-def _lse_of_rows(lse_ptr, inside):
-    """Times log2(e); where it makes every weight 0, of rows outside or without keys, infinite."""
-    lse = gl.load(lse_ptr, mask=inside, other=float("inf"))
-    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @gluon.jit
@@ -80,10 +80,8 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
     vectors_full = shared_base() + BARS_AT + VECTORS_FULL * 8
     mbarrier.expect(bars.index(A_FULL), 2 * STAGE_BYTES)
     mbarrier.expect(bars.index(B_FULL), 2 * STAGE_BYTES)
-    for group in gl.static_range(2):
-        row = first + group * BLOCK
-        load_tiles(a_desc, row, head, bars.index(A_FULL), tiles, group * TILES, TILES)
-        load_tiles(b_desc, row, head, bars.index(B_FULL), tiles, (2 + group) * TILES, TILES)
+    load_blocks(a_desc, first, head, bars.index(A_FULL), tiles, 0, TILES, 2)
+    load_blocks(b_desc, first, head, bars.index(B_FULL), tiles, 2 * TILES, TILES, 2)
     stage = 0
     loaded = 0
     for member in range(HEADS_OVER):
@@ -93,14 +91,16 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
                 barrier_sync(EMPTY + stage, MEETING)
             row = other_start + other
             mbarrier.expect(bars.index(X_FULL + stage), STAGE_BYTES)
-            load_tiles(x_desc, row, other_head, bars.index(X_FULL + stage), tiles, (4 + stage) * TILES, TILES)
+            load_blocks(x_desc, row, other_head, bars.index(X_FULL + stage), tiles, (4 + stage) * TILES, TILES, 1)
             mbarrier.expect(bars.index(Y_FULL + stage), STAGE_BYTES)
-            load_tiles(y_desc, row, other_head, bars.index(Y_FULL + stage), tiles, (4 + STAGES + stage) * TILES, TILES)
+            place_of_y = (4 + STAGES + stage) * TILES
+            load_blocks(y_desc, row, other_head, bars.index(Y_FULL + stage), tiles, place_of_y, TILES, 1)
             if ON_KEYS:
                 local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
                 inside = other + local < other_length
                 line = other_head.to(gl.int64) * total_q + row
-                lses.index(stage).store(_lse_of_rows(lse_ptr + line + local, inside))
+                lse = gl.load(lse_ptr + line + local, mask=inside, other=float("inf"))
+                lses.index(stage).store(lse_to_subtract(lse))
                 if loaded == 0:
                     await_kernel()
                 deltas.index(stage).store(gl.load(delta_ptr + line + local, mask=inside, other=0.0))
@@ -150,7 +150,7 @@ def _consume(
         dv = zero_strips(STRIPS)
     else:
         line = head.to(gl.int64) * total_q + row
-        own_lse = _lse_of_rows(lse_ptr + line, inside)[:, None]
+        own_lse = lse_to_subtract(gl.load(lse_ptr + line, mask=inside, other=float("inf")))[:, None]
         await_kernel()
         own_delta = gl.load(delta_ptr + line, mask=inside, other=0.0)[:, None]
     stage = 0

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_free_ops.tiles.hopper import TOLD
+from csrc_free_ops.tiles.scores import LOG2E
 
 # Rows of every tile, and of a block of queries; bytes of 16 columns of them; keys of a program.
 BLOCK = gl.constexpr(64)
@@ -57,6 +58,12 @@ TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field
 FIRST_OWN, FIRST_OTHERS = gl.constexpr(5), gl.constexpr(7)
 # How many pieces of work there are: the producer's own, which lacks a register for it.
 WORK = gl.constexpr(9)
+
+
+@gluon.jit
+def lse_to_subtract(lse):
+    """Times log2(e), and infinite for rows without keys, whose weights are 0."""
+    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @gluon.constexpr_function

@@ -13,11 +13,12 @@ from csrc_free_ops.tiles.hopper import narrow_strips, wgmma_layout
 
 
 @gluon.jit
-def load_tiles(desc, row, head, bar, tiles, first, TILES: gl.constexpr):
-    """Begins to bring rows from `row` on to TILES tiles, from `first` on, each of so many columns; `bar` tells."""
-    COLUMNS: gl.constexpr = desc.block_shape[2]
-    for tile in gl.static_range(TILES):
-        tma.async_copy_global_to_shared(desc, [row, head, tile * COLUMNS], bar, tiles.index(first + tile))
+def load_blocks(desc, row, head, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr):
+    """Begins to bring BLOCKS blocks of rows, from `row` on, to TILES tiles each, from tile `first` on; `bar` tells."""
+    for block in gl.static_range(BLOCKS):
+        for tile in gl.static_range(TILES):
+            place = [row + block * desc.block_shape[0], head, tile * desc.block_shape[2]]
+            tma.async_copy_global_to_shared(desc, place, bar, tiles.index(first + block * TILES + tile))
 
 
 @gluon.jit
