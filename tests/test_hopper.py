@@ -423,7 +423,7 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
             del out, grads
 
 
-@pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12))
+@pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12, (300, 100)))
 def test_falling_boundaries_end(boundaries: tuple[int, ...]) -> None:
     """What comes out is of no use, but the GPU must not hang: segments that overlap have no order of turns."""
     inputs = _inputs((400,), 64, 4)
