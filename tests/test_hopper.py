@@ -78,11 +78,14 @@ def test_deals_out_every_row_once(head_dim: int, lengths: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("lengths", [(1000,), (1000, 30)], ids=str)
-@pytest.mark.parametrize("head_dim", [72, 128])
-def test_heads_that_the_cache_does_not_hold_at_once(head_dim: int, lengths: tuple[int, ...]) -> None:
-    """So many that they are gone over a few at a time, as those of fewer heads are where segments are long."""
-    inputs = _inputs(lengths, head_dim, 128)
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "lengths"),
+    [(72, 128, (1000,)), (72, 160, (1000, 30)), (128, 128, (1000, 30)), (128, 20, (4200,)), (128, 10, (4200, 30))],
+    ids=str,
+)
+def test_heads_that_the_cache_does_not_hold_at_once(head_dim: int, num_heads: int, lengths: tuple[int, ...]) -> None:
+    """So many that they are gone over a few at a time, or so long ones that each goes alone."""
+    inputs = _inputs(lengths, head_dim, num_heads)
     _assert_right(inputs, _call(inputs, "hopper"))
 
 

@@ -97,6 +97,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
 from csrc_free_ops.attention.hopper_bwd_send import send, stage_dq
 from csrc_free_ops.attention.hopper_work import (
     CACHED,
+    CACHED_OF_ONE,
     NOTE,
     NOTES,
     POINTERS,
@@ -196,6 +197,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
+    ORDERED: gl.constexpr = option(OPTIONS, "ORDERED")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
@@ -205,6 +207,9 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
     FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
     FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
     K_HEADS: gl.constexpr = HEADS // GROUP
+    RESIDENT: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) and ORDERED else CACHED
+    # No head goes alone: its tiles would wait for each other's turns.
+    NEVER: gl.constexpr = 2**31 - 1
     bars_at = shared_base() + SUMS_AT + sum_bytes(HEAD_DIM)
     num_tiles, dealt = deal(
         _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), kept_number(notes, SEGMENTS),
@@ -220,7 +225,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
         num_segments = kept_number(notes, SEGMENTS)
         head, segment, start, length, unit, _ = place(
             work, num_tiles, dealt, _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), num_segments,
-            kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER, CACHED // (GROUP * HEAD_DIM * ROW_BYTES),
+            kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER, RESIDENT // (GROUP * HEAD_DIM * ROW_BYTES), NEVER,
         )  # fmt: skip
         cu_other = _kept_boundaries(notes, addresses, FIRST_OTHERS, CU_OTHER, ORDER)
         other_start, other_length = rows_of(cu_other, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)

@@ -26,13 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from csrc_free_ops.attention.hopper_work import (
+    ALONE,
     CACHED,
+    CACHED_OF_ONE,
     NOTE,
     NOTES,
     POINTERS,
     boundaries,
     deal,
     draw,
+    has_one_segment,
     is_inside,
     keep,
     kept_pointer,
@@ -115,6 +118,8 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     TAIL: gl.constexpr = q_descs[PARTS - 1].block_shape[2] if PARTS > 1 else 0
     WIDTH: gl.constexpr = v_desc.block_shape[2]
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    RESIDENT: gl.constexpr = (CACHED_OF_ONE if has_one_segment(ORDER) else CACHED) * GROUP // (HEAD_DIM * ROW_BYTES)
+    LONE: gl.constexpr = ALONE * GROUP // (HEAD_DIM * ROW_BYTES)
 
     bars_at = shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2
     num_tiles, dealt = deal(cu_q, num_segments, total_q, HEADS, GROUPS, ORDER)
@@ -126,7 +131,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     while work < num_work:
         head, segment, q_start, q_length, unit, taken = place(
             work, num_tiles, dealt, cu_q, num_segments, total_q,
-            HEADS, GROUPS, ORDER, CACHED * GROUP // (HEAD_DIM * ROW_BYTES),
+            HEADS, GROUPS, ORDER, RESIDENT, LONE,
         )  # fmt: skip
         k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, ORDER)
         k_length = gl.where(is_inside(segment, num_segments), k_length, 0)

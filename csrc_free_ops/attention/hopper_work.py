@@ -21,9 +21,10 @@ from csrc_free_ops.tiles.segments import narrow_segments
 # Segments that one warp ranks by length, and those that it looks at in one step of a search.
 RANKED = gl.constexpr(32)
 SEARCHED = gl.constexpr(128)
-# Bytes to count on of the L2 cache of an H100 or H200, of 50 MiB, for what programs go over side by side. With twice as
-# many, 8 segments of 4096 rows took 2 % longer at head dimension 128, forward and backward (H200).
-CACHED = gl.constexpr(16 * 2**20)
+# Bytes to count on of the L2 cache of an H100 or H200, of 50 MiB, for what programs go over side by side; and for one
+# segment, where more heads together make the last round of tiles a full one, or have less to wait for in order. From so
+# many bytes on a head goes alone where not all go together. By measured figures (docs/attention.md).
+CACHED, CACHED_OF_ONE, ALONE = (gl.constexpr(size * 2**20) for size in (16, 32, 2))
 # Orders of tiles.
 SINGLE, EVEN, BY_LENGTH, IN_PLACE = (gl.constexpr(order) for order in range(4))
 
@@ -218,20 +219,20 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
 
 
 @gluon.jit
-def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
+def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr):
     """How many heads of a segment to go over at a time, as evenly as may be, so that RESIDENT rows hold them all."""
     most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), HEADS)
     rounds = (HEADS + most - 1) // most
-    return (HEADS + rounds - 1) // rounds
+    return gl.where(length < LONE, (HEADS + rounds - 1) // rounds, 1)
 
 
 @gluon.jit
-def _share(work, tiles, length, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
+def _share(work, tiles, length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr):
     """Head and tile of a segment's piece of work. The first tiles of a head come first."""
     head = work % HEADS
     tile = work // HEADS
     if length > RESIDENT // HEADS:
-        together = _heads_together(length, HEADS, RESIDENT)
+        together = _heads_together(length, HEADS, RESIDENT, LONE)
         first_head = work // (together * tiles) * together
         within = work % (together * tiles)
         together = gl.minimum(together, HEADS - first_head)
@@ -243,17 +244,18 @@ def _share(work, tiles, length, HEADS: gl.constexpr, RESIDENT: gl.constexpr):
 @gluon.jit
 def place(
     work, num_tiles, dealt, cu, num_segments, total,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr, RESIDENT: gl.constexpr,
+    HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr,
 ):  # fmt: skip
     """Of one piece of work: head, segment, the segment's start and length, and the first of how many units of 64 rows.
 
-    There is nothing to do where that unit lies past the length. The L2 cache has room for RESIDENT rows of a head.
+    There is nothing to do where that unit lies past the length. The L2 cache has room for RESIDENT rows of a head; a
+    head of LONE rows and more goes alone where it has none for all.
     """
     BLOCK_M: gl.constexpr = 64 * GROUPS
     if ORDER == SINGLE:
         whole, narrow, own, before = dealt
         _, length = rows_of(cu, 1, num_segments, total, ORDER)
-        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT)
+        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT, LONE)
         segment, passed = _segment_of_one(tile, own, before)
         taken = gl.where((segment == 1) & (tile >= whole), narrow, GROUPS)
         outside = (tile - passed) * GROUPS
@@ -264,7 +266,7 @@ def place(
         taken = GROUPS
         start, length = rows_of(cu, 1, num_segments, total, ORDER)
         own, before, _ = _tiles_of_one(start, length, total, BLOCK_M)
-        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT)
+        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT, LONE)
         segment, passed = _segment_of_one(tile, own, before)
         unit = (tile - passed) * GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
@@ -276,7 +278,7 @@ def place(
         taken = GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
         within = work - gl.sum(gl.where(found, firsts, 0), 0) * HEADS
-        head, tile = _share(within, tiles, length, HEADS, RESIDENT)
+        head, tile = _share(within, tiles, length, HEADS, RESIDENT, LONE)
         unit = tile * GROUPS
     else:
         head = work // num_tiles
