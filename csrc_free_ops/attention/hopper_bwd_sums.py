@@ -65,43 +65,10 @@ def _attention_bwd_delta_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
-    for lane in tl.static_range(LANES):
-        tl.store(counts_ptr + (lane * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
-    falling_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
-    # By one that has the least to do: rows end before the last tile.
-    tells = (tile == tl.num_programs(0) - 1) & (head == 0)
-    if LANES == 0:
-        tells = False
-    if ONE:
-        # All in one look at memory, where a search takes one after another.
-        q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
-        k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
-        if tells:
-            tl.store(falling_ptr, ((q_end < q_begin) | (k_end < k_begin)).to(tl.int32))
-        segment, q_begin, q_end = find_one(q_begin, q_end, total_q, tile, BLOCK_M)
-        k_end = tl.where(segment == 1, k_end, k_begin)
-    else:
-        if tells:
-            tl.store(falling_ptr, falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments))
-        segment = 0
-        beyond = num_segments + 2
-        while beyond - segment > 1:
-            probe, step = probe_segments(segment, beyond)
-            cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-            segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
-        before = tl.maximum(segment - 1, 0)
-        behind = tl.minimum(segment, num_segments)
-        q_begin = tl.load(cu_q_ptr + before, mask=segment > 0, other=0)
-        q_end = tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q)
-        k_begin, k_end = tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind)
-    q_start, q_length, first, k_start, k_length = place_tile(
-        q_begin, q_end, k_begin, k_end, segment, total_q, total_k, tile, BLOCK_M
-    )
-    if first >= q_length:
-        return
+    # Of delta a tile's rows are those of the tensor: they are loaded before it is known whose they are.
+    row = tile * BLOCK_M
     local = tl.arange(0, BLOCK_M)
-    remaining = q_length - first
-    row = q_start + first
+    remaining = total_q - row
     starts = column_starts(head, HEAD_DIM, MAIN)
     out_base = row_base(out_ptr, row, head, stride_oh, STRIDE_OT, UNIT)
     dout_base = row_base(dout_ptr, row, head, stride_doh, STRIDE_DOT, UNIT)
@@ -109,24 +76,56 @@ def _attention_bwd_delta_kernel(
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
     statistics = head * total_q + row + local
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
+    if LANES > 0:
+        falling_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
+        # By one that has the least to do: rows end before the last tile.
+        tells = (tile == tl.num_programs(0) - 1) & (head == 0)
+        if ONE:
+            # All in one look at memory, where a search takes one after another.
+            q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
+            k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
+            if tells:
+                tl.store(falling_ptr, ((q_end < q_begin) | (k_end < k_begin)).to(tl.int32))
+            segment, q_begin, q_end = find_one(q_begin, q_end, total_q, tile, BLOCK_M)
+            k_end = tl.where(segment == 1, k_end, k_begin)
+        else:
+            if tells:
+                tl.store(falling_ptr, falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments))
+            segment = 0
+            beyond = num_segments + 2
+            while beyond - segment > 1:
+                probe, step = probe_segments(segment, beyond)
+                cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+            before = tl.maximum(segment - 1, 0)
+            behind = tl.minimum(segment, num_segments)
+            q_begin = tl.load(cu_q_ptr + before, mask=segment > 0, other=0)
+            q_end = tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q)
+            k_begin, k_end = tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind)
     delta = sum_of_products(out, dout)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + statistics, mask=local < remaining, other=0.0)
     # A row that saw no key has no gradient, whatever came in for its lse.
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
-
-    shift = q_length - k_length
-    seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
     if LANES > 0:
+        for lane in tl.static_range(LANES):
+            tl.store(counts_ptr + (lane * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
+        # Of sums they are those of a segment.
+        q_start, q_length, first, k_start, k_length = place_tile(
+            q_begin, q_end, k_begin, k_end, segment, total_q, total_k, tile, BLOCK_M
+        )
+        shift = q_length - k_length
+        seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
         if not (ORDERED and seen):
             FIRST: tl.constexpr = first_columns(HEAD_DIM)
-            line = head * total_q + row
-            _clear(sums_ptr + line * FIRST, remaining, BLOCK_M, FIRST)
+            line = head * total_q + q_start + first
+            rows = q_length - first
+            _clear(sums_ptr + line * FIRST, rows, BLOCK_M, FIRST)
             if FIRST < HEAD_DIM:
                 REST: tl.constexpr = HEAD_DIM - FIRST
                 first_numbers = tl.num_programs(1).to(tl.int64) * total_q * FIRST
-                _clear(sums_ptr + first_numbers + line * REST, remaining, BLOCK_M, REST)
+                _clear(sums_ptr + first_numbers + line * REST, rows, BLOCK_M, REST)
 
 
 @triton.jit
