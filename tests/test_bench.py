@@ -357,8 +357,16 @@ def test_every_contender_is_timed_in_every_round() -> None:
         return timing.Timer("wall", sample)
 
     figures = timing.interleave({name: timer(name) for name in "ab"}, 3)
-    assert "".join(taken) == "abbaab" and figures == {"a": (1, 2, 3), "b": (1, 2, 3)}
+    assert "".join(taken) == "abbaabba" and figures == {"a": (1, 2, 3, 4), "b": (1, 2, 3, 4)}
     assert timing.interleave({}, 3) == {}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "count", "whole"), [(2, 3, 2), (6, 3, 6), (7, 3, 12), (10, 4, 12), (10, 5, 10), (11, 5, 20), (3, 1, 4)]
+)
+def test_a_cycle_of_orders_is_ended(rounds: int, count: int, whole: int) -> None:
+    """Each runs as often after every other, but where there are fewer rounds than orders."""
+    assert timing.whole_cycles(rounds, count) == whole
 
 
 def test_wall_timer_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch_ops.bench.timing import (
     on_timing_stream,
     peak_bytes,
     sets_to_outgrow_cache,
+    whole_cycles,
 )
 
 
@@ -35,8 +36,8 @@ class Terms:
         return ("forward", "backward") if self.backward else ("forward",)
 
     def steps(self, contenders: int) -> int:
-        """How often `contest` reports progress on one case."""
-        return contenders * (1 + self.rounds * len(self.directions))
+        """How often `contest` reports progress on one case, where all take part."""
+        return contenders * (1 + whole_cycles(self.rounds, contenders) * len(self.directions))
 
 
 def contest(

@@ -54,7 +54,7 @@ PeerNames = Annotated[
     list[str] | None,
     typer.Option("--peers", metavar="NAME", help="Peers by name; repeated or separated by commas."),
 ]
-Rounds = Annotated[int, typer.Option("--rounds", min=2, help="How often each contender is timed, in turns.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=2, help="How often each contender is timed, in turns, at least.")]
 Cold = Annotated[
     bool,
     typer.Option("--cold", help="On a GPU, take turns with so many inputs that none is left in its L2 cache."),

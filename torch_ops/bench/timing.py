@@ -49,13 +49,20 @@ def balanced_orders(count: int) -> list[list[int]]:
     return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]
 
 
+def whole_cycles(rounds: int, count: int) -> int:
+    """`rounds`, or, where all of `balanced_orders` have had their turn, as many more as end the cycle begun."""
+    cycle = len(balanced_orders(count))
+    return rounds if rounds <= cycle or not cycle else -(-rounds // cycle) * cycle
+
+
 def interleave(
     timers: dict[str, Timer], rounds: int, on_sample: Callable[[str], None] = lambda name: None
 ) -> dict[str, tuple[float, ...]]:
-    """Every timer in every round, in the orders of `balanced_orders`."""
+    """Every timer in every round, in the orders of `balanced_orders`; so many rounds, to `whole_cycles`."""
     names = list(timers)
     figures: dict[str, list[float]] = {name: [] for name in names}
-    for order in itertools.islice(itertools.cycle(balanced_orders(len(names))), rounds):
+    orders = itertools.cycle(balanced_orders(len(names)))
+    for order in itertools.islice(orders, whole_cycles(rounds, len(names))):
         for name in (names[index] for index in order):
             on_sample(name)
             figures[name].append(timers[name].sample())
