@@ -25,15 +25,26 @@ def first_columns(head_dim):
 
 
 @triton.jit
-def _places(head, row, start, total, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[BLOCK, WIDTH]: how many numbers of sums come before the columns from `start` on of these rows [BLOCK, 1]."""
+def _runs(WIDTH: tl.constexpr, RUN: tl.constexpr):
+    """WIDTH columns as [1, WIDTH // RUN, RUN], which of the runs and where in it.
+
+    In a run places follow each other whatever row it is of, which Triton does not see of columns that are swizzled: it
+    would load numbers one by one, and give the threads of a warp as many rows.
+    """
+    return tl.arange(0, WIDTH // RUN)[None, :, None], tl.arange(0, RUN)[None, None, :]
+
+
+@triton.jit
+def _places(head, row, start, total, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, RUN: tl.constexpr):
+    """How many numbers of sums come before the columns from `start` on, by `_runs`, of these rows [BLOCK, 1, 1]."""
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     line = head.to(tl.int64) * total + row
-    cols = start + tl.arange(0, WIDTH)[None, :]
+    run, within = _runs(WIDTH, RUN)
     if start < FIRST:
-        places = line * FIRST + (cols ^ (row % 4 * 8))
+        places = line * FIRST + ((start // RUN + run) ^ (row % 4 * (8 // RUN))) * RUN + within
     else:
-        places = tl.num_programs(1).to(tl.int64) * total * FIRST + line * (HEAD_DIM - FIRST) + (cols - FIRST)
+        first_numbers = tl.num_programs(1).to(tl.int64) * total * FIRST
+        places = first_numbers + line * (HEAD_DIM - FIRST) + (start - FIRST) + run * RUN + within
     return places
 
 
@@ -130,10 +141,12 @@ def _attention_bwd_delta_kernel(
 
 @triton.jit
 def _store_rounded(
-    dq_ptr, part, head, row, start, scale, mask, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr
-):
-    """dq = scale part, columns from `start` on of these rows [BLOCK, 1]."""
-    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + start + tl.arange(0, WIDTH)[None, :]
+    dq_ptr, part, head, row, start, scale, mask,
+    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """dq = scale part, columns from `start` on, by `_runs`, of these rows [BLOCK, 1, 1]."""
+    run, within = _runs(WIDTH, RUN)
+    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + start + run * RUN + within
     tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
@@ -149,33 +162,32 @@ def _attention_bwd_round_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None, None]
     inside = row < total_q
     for start in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
-        part = tl.load(sums_ptr + _places(head, row, start, total_q, MAIN, HEAD_DIM), mask=inside, other=0.0)
-        _store_rounded(dq_ptr, part, head, row, start, scale, inside, MAIN, HEAD_DIM, STRIDE_DQT)
+        part = tl.load(sums_ptr + _places(head, row, start, total_q, MAIN, HEAD_DIM, 8), mask=inside, other=0.0)
+        _store_rounded(dq_ptr, part, head, row, start, scale, inside, MAIN, HEAD_DIM, STRIDE_DQT, 8)
     if TAIL > 0:
         START: tl.constexpr = HEAD_DIM // MAIN * MAIN
-        mask = inside & (START + tl.arange(0, TAIL)[None, :] < HEAD_DIM)
-        part = tl.load(sums_ptr + _places(head, row, START, total_q, TAIL, HEAD_DIM), mask=mask, other=0.0)
-        _store_rounded(dq_ptr, part, head, row, START, scale, mask, TAIL, HEAD_DIM, STRIDE_DQT)
+        mask = inside & (START + 8 * _runs(TAIL, 8)[0] < HEAD_DIM)
+        part = tl.load(sums_ptr + _places(head, row, START, total_q, TAIL, HEAD_DIM, 8), mask=mask, other=0.0)
+        _store_rounded(dq_ptr, part, head, row, START, scale, mask, TAIL, HEAD_DIM, STRIDE_DQT, 8)
 
 
 @triton.jit
 def _load_lanes(
     sums_ptr, lane_ptr, head, row, back, total, inside,
-    START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Columns of these rows in the first lane and in the second, and in the first of the rows `back` before them."""
-    col = tl.arange(0, WIDTH)[None, :]
-    place = col
+    run, within = _runs(WIDTH, RUN)
     if START == 0:
-        place = col ^ (row % 4 * 8)
-    line = tl.where(place < WIDTH // 2, row - back, row).to(tl.int64)
-    of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + place % (WIDTH // 2)
-    first = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM), mask=inside, other=0.0)
+        run ^= row % 4 * (8 // RUN)
+    line = tl.where(run < WIDTH // 2 // RUN, row - back, row).to(tl.int64)
+    of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + run % (WIDTH // 2 // RUN) * RUN + within
+    first = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM, RUN), mask=inside, other=0.0)
     second = tl.load(lane_ptr + of_lane, mask=inside, other=0.0)
-    before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM), mask=inside, other=0.0)
+    before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM, RUN), mask=inside, other=0.0)
     return first, second, before
 
 
@@ -193,10 +205,12 @@ def _attention_bwd_round_lanes_kernel(
     """
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = HEAD_DIM - FIRST
+    # Half of a row's columns are in another row.
+    LAST_RUN: tl.constexpr = min(REST // 2, 8)
     head = tl.program_id(1)
     distance = lane_distance(total_q, BLOCK)
     back = distance * BLOCK
-    row = back + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    row = back + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None, None]
     inside = row < total_q
     q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
     k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
@@ -204,11 +218,11 @@ def _attention_bwd_round_lanes_kernel(
         # For sums; boundaries are inputs.
         tl.extra.cuda.gdc_wait()
     part, second, before = _load_lanes(
-        sums_ptr, lane_ptr, head, row, back, total_q, inside, 0, FIRST, HEAD_DIM, STRIDE_DQT
+        sums_ptr, lane_ptr, head, row, back, total_q, inside, 0, FIRST, HEAD_DIM, STRIDE_DQT, 8
     )
     if REST > 0:
         last_part, last_second, last_before = _load_lanes(
-            sums_ptr, lane_ptr, head, row, back, total_q, inside, FIRST, REST, HEAD_DIM, STRIDE_DQT
+            sums_ptr, lane_ptr, head, row, back, total_q, inside, FIRST, REST, HEAD_DIM, STRIDE_DQT, LAST_RUN
         )
     q_start, q_length = clamp_span(q_begin, q_end, total_q)
     _, k_length = clamp_span(k_begin, k_end, total_k)
@@ -224,9 +238,11 @@ def _attention_bwd_round_lanes_kernel(
     # All of the lane's rows are read before any is written.
     tl.debug_barrier()
     part += tl.where(in_lane, second, 0.0)
-    _store_rounded(dq_ptr, part, head, row, 0, scale, own, FIRST, HEAD_DIM, STRIDE_DQT)
-    _store_rounded(dq_ptr, before, head, row - back, 0, scale, paired, FIRST, HEAD_DIM, STRIDE_DQT)
+    _store_rounded(dq_ptr, part, head, row, 0, scale, own, FIRST, HEAD_DIM, STRIDE_DQT, 8)
+    _store_rounded(dq_ptr, before, head, row - back, 0, scale, paired, FIRST, HEAD_DIM, STRIDE_DQT, 8)
     if REST > 0:
         last_part += tl.where(in_lane, last_second, 0.0)
-        _store_rounded(dq_ptr, last_part, head, row, FIRST, scale, own, REST, HEAD_DIM, STRIDE_DQT)
-        _store_rounded(dq_ptr, last_before, head, row - back, FIRST, scale, paired, REST, HEAD_DIM, STRIDE_DQT)
+        _store_rounded(dq_ptr, last_part, head, row, FIRST, scale, own, REST, HEAD_DIM, STRIDE_DQT, LAST_RUN)
+        _store_rounded(
+            dq_ptr, last_before, head, row - back, FIRST, scale, paired, REST, HEAD_DIM, STRIDE_DQT, LAST_RUN
+        )
