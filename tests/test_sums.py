@@ -4,11 +4,14 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
+    _clear,
     first_columns,
 )
 from csrc_free_ops.configs import split_head_dim
@@ -126,6 +129,19 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
         LANES=1, ONE=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
     assert counts[-1].item() == (falling != "neither")
+
+
+@triton.jit
+def _clear_kernel(base_ptr, rows, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    _clear(base_ptr, rows, BLOCK_M, COLUMNS)
+
+
+@pytest.mark.parametrize("rows", [-5, 0, 3, 16, 2**25 + 1])
+def test_of_any_number_of_rows_a_tile_is_cleared(rows: int, device: str) -> None:
+    """So many numbers as the last has there are not in int32."""
+    sums = torch.ones(17, 128, device=device)
+    _clear_kernel[(1,)](sums, rows, BLOCK_M=16, COLUMNS=128)
+    assert sums.any(1).tolist() == [row >= min(rows, 16) for row in range(17)]
 
 
 def _as_sums(rows: torch.Tensor) -> torch.Tensor:

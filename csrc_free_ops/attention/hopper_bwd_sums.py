@@ -50,10 +50,11 @@ def _places(head, row, start, total, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def _clear(base, rows, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """`rows` of BLOCK_M rows that follow each other."""
+    """The first `rows` of BLOCK_M rows that follow each other, all where there are more, none where there are fewer."""
+    numbers = tl.minimum(rows, BLOCK_M) * COLUMNS
     for start in tl.static_range(0, BLOCK_M * COLUMNS, BLOCK_M * 8):
         places = start + tl.arange(0, BLOCK_M * 8)
-        tl.store(base + places, tl.zeros((BLOCK_M * 8,), tl.float32), mask=places < rows * COLUMNS)
+        tl.store(base + places, tl.zeros((BLOCK_M * 8,), tl.float32), mask=places < numbers)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -76,8 +77,9 @@ def _attention_bwd_delta_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
-    # Of delta a tile's rows are those of the tensor: they are loaded before it is known whose they are.
-    row = tile * BLOCK_M
+    # Of delta a tile's rows are those of the tensor: they are loaded before it is known whose they are. Of tiles there
+    # may be far more.
+    row = tl.minimum(tile, total_q // BLOCK_M + 1) * BLOCK_M
     local = tl.arange(0, BLOCK_M)
     remaining = total_q - row
     starts = column_starts(head, HEAD_DIM, MAIN)

@@ -6,7 +6,7 @@ Lengths are known on the device alone:
 
     SINGLE      one segment, as in EVEN, but cut so that the last round of tiles is full where all heads go together
     EVEN        one segment, cut into tiles of one height, of some heads at a time, as many as what their tiles go over
-                stays in the L2 cache for
+                stays in the L2 cache for, or one
     BY_LENGTH   few segments, each as in EVEN, the longest first, so that what is left at the end is small
     IN_PLACE    many segments, one head after the other, by the closed form of `tiles.segments`
 """
@@ -220,7 +220,9 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
 
 @gluon.jit
 def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr):
-    """How many heads of a segment to go over at a time, as evenly as may be, so that RESIDENT rows hold them all."""
+    """How many heads of a segment to go over at a time, as evenly as may be, so that RESIDENT rows hold them all; of
+    LONE rows and more, one.
+    """
     most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), HEADS)
     rounds = (HEADS + most - 1) // most
     return gl.where(length < LONE, (HEADS + rounds - 1) // rounds, 1)
