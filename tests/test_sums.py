@@ -138,7 +138,7 @@ def _clear_kernel(base_ptr, rows, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
 
 @pytest.mark.parametrize("rows", [-5, 0, 3, 16, 2**25 + 1])
 def test_of_any_number_of_rows_a_tile_is_cleared(rows: int, device: str) -> None:
-    """So many numbers as the last has there are not in int32."""
+    """The last has more numbers than int32 holds."""
     sums = torch.ones(17, 128, device=device)
     _clear_kernel[(1,)](sums, rows, BLOCK_M=16, COLUMNS=128)
     assert sums.any(1).tolist() == [row >= min(rows, 16) for row in range(17)]

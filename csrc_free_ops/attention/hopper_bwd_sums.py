@@ -28,8 +28,8 @@ def first_columns(head_dim):
 def _runs(WIDTH: tl.constexpr, RUN: tl.constexpr):
     """WIDTH columns as [1, WIDTH // RUN, RUN], which of the runs and where in it.
 
-    In a run places follow each other whatever row it is of, which Triton does not see of columns that are swizzled: it
-    would load numbers one by one, and give the threads of a warp as many rows.
+    In a run places follow each other whatever row it is of. Of swizzled columns Triton does not see that: it would load
+    numbers one by one, and lay the threads of a warp over rows.
     """
     return tl.arange(0, WIDTH // RUN)[None, :, None], tl.arange(0, RUN)[None, None, :]
 

@@ -220,9 +220,7 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
 
 @gluon.jit
 def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr):
-    """How many heads of a segment to go over at a time, as evenly as may be, so that RESIDENT rows hold them all; of
-    LONE rows and more, one.
-    """
+    """How many heads of a segment go together: one of LONE rows and more, else what RESIDENT rows hold, evenly."""
     most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), HEADS)
     rounds = (HEADS + most - 1) // most
     return gl.where(length < LONE, (HEADS + rounds - 1) // rounds, 1)
