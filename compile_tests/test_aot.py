@@ -221,6 +221,21 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
 
 
+@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("variant", ["one", "many"])
+def test_sums_are_read_by_threads_side_by_side(head_dim: int, variant: str) -> None:
+    """16 bytes each, whatever order of axes a version of Triton takes."""
+    ttgir = list(_hopper_builds(head_dim, variant).values())[PLACES.index("round")].asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", ttgir, re.M))
+    loads = re.findall(r"tt\.load .*: tensor<(\d+)x(\d+)x!tt\.ptr<f32>, (#\w+)>", ttgir)
+    most = max(int(rows) for rows, _, _ in loads)
+    assert len(loads) >= (3 if variant == "one" and head_dim <= 80 else 1)
+    for rows, columns, layout in loads:
+        if int(rows) == most:
+            threads = layouts[layout]
+            assert columns == "4" and "sizePerThread = [1, 4], threadsPerWarp = [32, 1]" in threads, threads
+
+
 def test_gradients_apart_wait_for_delta_alone() -> None:
     _, delta, apart = _hopper_builds(72, "apart").values()
     assert apart.launch.kwargs["launch_pdl"] and "griddepcontrol.launch_dependents" in delta.asm["ptx"]

@@ -17,6 +17,9 @@ from csrc_free_ops.tiles.masks import is_seen
 from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
 from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
 
+# Columns of sums that a thread reads at once, 16 bytes.
+RUN = tl.constexpr(4)
+
 
 @triton.constexpr_function
 def first_columns(head_dim):
@@ -25,26 +28,27 @@ def first_columns(head_dim):
 
 
 @triton.jit
-def _runs(WIDTH: tl.constexpr, RUN: tl.constexpr):
-    """WIDTH columns as [1, WIDTH // RUN, RUN], which of the runs and where in it.
+def _runs(first, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH columns of BLOCK_M rows from `first` on, as [runs, RUN]: rows, which of a row's runs, and where in it.
 
-    In a run places follow each other whatever row it is of. Of swizzled columns Triton does not see that: it would load
-    numbers one by one, and lay the threads of a warp over rows.
+    In a run places follow each other, which Triton does not see of swizzled columns: it would load number by number.
+    Runs of all rows share an axis because threads lie side by side along it; of two Triton may choose the rows'.
     """
-    return tl.arange(0, WIDTH // RUN)[None, :, None], tl.arange(0, RUN)[None, None, :]
+    COUNT: tl.constexpr = WIDTH // RUN
+    each = tl.arange(0, BLOCK_M * COUNT)[:, None]
+    return first + each // COUNT, each % COUNT, tl.arange(0, RUN)[None, :]
 
 
 @triton.jit
-def _places(head, row, start, total, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, RUN: tl.constexpr):
-    """How many numbers of sums come before the columns from `start` on, by `_runs`, of these rows [BLOCK, 1, 1]."""
+def _places(head, row, run, within, total, START: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """How many numbers of sums come before those of `_runs`, of the columns from START on."""
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     line = head.to(tl.int64) * total + row
-    run, within = _runs(WIDTH, RUN)
-    if start < FIRST:
-        places = line * FIRST + ((start // RUN + run) ^ (row % 4 * (8 // RUN))) * RUN + within
+    if START < FIRST:
+        places = line * FIRST + ((START // RUN + run) ^ (row % 4 * (8 // RUN))) * RUN + within
     else:
         first_numbers = tl.num_programs(1).to(tl.int64) * total * FIRST
-        places = first_numbers + line * (HEAD_DIM - FIRST) + (start - FIRST) + run * RUN + within
+        places = first_numbers + line * (HEAD_DIM - FIRST) + (START - FIRST) + run * RUN + within
     return places
 
 
@@ -143,12 +147,11 @@ def _attention_bwd_delta_kernel(
 
 @triton.jit
 def _store_rounded(
-    dq_ptr, part, head, row, start, scale, mask,
-    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr, RUN: tl.constexpr,
+    dq_ptr, part, head, row, run, within, scale, mask,
+    START: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale part, columns from `start` on, by `_runs`, of these rows [BLOCK, 1, 1]."""
-    run, within = _runs(WIDTH, RUN)
-    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + start + run * RUN + within
+    """dq = scale part, of those of `_runs`, of the columns from START on."""
+    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + START + run * RUN + within
     tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
@@ -164,33 +167,54 @@ def _attention_bwd_round_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None, None]
-    inside = row < total_q
-    for start in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
-        part = tl.load(sums_ptr + _places(head, row, start, total_q, MAIN, HEAD_DIM, 8), mask=inside, other=0.0)
-        _store_rounded(dq_ptr, part, head, row, start, scale, inside, MAIN, HEAD_DIM, STRIDE_DQT, 8)
+    first = tl.program_id(0) * BLOCK_M
+    row, run, within = _runs(first, BLOCK_M, MAIN)
+    for START in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
+        places = _places(head, row, run, within, total_q, START, HEAD_DIM)
+        part = tl.load(sums_ptr + places, mask=row < total_q, other=0.0)
+        _store_rounded(dq_ptr, part, head, row, run, within, scale, row < total_q, START, HEAD_DIM, STRIDE_DQT)
     if TAIL > 0:
-        START: tl.constexpr = HEAD_DIM // MAIN * MAIN
-        mask = inside & (START + 8 * _runs(TAIL, 8)[0] < HEAD_DIM)
-        part = tl.load(sums_ptr + _places(head, row, START, total_q, TAIL, HEAD_DIM, 8), mask=mask, other=0.0)
-        _store_rounded(dq_ptr, part, head, row, START, scale, mask, TAIL, HEAD_DIM, STRIDE_DQT, 8)
+        LAST: tl.constexpr = HEAD_DIM // MAIN * MAIN
+        row, run, within = _runs(first, BLOCK_M, TAIL)
+        mask = (row < total_q) & (LAST + RUN * run < HEAD_DIM)
+        part = tl.load(sums_ptr + _places(head, row, run, within, total_q, LAST, HEAD_DIM), mask=mask, other=0.0)
+        _store_rounded(dq_ptr, part, head, row, run, within, scale, mask, LAST, HEAD_DIM, STRIDE_DQT)
 
 
 @triton.jit
 def _load_lanes(
-    sums_ptr, lane_ptr, head, row, back, total, inside,
-    START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr, RUN: tl.constexpr,
+    sums_ptr, lane_ptr, head, row, run, within, back, total,
+    START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """Columns of these rows in the first lane and in the second, and in the first of the rows `back` before them."""
-    run, within = _runs(WIDTH, RUN)
+    """Those of `_runs` in the first lane and in the second, and in the first of the rows `back` before them."""
+    HALF: tl.constexpr = WIDTH // 2 // RUN
+    inside = row < total
+    at = run
     if START == 0:
-        run ^= row % 4 * (8 // RUN)
-    line = tl.where(run < WIDTH // 2 // RUN, row - back, row).to(tl.int64)
-    of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + run % (WIDTH // 2 // RUN) * RUN + within
-    first = tl.load(sums_ptr + _places(head, row, START, total, WIDTH, HEAD_DIM, RUN), mask=inside, other=0.0)
+        at ^= row % 4 * (8 // RUN)
+    # Half of a row's columns are in another row.
+    line = tl.where(at < HALF, row - back, row).to(tl.int64)
+    of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + at % HALF * RUN + within
+    part = tl.load(sums_ptr + _places(head, row, run, within, total, START, HEAD_DIM), mask=inside, other=0.0)
     second = tl.load(lane_ptr + of_lane, mask=inside, other=0.0)
-    before = tl.load(sums_ptr + _places(head, row - back, START, total, WIDTH, HEAD_DIM, RUN), mask=inside, other=0.0)
-    return first, second, before
+    places = _places(head, row - back, run, within, total, START, HEAD_DIM)
+    return part, second, tl.load(sums_ptr + places, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_lanes(
+    dq_ptr, part, second, before, head, row, run, within, back, begin, end, total, scale,
+    START: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
+):  # fmt: skip
+    """What `_load_lanes` gave, of which rows begin .. end - 1 are in the second lane."""
+    in_lane = (row >= begin) & (row < end)
+    # The program of such a row writes it too.
+    lent = (row >= begin - back) & (row < end - back)
+    own = (row < total) & (lent == 0)
+    paired = (row < total) & ((row < 2 * back) | in_lane)
+    part += tl.where(in_lane, second, 0.0)
+    _store_rounded(dq_ptr, part, head, row, run, within, scale, own, START, HEAD_DIM, STRIDE_DQT)
+    _store_rounded(dq_ptr, before, head, row - back, run, within, scale, paired, START, HEAD_DIM, STRIDE_DQT)
 
 
 @triton.jit(do_not_specialize=("total_q", "total_k"))
@@ -207,24 +231,23 @@ def _attention_bwd_round_lanes_kernel(
     """
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     REST: tl.constexpr = HEAD_DIM - FIRST
-    # Half of a row's columns are in another row.
-    LAST_RUN: tl.constexpr = min(REST // 2, 8)
     head = tl.program_id(1)
     distance = lane_distance(total_q, BLOCK)
     back = distance * BLOCK
-    row = back + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None, None]
-    inside = row < total_q
+    first = back + tl.program_id(0) * BLOCK_M
+    row, run, within = _runs(first, BLOCK_M, FIRST)
     q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
     k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
     if OVERLAPS:
         # For sums; boundaries are inputs.
         tl.extra.cuda.gdc_wait()
     part, second, before = _load_lanes(
-        sums_ptr, lane_ptr, head, row, back, total_q, inside, 0, FIRST, HEAD_DIM, STRIDE_DQT, 8
+        sums_ptr, lane_ptr, head, row, run, within, back, total_q, 0, FIRST, HEAD_DIM, STRIDE_DQT
     )
     if REST > 0:
+        last_row, last_run, _ = _runs(first, BLOCK_M, REST)
         last_part, last_second, last_before = _load_lanes(
-            sums_ptr, lane_ptr, head, row, back, total_q, inside, FIRST, REST, HEAD_DIM, STRIDE_DQT, LAST_RUN
+            sums_ptr, lane_ptr, head, last_row, last_run, within, back, total_q, FIRST, REST, HEAD_DIM, STRIDE_DQT
         )
     q_start, q_length = clamp_span(q_begin, q_end, total_q)
     _, k_length = clamp_span(k_begin, k_end, total_k)
@@ -232,19 +255,14 @@ def _attention_bwd_round_lanes_kernel(
     lead = longest_lead((k_length + OWNED - 1) // OWNED - 1, blocks, distance, ROUND)
     begin = q_start + (blocks - lead) * BLOCK
     end = tl.where(lead > 0, q_start + q_length, begin)
-    in_lane = (row >= begin) & (row < end)
-    # The program of such a row writes it too.
-    lent = (row >= begin - back) & (row < end - back)
-    own = inside & (lent == 0)
-    paired = inside & ((row < 2 * back) | in_lane)
     # All of the lane's rows are read before any is written.
     tl.debug_barrier()
-    part += tl.where(in_lane, second, 0.0)
-    _store_rounded(dq_ptr, part, head, row, 0, scale, own, FIRST, HEAD_DIM, STRIDE_DQT, 8)
-    _store_rounded(dq_ptr, before, head, row - back, 0, scale, paired, FIRST, HEAD_DIM, STRIDE_DQT, 8)
+    _store_lanes(
+        dq_ptr, part, second, before, head, row, run, within, back, begin, end, total_q, scale,
+        0, HEAD_DIM, STRIDE_DQT,
+    )  # fmt: skip
     if REST > 0:
-        last_part += tl.where(in_lane, last_second, 0.0)
-        _store_rounded(dq_ptr, last_part, head, row, FIRST, scale, own, REST, HEAD_DIM, STRIDE_DQT, LAST_RUN)
-        _store_rounded(
-            dq_ptr, last_before, head, row - back, FIRST, scale, paired, REST, HEAD_DIM, STRIDE_DQT, LAST_RUN
-        )
+        _store_lanes(
+            dq_ptr, last_part, last_second, last_before, head, last_row, last_run, within, back, begin, end, total_q,
+            scale, FIRST, HEAD_DIM, STRIDE_DQT,
+        )  # fmt: skip
