@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.attention.hopper_bwd_sums import (
+    RUN,
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
     _clear,
+    _runs,
     first_columns,
 )
 from csrc_free_ops.configs import split_head_dim
@@ -142,6 +144,20 @@ def test_of_any_number_of_rows_a_tile_is_cleared(rows: int, device: str) -> None
     sums = torch.ones(17, 128, device=device)
     _clear_kernel[(1,)](sums, rows, BLOCK_M=16, COLUMNS=128)
     assert sums.any(1).tolist() == [row >= min(rows, 16) for row in range(17)]
+
+
+@triton.jit
+def _runs_kernel(out_ptr, first, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    row, run, within = _runs(first, BLOCK_M, WIDTH)
+    place = tl.arange(0, BLOCK_M * WIDTH // RUN)[:, None] * RUN + within
+    tl.store(out_ptr + place, row * WIDTH + run * RUN + within)
+
+
+def test_runs_of_a_row_follow_each_other(device: str) -> None:
+    """So that the threads of a warp, which lie along them, read rows and not columns."""
+    out = torch.full((16 * 64,), -1, dtype=torch.int32, device=device)
+    _runs_kernel[(1,)](out, 5, BLOCK_M=16, WIDTH=64)
+    assert out.tolist() == list(range(5 * 64, 21 * 64))
 
 
 def _as_sums(rows: torch.Tensor) -> torch.Tensor:

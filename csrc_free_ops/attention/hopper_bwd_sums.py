@@ -17,7 +17,7 @@ from csrc_free_ops.tiles.masks import is_seen
 from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
 from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
 
-# Columns of sums that a thread reads at once, 16 bytes.
+# Columns of sums that a thread reads at once, 16 bytes; fewer where there are not so many.
 RUN = tl.constexpr(4)
 
 
@@ -41,7 +41,7 @@ def _runs(first, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _places(head, row, run, within, total, START: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """How many numbers of sums come before those of `_runs`, of the columns from START on."""
+    """Where in sums the numbers of `_runs` lie, whose first column is START."""
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     line = head.to(tl.int64) * total + row
     if START < FIRST:
@@ -150,7 +150,7 @@ def _store_rounded(
     dq_ptr, part, head, row, run, within, scale, mask,
     START: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale part, of those of `_runs`, of the columns from START on."""
+    """Writes dq = scale part, [runs, RUN] as of `_runs`, whose first column is START."""
     dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + START + run * RUN + within
     tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=mask)
 
@@ -186,7 +186,7 @@ def _load_lanes(
     sums_ptr, lane_ptr, head, row, run, within, back, total,
     START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """Those of `_runs` in the first lane and in the second, and in the first of the rows `back` before them."""
+    """The numbers of `_runs` in sums and in the second lane, and those in sums of the rows `back` before."""
     HALF: tl.constexpr = WIDTH // 2 // RUN
     inside = row < total
     at = run
@@ -206,7 +206,10 @@ def _store_lanes(
     dq_ptr, part, second, before, head, row, run, within, back, begin, end, total, scale,
     START: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
 ):  # fmt: skip
-    """What `_load_lanes` gave, of which rows begin .. end - 1 are in the second lane."""
+    """Writes dq of these rows, and of those `back` before, of what `_load_lanes` gave.
+
+    Rows begin .. end - 1 have numbers in the second lane.
+    """
     in_lane = (row >= begin) & (row < end)
     # The program of such a row writes it too.
     lent = (row >= begin - back) & (row < end - back)
