@@ -270,6 +270,15 @@ def test_merging_halves_of_the_keys_gives_the_whole(device: str) -> None:
     torch.testing.assert_close(torch.cat([grads[0][2], grads[1][2]]), dv)
 
 
+@pytest.mark.parametrize("rows", [7, 40])
+def test_rows_of_q_that_overlap(rows: int, device: str) -> None:
+    """A view of windows that slide along one dimension, as `unfold` makes it. PyTorch's CPU kernel is wrong there."""
+    q = torch.randn(2, rows + 15, device=device).unfold(1, 16, 1).transpose(0, 1)
+    k, v = (torch.randn(rows, 2, 16, device=device) for _ in range(2))
+    cu = torch.tensor([0, rows], dtype=torch.int32, device=device)
+    torch.testing.assert_close(window_attn(q, k, v, cu), window_attn(q.contiguous(), k, v, cu))
+
+
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_inputs(WindowAttnCase("sum", "expanded dout", (40, 9), 2, 72), torch.float32, device)
     q = inputs.q.clone().requires_grad_()

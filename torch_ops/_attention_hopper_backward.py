@@ -29,8 +29,8 @@ from torch_ops._scores import Scores
 SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
 # Rows of what goes to a second lane at once, of the first and of the rest of the columns.
 LANE_ROWS, LANE_REST_ROWS = 32, 64
-# Of 12 and more rounds, fewer were not measured, an order took up to 4 % less time at head dimension 128 and up to 2 %
-# more at 80 (H200).
+# Of 12 and more rounds an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); between
+# 10 and 12 none was measured.
 MANY_ROUNDS = 10
 # As rows would say it, of the kernel that has none, where gradients are made apart.
 APART = Launch(SENT_ROWS, PASS_KEYS, 8, STAGES.value)

@@ -246,7 +246,7 @@ def place(
     work, num_tiles, dealt, cu, num_segments, total,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr,
 ):  # fmt: skip
-    """Of one piece of work: head, segment, the segment's start and length, and the first of how many units of 64 rows.
+    """Of one piece of work: head, segment, the segment's start and length, its first unit of 64 rows, and how many.
 
     There is nothing to do where that unit lies past the length. The L2 cache has room for RESIDENT rows of a head; a
     head of LONE rows and more goes alone where it has none for all.

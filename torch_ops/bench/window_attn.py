@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 import torch_ops
 from csrc_free_ops.attention import (
     hopper_bwd,
+    hopper_bwd_apart,
     hopper_bwd_sums,
     hopper_fwd,
     portable_bwd,
@@ -41,9 +42,18 @@ HOST_CASE = "1x128x16x72"
 PROFILED = "qwen3vl_l_4096"
 JITS = tuple(
     vars(module)[name]
-    for module in (portable_fwd, portable_bwd, short_fwd, short_bwd, hopper_fwd, hopper_bwd, hopper_bwd_sums)
+    for module in (
+        portable_fwd,
+        portable_bwd,
+        short_fwd,
+        short_bwd,
+        hopper_fwd,
+        hopper_bwd,
+        hopper_bwd_apart,
+        hopper_bwd_sums,
+    )
     for name in vars(module)
-    if name.endswith("_kernel")
+    if name.startswith("_attention_") and name.endswith("_kernel")
 )
 
 
