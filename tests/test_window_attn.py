@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import re
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -177,33 +179,37 @@ def test_nan_is_not_taken_for_a_row_without_keys(device: str) -> None:
     assert torch.equal(out.isnan().all(-1), expected) and torch.equal(lse.isnan(), expected.T)
 
 
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """Where PyTorch keeps its settings of tf32: the old one, then the new, are put back as a process finds them.
+
+    Set by the new one alone they would contradict each other, and the old one could not be read.
+    """
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
 @pytest.mark.no_interpret
 @pytest.mark.parametrize("set_tf32", ["old", "new"])
-def test_either_setting_of_tf32_is_understood(set_tf32: str) -> None:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+def test_either_setting_of_tf32_is_understood(set_tf32: str, matmul: Any) -> None:
     q = torch.empty(1, 1, 16)
-    try:
-        if set_tf32 == "old":
-            matmul.allow_tf32 = True
-        else:
-            matmul.fp32_precision = "tf32"
-        assert precision_of(q) == "tf32" and precision_of(q.half()) == "ieee"
-    finally:
-        matmul.fp32_precision = "ieee" if before == "none" else before
+    assert precision_of(q) == "ieee"
+    if set_tf32 == "old":
+        matmul.allow_tf32 = True
+    else:
+        matmul.fp32_precision = "tf32"
+    assert precision_of(q) == "tf32" and precision_of(q.half()) == "ieee"
+    matmul.fp32_precision = "ieee"
     assert precision_of(q) == "ieee"
 
 
 @pytest.mark.gpu
-def test_tf32_is_read_at_each_call(device: str) -> None:
+def test_tf32_is_read_at_each_call(device: str, matmul: Any) -> None:
     inputs = make_inputs(RELAUNCHED, torch.float32, device)
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    try:
-        outs = []
-        for torch.backends.cuda.matmul.allow_tf32 in (False, True, False, True):
-            outs.append(differentiate(torch.ops.vk.window_attn, inputs))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+    outs = []
+    for matmul.allow_tf32 in (False, True, False, True):
+        outs.append(differentiate(torch.ops.vk.window_attn, inputs))
     for name in ("out", "dq", "dk", "dv"):
         ieee, tf32, ieee_again, tf32_again = (out[name] for out in outs)
         assert torch.equal(ieee, ieee_again) and torch.equal(tf32, tf32_again), name
@@ -572,14 +578,10 @@ def test_flops_of_fake_lengths_are_a_bound() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("allowed", [False, True])
-def test_tf32_only_where_allowed(allowed: bool, device: str) -> None:
+def test_tf32_only_where_allowed(allowed: bool, device: str, matmul: Any) -> None:
     inputs = make_inputs(WindowAttnCase("tf32", "precision", (256,), 1, 64), torch.float32, device)
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
-    try:
-        out = window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    matmul.fp32_precision = "tf32" if allowed else "ieee"
+    out = window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
     exact, _ = references.window_attn(*(t.double() for t in (inputs.q, inputs.k, inputs.v)), inputs.cu_seqlens)
     error = ((out - exact).norm() / exact.norm()).item()
     assert (error > 1e-5) == allowed, error
