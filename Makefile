@@ -82,24 +82,23 @@ FIGURES = CUDA_VISIBLE_DEVICES=$(word $(2),$(GPUS)) $(FROM_TREE) torch_ops.bench
 NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
 VISION = 'qwen3vl_l_*,qwen25vl_*'
 DENSE = 'dense_*,qwen3vl_m_*'
-CLOSE = qwen25vl_4x4096,dense_d128_8x4096 --peers cudnn,flash4 --rounds 120
-RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-close figures-close-cold
+CLOSE = 'qwen25vl_4x4096,dense_d128_8x4096'
+MANY_ROUNDS = --peers cudnn,flash4 --rounds 120
+RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
 	$(call FIGURES,host,1,host)
 $(RUNS): | needs-gpu
 figures-vision:
 	$(call FIGURES,window_attn,1,window_attn --shapes $(VISION) $(NEXT_TO_PEERS))
+	$(call FIGURES,window_attn_close,1,window_attn --shapes $(CLOSE) $(MANY_ROUNDS))
 figures-dense:
 	$(call FIGURES,window_attn_dense,2,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS))
 figures-vision-cold:
 	$(call FIGURES,window_attn_cold,3,window_attn --shapes $(VISION) $(NEXT_TO_PEERS) --cold)
+	$(call FIGURES,window_attn_close_cold,3,window_attn --shapes $(CLOSE) $(MANY_ROUNDS) --cold)
 figures-dense-cold:
 	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS) --cold)
-figures-close: | figures-vision
-	$(call FIGURES,window_attn_close,1,window_attn --shapes $(CLOSE))
-figures-close-cold: | figures-vision-cold
-	$(call FIGURES,window_attn_close_cold,3,window_attn --shapes $(CLOSE) --cold)
 
 tables: $(VENV)/.installed-test ## the tables and the picture of stored results, made anew
 	$(BIN)/vk bench table --into README.md docs/benchmarks.md

@@ -65,7 +65,7 @@ def attention_forward_cpu(
         # PyTorch's kernel takes it that columns are contiguous, and reads past the tensor where they are not.
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
         if min(q.stride(0), q.stride(1)) < q.shape[2]:
-            # Its output has the layout of q, and where q's rows overlap not contiguous columns, as it takes it.
+            # Its output takes q's layout, in which overlapping rows leave columns apart; it writes them side by side.
             q = q.clone(memory_format=torch.contiguous_format)
     out.zero_()
     if lse.shape[1] < q.shape[0]:
