@@ -10,6 +10,7 @@ from torch_ops.bench.machine import dtype_name
 from torch_ops.bench.results import FAILED, Measurement, Timed
 from torch_ops.bench.room import Call, Case, Contender, Room, Trial, one_line
 from torch_ops.bench.timing import (
+    WARM_UP_SECONDS,
     Timer,
     Work,
     interleave,
@@ -17,6 +18,7 @@ from torch_ops.bench.timing import (
     on_timing_stream,
     peak_bytes,
     sets_to_outgrow_cache,
+    warm_up,
     whole_cycles,
 )
 
@@ -116,6 +118,8 @@ def _time(
         except Exception as error:
             timers.pop(name, None)
             judged[name] = Verdict(FAILED, one_line(error), judged[name].reports)
+    if terms.device.type == "cuda":
+        warm_up(timers.values(), WARM_UP_SECONDS)
     figures = interleave(timers, terms.rounds, lambda name: on_step(f"{direction}, timing {name}"))
     return [
         Timed(

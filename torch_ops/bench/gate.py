@@ -27,11 +27,11 @@ class Verdict:
         return self.status in (OK, WRONG)
 
     def of(self, direction: str) -> "Verdict":
-        """The verdict on the forward (out) or the backward (every gradient) alone."""
+        """The verdict on the forward (all results) or the backward (every gradient, d<input>) alone."""
         if not self.can_run:
             return self
-        forward = direction == "forward"
-        reports = tuple(r for r in self.reports if r.name.startswith("out") == forward)
+        backward = direction == "backward"
+        reports = tuple(report for report in self.reports if report.name.startswith("d") == backward)
         broken = [str(report) for report in reports if not report.passed]
         return Verdict(WRONG if broken else OK, "; ".join(broken), reports)
 

@@ -4,13 +4,13 @@ SEGMENTSxLENGTHxHEADSxHEAD_DIM[c]    1x4096x16x72, 8x2048x32/8x128c (8 key heads
 LENGTH+N*LENGTH+...xHEADSxHEAD_DIM   784+1764+3136+7056x16x72, 153*64+17*48x16x80
 """
 
-import fnmatch
 import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch_ops.bench.room import named
 from torch_ops.testing.cases import WINDOW_ATTN, WindowAttnCase, window_attn_cases
 
 NOTATION = re.compile(
@@ -26,8 +26,7 @@ def find_cases(wanted: Sequence[str]) -> tuple[WindowAttnCase, ...]:
     found: dict[str, WindowAttnCase] = {}
     for text in itertools.chain.from_iterable(item.split(",") for item in wanted):
         text = text.strip()
-        by_name = [case for case in WINDOW_ATTN if fnmatch.fnmatchcase(case.name, text)]
-        cases = by_name or [_from_notation(text)]
+        cases = named(WINDOW_ATTN, text) or (_from_notation(text),)
         found |= {case.name: case for case in cases}
     return tuple(found.values())
 

@@ -1,8 +1,9 @@
 """What the bench room of an op provides: cases, contenders, what is right, what a call costs."""
 
-from collections.abc import Callable, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,38 +16,64 @@ class Case(Protocol):
     def name(self) -> str: ...
 
 
+CaseT = TypeVar("CaseT", bound=Case)
+
+
+def named(cases: Iterable[CaseT], text: str) -> tuple[CaseT, ...]:
+    """Those of the cases that `text` names, by name or by a pattern such as 'qwen3vl_*'."""
+    return tuple(case for case in cases if fnmatch.fnmatchcase(case.name, text))
+
+
+def find_named(cases: Sequence[CaseT], wanted: Sequence[str]) -> tuple[CaseT, ...]:
+    """Cases by names and patterns of names, separated by commas; ValueError names the choices."""
+    found: dict[str, CaseT] = {}
+    for text in (text.strip() for item in wanted for text in item.split(",")):
+        matching = named(cases, text)
+        if not matching:
+            raise ValueError(f"no case is called {text!r}; give some of {', '.join(case.name for case in cases)}")
+        found |= {case.name: case for case in matching}
+    return tuple(found.values())
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """A result as a tuple, of one tensor or of several."""
+    return result if isinstance(result, tuple) else (result,)
+
+
 @dataclass(frozen=True)
 class Call:
     """A contender bound to one set of inputs.
 
     Attributes:
-        forward: runs it; the result stays in the contender's own layout.
+        forward: runs it; the result, a tensor or several, stays in the contender's own layout.
         inputs: what gradients are taken of, by name, in that layout.
-        dout: the upstream gradient, shaped as the result.
-        to_op_layout: brings the result or a gradient to the layout of the op.
+        dout: the upstream gradient of each result, shaped as it is.
+        to_op_layout: brings a result or a gradient to the layout of the op.
+        outputs: names of the results; none begins with a d, as gradients do.
     """
 
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Tensor | tuple[Tensor, ...]]
     inputs: dict[str, Tensor]
-    dout: Tensor
+    dout: Tensor | tuple[Tensor, ...]
     to_op_layout: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    outputs: tuple[str, ...] = ("out",)
 
-    def forward_alone(self) -> Tensor:
+    def forward_alone(self) -> Tensor | tuple[Tensor, ...]:
         with torch.no_grad():
             return self.forward()
 
-    def backward_of(self, result: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def backward_of(self, result: Tensor | tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
         """The backward alone, repeatable; `result` came from `forward` with gradients on."""
-        inputs = tuple(self.inputs.values())
-        return lambda: torch.autograd.grad(result, inputs, self.dout, retain_graph=True, materialize_grads=True)
+        results, douts, inputs = tensors_of(result), tensors_of(self.dout), tuple(self.inputs.values())
+        return lambda: torch.autograd.grad(results, inputs, douts, retain_graph=True, materialize_grads=True)
 
     def results(self, backward: bool) -> dict[str, Tensor]:
-        """out and, with `backward`, the gradient d<name> of each input, in the layout of the op."""
-        if not backward:
-            return {"out": self.to_op_layout(self.forward_alone())}
-        result = self.forward()
-        grads = zip(self.inputs, self.backward_of(result)(), strict=True)
-        named = {"out": result.detach(), **{f"d{name}": grad for name, grad in grads}}
+        """The results and, with `backward`, the gradient d<name> of each input, in the layout of the op."""
+        result = self.forward() if backward else self.forward_alone()
+        named = dict(zip(self.outputs, (each.detach() for each in tensors_of(result)), strict=True))
+        if backward:
+            grads = zip(self.inputs, self.backward_of(result)(), strict=True)
+            named |= {f"d{name}": grad for name, grad in grads}
         return {name: self.to_op_layout(tensor) for name, tensor in named.items()}
 
 

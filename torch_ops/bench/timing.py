@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ CPU_ROUND_MS = 30.0
 MAX_CALLS_IN_GRAPH = 128
 MIN_SAMPLES, MAX_SAMPLES = 5, 100
 FLUSH_BYTES = 2**30
+WARM_UP_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ def whole_cycles(rounds: int, count: int) -> int:
     """`rounds`, or, where all of `balanced_orders` have had their turn, as many more as end the cycle begun."""
     cycle = len(balanced_orders(count))
     return rounds if rounds <= cycle or not cycle else -(-rounds // cycle) * cycle
+
+
+def warm_up(timers: Iterable[Timer], seconds: float) -> None:
+    """Untimed turns for so long: a GPU at rest begins a seventh too fast, and then is too slow for a while."""
+    end = time.perf_counter() + seconds
+    for timer in itertools.cycle(timers):
+        if time.perf_counter() >= end:
+            return
+        timer.sample()
 
 
 def interleave(

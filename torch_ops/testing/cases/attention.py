@@ -1,8 +1,4 @@
-"""Named cases, shared by tests, compile tests and benchmarks.
-
-Every case says which branch it is there for. Tags: "smoke" (the few that every kind of test runs), "edge" (each reaches
-a branch of its own), "bench" (real shapes; too long for the interpreter).
-"""
+"""Cases of packed attention."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,4 @@
-"""One plain function per op, the maths as one would write it down: any dtype, differentiable by autograd.
-
-Run in fp64 it is the truth, run in the tested dtype it is "eager PyTorch" of the tolerance rule.
-"""
+"""Packed attention."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,0 +1,9 @@
+"""One plain function per op, the maths as one would write it down: any dtype, differentiable by autograd.
+
+Run in fp64 it is the truth, run in the tested dtype it is "eager PyTorch" of the tolerance rule. One module for each
+family of ops.
+"""
+
+from torch_ops.testing.references.attention import window_attn, window_attn_backward
+
+__all__ = ["window_attn", "window_attn_backward"]
