@@ -109,11 +109,9 @@ from csrc_free_ops.attention.hopper_work import (
     keep,
     kept_number,
     kept_pointer,
-    option,
     place,
     read_note,
     rows_of,
-    turn_around,
     write_note,
 )
 from csrc_free_ops.tiles.hopper import (
@@ -130,9 +128,11 @@ from csrc_free_ops.tiles.hopper import (
     multiply,
     multiply_columns,
     narrow_strips,
+    option,
     scale_strips,
     shared_base,
     tell,
+    turn_around,
     wait_strips,
     wgmma_layout,
     widen,

@@ -26,7 +26,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     tile_columns,
     tile_count,
 )
-from csrc_free_ops.attention.hopper_work import SINGLE, boundaries, option, rows_of, turn_around
+from csrc_free_ops.attention.hopper_work import SINGLE, boundaries, rows_of
 from csrc_free_ops.tiles.hopper import (
     accumulate,
     await_phase,
@@ -39,9 +39,11 @@ from csrc_free_ops.tiles.hopper import (
     meet,
     multiply,
     narrow_strips,
+    option,
     scale_strips,
     shared_base,
     tell,
+    turn_around,
     wait_strips,
     wgmma_layout,
     zero_strips,

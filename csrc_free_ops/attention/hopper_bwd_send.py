@@ -34,8 +34,8 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     makers,
 )
 from csrc_free_ops.attention.hopper_bwd_sums import first_columns
-from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer, option, read_note_by_warp
-from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, shared_base
+from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer, read_note_by_warp
+from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, option, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     add_tile,
     admit_kernel,

@@ -39,12 +39,10 @@ from csrc_free_ops.attention.hopper_work import (
     is_inside,
     keep,
     kept_pointer,
-    option,
     pass_over,
     place,
     read_note,
     rows_of,
-    turn_around,
     write_note,
 )
 from csrc_free_ops.tiles.hopper import (
@@ -58,6 +56,7 @@ from csrc_free_ops.tiles.hopper import (
     join_strips,
     make_barriers,
     meet,
+    option,
     per_row,
     rescale_strips,
     row_maximum,
@@ -66,6 +65,7 @@ from csrc_free_ops.tiles.hopper import (
     shared_base,
     strips,
     tell,
+    turn_around,
     wait_strips,
     wgmma_layout,
     zero_strips,

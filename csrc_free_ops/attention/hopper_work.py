@@ -14,7 +14,7 @@ Lengths are known on the device alone:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_free_ops.tiles.hopper import await_phase, barrier_arrive
+from csrc_free_ops.tiles.hopper import await_phase, barrier_arrive, turn_around
 from csrc_free_ops.tiles.hopper_memory import take_ticket
 from csrc_free_ops.tiles.segments import narrow_segments
 
@@ -34,13 +34,6 @@ NOTE = gl.constexpr(16)
 NOTES = gl.constexpr(4)
 # Where pointers and sizes lie behind the notes: a producer has too few registers to hold them.
 POINTERS = gl.constexpr(NOTES.value * NOTE.value)
-
-
-@gluon.constexpr_function
-def option(options, name):
-    """Of what a kernel hands to its partitions: each name and, after it, its value."""
-    plain = [getattr(each, "value", each) for each in options]
-    return plain[plain.index(name) + 1]
 
 
 @gluon.constexpr_function
@@ -84,13 +77,6 @@ def kept_number(notes, FIELD: gl.constexpr):
 @gluon.jit
 def kept_pointer(addresses, FIELD: gl.constexpr, DTYPE: gl.constexpr):
     return gl.max(addresses.index(POINTERS + FIELD).load(_scalar(1)), 0).to(gl.pointer_type(DTYPE), bitcast=True)
-
-
-@gluon.jit
-def turn_around(counter, limit):
-    """The next of 0 .. limit-1 after `counter`, and 1 where it begins anew."""
-    wrapped = counter == limit - 1
-    return gl.where(wrapped, 0, counter + 1), wrapped.to(gl.int32)
 
 
 @gluon.constexpr_function

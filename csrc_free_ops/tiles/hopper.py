@@ -18,6 +18,20 @@ meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
+def option(options, name):
+    """Of what a kernel hands to its partitions: each name and, after it, its value."""
+    plain = [getattr(each, "value", each) for each in options]
+    return plain[plain.index(name) + 1]
+
+
+@gluon.jit
+def turn_around(counter, limit):
+    """The next of 0 .. limit-1 after `counter`, and 1 where it begins anew."""
+    wrapped = counter == limit - 1
+    return gl.where(wrapped, 0, counter + 1), wrapped.to(gl.int32)
+
+
+@gluon.constexpr_function
 def wgmma_layout(columns):
     """Of a tile [64, columns] of one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
@@ -103,6 +117,12 @@ def await_phase(address, phase):
 def exp2(x):
     """One instruction; 0 for what would be denormal."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """One instruction, within 1 unit in the last place; of infinity 0."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -362,6 +382,42 @@ def multiply(left, right, STRIPS: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS:
     TYPES: gl.constexpr = _repeat(gl.float32, STRIPS)
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
     operands = [like + ((left >> 4) + (1 << 16)), like + ((right >> 4) + (1 << 16))]
+    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
+
+
+@gluon.constexpr_function
+def _products_text(strip_count, steps, high, dtype):
+    registers = 4 * strip_count
+    sums = ",".join(f"${index}" for index in range(registers))
+    lines = ["{ .reg .b64 left, right; .reg .b32 low;", "wgmma.fence.sync.aligned;"]
+    for step in range(steps):
+        lines += [
+            f"add.s32 low, ${2 * registers}, {2 * step}; mov.b64 left, {{low, {high}}};",
+            f"add.s32 low, ${2 * registers + 4}, {2 * step}; mov.b64 right, {{low, {high}}};",
+            f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
+            f" {{{sums}}}, left, right, 1, 1, 1, 0, 0;",
+        ]
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+
+@gluon.constexpr_function
+def _products_constraints(strip_count):
+    registers = 4 * strip_count
+    return ",".join(["=f"] * registers + [str(index) for index in range(registers)] + ["r"] * 8)
+
+
+@gluon.jit
+def add_products(sums, left, right, STEPS: gl.constexpr, DTYPE: gl.constexpr):
+    """Begins sums += left @ right^T over 16 STEPS columns, at most 64. `wait_strips` ends it.
+
+    Both lie in shared memory as tiles of 64 columns: left of 64 rows, right of 8 for every strip.
+    """
+    HIGH: gl.constexpr = right_operand(64, 64)[1]
+    TEXT: gl.constexpr = _products_text(len(sums), STEPS, HIGH, _type_name(DTYPE))
+    CONSTRAINTS: gl.constexpr = _products_constraints(len(sums))
+    TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
+    like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
+    operands = sums + (like + ((left >> 4) + (1 << 16)), like + ((right >> 4) + (1 << 16)))
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
 
 

@@ -1,0 +1,229 @@
+"""Linear layers on Hopper, in Gluon: out = f(x weight^T + bias), by warp specialization.
+
+A program has one producer warp, which brings tiles of x [128, 64] and of weight [COLUMNS, 64] to a ring of STAGES stages
+by TMA; two consumer warpgroups, of 64 rows each, which multiply them by one wgmma of exact width; and two warps that
+finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order of rows, so
+that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
+
+    consumer    acc = sum over k of x_k weight_k^T      in fp32
+                half = round(acc + bias)                to shared memory
+    finisher    out = round(f(half))                    the roundings of a linear layer and of f behind it
+
+On an H200 the tensor cores are busy nine cycles in ten, and f costs nothing: it hides behind the products.
+Whose tile is the last of its program finishes it by itself, since nothing is left to hide behind.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from csrc_free_ops.gemm.hopper_finish import finish_rows, halves_of, parts_of
+from csrc_free_ops.tiles.hopper import (
+    add_products,
+    await_phase,
+    barrier_arrive,
+    barrier_sync,
+    check_base,
+    join_strips,
+    make_barriers,
+    meet,
+    narrow_strips,
+    option,
+    shared_base,
+    turn_around,
+    wait_strips,
+    wgmma_layout,
+    zero_strips,
+)
+from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel
+
+# The first named barrier that is not Triton's, with four partitions.
+FIRST_BARRIER = gl.constexpr(5)
+GROUPS = gl.constexpr(2)
+# Tiles lie in shared memory in units of 64 rows and 64 columns.
+UNIT_BYTES = gl.constexpr(64 * 64 * 2)
+# Threads at a stage's barrier: the producer's and all consumers'; at a tile's: a consumer's and the finishers'.
+AT_STAGE, AT_TILE = gl.constexpr(32 + 128 * 2), gl.constexpr(128 + 64)
+
+
+@gluon.jit
+def _place(work, TILES_N: gl.constexpr):
+    """Of a tile, its first row and which columns it has."""
+    return work // TILES_N * (64 * GROUPS), work % TILES_N
+
+
+@gluon.jit
+def _produce(descs, units, bars, num_work, OPTIONS: gl.constexpr):
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    STEPS: gl.constexpr = option(OPTIONS, "STEPS")
+    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
+    HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
+    PARTS: gl.constexpr = parts_of(COLUMNS)
+    WHOLE: gl.constexpr = COLUMNS // HALVES // 64
+    x_desc, w_desc, tail_desc = descs
+    TAIL: gl.constexpr = tail_desc.block_shape[0] if COLUMNS % 64 else 0
+    BYTES: gl.constexpr = (GROUPS * 64 + HALVES * WHOLE * 64 + TAIL) * 128
+
+    await_kernel()
+    stage = 0
+    loaded = 0
+    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+        row, n = _place(work, TILES_N)
+        for step in range(STEPS):
+            if loaded >= STAGES:
+                barrier_sync(FIRST_BARRIER + stage, AT_STAGE)
+            bar = bars.index(stage)
+            mbarrier.expect(bar, BYTES)
+            first = stage * (GROUPS + PARTS)
+            for group in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(x_desc, [row + group * 64, step * 64], bar, units.index(first + group))
+            for half in gl.static_range(HALVES):
+                column = n * (COLUMNS // HALVES) + half * WIDTH
+                place = first + GROUPS + half * WHOLE
+                for unit in gl.static_range(WHOLE):
+                    at = [column + unit * 64, step * 64]
+                    tma.async_copy_global_to_shared(w_desc, at, bar, units.index(place + unit))
+                if TAIL > 0:
+                    at = [column + WHOLE * 64, step * 64]
+                    tma.async_copy_global_to_shared(tail_desc, at, bar, units.index(place + WHOLE).slice(0, TAIL, 0))
+            loaded += 1
+            stage, _ = turn_around(stage, STAGES)
+    admit_kernel()
+    # What consumers arrived at must be left as it was found.
+    for index in gl.static_range(STAGES):
+        if index < loaded:
+            barrier_sync(FIRST_BARRIER + index, AT_STAGE)
+
+
+@gluon.jit
+def _load_bias(bias_ptr, n, OPTIONS: gl.constexpr):
+    """Of this tile's columns, one number for each, strip by strip."""
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
+    HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
+    HALF: gl.constexpr = COLUMNS // HALVES
+    bias = ()
+    for strip in gl.static_range(COLUMNS // 8):
+        column = n * HALF + strip * 8 % HALF + gl.arange(0, 8, gl.SliceLayout(0, wgmma_layout(8)))
+        value = gl.load(bias_ptr + strip * 8 // HALF * WIDTH + column, mask=column < WIDTH, other=0.0)
+        bias = bias + (value,)
+    return bias
+
+
+@gluon.jit
+def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OPTIONS: gl.constexpr):
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    STEPS: gl.constexpr = option(OPTIONS, "STEPS")
+    HAS_BIAS: gl.constexpr = option(OPTIONS, "HAS_BIAS")
+    PARTS: gl.constexpr = parts_of(COLUMNS)
+    STRIPS: gl.constexpr = COLUMNS // 8
+    STAGE_BYTES: gl.constexpr = (GROUPS + PARTS) * UNIT_BYTES
+    DTYPE: gl.constexpr = units.dtype
+    OWN: gl.constexpr = STAGES * (GROUPS + PARTS) + INDEX * PARTS
+    TILE_FULL: gl.constexpr = FIRST_BARRIER + STAGES + INDEX
+    TILE_EMPTY: gl.constexpr = TILE_FULL + GROUPS
+
+    base = shared_base()
+    bars_at = base + (STAGES * (GROUPS + PARTS) + GROUPS * PARTS) * UNIT_BYTES
+    stage = 0
+    phase = 0
+    count = 0
+    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+        row, n = _place(work, TILES_N)
+        sums = zero_strips(STRIPS)
+        behind = 0
+        for step in range(STEPS):
+            await_phase(bars_at + stage * 8, phase)
+            at = base + stage * STAGE_BYTES
+            sums = add_products(sums, at + INDEX * UNIT_BYTES, at + GROUPS * UNIT_BYTES, 4, DTYPE)
+            sums = wait_strips(sums, 1)
+            if step > 0:
+                barrier_arrive(FIRST_BARRIER + behind, AT_STAGE)
+            behind = stage
+            stage, wrapped = turn_around(stage, STAGES)
+            phase = phase ^ wrapped
+        if HAS_BIAS:
+            bias = _load_bias(bias_ptr, n, OPTIONS)
+        sums = wait_strips(sums, 0)
+        barrier_arrive(FIRST_BARRIER + behind, AT_STAGE)
+        if HAS_BIAS:
+            shifted = ()
+            for strip in gl.static_range(STRIPS):
+                shifted = shifted + (sums[strip] + bias[strip].to(gl.float32)[None, :],)
+            halves = narrow_strips(shifted, DTYPE)
+        else:
+            halves = narrow_strips(sums, DTYPE)
+        if count > 0:
+            barrier_sync(TILE_EMPTY, AT_TILE)
+        for part in gl.static_range(PARTS):
+            # Of a last part that is not full, the first strip stands in for those that are not there.
+            strips = ()
+            for strip in gl.static_range(part * 8, part * 8 + 8):
+                strips = strips + (halves[strip if strip < STRIPS else 0],)
+            units.index(OWN + part).store(join_strips(strips, 0, 8))
+        if work + gl.num_programs(0) < num_work:
+            barrier_arrive(TILE_FULL, AT_TILE)
+        else:
+            meet()
+            finish_rows(units, OWN, row + INDEX * 64, n, pointers, total, OPTIONS)
+        count += 1
+
+
+@gluon.jit
+def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
+    PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    for work in range(gl.program_id(0), num_work - gl.num_programs(0), gl.num_programs(0)):
+        row, n = _place(work, TILES_N)
+        for group in gl.static_range(GROUPS):
+            barrier_sync(FIRST_BARRIER + STAGES + group, AT_TILE)
+            finish_rows(units, STAGES * (GROUPS + PARTS) + group * PARTS, row + group * 64, n, pointers, total, OPTIONS)
+            barrier_arrive(FIRST_BARRIER + STAGES + GROUPS + group, AT_TILE)
+
+
+@gluon.jit
+def _gemm_hopper_kernel(
+    x_desc, w_desc, tail_desc, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
+    N: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
+    SHARED_ANGLES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs). x [total, K], weight [N, K], bias [N]; tail_desc counts where COLUMNS is no multiple of 64.
+
+    out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM], and
+    COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
+    """
+    HALVES: gl.constexpr = halves_of(EPILOGUE)
+    DTYPE: gl.constexpr = x_desc.dtype
+    PARTS: gl.constexpr = parts_of(COLUMNS)
+    TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    OPTIONS: gl.constexpr = (
+        "WIDTH", N // HALVES, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
+        "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
+        "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
+        "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
+    )  # fmt: skip
+    num_work = (total + GROUPS * 64 - 1) // (GROUPS * 64) * TILES_N
+    # One allocation, so that it lies where `shared_base` says: the stages, a finished tile, and a unit for barriers.
+    PLACES: gl.constexpr = STAGES * (GROUPS + PARTS) + GROUPS * PARTS
+    units = gl.allocate_shared_memory(DTYPE, [PLACES + 1, 64, 64], x_desc.layout)
+    check_base(units.index(0))
+    bars = units.index(PLACES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    make_barriers(shared_base() + PLACES * UNIT_BYTES, (1,) * STAGES)
+    fence_async_shared()
+    pointers = (out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+            (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+            (_finish, (units, pointers, total, num_work, OPTIONS)),
+            (_produce, ((x_desc, w_desc, tail_desc), units, bars, num_work, OPTIONS)),
+        ],
+        [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    )  # fmt: skip

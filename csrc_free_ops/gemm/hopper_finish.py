@@ -1,0 +1,182 @@
+"""What follows a product on Hopper: f of a tile in shared memory, and out.
+
+Tiles are 64 rows of a linear layer's result in a half type, in parts of 64 columns. f reads them in fp32 and is rounded
+once. Logistic functions take two instructions of the special function unit a value, an exponential and a reciprocal:
+
+    gelu_tanh(x) = x / (1 + e^(-2 u)),  u = sqrt(2/pi) (x + 0.044715 x^3)
+    quick_gelu(x) = x / (1 + e^(-1.702 x)),  silu(x) = x / (1 + e^(-x)),  swiglu(a, b) = silu(a) b
+    gelu(x) = x (1 - t(|z|)) for x >= 0, x t(|z|) below; z = x / sqrt(2), t(z) = erfc(z) / 2 within 1e-7
+              (Abramowitz and Stegun, 7.1.26: no difference of numbers close to each other)
+    rotary (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of each head
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from csrc_free_ops.tiles.hopper import exp2, option, reciprocal, shared_base
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.constexpr_function
+def parts_of(columns):
+    """Units of 64 columns that a tile takes."""
+    return (columns + 63) // 64
+
+
+@gluon.constexpr_function
+def halves_of(epilogue):
+    """From how many places of the weight a tile's columns come."""
+    return 2 if epilogue == "swiglu" else 1
+
+
+@gluon.jit
+def _logistic(x, RATE: gl.constexpr):
+    return reciprocal(1.0 + exp2(x * (-RATE * LOG2E)))
+
+
+@gluon.jit
+def _half_erfc(z):
+    """erfc(z) / 2 for z >= 0."""
+    t = reciprocal(1.0 + 0.3275911 * z)
+    poly = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    return poly * exp2(z * z * -LOG2E)
+
+
+@gluon.jit
+def _activate(x, EPILOGUE: gl.constexpr):
+    if EPILOGUE == "gelu_tanh":
+        # The exponent with all constants in it: 2 sqrt(2/pi) log2(e), and 0.044715 times as much.
+        y = x * reciprocal(1.0 + exp2(x * (-2.3022082 - 0.10294324 * x * x)))
+    elif EPILOGUE == "gelu":
+        tail = _half_erfc(gl.abs(x) * 0.7071067811865476)
+        y = x * gl.where(x >= 0, 1.0 - tail, tail)
+    elif EPILOGUE == "quick_gelu":
+        y = x * _logistic(x, 1.702)
+    elif EPILOGUE == "silu":
+        y = x * _logistic(x, 1.0)
+    else:
+        y = x
+    return y
+
+
+@gluon.jit
+def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
+    EPILOGUE: gl.constexpr = option(OPTIONS, "EPILOGUE")
+    KEEPS_PRE: gl.constexpr = option(OPTIONS, "KEEPS_PRE")
+    STRIDE_OUT: gl.constexpr = option(OPTIONS, "STRIDE_OUT")
+    HALVES: gl.constexpr = halves_of(EPILOGUE)
+    PARTS: gl.constexpr = parts_of(COLUMNS)
+    HALF: gl.constexpr = COLUMNS // HALVES
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    HEIGHT: gl.constexpr = 8 * gl.num_warps()
+    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    out_ptr, _, _, pre_ptr, _, _ = pointers
+    for piece in gl.static_range(64 // HEIGHT):
+        first = row + piece * HEIGHT
+        begin = out_ptr + first.to(gl.int64) * STRIDE_OUT + n * HALF
+        pre_begin = pre_ptr + first.to(gl.int64) * (WIDTH * HALVES) + n * HALF
+        for part in gl.static_range(PARTS // HALVES):
+            column = part * 64 + cols
+            inside = (rows < total - first)[:, None] & (column < WIDTH - n * HALF)[None, :]
+            if part * 64 + 64 > HALF:
+                inside = inside & (column < HALF)[None, :]
+            half = units.index(FIRST + part).slice(piece * HEIGHT, HEIGHT, 0).load(LAYOUT)
+            pre_at = (rows * (WIDTH * HALVES))[:, None] + column[None, :]
+            if EPILOGUE == "swiglu":
+                up = units.index(FIRST + PARTS // 2 + part).slice(piece * HEIGHT, HEIGHT, 0).load(LAYOUT)
+                gate = half.to(gl.float32)
+                y = gate * _logistic(gate, 1.0) * up.to(gl.float32)
+                if KEEPS_PRE:
+                    gl.store(pre_begin + pre_at + WIDTH, up, mask=inside)
+            else:
+                y = _activate(half.to(gl.float32), EPILOGUE)
+            if KEEPS_PRE:
+                gl.store(pre_begin + pre_at, half, mask=inside)
+            gl.store(begin + (rows * STRIDE_OUT)[:, None] + column[None, :], y.to(half.dtype), mask=inside)
+
+
+@gluon.jit
+def _read_four(address, DTYPE: gl.constexpr):
+    """Four values of a half type from where the first of each four of `address` points."""
+    TEXT: gl.constexpr = "ld.shared.v2.b32 {$0, $1}, [$2];"
+    if DTYPE == gl.float16:
+        x = gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r,r", [address], dtype=gl.float16, is_pure=False, pack=4)
+    else:
+        x = gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r,r", [address], dtype=gl.bfloat16, is_pure=False, pack=4)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def _shared_at(column, row):
+    """Where a column of a row lies in parts of 64 columns, whose rows are swizzled over 128 bytes."""
+    byte = column % 64 * 2
+    return column // 64 * (64 * 128) + row * 128 + (((byte >> 4) ^ (row % 8)) << 4) + byte % 16
+
+
+@gluon.jit
+def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time."""
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    NUM_HEADS: gl.constexpr = option(OPTIONS, "NUM_HEADS")
+    NUM_K_HEADS: gl.constexpr = option(OPTIONS, "NUM_K_HEADS")
+    STRIDE_COS: gl.constexpr = option(OPTIONS, "STRIDE_COS")
+    STRIDE_SIN: gl.constexpr = option(OPTIONS, "STRIDE_SIN")
+    SHARED_ANGLES: gl.constexpr = option(OPTIONS, "SHARED_ANGLES")
+    FOURS: gl.constexpr = HEAD_DIM // 8
+    HEADS: gl.constexpr = COLUMNS // HEAD_DIM
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    q_ptr, k_ptr, v_ptr, _, cos_ptr, sin_ptr = pointers
+    HEIGHT: gl.constexpr = 4 * gl.num_warps()
+    tile_at = shared_base() + FIRST * (64 * 128)
+    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None]
+    lanes = gl.arange(0, 32, gl.SliceLayout(0, COLUMN))[None, :]
+    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    for chunk in gl.static_range((HEADS * FOURS + 31) // 32):
+        lane = lanes + chunk * 32
+        place = lane % FOURS * 4
+        head = n * HEADS + lane // FOURS
+        valid = (lane < HEADS * FOURS) & (head < NUM_HEADS + 2 * NUM_K_HEADS)
+        turned = valid & (head < NUM_HEADS + NUM_K_HEADS)
+        in_q = head < NUM_HEADS
+        own = gl.where(in_q, head, (head - NUM_HEADS) % NUM_K_HEADS)
+        width = gl.where(in_q, NUM_HEADS, NUM_K_HEADS) * HEAD_DIM
+        begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + own * HEAD_DIM + place
+        column = lane // FOURS * HEAD_DIM + place
+        for piece in gl.static_range(64 // HEIGHT):
+            local = piece * HEIGHT + rows
+            inside = valid & (row + local < total)
+            spread = gl.zeros([HEIGHT, 32, 4], gl.int32, LAYOUT)
+            first = _shared_at(gl.where(inside, column, 0), local)
+            second = _shared_at(gl.where(inside, column + HEAD_DIM // 2, 0), local)
+            a = _read_four(spread + (tile_at + first)[:, :, None], DTYPE)
+            b = _read_four(spread + (tile_at + second)[:, :, None], DTYPE)
+            place_row = (row + local).to(gl.int64)
+            angles = (inside & turned)[:, :, None]
+            cos_at = cos_ptr + (place_row * STRIDE_COS + place)[:, :, None] + four
+            sin_at = sin_ptr + (place_row * STRIDE_SIN + place)[:, :, None] + four
+            cos = gl.load(cos_at, mask=angles, other=1.0).to(gl.float32)
+            sin = gl.load(sin_at, mask=angles, other=0.0).to(gl.float32)
+            if SHARED_ANGLES:
+                cos_b = cos
+                sin_b = sin
+            else:
+                cos_b = gl.load(cos_at + HEAD_DIM // 2, mask=angles, other=1.0).to(gl.float32)
+                sin_b = gl.load(sin_at + HEAD_DIM // 2, mask=angles, other=0.0).to(gl.float32)
+            at = (begin + place_row * width)[:, :, None] + four
+            gl.store(at, (a * cos - b * sin).to(DTYPE), mask=inside[:, :, None])
+            gl.store(at + HEAD_DIM // 2, (b * cos_b + a * sin_b).to(DTYPE), mask=inside[:, :, None])
+
+
+@gluon.jit
+def finish_rows(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
+    """Of the 64 rows from `row` on, in units from FIRST on: f, and out. By the warps of the partition that calls it."""
+    if option(OPTIONS, "EPILOGUE") == "rotary":
+        _store_rotated(FIRST, row, n, pointers, total, units.dtype, OPTIONS)
+    else:
+        _store_columns(units, FIRST, row, n, pointers, total, OPTIONS)
