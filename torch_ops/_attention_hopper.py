@@ -6,12 +6,10 @@ launches, as the plans of `_attention` do.
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -20,12 +18,11 @@ from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch
 from torch_ops._attention_portable import choose, mean_length
+from torch_ops._hopper import Descriptors, hopper_refusal, programs, to_keep
 from torch_ops._registry import Relaunch
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-# The versions that it was built and measured with. It relies on where Triton puts shared memory (`tiles.hopper`).
-TRITON_VERSIONS = ((3, 6), (3, 7))
 LOG2E = 1.4426950408889634
 # By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
@@ -39,12 +36,8 @@ ROUND = {64: {1: 0.5, 2: 1.0, 3: 1.2}, 0: {1: 0.8, 2: 1.0, 3: 1.35}}
 def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
     """Why a call with these, of which q is one, cannot take the Hopper path, or nothing."""
     q = tensors["q"]
-    if gpu.backend != "cuda" or gpu.arch != 90:
-        return f"{gpu.name} is no Hopper GPU"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in TRITON_VERSIONS:
-        return f"the Hopper path was not measured with triton {triton.__version__}"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return "the Hopper path takes fp16 and bf16"
+    if reason := hopper_refusal(gpu, q.dtype):
+        return reason
     # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
     if all(q.shape[2] != head_dim for head_dim in PARTS):
         return f"the Hopper path takes head dimensions {', '.join(map(str, PARTS))}"
@@ -65,22 +58,6 @@ def has_tiles(tensor: Tensor) -> bool:
 def addressable(*tensors: Tensor) -> bool:
     """Whether TMA can start at these addresses, and there is anything to address."""
     return all(tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 for tensor in tensors)
-
-
-def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """What `make` allocates on this stream, to be kept from call to call.
-
-    By a thread of its own: what this one allocates may go to the memory of a graph, which keeps nothing. So it is where
-    `torch.compile` warms its graphs up.
-    """
-    stream = torch.cuda.current_stream(device)
-
-    def make_on_stream() -> Tensor:
-        with torch.cuda.stream(stream):
-            return make()
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(make_on_stream).result()
 
 
 class _Tickets:
@@ -123,11 +100,6 @@ class _Tickets:
 tickets = lru_cache(_Tickets)
 
 
-@lru_cache
-def programs(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _layout(columns: int) -> NVMMASharedLayout:
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=3)
 
@@ -140,29 +112,6 @@ def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     if tensor.shape[0] == 1:
         row = head * tensor.shape[1]
     return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns))
-
-
-class Descriptors:
-    """Descriptors of the tensors of a plan, each by a function that makes it: all but the addresses is the plan's.
-
-    Making and checking one takes longer than a launch, so the first call's are copied.
-    """
-
-    def __init__(self, *makers: Callable[[Tensor], TensorDescriptor]) -> None:
-        self._makers = makers
-        self._fields: tuple[dict[str, Any], ...] = ()
-
-    def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
-        if not self._fields:
-            made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
-            # Without the tensor, which the plan must not keep alive.
-            self._fields = tuple({**vars(each), "base": None} for each in made)
-        descriptors = []
-        for tensor, fields in zip(tensors, self._fields, strict=True):
-            descriptor = object.__new__(TensorDescriptor)
-            vars(descriptor).update(fields, base=tensor)
-            descriptors.append(descriptor)
-        return tuple(descriptors)
 
 
 def order_of(num_segments: int, of_one: int) -> int:

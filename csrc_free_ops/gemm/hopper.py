@@ -1,9 +1,9 @@
 """Linear layers on Hopper, in Gluon: out = f(x weight^T + bias), by warp specialization.
 
-A program has one producer warp, which brings tiles of x [128, 64] and of weight [COLUMNS, 64] to a ring of STAGES stages
-by TMA; two consumer warpgroups, of 64 rows each, which multiply them by one wgmma of exact width; and two warps that
-finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order of rows, so
-that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
+A program has one producer warp, which brings tiles of x [128, 64] and of weight [COLUMNS, 64] by TMA to a ring of
+STAGES stages; two consumer warpgroups, of 64 rows each, which multiply them by one wgmma of exact width; and two warps
+that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order of
+rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
 
     consumer    acc = sum over k of x_k weight_k^T      in fp32
                 half = round(acc + bias)                to shared memory
@@ -35,13 +35,15 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel
+from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel, prefetch
 
 # The first named barrier that is not Triton's, with four partitions.
 FIRST_BARRIER = gl.constexpr(5)
 GROUPS = gl.constexpr(2)
 # Tiles lie in shared memory in units of 64 rows and 64 columns.
 UNIT_BYTES = gl.constexpr(64 * 64 * 2)
+# Bytes of a weight that the L2 cache has room for beside x.
+PREFETCHED = gl.constexpr(16 * 2**20)
 # Threads at a stage's barrier: the producer's and all consumers'; at a tile's: a consumer's and the finishers'.
 AT_STAGE, AT_TILE = gl.constexpr(32 + 128 * 2), gl.constexpr(128 + 64)
 
@@ -53,7 +55,19 @@ def _place(work, TILES_N: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, units, bars, num_work, OPTIONS: gl.constexpr):
+def _prefetch_weight(w_ptr, OPTIONS: gl.constexpr):
+    """Each program's share to the L2 cache, while the kernel before is at its end: it has x, and seldom the weight."""
+    BYTES: gl.constexpr = option(OPTIONS, "W_BYTES")
+    if BYTES > 0 and BYTES <= PREFETCHED:
+        each = (BYTES // 16 + gl.num_programs(0) - 1) // gl.num_programs(0) * 16
+        begin = gl.program_id(0) * each
+        size = gl.minimum(each, BYTES // 16 * 16 - begin)
+        if size > 0:
+            prefetch(w_ptr.to(gl.int64) + begin, size)
+
+
+@gluon.jit
+def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
@@ -66,6 +80,8 @@ def _produce(descs, units, bars, num_work, OPTIONS: gl.constexpr):
     TAIL: gl.constexpr = tail_desc.block_shape[0] if COLUMNS % 64 else 0
     BYTES: gl.constexpr = (GROUPS * 64 + HALVES * WHOLE * 64 + TAIL) * 128
 
+    admit_kernel()
+    _prefetch_weight(w_ptr, OPTIONS)
     await_kernel()
     stage = 0
     loaded = 0
@@ -90,7 +106,6 @@ def _produce(descs, units, bars, num_work, OPTIONS: gl.constexpr):
                     tma.async_copy_global_to_shared(tail_desc, at, bar, units.index(place + WHOLE).slice(0, TAIL, 0))
             loaded += 1
             stage, _ = turn_around(stage, STAGES)
-    admit_kernel()
     # What consumers arrived at must be left as it was found.
     for index in gl.static_range(STAGES):
         if index < loaded:
@@ -186,25 +201,26 @@ def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
             barrier_arrive(FIRST_BARRIER + STAGES + GROUPS + group, AT_TILE)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["total"])
 def _gemm_hopper_kernel(
-    x_desc, w_desc, tail_desc, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
-    N: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+    x_desc, w_desc, tail_desc, w_ptr, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
+    N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
     HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
     SHARED_ANGLES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). x [total, K], weight [N, K], bias [N]; tail_desc counts where COLUMNS is no multiple of 64.
+    """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, bias [N]; tail_desc counts where COLUMNS is no multiple of 64.
 
-    out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM], and
-    COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
+    out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM],
+    and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
     """
     HALVES: gl.constexpr = halves_of(EPILOGUE)
     DTYPE: gl.constexpr = x_desc.dtype
     PARTS: gl.constexpr = parts_of(COLUMNS)
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     OPTIONS: gl.constexpr = (
-        "WIDTH", N // HALVES, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
+        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N,
+        "STEPS", (K + 63) // 64,
         "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
@@ -223,7 +239,7 @@ def _gemm_hopper_kernel(
             (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
             (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
             (_finish, (units, pointers, total, num_work, OPTIONS)),
-            (_produce, ((x_desc, w_desc, tail_desc), units, bars, num_work, OPTIONS)),
+            (_produce, ((x_desc, w_desc, tail_desc), w_ptr, units, bars, num_work, OPTIONS)),
         ],
         [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )  # fmt: skip

@@ -75,28 +75,27 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
     rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     out_ptr, _, _, pre_ptr, _, _ = pointers
-    for piece in gl.static_range(64 // HEIGHT):
-        first = row + piece * HEIGHT
-        begin = out_ptr + first.to(gl.int64) * STRIDE_OUT + n * HALF
-        pre_begin = pre_ptr + first.to(gl.int64) * (WIDTH * HALVES) + n * HALF
-        for part in gl.static_range(PARTS // HALVES):
-            column = part * 64 + cols
-            inside = (rows < total - first)[:, None] & (column < WIDTH - n * HALF)[None, :]
-            if part * 64 + 64 > HALF:
-                inside = inside & (column < HALF)[None, :]
+    for part in range(PARTS // HALVES):
+        column = part * 64 + cols
+        valid = column < gl.minimum(WIDTH - n * HALF, HALF)
+        for piece in gl.static_range(64 // HEIGHT):
+            first = row + piece * HEIGHT
+            inside = (rows < total - first)[:, None] & valid[None, :]
             half = units.index(FIRST + part).slice(piece * HEIGHT, HEIGHT, 0).load(LAYOUT)
-            pre_at = (rows * (WIDTH * HALVES))[:, None] + column[None, :]
+            pre_at = pre_ptr + first.to(gl.int64) * (WIDTH * HALVES) + n * HALF
+            pre_at = pre_at + (rows * (WIDTH * HALVES))[:, None] + column[None, :]
             if EPILOGUE == "swiglu":
                 up = units.index(FIRST + PARTS // 2 + part).slice(piece * HEIGHT, HEIGHT, 0).load(LAYOUT)
                 gate = half.to(gl.float32)
                 y = gate * _logistic(gate, 1.0) * up.to(gl.float32)
                 if KEEPS_PRE:
-                    gl.store(pre_begin + pre_at + WIDTH, up, mask=inside)
+                    gl.store(pre_at + WIDTH, up, mask=inside)
             else:
                 y = _activate(half.to(gl.float32), EPILOGUE)
             if KEEPS_PRE:
-                gl.store(pre_begin + pre_at, half, mask=inside)
-            gl.store(begin + (rows * STRIDE_OUT)[:, None] + column[None, :], y.to(half.dtype), mask=inside)
+                gl.store(pre_at, half, mask=inside)
+            at = out_ptr + first.to(gl.int64) * STRIDE_OUT + n * HALF
+            gl.store(at + (rows * STRIDE_OUT)[:, None] + column[None, :], y.to(half.dtype), mask=inside)
 
 
 @gluon.jit
@@ -118,59 +117,70 @@ def _shared_at(column, row):
 
 
 @gluon.jit
+def _load_angles(pointers, row, local, place, wanted, OPTIONS: gl.constexpr):
+    """cos and sin of four columns of each row, of both halves of a head; 1 and 0 where they are not wanted."""
+    STRIDE_COS: gl.constexpr = option(OPTIONS, "STRIDE_COS")
+    STRIDE_SIN: gl.constexpr = option(OPTIONS, "STRIDE_SIN")
+    HALF: gl.constexpr = option(OPTIONS, "HEAD_DIM") // 2
+    _, _, _, _, cos_ptr, sin_ptr = pointers
+    begin = row.to(gl.int64)
+    cos_at = cos_ptr + begin * STRIDE_COS + (local * STRIDE_COS)[:, :, None] + place
+    sin_at = sin_ptr + begin * STRIDE_SIN + (local * STRIDE_SIN)[:, :, None] + place
+    angles = (gl.load(cos_at, mask=wanted, other=1.0), gl.load(sin_at, mask=wanted, other=0.0))
+    if option(OPTIONS, "SHARED_ANGLES"):
+        angles = angles + angles
+    else:
+        second = (gl.load(cos_at + HALF, mask=wanted, other=1.0), gl.load(sin_at + HALF, mask=wanted, other=0.0))
+        angles = angles + second
+    return angles
+
+
+@gluon.jit
 def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time."""
-    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time.
+
+    Angles come from far: those of the next rows are on their way while these are turned.
+    """
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     NUM_HEADS: gl.constexpr = option(OPTIONS, "NUM_HEADS")
     NUM_K_HEADS: gl.constexpr = option(OPTIONS, "NUM_K_HEADS")
-    STRIDE_COS: gl.constexpr = option(OPTIONS, "STRIDE_COS")
-    STRIDE_SIN: gl.constexpr = option(OPTIONS, "STRIDE_SIN")
-    SHARED_ANGLES: gl.constexpr = option(OPTIONS, "SHARED_ANGLES")
     FOURS: gl.constexpr = HEAD_DIM // 8
-    HEADS: gl.constexpr = COLUMNS // HEAD_DIM
+    HEADS: gl.constexpr = option(OPTIONS, "COLUMNS") // HEAD_DIM
+    HALF: gl.constexpr = HEAD_DIM // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    q_ptr, k_ptr, v_ptr, _, cos_ptr, sin_ptr = pointers
     HEIGHT: gl.constexpr = 4 * gl.num_warps()
+    q_ptr, k_ptr, v_ptr, _, _, _ = pointers
     tile_at = shared_base() + FIRST * (64 * 128)
     rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None]
     lanes = gl.arange(0, 32, gl.SliceLayout(0, COLUMN))[None, :]
     four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    spread = gl.zeros([HEIGHT, 32, 4], gl.int32, LAYOUT)
+    left = total - row
     for chunk in gl.static_range((HEADS * FOURS + 31) // 32):
         lane = lanes + chunk * 32
-        place = lane % FOURS * 4
+        place = (lane % FOURS * 4)[:, :, None] + four
         head = n * HEADS + lane // FOURS
         valid = (lane < HEADS * FOURS) & (head < NUM_HEADS + 2 * NUM_K_HEADS)
         turned = valid & (head < NUM_HEADS + NUM_K_HEADS)
         in_q = head < NUM_HEADS
         own = gl.where(in_q, head, (head - NUM_HEADS) % NUM_K_HEADS)
         width = gl.where(in_q, NUM_HEADS, NUM_K_HEADS) * HEAD_DIM
-        begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + own * HEAD_DIM + place
-        column = lane // FOURS * HEAD_DIM + place
+        begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
+        column = gl.where(valid, lane // FOURS * HEAD_DIM + lane % FOURS * 4, 0)
+        angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
         for piece in gl.static_range(64 // HEIGHT):
             local = piece * HEIGHT + rows
-            inside = valid & (row + local < total)
-            spread = gl.zeros([HEIGHT, 32, 4], gl.int32, LAYOUT)
-            first = _shared_at(gl.where(inside, column, 0), local)
-            second = _shared_at(gl.where(inside, column + HEAD_DIM // 2, 0), local)
-            a = _read_four(spread + (tile_at + first)[:, :, None], DTYPE)
-            b = _read_four(spread + (tile_at + second)[:, :, None], DTYPE)
-            place_row = (row + local).to(gl.int64)
-            angles = (inside & turned)[:, :, None]
-            cos_at = cos_ptr + (place_row * STRIDE_COS + place)[:, :, None] + four
-            sin_at = sin_ptr + (place_row * STRIDE_SIN + place)[:, :, None] + four
-            cos = gl.load(cos_at, mask=angles, other=1.0).to(gl.float32)
-            sin = gl.load(sin_at, mask=angles, other=0.0).to(gl.float32)
-            if SHARED_ANGLES:
-                cos_b = cos
-                sin_b = sin
-            else:
-                cos_b = gl.load(cos_at + HEAD_DIM // 2, mask=angles, other=1.0).to(gl.float32)
-                sin_b = gl.load(sin_at + HEAD_DIM // 2, mask=angles, other=0.0).to(gl.float32)
-            at = (begin + place_row * width)[:, :, None] + four
-            gl.store(at, (a * cos - b * sin).to(DTYPE), mask=inside[:, :, None])
-            gl.store(at + HEAD_DIM // 2, (b * cos_b + a * sin_b).to(DTYPE), mask=inside[:, :, None])
+            cos, sin, cos_b, sin_b = angles
+            if (piece + 1) * HEIGHT < 64:
+                ahead = local + HEIGHT
+                angles = _load_angles(pointers, row, ahead, place, (turned & (ahead < left))[:, :, None], OPTIONS)
+            a = _read_four(spread + (tile_at + _shared_at(column, local))[:, :, None], DTYPE)
+            b = _read_four(spread + (tile_at + _shared_at(column + HALF, local))[:, :, None], DTYPE)
+            at = (begin + local * width)[:, :, None] + place
+            inside = (valid & (local < left))[:, :, None]
+            gl.store(at, (a * cos.to(gl.float32) - b * sin.to(gl.float32)).to(DTYPE), mask=inside)
+            gl.store(at + HALF, (b * cos_b.to(gl.float32) + a * sin_b.to(gl.float32)).to(DTYPE), mask=inside)
 
 
 @gluon.jit

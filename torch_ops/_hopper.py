@@ -1,0 +1,71 @@
+"""What launchers of Hopper kernels (Gluon) share: when there can be any, TMA descriptors, memory that is kept."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from csrc_free_ops.configs import Gpu
+
+# The versions that kernels were built and measured with. They rely on where Triton puts shared memory (tiles/hopper.py).
+TRITON_VERSIONS = ((3, 6), (3, 7))
+
+
+def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
+    """Why there are no Hopper kernels for this, or nothing."""
+    if gpu.backend != "cuda" or gpu.arch != 90:
+        return f"{gpu.name} is no Hopper GPU"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in TRITON_VERSIONS:
+        return f"the Hopper path was not measured with triton {triton.__version__}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "the Hopper path takes fp16 and bf16"
+    return ""
+
+
+@lru_cache
+def programs(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What `make` allocates on this stream, to be kept from call to call.
+
+    By a thread of its own: what this one allocates may go to the memory of a graph, which keeps nothing. So it is where
+    `torch.compile` warms its graphs up.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def make_on_stream() -> Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(make_on_stream).result()
+
+
+class Descriptors:
+    """Descriptors of the tensors of a plan, each by a function that makes it: all but the addresses is the plan's.
+
+    Making and checking one takes longer than a launch, so the first call's are copied.
+    """
+
+    def __init__(self, *makers: Callable[[Tensor], TensorDescriptor]) -> None:
+        self._makers = makers
+        self._fields: tuple[dict[str, Any], ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
+        if not self._fields:
+            made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
+            # Without the tensor, which the plan must not keep alive.
+            self._fields = tuple({**vars(each), "base": None} for each in made)
+        descriptors = []
+        for tensor, fields in zip(tensors, self._fields, strict=True):
+            descriptor = object.__new__(TensorDescriptor)
+            vars(descriptor).update(fields, base=tensor)
+            descriptors.append(descriptor)
+        return tuple(descriptors)
