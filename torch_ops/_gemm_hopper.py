@@ -18,15 +18,15 @@ from torch_ops._gemm_portable import Rows, angle_constants, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._registry import Relaunch
 
-# Of a thread of a consumer, and of one of the finishers or the producer; of all 384 threads at launch.
-REGISTERS = {"CONSUMER_REGISTERS": 168, "OTHER_REGISTERS": 176, "num_warps": 4, "maxnreg": 168}
-# How long a round of tiles takes, by their columns, beside one of 192. By weights of 1152 x 3456, 1152 x 4304 and
-# 4304 x 1152 on an H200.
-ROUND = {128: 0.69, 192: 1.0, 256: 1.37}
+# By consumer warpgroups: registers of a consumer's thread, of the finishers' and the producer's, and at launch.
+REGISTERS = {2: (168, 176, 168), 3: (136, 104, 128)}
+# How long a round of tiles takes, by their rows and columns, beside one of 128 x 192. By weights of 1152 x 3456,
+# 1152 x 4304 and 4304 x 1152 on an H200.
+ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.37, (192, 128): 0.98, (192, 192): 1.47}
 # Of a tile that is rotated, at most: it holds as many whole heads as there is room for.
 WIDEST_ROTATED = 240
 # Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
-UNITS, MOST_STAGES = 27, 7
+UNITS, MOST_STAGES = 27, 6
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -45,24 +45,25 @@ def rotary_refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int) -> str:
     return refusal(gpu, rows, weight)
 
 
-def _launch(columns: int) -> Launch:
-    parts = -(-columns // 64)
-    return Launch(128, columns, 12, min((UNITS - 2 * parts) // (2 + parts), MOST_STAGES))
+def _launch(rows: int, columns: int) -> Launch:
+    groups, parts = rows // 64, -(-columns // 64)
+    stages = (UNITS - groups * parts) // (groups + parts)
+    return Launch(rows, columns, 12 if groups == 2 else 16, min(stages, MOST_STAGES))
 
 
 def linear_launch(total: int, n: int, gated: bool, programs: int) -> Launch:
     """The tile whose rounds of programs take the least time."""
 
-    def time(columns: int) -> float:
-        tiles = -(-total // 128) * -(-n // columns)
-        return -(-tiles // programs) * ROUND[columns]
+    def time(tile: tuple[int, int]) -> float:
+        tiles = -(-total // tile[0]) * -(-n // tile[1])
+        return -(-tiles // programs) * ROUND[tile]
 
     # Of "swiglu" both halves of a tile are whole units.
-    return _launch(min((columns for columns in ROUND if not gated or columns % 128 == 0), key=time))
+    return _launch(*min((tile for tile in ROUND if not gated or tile[1] % 128 == 0), key=time))
 
 
 def rotary_launch(head_dim: int) -> Launch:
-    return _launch(WIDEST_ROTATED // head_dim * head_dim)
+    return _launch(128, WIDEST_ROTATED // head_dim * head_dim)
 
 
 def addressable(*tensors: Tensor) -> bool:
@@ -76,9 +77,12 @@ def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _constants(rows: Rows, weight: Tensor, launch: Launch, epilogue: str, has_bias: bool) -> dict[str, Any]:
+    groups = launch.block_m // 64
+    consumer, other, at_launch = REGISTERS[groups]
     return {
-        "N": weight.shape[0], "K": weight.shape[1], "STRIDE_W": weight.stride(0), "COLUMNS": launch.block_n,
-        "STAGES": launch.num_stages, "EPILOGUE": epilogue, "HAS_BIAS": has_bias, **REGISTERS,
+        "N": weight.shape[0], "K": weight.shape[1], "STRIDE_W": weight.stride(0), "GROUPS": groups,
+        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE": epilogue, "HAS_BIAS": has_bias,
+        "CONSUMER_REGISTERS": consumer, "OTHER_REGISTERS": other, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
 
 

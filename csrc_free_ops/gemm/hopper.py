@@ -1,7 +1,7 @@
 """Linear layers on Hopper, in Gluon: out = f(x weight^T + bias), by warp specialization.
 
-A program has one producer warp, which brings tiles of x [128, 64] and of weight [COLUMNS, 64] by TMA to a ring of
-STAGES stages; two consumer warpgroups, of 64 rows each, which multiply them by one wgmma of exact width; and two warps
+A program has one producer warp, which brings tiles of x and of weight [COLUMNS, 64] by TMA to a ring of STAGES stages;
+GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two warps
 that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order of
 rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
 
@@ -37,19 +37,18 @@ from csrc_free_ops.tiles.hopper import (
 )
 from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel, prefetch
 
-# The first named barrier that is not Triton's, with four partitions.
-FIRST_BARRIER = gl.constexpr(5)
-GROUPS = gl.constexpr(2)
+# The first named barrier that is not Triton's, with five partitions.
+FIRST_BARRIER = gl.constexpr(6)
 # Tiles lie in shared memory in units of 64 rows and 64 columns.
 UNIT_BYTES = gl.constexpr(64 * 64 * 2)
 # Bytes of a weight that the L2 cache has room for beside x.
 PREFETCHED = gl.constexpr(16 * 2**20)
-# Threads at a stage's barrier: the producer's and all consumers'; at a tile's: a consumer's and the finishers'.
-AT_STAGE, AT_TILE = gl.constexpr(32 + 128 * 2), gl.constexpr(128 + 64)
+# Threads at a tile's barrier: a consumer's and the finishers'. At a stage's are the producer's and all consumers'.
+AT_TILE = gl.constexpr(128 + 64)
 
 
 @gluon.jit
-def _place(work, TILES_N: gl.constexpr):
+def _place(work, GROUPS: gl.constexpr, TILES_N: gl.constexpr):
     """Of a tile, its first row and which columns it has."""
     return work // TILES_N * (64 * GROUPS), work % TILES_N
 
@@ -69,6 +68,7 @@ def _prefetch_weight(w_ptr, OPTIONS: gl.constexpr):
 @gluon.jit
 def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
@@ -86,10 +86,10 @@ def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
     stage = 0
     loaded = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        row, n = _place(work, TILES_N)
+        row, n = _place(work, GROUPS, TILES_N)
         for step in range(STEPS):
             if loaded >= STAGES:
-                barrier_sync(FIRST_BARRIER + stage, AT_STAGE)
+                barrier_sync(FIRST_BARRIER + stage, 32 + 128 * GROUPS)
             bar = bars.index(stage)
             mbarrier.expect(bar, BYTES)
             first = stage * (GROUPS + PARTS)
@@ -109,7 +109,7 @@ def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
     # What consumers arrived at must be left as it was found.
     for index in gl.static_range(STAGES):
         if index < loaded:
-            barrier_sync(FIRST_BARRIER + index, AT_STAGE)
+            barrier_sync(FIRST_BARRIER + index, 32 + 128 * GROUPS)
 
 
 @gluon.jit
@@ -130,6 +130,7 @@ def _load_bias(bias_ptr, n, OPTIONS: gl.constexpr):
 @gluon.jit
 def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
@@ -148,7 +149,7 @@ def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OP
     phase = 0
     count = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        row, n = _place(work, TILES_N)
+        row, n = _place(work, GROUPS, TILES_N)
         sums = zero_strips(STRIPS)
         behind = 0
         for step in range(STEPS):
@@ -157,14 +158,14 @@ def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OP
             sums = add_products(sums, at + INDEX * UNIT_BYTES, at + GROUPS * UNIT_BYTES, 4, DTYPE)
             sums = wait_strips(sums, 1)
             if step > 0:
-                barrier_arrive(FIRST_BARRIER + behind, AT_STAGE)
+                barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
             behind = stage
             stage, wrapped = turn_around(stage, STAGES)
             phase = phase ^ wrapped
         if HAS_BIAS:
             bias = _load_bias(bias_ptr, n, OPTIONS)
         sums = wait_strips(sums, 0)
-        barrier_arrive(FIRST_BARRIER + behind, AT_STAGE)
+        barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
         if HAS_BIAS:
             shifted = ()
             for strip in gl.static_range(STRIPS):
@@ -191,10 +192,11 @@ def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OP
 @gluon.jit
 def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
     PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     for work in range(gl.program_id(0), num_work - gl.num_programs(0), gl.num_programs(0)):
-        row, n = _place(work, TILES_N)
+        row, n = _place(work, GROUPS, TILES_N)
         for group in gl.static_range(GROUPS):
             barrier_sync(FIRST_BARRIER + STAGES + group, AT_TILE)
             finish_rows(units, STAGES * (GROUPS + PARTS) + group * PARTS, row + group * 64, n, pointers, total, OPTIONS)
@@ -204,7 +206,7 @@ def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["total"])
 def _gemm_hopper_kernel(
     x_desc, w_desc, tail_desc, w_ptr, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
-    N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
     HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
     SHARED_ANGLES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
@@ -219,7 +221,7 @@ def _gemm_hopper_kernel(
     PARTS: gl.constexpr = parts_of(COLUMNS)
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     OPTIONS: gl.constexpr = (
-        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N,
+        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "GROUPS", GROUPS, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N,
         "STEPS", (K + 63) // 64,
         "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
@@ -234,12 +236,24 @@ def _gemm_hopper_kernel(
     make_barriers(shared_base() + PLACES * UNIT_BYTES, (1,) * STAGES)
     fence_async_shared()
     pointers = (out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr)
-    gl.warp_specialize(
-        [
-            (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
-            (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
-            (_finish, (units, pointers, total, num_work, OPTIONS)),
-            (_produce, ((x_desc, w_desc, tail_desc), w_ptr, units, bars, num_work, OPTIONS)),
-        ],
-        [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_finish, (units, pointers, total, num_work, OPTIONS)),
+                (_produce, ((x_desc, w_desc, tail_desc), w_ptr, units, bars, num_work, OPTIONS)),
+            ],
+            [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_consume, (2, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_finish, (units, pointers, total, num_work, OPTIONS)),
+                (_produce, ((x_desc, w_desc, tail_desc), w_ptr, units, bars, num_work, OPTIONS)),
+            ],
+            [4, 4, 2, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        )  # fmt: skip
