@@ -40,8 +40,9 @@ HOPPER_LAUNCHES = {
     "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
 }
 
-# Columns of a norm's row that registers hold; the backward has sums of columns beside it.
-WIDEST_NORM = {"norm_fwd": 16384, "norm_bwd": 8192}
+# Columns of a norm's row that registers hold without a spill, by the bytes of an element; the backward has sums of
+# columns beside it.
+WIDEST_NORM = {"norm_fwd": {2: 16384, 4: 16384}, "norm_bwd": {2: 8192, 4: 6144}}
 
 
 @dataclass(frozen=True)
@@ -101,29 +102,19 @@ def covered_width(head_dim: int, itemsize: int) -> int:
 
 
 def norm_tail(width: int, main: int) -> int:
-    """The tail of a norm's row beside as many parts of `main` columns as it holds: a power of two, or 0 for none."""
-    rest = width % main if width > main else 0
-    return max(16, next_power_of_2(rest)) if rest else 0
+    """The last part of a norm's row, which is as wide as those before it or not there (tiles/rows.py)."""
+    return main if width > main and width % main else 0
 
 
-def norm_main(width: int) -> int:
-    """The main part that leaves little of a norm's row padded, in few parts: 1024 of 1152, 512 of 768."""
-
-    def cost(main: int) -> int:
-        parts, tail = max(1, width // main), norm_tail(width, main)
-        return 32 * (parts * main + tail) + width * (parts + (tail > 0))
-
-    return min((2**power for power in range(4, max(16, next_power_of_2(width)).bit_length())), key=cost)
-
-
-def norm_kernel(kernel: str, width: int) -> str:
+def norm_kernel(kernel: str, width: int, itemsize: int) -> str:
     """`kernel` ("norm_fwd", "norm_bwd"), or the one that passes over rows that are too wide for registers."""
-    return kernel if width <= WIDEST_NORM[kernel] else f"{kernel}_wide"
+    return kernel if width <= WIDEST_NORM[kernel][itemsize] else f"{kernel}_wide"
 
 
 def norm_programs(gpu: Gpu, launch: Launch, rows: int | None) -> int:
-    """Programs of a norm's backward, each of which sums columns of its own: enough to fill the GPU with 16 warps."""
-    programs = gpu.multiprocessors * max(1, 16 // launch.num_warps)
+    """Programs of a norm's backward, each of which sums columns of its own: 12 warps for each multiprocessor, which are
+    about as many as its registers hold."""
+    programs = gpu.multiprocessors * max(1, 12 // launch.num_warps)
     return programs if rows is None else max(1, min(programs, -(-rows // launch.block_m)))
 
 
@@ -246,27 +237,25 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     return ladder[-1]
 
 
-def _norm_rule(kernel: str, gpu: Gpu, width: int, rows: int | None) -> Launch:
-    """Not measured. So many rows that a thread has about 32 elements in the forward, and half of it in the backward,
-    which holds two tensors; fewer where rows would not fill the GPU."""
+def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | None) -> Launch:
+    """Not measured. As few warps share a row as have registers for it: up to 1280 columns of the forward one, and then
+    no warp waits for another. Threads load 16 bytes of each part; programs are smaller where rows are few."""
     if kernel.endswith("_wide"):
         return Launch(1, 4096, 8, 1)
     if kernel == "norm_bwd_sums":
         return Launch(128, 32, 8, 1)
-    main = norm_main(width)
-    covered = max(1, width // main) * main + norm_tail(width, main)
-    backward = kernel == "norm_bwd"
     if gpu.backend == "interpreter":
-        return Launch(2 if covered > 64 else 8, main, 4, 1)
-    warps = 4 if covered <= 2048 else 8 if covered <= 8192 else 16
-    if backward:
-        warps = min(16, 2 * warps)
+        return Launch(4 if width < 1024 else 1, 256 if width < 1024 else 1024, 4, 1)
     lanes = 64 if gpu.backend == "hip" else 32
-    wanted = max(1, (20 if backward else 40) * warps * lanes // covered)
-    block_m = min(64, 1 << (wanted.bit_length() - 1))
-    while rows is not None and block_m > 1 and rows < 2 * gpu.multiprocessors * block_m:
-        block_m //= 2
-    return Launch(block_m, main, warps, 1)
+    vector = 16 // itemsize
+    share = 1
+    while share < 16 and width > (24 if kernel == "norm_bwd" else 40) * lanes * share:
+        share *= 2
+    main = min(share * lanes * vector, max(16, next_power_of_2(width)))
+    warps = max(4, share)
+    while rows is not None and warps > share and rows * main < 4 * gpu.multiprocessors * warps * lanes * vector:
+        warps //= 2
+    return Launch(warps * lanes * vector // main, main, warps, 1)
 
 
 def pick(
@@ -290,7 +279,7 @@ def pick(
         if row.gpu in ("", gpu.name) and row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
     if kernel.startswith("norm_"):
-        launch = _norm_rule(kernel, gpu, head_dim, length)
+        launch = _norm_rule(kernel, gpu, itemsize, head_dim, length)
     else:
         launch = rule(kernel, gpu, itemsize, head_dim, masked)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"

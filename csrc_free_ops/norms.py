@@ -19,9 +19,11 @@ Nothing is saved but the inputs: a row is in registers anyway, so its statistics
 and of the residual alike. Each program of the backward takes every num_programs-th tile of rows and keeps fp32 sums of
 its own for dweight and dbias, which the sums kernel adds in a fixed order: the same bits every time.
 
-A row is held as parts of powers of two (`tiles/rows.py`, with WIDTH for HEAD_DIM): 1152 columns are 1024 and 128, where
-padding to 2048 would waste three quarters. The wide kernels are for rows that registers cannot hold: they pass over
-blocks of columns several times, and keep their sums of columns in memory.
+A row is held as parts of MAIN columns (`tiles/rows.py`, with WIDTH for HEAD_DIM): 1152 columns are five parts of 256,
+the last of them half empty, where one power of two would be 2048. Parts are alike, whatever of the last is empty, so
+that a thread holds the same place in each; where a warp spans a part, nothing is exchanged between warps. The wide
+kernels are for rows that registers cannot hold: they pass over blocks of columns several times, and keep their sums of
+columns in memory.
 """
 
 import triton
@@ -50,32 +52,25 @@ def _add_rounded(a, b):
 
 
 @triton.jit
-def _row_sums(parts):
-    """[BLOCK_M]. Parts of one width are added first: each sum over columns costs an exchange between threads."""
-    wide = parts[0].to(tl.float32)
+def _row_sums(parts, BLOCK_M: tl.constexpr):
+    """[BLOCK_M], or of a single row a scalar, which no layout of threads ties to one of the parts."""
+    total = parts[0].to(tl.float32)
     for index in tl.static_range(1, len(parts)):
-        if parts[index].shape[1] == parts[0].shape[1]:
-            wide += parts[index].to(tl.float32)
-    total = tl.sum(wide, 1)
-    if parts[len(parts) - 1].shape[1] != parts[0].shape[1]:
-        total += tl.sum(parts[len(parts) - 1].to(tl.float32), 1)
-    return total
+        total += parts[index].to(tl.float32)
+    return tl.sum(total) if BLOCK_M == 1 else tl.sum(total, 1)
 
 
 @triton.jit
-def _add_column_sums(total, parts):
-    """total [1, WIDTH] and the sums of parts over their rows."""
-    sums = (total[0] + tl.sum(parts[0].to(tl.float32), 0)[None, :],)
-    for index in tl.static_range(1, len(total)):
-        sums += (total[index] + tl.sum(parts[index].to(tl.float32), 0)[None, :],)
-    return sums
+def _along_rows(value, BLOCK_M: tl.constexpr):
+    """What `_row_sums` gives, as a factor of parts."""
+    return value if BLOCK_M == 1 else value[:, None]
 
 
 @triton.jit
 def _center_part(part, mean, VALID: tl.constexpr, HAS_MEAN: tl.constexpr):
     centered = part.to(tl.float32)
     if HAS_MEAN:
-        centered -= mean[:, None]
+        centered -= mean
         if VALID < part.shape[1]:
             # What pads a row must not count in its variance.
             centered = tl.where((tl.arange(0, part.shape[1]) < VALID)[None, :], centered, 0.0)
@@ -85,26 +80,25 @@ def _center_part(part, mean, VALID: tl.constexpr, HAS_MEAN: tl.constexpr):
 @triton.jit
 def _reciprocal_deviation(squares, eps, WIDTH: tl.constexpr):
     """1 / sqrt(squares / WIDTH + eps), exactly rounded at each step: a row has one, and every column takes it."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, WIDTH, tl.float32)) + eps))
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * WIDTH) + eps))
 
 
 @triton.jit
-def _standardize(x, eps, rows, num_rows, WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr):
-    """x minus its mean, in fp32, and rstd [BLOCK_M], 0 for rows from num_rows on, which hold nothing but zeros."""
-    mean = tl.zeros(rows.shape, tl.float32)
+def _standardize(
+    x, eps, rows, num_rows,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """x minus its mean, in fp32, and rstd as a factor of it: 0 for rows from num_rows on, which hold only zeros."""
+    mean = 0.0
     if HAS_MEAN:
-        mean = tl.div_rn(_row_sums(x), tl.full(rows.shape, WIDTH, tl.float32))
+        mean = _along_rows(tl.div_rn(_row_sums(x, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
     centered = (_center_part(x[0], mean, WIDTH, HAS_MEAN),)
     for index in tl.static_range(1, len(x)):
         centered += (_center_part(x[index], mean, WIDTH - index * MAIN, HAS_MEAN),)
-    rstd = _reciprocal_deviation(_row_sums(_multiply(centered, centered)), eps, WIDTH)
-    return centered, tl.where(rows < num_rows, rstd, 0.0)
-
-
-@triton.jit
-def _load_columns(ptr, starts, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """A vector of WIDTH as one row [1, WIDTH]."""
-    return load_rows(ptr, starts, tl.arange(0, 1), 1, WIDTH, WIDTH, MAIN, TAIL, False)
+    rstd = _reciprocal_deviation(_row_sums(_multiply(centered, centered), BLOCK_M), eps, WIDTH)
+    if BLOCK_M > 1:
+        rstd = tl.where(rows < num_rows, rstd, 0.0)
+    return centered, _along_rows(rstd, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -125,16 +119,17 @@ def _norm_fwd_kernel(
         residual = load_rows(
             residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
         )
-    # Before the sums: what waits for other warps would keep these loads waiting too.
+    # For every row of the tile, from rows that are 0 apart: in the layout of x. And before the sums, so as not to wait
+    # for them.
     if HAS_WEIGHT:
-        weight = _load_columns(weight_ptr, starts, WIDTH, MAIN, TAIL)
+        weight = load_rows(weight_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
     if HAS_BIAS:
-        bias = _load_columns(bias_ptr, starts, WIDTH, MAIN, TAIL)
+        bias = load_rows(bias_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
     if HAS_RESIDUAL:
         x = _add_rounded(x, residual)
         store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
-    centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN)
-    out = scale_rows(centered, rstd[:, None])
+    centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
+    out = scale_rows(centered, rstd)
     if HAS_WEIGHT:
         out = _multiply(out, weight)
     if HAS_BIAS:
@@ -144,10 +139,19 @@ def _norm_fwd_kernel(
 
 @triton.jit
 def _differentiate_part(g, xhat, rstd, along, across, HAS_MEAN: tl.constexpr):
-    centered = g - xhat * along[:, None]
+    centered = g - xhat * along
     if HAS_MEAN:
-        centered -= across[:, None]
-    return centered * rstd[:, None]
+        centered -= across
+    return centered * rstd
+
+
+@triton.jit
+def _sum_rows(parts):
+    """[1, WIDTH]"""
+    total = (tl.sum(parts[0], 0)[None, :],)
+    for index in tl.static_range(1, len(parts)):
+        total += (tl.sum(parts[index], 0)[None, :],)
+    return total
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -164,11 +168,11 @@ def _norm_bwd_kernel(
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
     if HAS_WEIGHT and NEEDS_DX:
-        weight = _load_columns(weight_ptr, starts, WIDTH, MAIN, TAIL)
+        weight = load_rows(weight_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
     if NEEDS_DWEIGHT:
-        dweight = zero_rows(1, WIDTH, MAIN, TAIL)
+        dweight = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
     if NEEDS_DBIAS:
-        dbias = zero_rows(1, WIDTH, MAIN, TAIL)
+        dbias = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
     for tile in tl.range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * BLOCK_M
         remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
@@ -181,21 +185,22 @@ def _norm_bwd_kernel(
             dsum = load_rows(
                 dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
             )
-        if NEEDS_DX or NEEDS_DWEIGHT:
-            centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN)
-            xhat = scale_rows(centered, rstd[:, None])
-        if NEEDS_DWEIGHT:
-            dweight = _add_column_sums(dweight, _multiply(dout, xhat))
         if NEEDS_DBIAS:
-            dbias = _add_column_sums(dbias, dout)
+            dbias = add_rows(dbias, dout)
+        if NEEDS_DX or NEEDS_DWEIGHT:
+            centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
+            xhat = scale_rows(centered, rstd)
+        if NEEDS_DWEIGHT:
+            dweight = add_rows(dweight, _multiply(dout, xhat))
         if NEEDS_DX:
-            g = scale_rows(dout, tl.full((1, 1), 1.0, tl.float32))
             if HAS_WEIGHT:
-                g = _multiply(g, weight)
-            along = tl.div_rn(_row_sums(_multiply(g, xhat)), tl.full(rows.shape, WIDTH, tl.float32))
+                g = _multiply(dout, weight)
+            else:
+                g = scale_rows(dout, tl.full((1, 1), 1.0, tl.float32))
+            along = _along_rows(tl.div_rn(_row_sums(_multiply(g, xhat), BLOCK_M), 1.0 * WIDTH), BLOCK_M)
             across = along
             if HAS_MEAN:
-                across = tl.div_rn(_row_sums(g), tl.full(rows.shape, WIDTH, tl.float32))
+                across = _along_rows(tl.div_rn(_row_sums(g, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
             dx = (_differentiate_part(g[0], xhat[0], rstd, along, across, HAS_MEAN),)
             for index in tl.static_range(1, len(g)):
                 dx += (_differentiate_part(g[index], xhat[index], rstd, along, across, HAS_MEAN),)
@@ -204,9 +209,9 @@ def _norm_bwd_kernel(
             store_rows(dx_ptr + first * WIDTH, starts, rows, remaining, dx, WIDTH, WIDTH, MAIN, TAIL)
     own = program.to(tl.int64) * WIDTH
     if NEEDS_DWEIGHT:
-        store_rows(dweight_ptr + own, starts, tl.arange(0, 1), 1, dweight, WIDTH, WIDTH, MAIN, TAIL)
+        store_rows(dweight_ptr + own, starts, tl.arange(0, 1), 1, _sum_rows(dweight), WIDTH, WIDTH, MAIN, TAIL)
     if NEEDS_DBIAS:
-        store_rows(dbias_ptr + own, starts, tl.arange(0, 1), 1, dbias, WIDTH, WIDTH, MAIN, TAIL)
+        store_rows(dbias_ptr + own, starts, tl.arange(0, 1), 1, _sum_rows(dbias), WIDTH, WIDTH, MAIN, TAIL)
 
 
 @triton.jit
@@ -254,20 +259,20 @@ def _wide_statistics(
     x_ptr, residual_ptr, eps,
     WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """mean and rstd, each [1], of one row."""
+    """mean and rstd of one row."""
     local = tl.arange(0, BLOCK_N)
-    mean = tl.zeros((1,), tl.float32)
+    mean = 0.0
     if HAS_MEAN:
         total = tl.zeros((BLOCK_N,), tl.float32)
         for start in tl.range(0, WIDTH, BLOCK_N):
             total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
-        mean = tl.div_rn(mean + tl.sum(total, 0), tl.full((1,), WIDTH, tl.float32))
+        mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_N):
         centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
         centered = tl.where(start + local < WIDTH, centered, 0.0)
         squares += centered * centered
-    return mean, _reciprocal_deviation(tl.zeros((1,), tl.float32) + tl.sum(squares, 0), eps, WIDTH)
+    return mean, _reciprocal_deviation(tl.sum(squares), eps, WIDTH)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -338,8 +343,8 @@ def _norm_bwd_wide_kernel(
                     g *= _load_block(weight_ptr, start + local, WIDTH)
                 products += g * ((_load_block(x_row, start + local, WIDTH) - mean) * rstd)
                 total += g
-            along = tl.sum(products, 0) / WIDTH
-            across = tl.sum(total, 0) / WIDTH
+            along = tl.div_rn(tl.sum(products), 1.0 * WIDTH)
+            across = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
         for start in tl.range(0, WIDTH, BLOCK_N):
             cols = start + local
             dout = _load_block(dout_row, cols, WIDTH)

@@ -31,9 +31,7 @@ def _describe(driver: Any, index: int | None) -> Gpu:
         return Gpu(f"{target.backend}-{target.arch}", target.backend, target.arch, shared)
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    return Gpu(
-        gpu_name(properties.name), target.backend, target.arch, shared, properties.multi_processor_count
-    )
+    return Gpu(gpu_name(properties.name), target.backend, target.arch, shared, properties.multi_processor_count)
 
 
 def gpu() -> Gpu:

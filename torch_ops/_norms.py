@@ -6,6 +6,7 @@ function that launches, which writes into tensors that the op allocated.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,17 +29,33 @@ from torch_ops._registry import INTERPRET, Relaunch, remembered, runs_kernels, w
 from torch_ops.settings import settings
 
 
+@dataclass(frozen=True)
+class Norm:
+    """One of the four, by the name of its op."""
+
+    op: str
+    has_mean: bool
+    has_residual: bool
+
+    @property
+    def normed(self) -> str:
+        """What its backward calls the tensor that was normed."""
+        return "sum" if self.has_residual else "x"
+
+
 def check_norm(
-    op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    name: str = "x",
-) -> None:  # fmt: skip
-    """`name` is what the op calls x; a residual may be absent only where the op has none."""
+    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> None:
+    _check_normed(norm.op, "x", x, weight, bias, eps)
+    if norm.has_residual:
+        _check_same(norm.op, "residual", residual, "x", x)
+
+
+def _check_normed(op: str, name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
     check_dense(op, name, x)
     check_float(op, name, x)
     if x.dim() < 1 or x.shape[-1] < 1:
         refuse(op, name, "[..., C] with C of 1 or more", f"shape {list(x.shape)}")
-    if residual is not None:
-        _check_same(op, "residual", residual, name, x)
     for vector_name, vector in (("weight", weight), ("bias", bias)):
         if vector is None:
             continue
@@ -52,27 +69,30 @@ def check_norm(
     check_eps(op, eps)
 
 
-def _check_same(op: str, argument: str, tensor: Tensor, name: str, x: Tensor) -> None:
+def _check_same(op: str, argument: str, tensor: Tensor | None, name: str, x: Tensor) -> None:
     check_dense(op, argument, tensor)
+    assert tensor is not None
     check_like(op, argument, tensor, name, x)
     if tensor.shape != x.shape:
         refuse(op, argument, f"of shape {list(x.shape)} as {name} is", list(tensor.shape))
 
 
 def check_norm_backward(
-    op: str, grads: dict[str, Tensor | None], name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    norm: Norm, dout: Tensor | None, dsum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     eps: float, needs_dweight: bool, needs_dbias: bool,
 ) -> None:  # fmt: skip
-    """`grads` are those of the results by name; one at least must be there."""
-    check_norm(op, x, None, weight, bias, eps, name)
-    given = {grad_name: grad for grad_name, grad in grads.items() if grad is not None}
-    if not given:
+    """Of a residual sum's gradients one at least must be there."""
+    op = f"{norm.op}_backward"
+    _check_normed(op, norm.normed, x, weight, bias, eps)
+    grads = {"dnormed": dout, "dsum": dsum} if norm.has_residual else {"dout": dout}
+    if all(grad is None for grad in grads.values()):
         refuse(op, " or ".join(grads), "a dense tensor", "None")
-    for grad_name, grad in given.items():
-        _check_same(op, grad_name, grad, name, x)
-    for vector_name, vector, needed in (("weight", weight, needs_dweight), ("bias", bias, needs_dbias)):
+    for name, grad in grads.items():
+        if grad is not None:
+            _check_same(op, name, grad, norm.normed, x)
+    for name, vector, needed in (("weight", weight, needs_dweight), ("bias", bias, needs_dbias)):
         if needed and vector is None:
-            refuse(op, f"needs_d{vector_name}", f"False without a {vector_name}", True)
+            refuse(op, f"needs_d{name}", f"False without a {name}", True)
 
 
 def result_of(x: Tensor) -> Tensor:
@@ -105,6 +125,13 @@ def norm_launch(kernel: str, x: Tensor) -> tuple[Launch, str]:
     device = INTERPRETED_GPU if INTERPRET else gpu()
     rows = _known(_num_rows(x))
     return pick(kernel, device, dtype_name(x.dtype), x.dtype.itemsize, x.shape[-1], False, rows, settings.rows)
+
+
+def norm_launches(x: Tensor) -> dict[str, tuple[Launch, str]]:
+    """By kernel, forward and backward, what `norm_launch` gives."""
+    width, itemsize = x.shape[-1], x.dtype.itemsize
+    kernels = (*(norm_kernel(kernel, width, itemsize) for kernel in ("norm_fwd", "norm_bwd")), "norm_bwd_sums")
+    return {kernel: norm_launch(kernel, x) for kernel in kernels}
 
 
 def _num_rows(x: Tensor) -> int:
@@ -141,7 +168,9 @@ def _row_stride(tensor: Tensor) -> int | None:
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], bool]:
     """Row strides, once `_foldable` has copied what has none, and whether nothing is to be copied."""
     strides = [_row_stride(tensor) for tensor in tensors]
-    folded = tuple(tensor.shape[-1] if stride is None else stride for tensor, stride in zip(tensors, strides, strict=True))
+    folded = tuple(
+        tensor.shape[-1] if stride is None else stride for tensor, stride in zip(tensors, strides, strict=True)
+    )
     return folded, None not in strides
 
 
@@ -163,35 +192,34 @@ def _options(launch: Launch) -> dict[str, int]:
 
 @remembered
 def prepare_forward(
-    op: str, has_mean: bool, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Callable[..., None]:
     """launch(x, residual, weight, bias, out, total) fills out and, of a residual, total = x + residual, contiguous."""
-    check_norm(op, x, residual, weight, bias, eps)
+    check_norm(norm, x, residual, weight, bias, eps)
     if runs_kernels(x):
-        return plan_forward(has_mean, x, residual, weight, bias, eps)
-    return partial(norm_forward_cpu, eps, has_mean)
+        return plan_forward(norm.has_mean, x, residual, weight, bias, eps)
+    return partial(norm_forward_cpu, eps, norm.has_mean)
 
 
 @remembered
 def prepare_backward(
-    op: str, has_mean: bool, name: str, dout: Tensor | None, dsum: Tensor | None, x: Tensor, weight: Tensor | None,
-    bias: Tensor | None, eps: float, needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
+    norm: Norm, dout: Tensor | None, dsum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    eps: float, needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dsum, x, weight, dx, dweight, dbias) fills the gradients that are needed, contiguous."""
-    grads = {"dout": dout} if name == "x" else {"dnormed": dout, "dsum": dsum}
-    check_norm_backward(op, grads, name, x, weight, bias, eps, needs_dweight, needs_dbias)
+    check_norm_backward(norm, dout, dsum, x, weight, bias, eps, needs_dweight, needs_dbias)
     if dout is None:
         return pass_on
     if runs_kernels(x):
-        return plan_backward(has_mean, dout, dsum, x, weight, eps, needs_dx, needs_dweight, needs_dbias)
-    return partial(norm_backward_cpu, eps, has_mean, needs_dx, needs_dweight, needs_dbias)
+        return plan_backward(norm.has_mean, dout, dsum, x, weight, eps, needs_dx, needs_dweight, needs_dbias)
+    return partial(norm_backward_cpu, eps, norm.has_mean, needs_dx, needs_dweight, needs_dbias)
 
 
 def plan_forward(
     has_mean: bool, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Callable[..., None]:
     width, num_rows = x.shape[-1], _num_rows(x)
-    kernel = norm_kernel("norm_fwd", width)
+    kernel = norm_kernel("norm_fwd", width, x.dtype.itemsize)
     wide = kernel != "norm_fwd"
     launch, _ = norm_launch(kernel, x)
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
@@ -235,7 +263,7 @@ def plan_backward(
     needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
 ) -> Callable[..., None]:  # fmt: skip
     width, num_rows = x.shape[-1], _num_rows(x)
-    kernel = norm_kernel("norm_bwd", width)
+    kernel = norm_kernel("norm_bwd", width, x.dtype.itemsize)
     wide = kernel != "norm_bwd"
     launch, _ = norm_launch(kernel, x)
     sums = needs_dweight or needs_dbias
@@ -286,9 +314,9 @@ def plan_backward(
             relaunch.keep(None, tensors, constants, compiled)
         if not sums:
             return
-        tensors = (dweights, dbiases, dweight if needs_dweight else x, dbias if needs_dbias else x)
-        if not relaunch_sums(None, tensors):
-            compiled = wrap_triton(_norm_bwd_sums_kernel)[sums_grid](*tensors, programs, **sums_constants)
-            relaunch_sums.keep(None, tensors, sums_constants, compiled)
+        summed = (dweights, dbiases, dweight if needs_dweight else x, dbias if needs_dbias else x)
+        if not relaunch_sums(None, summed):
+            compiled = wrap_triton(_norm_bwd_sums_kernel)[sums_grid](*summed, programs, **sums_constants)
+            relaunch_sums.keep(None, summed, sums_constants, compiled)
 
     return launch_backward

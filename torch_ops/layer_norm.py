@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_ops._checks import check_number
 from torch_ops._norms import (
+    Norm,
     check_norm,
     check_norm_backward,
     gradients,
@@ -22,15 +23,18 @@ from torch_ops._norms import (
 )
 from torch_ops._registry import vk_op
 
+LAYER_NORM = Norm("layer_norm", has_mean=True, has_residual=False)
+ADD_LAYER_NORM = Norm("add_layer_norm", has_mean=True, has_residual=True)
+
 
 def _layer_norm_fake(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    check_norm("layer_norm", x, None, weight, bias, eps)
+    check_norm(LAYER_NORM, x, None, weight, bias, eps)
     return result_of(x)
 
 
 @vk_op("layer_norm", fake=_layer_norm_fake)
 def layer_norm_op(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    launch = prepare_forward("layer_norm", True, x, None, weight, bias, eps)
+    launch = prepare_forward(LAYER_NORM, x, None, weight, bias, eps)
     out = result_of(x)
     launch(x, None, weight, bias, out, None)
     return out
@@ -40,8 +44,7 @@ def _layer_norm_backward_fake(
     dout: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6,
     needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads: dict[str, Tensor | None] = {"dout": dout}
-    check_norm_backward("layer_norm_backward", grads, "x", x, weight, bias, eps, needs_dweight, needs_dbias)
+    check_norm_backward(LAYER_NORM, dout, None, x, weight, bias, eps, needs_dweight, needs_dbias)
     return gradients(x, weight, bias, needs_dx, needs_dweight, needs_dbias)
 
 
@@ -51,7 +54,7 @@ def layer_norm_backward_op(
     needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs = (needs_dx, needs_dweight, needs_dbias)
-    launch = prepare_backward("layer_norm_backward", True, "x", dout, None, x, weight, bias, eps, *needs)
+    launch = prepare_backward(LAYER_NORM, dout, None, x, weight, bias, eps, *needs)
     dx, dweight, dbias = gradients(x, weight, bias, *needs)
     launch(dout, None, x, weight, dx, dweight, dbias)
     return dx, dweight, dbias
@@ -104,7 +107,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def _add_layer_norm_fake(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    check_norm("add_layer_norm", x, residual, weight, bias, eps)
+    check_norm(ADD_LAYER_NORM, x, residual, weight, bias, eps)
     return results_of_sum(x)
 
 
@@ -112,7 +115,7 @@ def _add_layer_norm_fake(
 def add_layer_norm_op(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    launch = prepare_forward("add_layer_norm", True, x, residual, weight, bias, eps)
+    launch = prepare_forward(ADD_LAYER_NORM, x, residual, weight, bias, eps)
     normed, total = results_of_sum(x)
     launch(x, residual, weight, bias, normed, total)
     return normed, total
@@ -122,8 +125,7 @@ def _add_layer_norm_backward_fake(
     dnormed: Tensor | None, dsum: Tensor | None, sum: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-6, needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = {"dnormed": dnormed, "dsum": dsum}
-    check_norm_backward("add_layer_norm_backward", grads, "sum", sum, weight, bias, eps, needs_dweight, needs_dbias)
+    check_norm_backward(ADD_LAYER_NORM, dnormed, dsum, sum, weight, bias, eps, needs_dweight, needs_dbias)
     return gradients(sum, weight, bias, needs_dx, needs_dweight, needs_dbias)
 
 
@@ -133,7 +135,7 @@ def add_layer_norm_backward_op(
     eps: float = 1e-6, needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs = (needs_dx, needs_dweight, needs_dbias)
-    launch = prepare_backward("add_layer_norm_backward", True, "sum", dnormed, dsum, sum, weight, bias, eps, *needs)
+    launch = prepare_backward(ADD_LAYER_NORM, dnormed, dsum, sum, weight, bias, eps, *needs)
     dx, dweight, dbias = gradients(sum, weight, bias, *needs)
     launch(dnormed, dsum, sum, weight, dx, dweight, dbias)
     return dx, dweight, dbias

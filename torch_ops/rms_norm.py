@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_ops._checks import check_number
 from torch_ops._norms import (
+    Norm,
     check_norm,
     check_norm_backward,
     gradients,
@@ -20,15 +21,18 @@ from torch_ops._norms import (
 )
 from torch_ops._registry import vk_op
 
+RMS_NORM = Norm("rms_norm", has_mean=False, has_residual=False)
+ADD_RMS_NORM = Norm("add_rms_norm", has_mean=False, has_residual=True)
+
 
 def _rms_norm_fake(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    check_norm("rms_norm", x, None, weight, None, eps)
+    check_norm(RMS_NORM, x, None, weight, None, eps)
     return result_of(x)
 
 
 @vk_op("rms_norm", fake=_rms_norm_fake)
 def rms_norm_op(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    launch = prepare_forward("rms_norm", False, x, None, weight, None, eps)
+    launch = prepare_forward(RMS_NORM, x, None, weight, None, eps)
     out = result_of(x)
     launch(x, None, weight, None, out, None)
     return out
@@ -38,7 +42,7 @@ def _rms_norm_backward_fake(
     dout: Tensor, x: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     needs_dx: bool = True, needs_dweight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_norm_backward("rms_norm_backward", {"dout": dout}, "x", x, weight, None, eps, needs_dweight, False)
+    check_norm_backward(RMS_NORM, dout, None, x, weight, None, eps, needs_dweight, False)
     return gradients(x, weight, None, needs_dx, needs_dweight, False)[:2]
 
 
@@ -48,7 +52,7 @@ def rms_norm_backward_op(
     needs_dx: bool = True, needs_dweight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     needs = (needs_dx, needs_dweight, False)
-    launch = prepare_backward("rms_norm_backward", False, "x", dout, None, x, weight, None, eps, *needs)
+    launch = prepare_backward(RMS_NORM, dout, None, x, weight, None, eps, *needs)
     dx, dweight, dbias = gradients(x, weight, None, *needs)
     launch(dout, None, x, weight, dx, dweight, dbias)
     return dx, dweight
@@ -101,7 +105,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def _add_rms_norm_fake(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    check_norm("add_rms_norm", x, residual, weight, None, eps)
+    check_norm(ADD_RMS_NORM, x, residual, weight, None, eps)
     return results_of_sum(x)
 
 
@@ -109,7 +113,7 @@ def _add_rms_norm_fake(
 def add_rms_norm_op(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    launch = prepare_forward("add_rms_norm", False, x, residual, weight, None, eps)
+    launch = prepare_forward(ADD_RMS_NORM, x, residual, weight, None, eps)
     normed, total = results_of_sum(x)
     launch(x, residual, weight, None, normed, total)
     return normed, total
@@ -119,8 +123,7 @@ def _add_rms_norm_backward_fake(
     dnormed: Tensor | None, dsum: Tensor | None, sum: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     needs_dx: bool = True, needs_dweight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    grads = {"dnormed": dnormed, "dsum": dsum}
-    check_norm_backward("add_rms_norm_backward", grads, "sum", sum, weight, None, eps, needs_dweight, False)
+    check_norm_backward(ADD_RMS_NORM, dnormed, dsum, sum, weight, None, eps, needs_dweight, False)
     return gradients(sum, weight, None, needs_dx, needs_dweight, False)[:2]
 
 
@@ -130,7 +133,7 @@ def add_rms_norm_backward_op(
     needs_dx: bool = True, needs_dweight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     needs = (needs_dx, needs_dweight, False)
-    launch = prepare_backward("add_rms_norm_backward", False, "sum", dnormed, dsum, sum, weight, None, eps, *needs)
+    launch = prepare_backward(ADD_RMS_NORM, dnormed, dsum, sum, weight, None, eps, *needs)
     dx, dweight, dbias = gradients(sum, weight, None, *needs)
     launch(dnormed, dsum, sum, weight, dx, dweight, dbias)
     return dx, dweight
@@ -158,9 +161,7 @@ def _differentiate_add_rms_norm(ctx: Any, dnormed: Tensor | None, dsum: Tensor |
 add_rms_norm_op.register_autograd(_differentiate_add_rms_norm, setup_context=_setup_add_rms_norm)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """sum = x + residual, rounded to their dtype, and `rms_norm` of it, in one pass.
 
     Args:
