@@ -40,9 +40,8 @@ HOPPER_LAUNCHES = {
     "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
 }
 
-# Columns of a norm's row that registers hold without a spill, by the bytes of an element; the backward has sums of
-# columns beside it.
-WIDEST_NORM = {"norm_fwd": {2: 16384, 4: 16384}, "norm_bwd": {2: 8192, 4: 6144}}
+# Columns of a norm's row that registers hold without a spill on any target; the backward has sums of columns beside it.
+WIDEST_NORM = {"norm_fwd": 16384, "norm_bwd": 6144}
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,9 @@ def norm_tail(width: int, main: int) -> int:
     return main if width > main and width % main else 0
 
 
-def norm_kernel(kernel: str, width: int, itemsize: int) -> str:
+def norm_kernel(kernel: str, width: int) -> str:
     """`kernel` ("norm_fwd", "norm_bwd"), or the one that passes over rows that are too wide for registers."""
-    return kernel if width <= WIDEST_NORM[kernel][itemsize] else f"{kernel}_wide"
+    return kernel if width <= WIDEST_NORM[kernel] else f"{kernel}_wide"
 
 
 def norm_programs(gpu: Gpu, launch: Launch, rows: int | None) -> int:

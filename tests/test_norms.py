@@ -431,9 +431,7 @@ def test_more_than_two_billion_elements(width: int, device: str) -> None:
     normed, total = torch.ops.vk.add_rms_norm(x, x, weight)
     dx, dweight = torch.ops.vk.add_rms_norm_backward(dout, x, total, weight, 1e-6, True, True)
     last, last_total = torch.ops.vk.add_rms_norm(x[tail], x[tail], weight)
-    grads = torch.ops.vk.add_rms_norm_backward(
-        dout[tail], x[tail], last_total, weight, 1e-6, True, True
-    )
+    grads = torch.ops.vk.add_rms_norm_backward(dout[tail], x[tail], last_total, weight, 1e-6, True, True)
     assert (rows - 100) * width > 2**31
     for whole, alone in ((normed[tail], last), (total[tail], last_total), (dx[tail], grads[0])):
         torch.testing.assert_close(whole, alone)

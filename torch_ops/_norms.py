@@ -129,8 +129,7 @@ def norm_launch(kernel: str, x: Tensor) -> tuple[Launch, str]:
 
 def norm_launches(x: Tensor) -> dict[str, tuple[Launch, str]]:
     """By kernel, forward and backward, what `norm_launch` gives."""
-    width, itemsize = x.shape[-1], x.dtype.itemsize
-    kernels = (*(norm_kernel(kernel, width, itemsize) for kernel in ("norm_fwd", "norm_bwd")), "norm_bwd_sums")
+    kernels = (*(norm_kernel(kernel, x.shape[-1]) for kernel in ("norm_fwd", "norm_bwd")), "norm_bwd_sums")
     return {kernel: norm_launch(kernel, x) for kernel in kernels}
 
 
@@ -209,7 +208,7 @@ def prepare_backward(
     """launch(dout, dsum, x, weight, dx, dweight, dbias) fills the gradients that are needed, contiguous."""
     check_norm_backward(norm, dout, dsum, x, weight, bias, eps, needs_dweight, needs_dbias)
     if dout is None:
-        return pass_on
+        return partial(pass_on, needs_dx)
     if runs_kernels(x):
         return plan_backward(norm.has_mean, dout, dsum, x, weight, eps, needs_dx, needs_dweight, needs_dbias)
     return partial(norm_backward_cpu, eps, norm.has_mean, needs_dx, needs_dweight, needs_dbias)
@@ -219,7 +218,7 @@ def plan_forward(
     has_mean: bool, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Callable[..., None]:
     width, num_rows = x.shape[-1], _num_rows(x)
-    kernel = norm_kernel("norm_fwd", width, x.dtype.itemsize)
+    kernel = norm_kernel("norm_fwd", width)
     wide = kernel != "norm_fwd"
     launch, _ = norm_launch(kernel, x)
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
@@ -263,7 +262,7 @@ def plan_backward(
     needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
 ) -> Callable[..., None]:  # fmt: skip
     width, num_rows = x.shape[-1], _num_rows(x)
-    kernel = norm_kernel("norm_bwd", width, x.dtype.itemsize)
+    kernel = norm_kernel("norm_bwd", width)
     wide = kernel != "norm_bwd"
     launch, _ = norm_launch(kernel, x)
     sums = needs_dweight or needs_dbias

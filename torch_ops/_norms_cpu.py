@@ -59,10 +59,11 @@ def norm_backward_cpu(
 
 
 def pass_on(
-    dout: None, dsum: Tensor, x: Tensor, weight: Tensor | None, dx: Tensor, dweight: Tensor, dbias: Tensor
+    needs_dx: bool,
+    dout: None, dsum: Tensor, x: Tensor, weight: Tensor | None, dx: Tensor, dweight: Tensor, dbias: Tensor,
 ) -> None:  # fmt: skip
     """Gradients where the norm itself got none, only the sum before it; on any device."""
-    if dx.numel():
+    if needs_dx:
         dx.copy_(dsum)
     dweight.zero_()
     dbias.zero_()
