@@ -391,14 +391,14 @@ def test_backward_refuses(changes: dict[str, Any], message: str, device: str) ->
 @pytest.mark.parametrize("op", NORMS)
 def test_explain_says_what_would_run(op: str, device: str) -> None:
     inputs = of_case("l_tower", op, torch.float16, device)
-    (report,) = inputs.call(lambda **given: torch_ops.explain(PUBLIC[op], **given))
+    report = torch_ops.explain(PUBLIC[op], **inputs.tensors)
     assert report["op"] == f"vk::{op}"
     if not (GPU or INTERPRET):
         assert report["path"] == "reference" and not report["kernels"]
         return
     assert list(report["kernels"]) == ["norm_fwd", "norm_bwd", "norm_bwd_sums"]
     wide = of_case("wide", op, torch.float16, device)
-    (report,) = wide.call(lambda **given: torch_ops.explain(PUBLIC[op], **given))
+    report = torch_ops.explain(PUBLIC[op], **wide.tensors)
     assert list(report["kernels"]) == ["norm_fwd_wide", "norm_bwd_wide", "norm_bwd_sums"]
     with pytest.raises(ValueError, match=f"{op}: eps must be"):
         torch_ops.explain(PUBLIC[op], *inputs.tensors.values(), eps=-1.0)

@@ -48,6 +48,12 @@ class NormInputs:
         named = {"x": self.x, "residual": self.residual, "weight": self.weight, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    @property
+    def exact(self) -> "NormInputs":
+        """The same in fp64."""
+        tensors = {name: value.double() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return NormInputs(**{**vars(self), **tensors})
+
     def call(self, function: Any, **tensors: Tensor) -> tuple[Tensor, ...]:
         """The results of function(x[, residual], weight[, bias], eps), by these tensors where they are given."""
         given = {**self.tensors, **tensors}
