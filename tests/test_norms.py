@@ -148,7 +148,8 @@ def test_strides_change_no_bits(op: str, layout: str, device: str) -> None:
     strided, same = (differentiate(operator(op), each) for each in (inputs, compact))
     for name, tensor in same.items():
         torch.testing.assert_close(strided[name], tensor, rtol=1e-5, atol=1e-5)
-    if layout != "misaligned":
+    if layout not in ("misaligned", "odd_strides"):
+        # Those two are read by narrower loads, and a row's sum is made in another order.
         assert all(torch.equal(strided[name], same[name]) for name in OUTPUTS if name in same)
 
 
@@ -200,7 +201,10 @@ class Backwards(TorchDispatchMode):
 @pytest.mark.parametrize("wanted", [("x",), ("weight",), ("x", "weight"), ("bias",), ("residual",)], ids="+".join)
 @pytest.mark.parametrize("op", NORMS)
 def test_only_what_is_wanted_is_computed(op: str, wanted: tuple[str, ...], device: str) -> None:
-    """Frozen parameters, as under LoRA, cost nothing; a gradient that is computed alone is the same."""
+    """Frozen parameters, as under LoRA, cost nothing; a gradient that is computed alone is the same.
+
+    On a GPU but for the last bit: that is another build, in which other products are fused with additions.
+    """
     inputs = of_case("s_tower", op, torch.float32, device)
     if not set(wanted) <= set(inputs.tensors):
         pytest.skip(f"{op} takes no {wanted[0]}")
@@ -213,7 +217,10 @@ def test_only_what_is_wanted_is_computed(op: str, wanted: tuple[str, ...], devic
     assert needs == computed == (not {"x", "residual"}.isdisjoint(wanted), *(name in wanted for name in own))
     everything = differentiate(operator(op), inputs)
     for name, grad in zip(wanted, grads, strict=True):
-        assert torch.equal(grad, everything[f"d{name}"]), name
+        if GPU:
+            torch.testing.assert_close(grad, everything[f"d{name}"])
+        else:
+            assert torch.equal(grad, everything[f"d{name}"]), name
 
 
 @pytest.mark.parametrize("used", ["normed", "sum"])

@@ -128,7 +128,7 @@ NORMS = (
     _case("one_dimension", "no leading dimension", (), 200),
     _case("no_rows", "nothing to norm, sums of nothing", (0,), 96),
     _case("no_rows_of_many", "an empty leading dimension", (3, 0), 96),
-    _case("many_rows", "more rows than one round of programs takes", (1500,), 40),
+    _case("many_rows", "several tiles to a program of the interpreter", (90,), 40),
     _case("merger", "a row of several warps", (5,), 4608),
     _case("decoder", "a row of several warps, no rest", (4,), 4096),
     _case("wide", "columns in blocks, the last not full", (3,), 16500),
