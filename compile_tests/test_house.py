@@ -11,12 +11,15 @@ import pytest
 from compile_tests.contract import ROOT
 from torch_ops._registry import OPS
 
+# An op lives in a module of its own name, or in that of a close relative, whose public functions it is among.
+OP_MODULES = {op.body.__module__ for op in OPS.values()}
+
 # From the ground up: a room imports from its own and from those before it.
 ROOMS = (
     ("tiles", r"csrc_free_ops\.tiles(\..*)?"),
     ("kernels", r"csrc_free_ops(\..*)?"),
     ("foundations", r"torch_ops\.(_checks|_device|_registry|_versions|settings)"),
-    ("ops", rf"torch_ops\.({'|'.join(OPS)})"),
+    ("ops", "|".join(map(re.escape, OP_MODULES))),
     ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),
     ("models and integrations", r"torch_ops\.(models|integrations|compat|distributed)(\..*)?"),
     ("testing", r"torch_ops\.testing(\..*)?"),
@@ -63,6 +66,14 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
 
 def _ids(path: Path) -> str:
     return _module(path)
+
+
+def test_every_op_is_in_a_module_of_its_family() -> None:
+    for name, op in OPS.items():
+        module = sys.modules[op.body.__module__]
+        public = name.removesuffix("_backward")
+        assert public in module.__all__, f"vk::{name} is in {module.__name__}, which has no public {public}"
+        assert public.endswith(module.__name__.removeprefix("torch_ops.")), f"vk::{name} is in {module.__name__}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=_ids)

@@ -12,6 +12,13 @@ _SQUARE = tuple(
 )
 _SMALL = tuple(Launch(32, 32, 4, stages) for stages in (2, 3))
 
+# Of each part of a norm's rows a thread loads up to 16 elements, and 16 bytes at least where it can.
+_NORM = tuple(
+    Launch(rows, cols, warps, 1)
+    for rows, cols, warps in product((1, 2, 4, 8), (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16))
+    if 4 <= rows * cols // (32 * warps) <= 16
+)
+
 CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd": _SQUARE + _SMALL,
     "attention_bwd_dq": _SQUARE + _SMALL,
@@ -23,4 +30,5 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     **HOPPER_LAUNCHES,
+    **dict.fromkeys(("norm_fwd", "norm_bwd"), _NORM),
 }

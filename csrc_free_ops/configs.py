@@ -3,7 +3,8 @@
 The order is: the user's measured rows, the shipped rows of this GPU (`configs/<gpu>.json`), a rule that launches
 anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal"; "masked", causal
 or by a window) and to a range of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape,
-and are None elsewhere, where the row of the longest segments counts.
+and are None elsewhere, where the row of the longest segments counts. Of a norm's kernel the head dimension is the width
+of its rows and the length their number.
 """
 
 import json
@@ -19,7 +20,7 @@ ROWS_DIR = Path(__file__).with_name("configs")
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: rows and columns of a tile, warps, pipeline stages."""
+    """One launch: rows and columns of a tile, of a norm those of the main parts of its rows, warps, pipeline stages."""
 
     block_m: int
     block_n: int
@@ -39,6 +40,9 @@ HOPPER_LAUNCHES = {
     "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
 }
 
+# Columns of a norm's row that registers hold without a spill on any target; the backward has sums of columns beside it.
+WIDEST_NORM = {"norm_fwd": 16384, "norm_bwd": 6144}
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -48,6 +52,7 @@ class Gpu:
     backend: str
     arch: int | str
     shared_memory: int
+    multiprocessors: int = 128
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,23 @@ def covered_width(head_dim: int, itemsize: int) -> int:
     return max(1, head_dim // main) * main + tail
 
 
+def norm_tail(width: int, main: int) -> int:
+    """The last part of a norm's row, which is as wide as those before it or not there (tiles/rows.py)."""
+    return main if width > main and width % main else 0
+
+
+def norm_kernel(kernel: str, width: int) -> str:
+    """`kernel` ("norm_fwd", "norm_bwd"), or the one that passes over rows that are too wide for registers."""
+    return kernel if width <= WIDEST_NORM[kernel] else f"{kernel}_wide"
+
+
+def norm_programs(gpu: Gpu, launch: Launch, rows: int | None) -> int:
+    """Programs of a norm's backward, each of which sums columns of its own: 12 warps for each multiprocessor, which are
+    about as many as its registers hold."""
+    programs = gpu.multiprocessors * max(1, 12 // launch.num_warps)
+    return programs if rows is None else max(1, min(programs, -(-rows // launch.block_m)))
+
+
 def gpu_name(name: str) -> str:
     """The GPU's name as rows and their files have it: "NVIDIA H200" is "h200"."""
     return name.lower().removeprefix("nvidia ").replace(" ", "-")
@@ -133,7 +155,9 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
     if entry["kernel"] in HOPPER_LAUNCHES:
         if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
             raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")
-    elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or min(launch.tile) < 16:
+    elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or (
+        min(launch.tile[1:] if entry["kernel"].startswith("norm_") else launch.tile) < 16
+    ):
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
     if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
@@ -212,6 +236,27 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     return ladder[-1]
 
 
+def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | None) -> Launch:
+    """Not measured. As few warps share a row as have registers for it: up to 1280 columns of the forward one, and then
+    no warp waits for another. Threads load 16 bytes of each part; programs are smaller where rows are few."""
+    if kernel.endswith("_wide"):
+        return Launch(1, 4096, 8, 1)
+    if kernel == "norm_bwd_sums":
+        return Launch(128, 32, 8, 1)
+    if gpu.backend == "interpreter":
+        return Launch(4 if width < 1024 else 1, 256 if width < 1024 else 1024, 4, 1)
+    lanes = 64 if gpu.backend == "hip" else 32
+    vector = 16 // itemsize
+    share = 1
+    while share < 16 and width > (24 if kernel == "norm_bwd" else 40) * lanes * share:
+        share *= 2
+    main = min(share * lanes * vector, max(16, next_power_of_2(width)))
+    warps = max(4, share)
+    while rows is not None and warps > share and rows * main < 4 * gpu.multiprocessors * warps * lanes * vector:
+        warps //= 2
+    return Launch(warps * lanes * vector // main, main, warps, 1)
+
+
 def pick(
     kernel: str,
     gpu: Gpu,
@@ -225,13 +270,17 @@ def pick(
 ) -> tuple[Launch, str]:
     """The launch of `kernel`, and where it comes from.
 
-    `length` is the mean segment length, None if unknown; `masked` whether there are bounds on keys, causal or not.
+    `length` is the mean segment length, of a norm the number of rows, None if unknown; `masked` whether there are
+    bounds on keys, causal or not.
     """
     masked = causal if masked is None else masked
     for row in (*user_rows, *shipped_rows(gpu.name)):
         if row.gpu in ("", gpu.name) and row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
-    launch = rule(kernel, gpu, itemsize, head_dim, masked)
+    if kernel.startswith("norm_"):
+        launch = _norm_rule(kernel, gpu, itemsize, head_dim, length)
+    else:
+        launch = rule(kernel, gpu, itemsize, head_dim, masked)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 

@@ -39,9 +39,9 @@ from torch_ops.bench.results import (
     Report,
     Timed,
 )
-from torch_ops.bench.room import Call, Contender
+from torch_ops.bench.room import Call, Contender, recorded_launches
 from torch_ops.bench.tables import markdown
-from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM, recorded_launches
+from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM
 from torch_ops.testing import Report as GateReport
 from torch_ops.testing import references
 from torch_ops.testing.cases import WINDOW_ATTN, cumulative, make_inputs
@@ -539,7 +539,7 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     assert recorded == by_launcher == by_launch
     assert recorded[0][0][-1] == case.num_heads and recorded[0][1][0] is inputs.q
     wrap = _attention_portable.wrap_triton
-    with recorded_launches():
+    with recorded_launches((_attention_portable, _attention_short)):
         assert _attention_portable.wrap_triton is not wrap
     assert _attention_portable.wrap_triton is wrap
 

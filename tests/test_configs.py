@@ -18,6 +18,8 @@ from csrc_free_ops.configs import (
     Row,
     as_document,
     covered_width,
+    norm_programs,
+    norm_tail,
     pick,
     read_rows,
     rule,
@@ -257,7 +259,7 @@ def test_explain_says_path_and_reason() -> None:
         torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), softcap=-3.0)
     with pytest.raises(TypeError, match="nonsense"):
         torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), nonsense=7)
-    with pytest.raises(ValueError, match="op must be one of window_attn, got 'relu'"):
+    with pytest.raises(ValueError, match="op must be one of add_layer_norm, .*, window_attn, got 'relu'"):
         torch_ops.explain(torch.relu, q)
 
 
@@ -312,7 +314,7 @@ def test_calls_after_warmup_build_nothing() -> None:
 def test_info_lists_ops_and_rows() -> None:
     with torch_ops.settings(path="portable"):
         info = torch_ops.info()
-    assert set(info["ops"]) == {"window_attn", "window_attn_backward"}
+    assert {"window_attn", "window_attn_backward", "layer_norm"} <= set(info["ops"])
     assert info["versions"]["torch"] == torch.__version__
     assert info["settings"] == {"path": "portable", "checked": False}
     assert json.loads(json.dumps(info)) == info
@@ -331,3 +333,38 @@ def test_info_says_which_paths_and_rows_there_are(
     info = torch_ops.info()
     assert info["paths"] == {"portable": "yes", "hopper": hopper}
     assert re.fullmatch(forward, info["rows"]["kernels"]["attention_fwd"])
+
+
+@pytest.mark.parametrize(
+    ("width", "covered"), [(7, 16), (72, 128), (768, 768), (1152, 1280), (4608, 5120), (5120, 5120)]
+)
+def test_parts_of_a_norm_s_row_hold_it_and_little_more(width: int, covered: int) -> None:
+    launch, source = pick("norm_fwd", UNKNOWN, "bfloat16", 2, width, False, None)
+    assert "rule" in source
+    assert max(1, width // launch.block_n) * launch.block_n + norm_tail(width, launch.block_n) == covered
+    assert launch.block_m * launch.block_n == launch.num_warps * 32 * 8
+
+
+def test_programs_of_a_norm_s_backward_are_no_more_than_its_tiles() -> None:
+    launch = Launch(2, 512, 4, 1)
+    assert norm_programs(H200, launch, None) == norm_programs(H200, launch, 25088) == 3 * H200.multiprocessors
+    assert [norm_programs(H200, launch, rows) for rows in (100, 1, 0)] == [50, 1, 1]
+
+
+def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> None:
+    few, many = Launch(1, 128, 1, 1), Launch(8, 256, 8, 1)
+    rows = [
+        Row("norm_fwd", "bfloat16", 1152, few, max_length=1000),
+        Row("norm_fwd", "bfloat16", 1152, many, min_length=1000),
+    ]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
+    own = read_rows(file)
+    found = [pick("norm_fwd", UNKNOWN, "bfloat16", 2, 1152, False, count, own)[0] for count in (784, 25088, None)]
+    assert found == [few, many, many]
+    assert "rule" in pick("norm_fwd", UNKNOWN, "bfloat16", 2, 768, False, 784, own)[1]
+    for bad in (Launch(3, 128, 1, 1), Launch(1, 8, 1, 1), Launch(1, 128, 3, 1)):
+        row = Row("norm_fwd", "bfloat16", 1152, bad)
+        file.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "any", "date": "now"})))
+        with pytest.raises(ValueError, match="is no launch"):
+            read_rows(file)

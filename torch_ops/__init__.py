@@ -2,9 +2,22 @@
 
 from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
 from torch_ops._explain import explain, info, warmup
+from torch_ops.layer_norm import add_layer_norm, layer_norm
+from torch_ops.rms_norm import add_rms_norm, rms_norm
 from torch_ops.settings import settings
 from torch_ops.window_attn import window_attn
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "explain", "info", "settings", "warmup", "window_attn"]
+__all__ = [
+    "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
+    "explain",
+    "info",
+    "layer_norm",
+    "rms_norm",
+    "settings",
+    "warmup",
+    "window_attn",
+]

@@ -99,6 +99,17 @@ def check_softcap(op: str, softcap: float) -> None:
         refuse(op, "softcap", "0 (off) or a positive number that fp32 holds", softcap)
 
 
+def check_eps(op: str, eps: float) -> None:
+    if not 0 <= eps <= torch.finfo(torch.float32).max:
+        refuse(op, "eps", "0 or a positive number that fp32 holds", eps)
+
+
+def check_number(op: str, argument: str, value: object) -> None:
+    """PyTorch would take a tensor's value for a number and give it no gradient."""
+    if isinstance(value, Tensor):
+        refuse(op, argument, "a number, since a tensor would get no gradient", "a tensor")
+
+
 def check_window(op: str, argument: str, width: int) -> None:
     if width < -1:
         refuse(op, argument, "-1 (unbounded) or a number of keys", width)

@@ -20,6 +20,8 @@ SHARED_MEMORY = {
     120: 101376,
 }
 
+INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 3)
+
 
 @lru_cache
 def _describe(driver: Any, index: int | None) -> Gpu:
@@ -29,7 +31,7 @@ def _describe(driver: Any, index: int | None) -> Gpu:
         return Gpu(f"{target.backend}-{target.arch}", target.backend, target.arch, shared)
     properties = torch.cuda.get_device_properties(index)
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    return Gpu(gpu_name(properties.name), target.backend, target.arch, shared)
+    return Gpu(gpu_name(properties.name), target.backend, target.arch, shared, properties.multi_processor_count)
 
 
 def gpu() -> Gpu:

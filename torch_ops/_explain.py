@@ -17,6 +17,7 @@ from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
+from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
@@ -28,8 +29,15 @@ KERNELS = {
 }
 # By the same, the one that takes it on the Hopper path.
 HOPPER = {"attention_fwd_short": "attention_fwd_hopper", "attention_bwd_short": "attention_bwd_hopper"}
+NORMS = ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm")
 # All that `vk bench tune` makes rows for.
-ROWED = (*(name for general in KERNELS.values() for name in general), *KERNELS, *HOPPER.values())
+ROWED = (
+    *(name for general in KERNELS.values() for name in general),
+    *KERNELS,
+    *HOPPER.values(),
+    "norm_fwd",
+    "norm_bwd",
+)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -39,9 +47,23 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     is launched, but bad arguments are refused as the op itself would.
     """
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
-    if name != "window_attn":
-        raise ValueError(f"explain: op must be one of window_attn, got {name!r}")
-    return _explain_window_attn(*args, **kwargs)
+    if name == "window_attn":
+        return _explain_window_attn(*args, **kwargs)
+    if name in NORMS:
+        return _explain_norm(name, *args, **kwargs)
+    raise ValueError(f"explain: op must be one of {', '.join((*NORMS, 'window_attn'))}, got {name!r}")
+
+
+def _explain_norm(name: str, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        OPS[name].overload(x, *args, **kwargs)
+    report: dict[str, Any] = {"op": f"vk::{name}", "device": str(x.device)}
+    if not runs_kernels(x):
+        return {**report, "path": "reference", "why": f"tensors on {x.device} are computed by ATen", "kernels": {}}
+    kernels = {
+        kernel: {"launch": vars(launch), "source": source} for kernel, (launch, source) in norm_launches(x).items()
+    }
+    return {**report, "path": "portable", "why": "norms have one path", "kernels": kernels}
 
 
 def _explain_window_attn(

@@ -206,7 +206,9 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
     generic = make_autograd_impl(definition._opoverload, definition)
 
     def run(*args: Any) -> Any:
-        index = args[0].get_device()
+        # An optional first tensor may be absent.
+        first = args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
+        index = first.get_device()
         if index == torch._C._cuda_getDevice():
             return body(*args)
         with torch.cuda.device(index):

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from torch_ops.bench.results import OK, Measurement, Report, Timed
+from torch_ops.bench.results import OK, YARDSTICK, Measurement, Report, Timed
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00")
@@ -50,7 +50,7 @@ def _draw_panel(axis: Axes, panel: list[Measurement], names: list[str]) -> None:
                 continue
             place = names.index(timed.name)
             speed = one.flops / timed.ms / 1e9
-            hatch = None if timed.status == OK else "////"
+            hatch = None if timed.status in (OK, YARDSTICK) else "////"
             colour = COLOURS[place % len(COLOURS)]
             axis.barh(
                 index * step + place, speed, color=colour if hatch is None else "none", edgecolor=colour, hatch=hatch

@@ -29,7 +29,7 @@ Shapes = Annotated[
         "--shapes",
         metavar="CASE",
         help="Names of cases, patterns of names such as 'qwen3vl_*', or shapes "
-        "SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72 (c: causal); "
+        "SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72 (c: causal), of norms ROWSxWIDTH such as 4096x1152; "
         "repeated or separated by commas.",
     ),
 ]

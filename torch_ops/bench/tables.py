@@ -17,6 +17,7 @@ from torch_ops.bench.results import (
     OURS_FREE,
     UNAVAILABLE,
     WRONG,
+    YARDSTICK,
     Ceilings,
     HostTime,
     Measurement,
@@ -150,9 +151,11 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for one in measurements:
         for timed in (one.ours, *one.peers):
-            if timed.status != OK:
+            if timed.status not in (OK, YARDSTICK):
                 key = (timed.name, timed.status, timed.note)
                 reasons.setdefault(key, []).append(one.case)
+    yardsticks = {timed.name: timed.note for one in measurements for timed in one.peers if timed.status == YARDSTICK}
+    notes += [f"{name} is no peer: {note}" for name, note in yardsticks.items()]
     for (name, status, note), cases in sorted(reasons.items()):
         verb = {UNAVAILABLE: "cannot run", FAILED: "failed on", WRONG: "is wrong on"}[status]
         whole = len(cases) == len(measurements) > 1

@@ -14,14 +14,28 @@ from torch_ops.testing.cases.attention import (
     make_inputs,
     window_attn_cases,
 )
+from torch_ops.testing.cases.norms import (
+    NORM_LAYOUTS,
+    NORMS,
+    NormCase,
+    NormInputs,
+    make_norm_inputs,
+    norm_cases,
+)
 
 __all__ = [
     "LAYOUTS",
+    "NORMS",
+    "NORM_LAYOUTS",
     "RAGGED_WINDOWS",
     "WINDOW_ATTN",
+    "NormCase",
+    "NormInputs",
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
     "make_inputs",
+    "make_norm_inputs",
+    "norm_cases",
     "window_attn_cases",
 ]

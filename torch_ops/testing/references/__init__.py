@@ -5,5 +5,6 @@ family of ops.
 """
 
 from torch_ops.testing.references.attention import window_attn, window_attn_backward
+from torch_ops.testing.references.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["window_attn", "window_attn_backward"]
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "window_attn", "window_attn_backward"]

@@ -1,0 +1,367 @@
+"""LayerNorm and RMSNorm over the last dimension, with or without a residual sum before them, forward and backward.
+
+A row x of C columns; with a residual r first x = round(x + r) to the dtype, which is a result of its own:
+
+    mean_i = 1/C sum_c x_ic                        RMSNorm: 0
+    rstd_i = 1 / sqrt(1/C sum_c (x_ic - mean_i)^2 + eps)
+    xhat   = (x - mean) rstd
+    out    = xhat weight + bias
+
+LayerNorm: arXiv 1607.06450; RMSNorm: arXiv 1910.07467. The variance is taken of differences, after the mean: the
+difference of E[x^2] and E[x]^2 cancels. Everything is fp32, and out is rounded once. Backward, for upstream dout and,
+of the residual sum, dsum, with g = dout weight:
+
+    dx      = rstd (g - xhat mean_c(g xhat) - mean_c(g)) + dsum      RMSNorm: without mean_c(g)
+    dweight = sum_i dout xhat
+    dbias   = sum_i dout
+
+Nothing is saved but the inputs: a row is in registers anyway, so its statistics are made again. dx is the gradient of x
+and of the residual alike. Each program of the backward takes every num_programs-th tile of rows and keeps fp32 sums of
+its own for dweight and dbias, which the sums kernel adds in a fixed order: the same bits every time.
+
+A row is held as parts of MAIN columns (`tiles/rows.py`, with WIDTH for HEAD_DIM): 1152 columns are five parts of 256,
+the last of them half empty, where one power of two would be 2048. Parts are alike, whatever of the last is empty, so
+that a thread holds the same place in each; where a warp spans a part, nothing is exchanged between warps. The wide
+kernels are for rows that registers cannot hold: they pass over blocks of columns several times, and keep their sums of
+columns in memory.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.tiles.rows import add_rows, load_rows, scale_rows, store_rows, zero_rows
+
+SIZES = ("num_rows", "num_programs")
+
+
+@triton.jit
+def _multiply(a, b):
+    product = (a[0].to(tl.float32) * b[0].to(tl.float32),)
+    for index in tl.static_range(1, len(a)):
+        product += (a[index].to(tl.float32) * b[index].to(tl.float32),)
+    return product
+
+
+@triton.jit
+def _add_rounded(a, b):
+    """a + b as PyTorch adds: in fp32, then rounded to the dtype of a."""
+    total = ((a[0].to(tl.float32) + b[0].to(tl.float32)).to(a[0].dtype),)
+    for index in tl.static_range(1, len(a)):
+        total += ((a[index].to(tl.float32) + b[index].to(tl.float32)).to(a[0].dtype),)
+    return total
+
+
+@triton.jit
+def _row_sums(parts, BLOCK_M: tl.constexpr):
+    """[BLOCK_M], or of a single row a scalar, which no layout of threads ties to one of the parts."""
+    total = parts[0].to(tl.float32)
+    for index in tl.static_range(1, len(parts)):
+        total += parts[index].to(tl.float32)
+    return tl.sum(total) if BLOCK_M == 1 else tl.sum(total, 1)
+
+
+@triton.jit
+def _along_rows(value, BLOCK_M: tl.constexpr):
+    """What `_row_sums` gives, as a factor of parts."""
+    return value if BLOCK_M == 1 else value[:, None]
+
+
+@triton.jit
+def _center_part(part, mean, VALID: tl.constexpr, HAS_MEAN: tl.constexpr):
+    centered = part.to(tl.float32)
+    if HAS_MEAN:
+        centered -= mean
+        if VALID < part.shape[1]:
+            # What pads a row must not count in its variance.
+            centered = tl.where((tl.arange(0, part.shape[1]) < VALID)[None, :], centered, 0.0)
+    return centered
+
+
+@triton.jit
+def _reciprocal_deviation(squares, eps, WIDTH: tl.constexpr):
+    """1 / sqrt(squares / WIDTH + eps), exactly rounded at each step: a row has one, and every column takes it."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * WIDTH) + eps))
+
+
+@triton.jit
+def _standardize(
+    x, eps, rows, num_rows,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """x minus its mean, in fp32, and rstd as a factor of it: 0 for rows from num_rows on, which hold only zeros."""
+    mean = 0.0
+    if HAS_MEAN:
+        mean = _along_rows(tl.div_rn(_row_sums(x, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+    centered = (_center_part(x[0], mean, WIDTH, HAS_MEAN),)
+    for index in tl.static_range(1, len(x)):
+        centered += (_center_part(x[index], mean, WIDTH - index * MAIN, HAS_MEAN),)
+    rstd = _reciprocal_deviation(_row_sums(_multiply(centered, centered), BLOCK_M), eps, WIDTH)
+    if BLOCK_M > 1:
+        rstd = tl.where(rows < num_rows, rstd, 0.0)
+    return centered, _along_rows(rstd, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _norm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
+    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M rows). See the module for the maths."""
+    eps = tl.cast(eps, tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
+    starts = (0, WIDTH // MAIN * MAIN)
+    rows = tl.arange(0, BLOCK_M)
+    x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+    if HAS_RESIDUAL:
+        residual = load_rows(
+            residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
+        )
+    # For every row of the tile, from rows that are 0 apart: in the layout of x. And before the sums, so as not to wait
+    # for them.
+    if HAS_WEIGHT:
+        weight = load_rows(weight_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
+    if HAS_BIAS:
+        bias = load_rows(bias_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
+    if HAS_RESIDUAL:
+        x = _add_rounded(x, residual)
+        store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
+    centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
+    out = scale_rows(centered, rstd)
+    if HAS_WEIGHT:
+        out = _multiply(out, weight)
+    if HAS_BIAS:
+        out = add_rows(out, bias)
+    store_rows(out_ptr + first * WIDTH, starts, rows, remaining, out, WIDTH, WIDTH, MAIN, TAIL)
+
+
+@triton.jit
+def _differentiate_part(g, xhat, rstd, along, across, HAS_MEAN: tl.constexpr):
+    centered = g - xhat * along
+    if HAS_MEAN:
+        centered -= across
+    return centered * rstd
+
+
+@triton.jit
+def _sum_rows(parts):
+    """[1, WIDTH]"""
+    total = (tl.sum(parts[0], 0)[None, :],)
+    for index in tl.static_range(1, len(parts)):
+        total += (tl.sum(parts[index], 0)[None, :],)
+    return total
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _norm_bwd_kernel(
+    dout_ptr, dsum_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, eps,
+    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs), any number. dweight and dbias are [programs, WIDTH], fp32: what each program has summed."""
+    eps = tl.cast(eps, tl.float32)
+    program = tl.program_id(0)
+    starts = (0, WIDTH // MAIN * MAIN)
+    rows = tl.arange(0, BLOCK_M)
+    if HAS_WEIGHT and NEEDS_DX:
+        weight = load_rows(weight_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
+    if NEEDS_DWEIGHT:
+        dweight = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
+    if NEEDS_DBIAS:
+        dbias = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
+    for tile in tl.range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        first = tl.cast(tile, tl.int64) * BLOCK_M
+        remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
+        dout = load_rows(
+            dout_ptr + first * STRIDE_DO, starts, rows, remaining, STRIDE_DO, WIDTH, MAIN, TAIL, BLOCK_M > 1
+        )
+        if NEEDS_DX or NEEDS_DWEIGHT:
+            x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+        if HAS_DSUM and NEEDS_DX:
+            dsum = load_rows(
+                dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
+            )
+        if NEEDS_DBIAS:
+            dbias = add_rows(dbias, dout)
+        if NEEDS_DX or NEEDS_DWEIGHT:
+            centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
+            xhat = scale_rows(centered, rstd)
+        if NEEDS_DWEIGHT:
+            dweight = add_rows(dweight, _multiply(dout, xhat))
+        if NEEDS_DX:
+            if HAS_WEIGHT:
+                g = _multiply(dout, weight)
+            else:
+                g = scale_rows(dout, tl.full((1, 1), 1.0, tl.float32))
+            along = _along_rows(tl.div_rn(_row_sums(_multiply(g, xhat), BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+            across = along
+            if HAS_MEAN:
+                across = _along_rows(tl.div_rn(_row_sums(g, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+            dx = (_differentiate_part(g[0], xhat[0], rstd, along, across, HAS_MEAN),)
+            for index in tl.static_range(1, len(g)):
+                dx += (_differentiate_part(g[index], xhat[index], rstd, along, across, HAS_MEAN),)
+            if HAS_DSUM:
+                dx = add_rows(dx, dsum)
+            store_rows(dx_ptr + first * WIDTH, starts, rows, remaining, dx, WIDTH, WIDTH, MAIN, TAIL)
+    own = program.to(tl.int64) * WIDTH
+    if NEEDS_DWEIGHT:
+        store_rows(dweight_ptr + own, starts, tl.arange(0, 1), 1, _sum_rows(dweight), WIDTH, WIDTH, MAIN, TAIL)
+    if NEEDS_DBIAS:
+        store_rows(dbias_ptr + own, starts, tl.arange(0, 1), 1, _sum_rows(dbias), WIDTH, WIDTH, MAIN, TAIL)
+
+
+@triton.jit
+def _add_programs(ptr, cols, num_programs, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sums of [num_programs, WIDTH] over programs, of these columns."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    rows = tl.arange(0, BLOCK_M).to(tl.int64)
+    for first in tl.range(0, num_programs, BLOCK_M):
+        seen = ((first + rows) < num_programs)[:, None] & (cols < WIDTH)[None, :]
+        total += tl.load(ptr + ((first + rows) * WIDTH)[:, None] + cols[None, :], mask=seen, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _norm_bwd_sums_kernel(
+    dweights_ptr, dbiases_ptr, dweight_ptr, dbias_ptr, num_programs,
+    WIDTH: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of BLOCK_N columns). dweight and dbias, from what the programs of the backward have summed."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if NEEDS_DWEIGHT:
+        dweight = _add_programs(dweights_ptr, cols, num_programs, WIDTH, BLOCK_M, BLOCK_N)
+        tl.store(dweight_ptr + cols, dweight.to(dweight_ptr.dtype.element_ty), mask=cols < WIDTH)
+    if NEEDS_DBIAS:
+        dbias = _add_programs(dbiases_ptr, cols, num_programs, WIDTH, BLOCK_M, BLOCK_N)
+        tl.store(dbias_ptr + cols, dbias.to(dbias_ptr.dtype.element_ty), mask=cols < WIDTH)
+
+
+@triton.jit
+def _load_block(ptr, cols, WIDTH: tl.constexpr):
+    return tl.load(ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    x = _load_block(x_ptr, cols, WIDTH)
+    if HAS_RESIDUAL:
+        x = (x + _load_block(residual_ptr, cols, WIDTH)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _wide_statistics(
+    x_ptr, residual_ptr, eps,
+    WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """mean and rstd of one row."""
+    local = tl.arange(0, BLOCK_N)
+    mean = 0.0
+    if HAS_MEAN:
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK_N):
+            total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
+        mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_N):
+        centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
+        centered = tl.where(start + local < WIDTH, centered, 0.0)
+        squares += centered * centered
+    return mean, _reciprocal_deviation(tl.sum(squares), eps, WIDTH)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _norm_fwd_wide_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
+    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows)."""
+    eps = tl.cast(eps, tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * STRIDE_X
+    residual_ptr += row * STRIDE_R
+    mean, rstd = _wide_statistics(x_ptr, residual_ptr, eps, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    for start in tl.range(0, WIDTH, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = _load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(sum_ptr + row * WIDTH + cols, x.to(sum_ptr.dtype.element_ty), mask=cols < WIDTH)
+        out = (x - mean) * rstd
+        if HAS_WEIGHT:
+            out *= _load_block(weight_ptr, cols, WIDTH)
+        if HAS_BIAS:
+            out += _load_block(bias_ptr, cols, WIDTH)
+        tl.store(out_ptr + row * WIDTH + cols, out.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
+
+
+@triton.jit
+def _add_to_block(ptr, cols, values, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    if not FIRST:
+        values += _load_block(ptr, cols, WIDTH)
+    tl.store(ptr + cols, values, mask=cols < WIDTH)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _norm_bwd_wide_kernel(
+    dout_ptr, dsum_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, eps,
+    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs), any number, as `_norm_bwd_kernel`; a program's sums stay in memory, where only it comes."""
+    eps = tl.cast(eps, tl.float32)
+    program = tl.program_id(0)
+    local = tl.arange(0, BLOCK_N)
+    dweight_ptr += program.to(tl.int64) * WIDTH
+    dbias_ptr += program.to(tl.int64) * WIDTH
+    for start in tl.range(0, WIDTH, BLOCK_N):
+        if NEEDS_DWEIGHT:
+            _add_to_block(dweight_ptr, start + local, tl.zeros((BLOCK_N,), tl.float32), True, WIDTH)
+        if NEEDS_DBIAS:
+            _add_to_block(dbias_ptr, start + local, tl.zeros((BLOCK_N,), tl.float32), True, WIDTH)
+    for index in tl.range(program, num_rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        dout_row = dout_ptr + row * STRIDE_DO
+        x_row = x_ptr + row * STRIDE_X
+        # Other threads may add to a column in this row than in the one before.
+        tl.debug_barrier()
+        if NEEDS_DX or NEEDS_DWEIGHT:
+            mean, rstd = _wide_statistics(x_row, x_row, eps, WIDTH, HAS_MEAN, False, BLOCK_N)
+        if NEEDS_DX:
+            products = tl.zeros((BLOCK_N,), tl.float32)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for start in tl.range(0, WIDTH, BLOCK_N):
+                g = _load_block(dout_row, start + local, WIDTH)
+                if HAS_WEIGHT:
+                    g *= _load_block(weight_ptr, start + local, WIDTH)
+                products += g * ((_load_block(x_row, start + local, WIDTH) - mean) * rstd)
+                total += g
+            along = tl.div_rn(tl.sum(products), 1.0 * WIDTH)
+            across = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+        for start in tl.range(0, WIDTH, BLOCK_N):
+            cols = start + local
+            dout = _load_block(dout_row, cols, WIDTH)
+            if NEEDS_DX or NEEDS_DWEIGHT:
+                xhat = (_load_block(x_row, cols, WIDTH) - mean) * rstd
+            if NEEDS_DWEIGHT:
+                _add_to_block(dweight_ptr, cols, dout * xhat, False, WIDTH)
+            if NEEDS_DBIAS:
+                _add_to_block(dbias_ptr, cols, dout, False, WIDTH)
+            if NEEDS_DX:
+                g = dout
+                if HAS_WEIGHT:
+                    g *= _load_block(weight_ptr, cols, WIDTH)
+                dx = g - xhat * along
+                if HAS_MEAN:
+                    dx -= across
+                dx *= rstd
+                if HAS_DSUM:
+                    dx += _load_block(dsum_ptr + row * STRIDE_DS, cols, WIDTH)
+                tl.store(dx_ptr + row * WIDTH + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < WIDTH)

@@ -1,0 +1,100 @@
+"""The bench rooms of the norms, and the copy beside them, which is a yardstick and no peer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from csrc_free_ops.configs import Gpu
+from torch_ops.bench import norms, timing
+from torch_ops.bench.app import app
+from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.results import OK, YARDSTICK, Report
+from torch_ops.bench.room import find_named
+from torch_ops.bench.tables import markdown
+from torch_ops.testing.cases import NormCase, make_norm_inputs
+
+pytestmark = pytest.mark.no_interpret
+
+CPU = torch.device("cpu")
+ROOMS = {room.op: room for room in norms.ROOMS}
+TINY = NormCase("tiny", "a contest", (30,), 64)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
+
+
+@pytest.mark.parametrize("op", ROOMS)
+def test_ours_and_eager_are_right_and_a_copy_is_no_peer(op: str) -> None:
+    room = ROOMS[op]
+    peers = tuple(peer for peer in room.peers if peer.name != "compiled")
+    terms = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
+    for measured in contest(room, TINY, (room.ours, *peers), terms):
+        assert measured.ours.status == OK, measured.ours
+        statuses = {peer.name: peer.status for peer in measured.peers}
+        assert statuses == {"eager": OK, "copy": YARDSTICK}
+        assert all(peer.ms for peer in measured.peers)
+        assert measured.best_peer is not None and measured.best_peer.name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("op", "backward", "tensors", "vectors"),
+    [
+        ("layer_norm", False, 2, 2),
+        ("add_layer_norm", False, 4, 2),
+        ("layer_norm", True, 3, 3),
+        ("add_rms_norm", True, 4, 2),
+    ],
+)
+def test_bytes_are_counted_once_and_a_copy_moves_as_many(op: str, backward: bool, tensors: int, vectors: int) -> None:
+    inputs = make_norm_inputs(op, TINY, torch.bfloat16)
+    cost = ROOMS[op].cost(inputs, backward)
+    assert cost.bytes_moved == 2 * 64 * (tensors * 30 + vectors)
+    (copy,) = (peer for peer in ROOMS[op].peers if peer.name == "copy")
+    call = copy.bind(TINY, inputs)
+    (moved,) = call.backward_of(call.forward())() if backward else (call.forward(),)
+    assert 2 * moved.nbytes == cost.bytes_moved
+
+
+def test_cases_by_name_and_by_shape() -> None:
+    room = ROOMS["rms_norm"]
+    shapes = [room.shape(case) for case in room.cases(["784x1152,qwen_l_*", "30x7"], CPU)]
+    assert shapes == ["784x1152", "784x1152", "4096x1152", "25088x1152", "30x7"]
+    with pytest.raises(ValueError, match="no case is called '7x'"):
+        room.cases(["7x"], CPU)
+    assert find_named(norms.NORMS, [norms.PROFILED])
+
+
+@pytest.mark.parametrize("op", ROOMS)
+def test_raw_launch_is_the_forward_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    class Kernel:
+        def __init__(self, kernel: object) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **options: launched.append((grid, len(args)))
+
+    monkeypatch.setattr(norms, "_path", lambda op, inputs: "portable")
+    monkeypatch.setattr(norms._norms, "gpu", lambda: Gpu("stub", "cuda", 90, 232448))
+    monkeypatch.setattr(norms._norms, "wrap_triton", Kernel)
+    launch, why = norms._raw_launch(op, make_norm_inputs(op, TINY, torch.bfloat16))
+    assert launch is not None and not why and len(launched) == 1
+
+
+def test_command_writes_what_the_tables_show(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    arguments = ["add_rms_norm", "--device", "cpu", "--shapes", "30x64", "--peers", "eager,copy", "--rounds", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    report = Report.from_json(file.read_text())
+    assert json.loads(file.read_text())["measurements"][0]["peers"][1]["status"] == YARDSTICK
+    shown = markdown(report)
+    assert "- copy is no peer: a copy of as many bytes, computes nothing" in shown and "wrong" not in shown
+    host = CliRunner().invoke(app, ["host", "add_rms_norm", "--device", "cpu"])
+    assert host.exit_code == 0 and "torch_ops.add_rms_norm with gradients" in host.output
