@@ -169,12 +169,12 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
         begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
         column = gl.where(valid, lane // FOURS * HEAD_DIM + lane % FOURS * 4, 0)
         angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
-        for piece in gl.static_range(64 // HEIGHT):
+        for piece in range(64 // HEIGHT):
             local = piece * HEIGHT + rows
             cos, sin, cos_b, sin_b = angles
-            if (piece + 1) * HEIGHT < 64:
-                ahead = local + HEIGHT
-                angles = _load_angles(pointers, row, ahead, place, (turned & (ahead < left))[:, :, None], OPTIONS)
+            ahead = local + HEIGHT
+            wanted = turned & (ahead < gl.minimum(left, 64))
+            angles = _load_angles(pointers, row, ahead, place, wanted[:, :, None], OPTIONS)
             a = _read_four(spread + (tile_at + _shared_at(column, local))[:, :, None], DTYPE)
             b = _read_four(spread + (tile_at + _shared_at(column + HALF, local))[:, :, None], DTYPE)
             at = (begin + local * width)[:, :, None] + place
