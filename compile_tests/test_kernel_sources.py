@@ -11,12 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
 from compile_tests.attention import KERNELS, attention_launches, is_short
-from compile_tests.contract import ROOT, SM90, build, fake_gpu
+from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
+from compile_tests.gemm import GEMM_KERNELS, gemm_launches
+
+EVERY_KERNEL = {**KERNELS, **GEMM_KERNELS}
+
+
+def _launch(name: str) -> KernelLaunch:
+    """One of those by which ops launch the kernel."""
+    if name in KERNELS:
+        return attention_launches(rows=100 if is_short(name) else 200)[name]
+    # In fp32 PyTorch makes the products, and the kernels beside them are launched.
+    plain = ({}, {"path": "auto", "dtype": torch.float32})
+    launches = [launch for variant in plain for each in gemm_launches(**variant).values() for launch in each]
+    return next(launch for launch in launches if launch.name == name)
 
 
 def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]:
@@ -35,11 +49,11 @@ def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]
                 waiting.append(value)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", EVERY_KERNEL)
 def test_names_in_kernels_keep_their_meaning(name: str) -> None:
     meanings: dict[str, Any] = {"tl": tl}
     problems = []
-    for function, used, value in _global_names(KERNELS[name]):
+    for function, used, value in _global_names(EVERY_KERNEL[name]):
         where = f"{function.fn.__module__}.{function.fn.__name__}"
         if meanings.setdefault(used, value) is not value:
             problems.append(f"{where}: {used} means one thing here and another elsewhere in the kernel")
@@ -54,17 +68,17 @@ def test_names_in_kernels_keep_their_meaning(name: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", EVERY_KERNEL)
 def test_reemitted_kernel_builds_to_the_same_code(name: str, tmp_path: Path) -> None:
     """Inductor's own text of the kernel, alone in a file, against the kernel where it lives."""
-    launch = attention_launches(rows=100 if is_short(name) else 200)[name]
-    source = user_defined_triton_kernel_transitive_closure_source_code(KERNELS[name])
+    launch = _launch(name)
+    source = user_defined_triton_kernel_transitive_closure_source_code(EVERY_KERNEL[name])
     file = tmp_path / "reemitted.py"
     file.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")
     spec = importlib.util.spec_from_file_location("reemitted", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kernels = (KERNELS[name], vars(module)[name])
+    kernels = (EVERY_KERNEL[name], vars(module)[name])
     with fake_gpu(SM90):
         built, rebuilt = (build(replace(launch, kernel=kernel), SM90).asm["ptx"] for kernel in kernels)
     assert _instructions(rebuilt) == _instructions(built)

@@ -2,9 +2,11 @@
 
 from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
 from torch_ops._explain import explain, info, warmup
+from torch_ops.mlp import mlp
+from torch_ops.qkv_rope import qkv_rope
 from torch_ops.settings import settings
 from torch_ops.window_attn import window_attn
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "explain", "info", "settings", "warmup", "window_attn"]
+__all__ = ["__version__", "explain", "info", "mlp", "qkv_rope", "settings", "warmup", "window_attn"]
