@@ -83,8 +83,8 @@ class Graphs:
 
 
 def call_targets(graph: torch.fx.Graph) -> str:
-    """One target per line, without the unpacking of tuples and the detaching of saved tensors."""
-    skipped = ("getitem", "aten.detach.default")
+    """One target per line, without the unpacking of tuples, the detaching of saved tensors, what traces assert."""
+    skipped = ("getitem", "aten.detach.default", "aten._assert_tensor_metadata.default")
     names = [str(getattr(node.target, "__name__", "")) for node in graph.nodes]
     return "".join(
         f"{node.target}\n"

@@ -104,7 +104,8 @@ def mlp_op(
     rows = rows_of(x)
     h = x.new_empty((rows.shape[0], width))
     first(rows, w1, b1, h, hidden if return_hidden else None)
-    second(h.narrow(1, 0, w2.shape[1]), w2, b2, out.view(rows.shape[0], w2.shape[0]), None)
+    out_rows = out if out.dim() == 2 else out.view(rows.shape[0], w2.shape[0])
+    second(h.narrow(1, 0, w2.shape[1]), w2, b2, out_rows, None)
     return out, hidden
 
 
@@ -145,6 +146,11 @@ def _mlp_backward_fake(
         dout.new_empty(w2.shape if needs_w2 else (0,)),
         dout.new_empty(w2.shape[:1] if needs_b2 else (0,)),
     )
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows under the leading dimensions of another tensor."""
+    return rows if like.dim() == 2 else rows.view(*like.shape[:-1], rows.shape[1])
 
 
 def _mlp_backward_flops(
@@ -207,7 +213,7 @@ def mlp_backward_op(
             differentiate(dh, hidden.contiguous(), dpre, h, sums)
         dpre, h = dpre.narrow(1, 0, n), h.narrow(1, 0, width)
         return (
-            torch.mm(dpre, w1).view(*dout.shape[:-1], w1.shape[1]) if needs_x else dout.new_empty((0,)),
+            _shaped(torch.mm(dpre, w1), dout) if needs_x else dout.new_empty((0,)),
             torch.mm(dpre.t(), rows_of(x)) if needs_w1 and x is not None else dout.new_empty((0,)),
             sum_runs(sums, dout.dtype) if needs_b1 else dout.new_empty((0,)),
             torch.mm(gradient.t(), h) if needs_w2 else dout.new_empty((0,)),

@@ -23,14 +23,15 @@ def _activate_kernel(
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of the N columns of out); of swiglu pre has 2 N."""
+    EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
     pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
     if ACTIVATION == "swiglu":
-        out = swiglu(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM))
+        out = swiglu(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), EXACT)
     else:
-        out = activate(pre, ACTIVATION)
+        out = activate(pre, ACTIVATION, EXACT)
     store_block(out_ptr, out, rows, cols, mask, STRIDE_OM)
 
 
@@ -42,6 +43,7 @@ def _mlp_bwd_kernel(
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are."""
+    EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
     run = tl.program_id(0).to(tl.int64)
@@ -53,12 +55,12 @@ def _mlp_bwd_kernel(
         dh = load_block(dh_ptr, rows, cols, mask, STRIDE_GM)
         pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
         if ACTIVATION == "swiglu":
-            h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh)
+            h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh, EXACT)
             store_block(dpre_ptr, b, rows, cols + N, mask, STRIDE_DM)
             if SUMS:
                 sum_b += tl.sum(b, 0)
         else:
-            h, slope = activate_with_slope(pre, ACTIVATION)
+            h, slope = activate_with_slope(pre, ACTIVATION, EXACT)
             a = dh * slope
         store_block(dpre_ptr, a, rows, cols, mask, STRIDE_DM)
         if MAKES_H:

@@ -150,7 +150,7 @@ def _gemm_kernel(
     mask = (rows < num_rows)[:, None] & valid[None, :]
     if KEEPS_PRE:
         store_block(pre_ptr, pre, rows, cols, mask, N)
-    store_block(out_ptr, activate(pre, ACTIVATION), rows, cols, mask, STRIDE_OM)
+    store_block(out_ptr, activate(pre, ACTIVATION, x_ptr.dtype.element_ty == tl.float32), rows, cols, mask, STRIDE_OM)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -207,4 +207,4 @@ def _gemm_pair_kernel(
         if KEEPS_PRE:
             store_block(second_ptr, a, rows, cols, mask, 2 * HALF)
             store_block(second_ptr, b, rows, cols + HALF, mask, 2 * HALF)
-        store_block(first_ptr, swiglu(a, b), rows, cols, mask, STRIDE_OM)
+        store_block(first_ptr, swiglu(a, b, x_ptr.dtype.element_ty == tl.float32), rows, cols, mask, STRIDE_OM)

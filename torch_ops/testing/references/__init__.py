@@ -5,5 +5,6 @@ family of ops.
 """
 
 from torch_ops.testing.references.attention import window_attn, window_attn_backward
+from torch_ops.testing.references.linear import mlp, qkv_rope
 
-__all__ = ["window_attn", "window_attn_backward"]
+__all__ = ["mlp", "qkv_rope", "window_attn", "window_attn_backward"]
