@@ -25,6 +25,7 @@ from torch_ops.bench import attention_peers, contest, documents, gate, machine, 
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.attention_peers import REFERENCE, packed_call
 from torch_ops.bench.contest import Terms
+from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
 from torch_ops.bench.results import (
     FAILED,
@@ -41,7 +42,7 @@ from torch_ops.bench.results import (
 )
 from torch_ops.bench.room import Call, Contender
 from torch_ops.bench.tables import markdown
-from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM, recorded_launches
+from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM
 from torch_ops.testing import Report as GateReport
 from torch_ops.testing import references
 from torch_ops.testing.cases import WINDOW_ATTN, cumulative, make_inputs
@@ -539,7 +540,7 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     assert recorded == by_launcher == by_launch
     assert recorded[0][0][-1] == case.num_heads and recorded[0][1][0] is inputs.q
     wrap = _attention_portable.wrap_triton
-    with recorded_launches():
+    with recorded_launches((_attention_portable, _attention_short)):
         assert _attention_portable.wrap_triton is not wrap
     assert _attention_portable.wrap_triton is wrap
 

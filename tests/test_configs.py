@@ -258,7 +258,7 @@ def test_explain_says_path_and_reason() -> None:
         torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), softcap=-3.0)
     with pytest.raises(TypeError, match="nonsense"):
         torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), nonsense=7)
-    with pytest.raises(ValueError, match="op must be one of window_attn, got 'relu'"):
+    with pytest.raises(ValueError, match="op must be one of window_attn, qkv_rope, mlp, got 'relu'"):
         torch_ops.explain(torch.relu, q)
 
 

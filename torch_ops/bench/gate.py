@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG
+from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, YARDSTICK
 from torch_ops.bench.room import Case, Contender, Trial, one_line
 from torch_ops.testing import Report, compare
 
@@ -24,11 +24,11 @@ class Verdict:
 
     @property
     def can_run(self) -> bool:
-        return self.status in (OK, WRONG)
+        return self.status in (OK, WRONG, YARDSTICK)
 
     def of(self, direction: str) -> "Verdict":
         """The verdict on the forward (all results) or the backward (every gradient, d<input>) alone."""
-        if not self.can_run:
+        if not self.can_run or self.status == YARDSTICK:
             return self
         backward = direction == "backward"
         reports = tuple(report for report in self.reports if report.name.startswith("d") == backward)
@@ -44,12 +44,17 @@ def judge(
     reason = contender.refuses(case, dtype, device)
     if reason:
         return Verdict(UNAVAILABLE, reason)
+    if contender.yardstick:
+        return Verdict(YARDSTICK, contender.yardstick)
+    # One that has no backward is judged by its results alone.
+    backward = backward and "backward" in contender.directions
     reports: list[Report] = []
     for trial in trials:
         try:
             _soil_memory(trial)
             results = contender.bind(trial.case, trial.inputs).results(backward)
-            for name, reference in trial.reference.items():
+            judged = {name: tensor for name, tensor in trial.reference.items() if backward or not name.startswith("d")}
+            for name, reference in judged.items():
                 actual = trial.look(name, results[name])
                 label = f"{name} ({trial.label})"
                 reports.append(compare(actual, trial.eager[name], reference, label))

@@ -22,6 +22,7 @@ OK = "ok"
 WRONG = "wrong"
 FAILED = "failed"
 UNAVAILABLE = "unavailable"
+YARDSTICK = "yardstick"
 
 # Contenders of these names are ours, and no peers to beat: the second, where the order of sums is free.
 OURS, OURS_FREE = "vk", "vk_free"
@@ -60,7 +61,8 @@ class Timed:
 
     Attributes:
         status: "ok"; "wrong" where the gate refused it (it is timed all the same); "failed" where
-            it raised; "unavailable" where it cannot run the case here. `note` says why.
+            it raised; "unavailable" where it cannot run the case here; "yardstick" where it computes something else
+            on purpose. `note` says why, or what.
         rounds_ms: one median for each interleaved round.
         timer: "graph", "events" or "wall".
         peak_bytes: device memory that one call asks for, its results included, beyond what was there before it.

@@ -83,7 +83,8 @@ class Contender:
 
     `refuses(case, dtype, device)` says in words why it cannot run there, "" if it can.
     `bind(case, inputs)` makes its call. `about()` says what it is, with its version.
-    In `directions` it is timed.
+    In `directions` it is timed. A `yardstick`, of which it says in words what it leaves out, computes something else:
+    it is timed next to the others, and neither judged nor a peer to beat.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Contender:
     refuses: Callable[[Any, torch.dtype, torch.device], str]
     about: Callable[[], str]
     directions: tuple[str, ...] = ("forward", "backward")
+    yardstick: str = ""
 
 
 def one_line(error: Exception) -> str:
@@ -139,7 +141,10 @@ class HostCall:
 
 @dataclass(frozen=True)
 class TunedKernel:
-    """One kernel in one call: what the row of its launch is bound to. `masked` is causal or by a window."""
+    """One kernel in one call: what the row of its launch is bound to. `masked` is causal or by a window.
+
+    A product has no head dimension, but a weight n x k; its length is how many rows it is multiplied with.
+    """
 
     name: str
     backward: bool
@@ -147,6 +152,8 @@ class TunedKernel:
     head_dim: int
     masked: bool
     length: int
+    n: int | None = None
+    k: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The bench room of `vk::window_attn`."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from torch_ops._attention import plan_forward
 from torch_ops._scores import Scores
 from torch_ops.bench import results
 from torch_ops.bench.attention_peers import PEERS, packed_call
+from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel
 from torch_ops.testing import references
@@ -250,44 +250,9 @@ def _raw_calls(
 
     if path == "hopper":
         return None, launcher, "Hopper's launcher keeps its launches to itself"
-    with recorded_launches() as launches:
+    with recorded_launches((_attention_portable, _attention_short)) as launches:
         launcher()
-
-    def launch() -> None:
-        for kernel, grid, args, options in launches:
-            kernel[grid](*args, **options)
-
-    return launch, launcher, ""
-
-
-Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
-
-
-@contextlib.contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """Collects what the attention launcher launches: kernel, grid, arguments, keyword arguments."""
-    launches: list[Launch] = []
-    launchers: tuple[Any, ...] = (_attention_portable, _attention_short)
-    wrap = _attention_portable.wrap_triton
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **options: Any) -> Any:
-                launches.append((self.kernel, grid, args, options))
-                return wrap(self.kernel)[grid](*args, **options)
-
-            return launch
-
-    for launcher in launchers:
-        launcher.wrap_triton = Recorder
-    try:
-        yield launches
-    finally:
-        for launcher in launchers:
-            launcher.wrap_triton = wrap
+    return launches.replay, launcher, ""
 
 
 ROOM = Room(
