@@ -12,8 +12,9 @@ import torch_ops
 from csrc_free_ops.configs import PRODUCTS
 from csrc_free_ops.gemm import activations, portable, rotary
 from torch_ops import _gemm_elementwise, _gemm_portable
+from torch_ops.bench import results
 from torch_ops.bench.host import recorded_launches
-from torch_ops.bench.room import Call, Contender, Cost, HostCall, Trial, TunedKernel, find_named
+from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
 from torch_ops.testing.cases import MlpInputs, QkvRopeInputs, outcome
 
 Inputs = QkvRopeInputs | MlpInputs
@@ -24,11 +25,6 @@ JITS = tuple(
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 )
-
-
-def find_cases(cases: tuple[Any, ...], tag: str, wanted: Sequence[str]) -> tuple[Any, ...]:
-    """Those that are named, or all that carry the tag."""
-    return find_named(cases, wanted) if wanted else tuple(case for case in cases if tag in case.tags)
 
 
 def bind(function: Callable[..., Any], inputs: Inputs) -> Call:
@@ -44,7 +40,7 @@ def contender(name: str, function: Callable[..., Any], about: str, **rest: Any) 
     return Contender(name, lambda case, inputs: bind(function, inputs), _runs_anywhere, lambda: about, **rest)
 
 
-def compiled(reference: Callable[..., Any], about: str) -> Contender:
+def _compiled(reference: Callable[..., Any], about: str) -> Contender:
     """`torch.compile` of the eager form, compiled for each case anew."""
 
     def bind_compiled(case: Any, inputs: Inputs) -> Call:
@@ -57,13 +53,13 @@ def _runs_anywhere(case: Any, dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Trial]:
+def _trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Trial]:
     """Every result and gradient of the case itself."""
     truth = outcome(reference, inputs, torch.float64, backward)
     return [Trial(label, case, inputs, lambda name, tensor: tensor, truth, outcome(reference, inputs, None, backward))]
 
 
-def cost(op: Any, inputs: Inputs, backward: bool) -> Cost:
+def _cost(op: Any, inputs: Inputs, backward: bool) -> Cost:
     """The backward makes two products for each of the forward's, reads the upstream gradients, and writes all."""
     flops = int(inputs.call(flop_registry[op]))
     read = sum(tensor.nbytes for tensor in vars(inputs).values() if isinstance(tensor, Tensor))
@@ -72,14 +68,14 @@ def cost(op: Any, inputs: Inputs, backward: bool) -> Cost:
     return Cost(2 * flops, read + written) if backward else Cost(flops, read)
 
 
-def explained(function: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
+def _explained(function: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
     report: dict[str, Any] = inputs.call(lambda *args: torch_ops.explain(function, *args))
     return report
 
 
-def kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[TunedKernel]:
+def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[TunedKernel]:
     found = []
-    for described in explained(function, inputs)["kernels"]:
+    for described in _explained(function, inputs)["kernels"]:
         name, _, size = described.partition(" ")
         assert name in PRODUCTS
         n, k = map(int, size.split("x"))
@@ -87,12 +83,12 @@ def kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tun
     return found
 
 
-def host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[HostCall]:
+def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[HostCall]:
     """From ATen's smallest op to the public function with gradients; inputs are so small that no call waits."""
     x = inputs.x.detach().clone().requires_grad_()
     number = torch.ones(16, device=inputs.x.device)
     launch, why = None, "there is none on this device"
-    if explained(function, inputs)["path"] == "portable":
+    if _explained(function, inputs)["path"] == "portable":
         path = torch_ops.settings.path
         # Plans, and the launches that they keep, are made anew after a change of settings.
         torch_ops.settings.update(path="auto" if path == "hopper" else "hopper")
@@ -109,3 +105,51 @@ def host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[Ho
         HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), target=1.8),
         HostCall(f"torch_ops.{function.__name__} with gradients", lambda: inputs.call(function, x=x), target=2.5),
     ]
+
+
+def make_room(
+    function: Callable[..., Any], reference: Callable[..., Any], cases: tuple[Any, ...],
+    inputs: Callable[..., Any], shape: Callable[[Any], str], peers: tuple[Contender, ...], host_case: Any,
+    profiled: str,
+) -> Room:  # fmt: skip
+    """The room of the op whose public function this is; `host_case` is so small that the device is never behind.
+
+    Beside ours and the peers that are given, the eager form and what torch.compile makes of it.
+    """
+    name = function.__name__
+    op = getattr(torch.ops.vk, name)
+    everyone = (
+        *peers,
+        contender("eager", reference, "the ops one after another in eager PyTorch"),
+        _compiled(reference, "torch.compile of the eager form"),
+    )
+
+    def find_cases(wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
+        tag = "bench" if device.type == "cuda" else "smoke"
+        return find_named(cases, wanted) if wanted else tuple(case for case in cases if tag in case.tags)
+
+    def find_profiled(wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
+        return find_cases(wanted or ([profiled] if device.type == "cuda" else ["tower"]), device)
+
+    def make_trials(case: Any, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+        return _trials(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
+
+    def default_peers(device: torch.device) -> tuple[str, ...]:
+        return tuple(peer.name for peer in everyone if device.type == "cuda" or peer.name != "compiled")
+
+    return Room(
+        op=name,
+        cases=find_cases,
+        profiled=find_profiled,
+        shape=shape,
+        inputs=inputs,
+        trials=make_trials,
+        cost=lambda drawn, backward: _cost(op, drawn, backward),
+        path=lambda drawn: str(_explained(function, drawn)["path"]),
+        ours=contender(results.OURS, function, f"vk::{name}"),
+        peers=everyone,
+        default_peers=default_peers,
+        host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device)),
+        kernels=lambda case, drawn: _kernels(function, drawn, case.rows),
+        jits=JITS,
+    )
