@@ -90,6 +90,18 @@ def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, activation: str) -
     assert not guards and not mode.shape_env.replacements
 
 
+@pytest.mark.parametrize("op", ["mlp", "mlp_backward"])
+def test_traces_of_symbolic_leading_dimensions_hold_for_all(op: str) -> None:
+    with fake_gpu() as mode:
+        with mode:
+            batch, length = symbolic_size(mode, "batch", 3), symbolic_size(mode, "length", 40)
+            (*args,), options = gemm_calls(rows=batch * length)[op]
+            for place in (0, 1) if op == "mlp_backward" else (0,):
+                args[place] = args[place].new_empty((batch, length, args[place].shape[1]))
+        assert_kernels(trace_kernels(OPS[op].overload, tuple(args), options), WRITES[op])
+    assert not mode.shape_env.guards and not mode.shape_env.replacements
+
+
 @pytest.mark.parametrize("op", GEMM)
 def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
     assert {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")} == USED[op]

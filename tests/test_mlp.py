@@ -1,9 +1,11 @@
 """Numerics, semantics and refusals of vk::mlp and its backward."""
 
 import itertools
+import json
 import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
+from csrc_free_ops.configs import ATEN, Row, as_document
 from torch_ops import mlp
 from torch_ops.testing import check, poisoned, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
@@ -47,6 +50,21 @@ def test_agrees_with_reference(case: MlpCase, dtype: torch.dtype, device: str) -
 def test_agrees_at_real_shapes(name: str, device: str) -> None:
     case = next(case for case in mlp_cases("bench") if case.name == name)
     verify(make_mlp_inputs(case, torch.bfloat16, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", mlp_cases("smoke"), ids=lambda case: case.name)
+def test_agrees_where_a_row_leaves_products_to_pytorch(
+    case: MlpCase, dtype: torch.dtype, device: str, tmp_path: Path
+) -> None:
+    rows = [Row(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in ("gemm", "gemm_pair")]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
+    inputs = make_mlp_inputs(case, dtype, device)
+    with torch_ops.settings(path="auto", rows=str(file)):
+        if INTERPRET or GPU:
+            assert inputs.call(lambda *args: torch_ops.explain(mlp, *args))["path"] == "aten"
+        verify(inputs)
 
 
 @pytest.mark.gpu

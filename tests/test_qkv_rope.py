@@ -1,7 +1,9 @@
 """Numerics, semantics and refusals of vk::qkv_rope and its backward."""
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
+from csrc_free_ops.configs import ATEN, Row, as_document
 from torch_ops import qkv_rope
 from torch_ops.testing import check, poisoned, references
 from torch_ops.testing.cases import (
@@ -52,6 +55,21 @@ def test_agrees_with_reference(case: QkvRopeCase, dtype: torch.dtype, device: st
 def test_agrees_at_real_shapes(name: str, device: str) -> None:
     case = next(case for case in qkv_rope_cases("bench") if case.name == name)
     verify(make_qkv_rope_inputs(case, torch.bfloat16, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", qkv_rope_cases("smoke"), ids=lambda case: case.name)
+def test_agrees_where_a_row_leaves_products_to_pytorch(
+    case: QkvRopeCase, dtype: torch.dtype, device: str, tmp_path: Path
+) -> None:
+    rows = [Row(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in ("gemm_pair",)]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
+    inputs = make_qkv_rope_inputs(case, dtype, device)
+    with torch_ops.settings(path="auto", rows=str(file)):
+        if INTERPRET or GPU:
+            assert inputs.call(lambda *args: torch_ops.explain(qkv_rope, *args))["path"] == "aten"
+        verify(inputs)
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ def padded(columns: int, dtype: torch.dtype) -> int:
 def choose_product(kernel: str, rows: Rows, weight: Tensor) -> tuple[Launch, str]:
     """The launch of a kernel of the core for this weight, ATEN where PyTorch is to make the product, and its source."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
-    aten = not INTERPRET and settings.path != "portable"
+    aten = settings.path != "portable"
     n, k = weight.shape
     return pick_product(
         kernel, device, dtype_name(weight.dtype), weight.dtype.itemsize, n, k, rows.known, settings.rows, aten
