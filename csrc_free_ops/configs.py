@@ -321,7 +321,8 @@ def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True) -> Lau
     if gpu.backend == "hip":
         return Launch(128, cols, 8, 2, 64)
     if int(gpu.arch) == 90:
-        return Launch(128, cols, 8, 4, 64)
+        # Three stages leave room for a second block on each SM; two accumulators leave no registers for one.
+        return Launch(128, cols, 8, 3 if kernel == "gemm" else 4, 64)
     return Launch(128, cols, 8, 3 if gpu.shared_memory > 2**17 else 2, 64)
 
 
