@@ -11,21 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, norms
+from compile_tests import attention, gemm, norms
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
-KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS}
+KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS, **gemm.GEMM_KERNELS}
 
 
 def _launch(name: str) -> KernelLaunch:
-    """One in which this kernel takes part."""
+    """One of those by which ops launch the kernel."""
     if name in norms.KERNELS:
         return norms.norm_launches("add_layer_norm", width=20000 if "wide" in name else 1152)[name]
-    return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
+    if name in attention.KERNELS:
+        return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
+    # In fp32 PyTorch makes the products, and the kernels beside them are launched.
+    plain = ({}, {"path": "auto", "dtype": torch.float32})
+    launches = [launch for variant in plain for each in gemm.gemm_launches(**variant).values() for launch in each]
+    return next(launch for launch in launches if launch.name == name)
 
 
 def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]:

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from csrc_free_ops.configs import HOPPER_LAUNCHES, Launch
+from csrc_free_ops.configs import ATEN, HOPPER_LAUNCHES, Launch
 
 # Among them the lists that the project's reports started from: 128 x 64, 128 x 128, 64 x 64, 64 x 32 and 32 x 32 with
 # 4 or 8 warps, at 2 stages or at Triton's own 3.
@@ -29,6 +29,16 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     + _SMALL,
     "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    "gemm": tuple(
+        Launch(rows, cols, warps, stages, 64)
+        for rows, cols, warps, stages in product((64, 128), (64, 128, 256), (4, 8), (3, 4))
+    )
+    + (ATEN,),
+    "gemm_pair": tuple(
+        Launch(rows, cols, warps, stages, 64)
+        for rows, cols, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (3, 4))
+    )
+    + (ATEN,),
     **HOPPER_LAUNCHES,
     **dict.fromkeys(("norm_fwd", "norm_bwd"), _NORM),
 }

@@ -5,6 +5,9 @@ anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bo
 or by a window) and to a range of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape,
 and are None elsewhere, where the row of the longest segments counts. Of a norm's kernel the head dimension is the width
 of its rows and the length their number.
+
+Rows of the GEMM core have no head dimension; they belong to the sizes of a weight, n x k, or to any, and their lengths
+are rows of x. Their launch has a third block, and may be another path's: {"path": "aten"}.
 """
 
 import json
@@ -20,18 +23,44 @@ ROWS_DIR = Path(__file__).with_name("configs")
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: rows and columns of a tile, of a norm those of the main parts of its rows, warps, pipeline stages."""
+    """One launch: rows and columns of a tile, of a norm those of the main parts of its rows, warps, pipeline stages; of
+    products also what a step takes of K.
+
+    With a `path` it is not of these kernels: "aten" leaves the product to PyTorch and the rest to elementwise kernels.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    block_k: int = 0
+    path: str = ""
 
     @property
     def tile(self) -> tuple[int, int]:
         return self.block_m, self.block_n
 
+    def entry(self) -> dict[str, Any]:
+        """What a file holds of it."""
+        if self.path:
+            return {"path": self.path}
+        return {name: value for name, value in asdict(self).items() if name not in ("block_k", "path") or value}
 
+    @staticmethod
+    def of(entry: dict[str, Any]) -> "Launch":
+        """From what a file holds; ValueError for a path that there is not."""
+        if "path" not in entry:
+            return Launch(**entry)
+        if entry != ATEN.entry():
+            raise ValueError(f"{entry} is no launch: the path that needs none is {ATEN.path!r}")
+        return ATEN
+
+
+ATEN = Launch(0, 0, 0, 0, path="aten")
+
+
+# Kernels of the GEMM core that PyTorch can stand in for.
+PRODUCTS = ("gemm", "gemm_pair")
 # All that the Hopper kernels are written for: 64 rows to a warpgroup, and of the backward one tile.
 HOPPER_LAUNCHES = {
     "attention_fwd_hopper": tuple(
@@ -69,15 +98,24 @@ class Row:
     max_length: int | None = None
     source: str = ""
     gpu: str = ""
+    n: int | None = None
+    k: int | None = None
+
+    def _reaches(self, length: int | None) -> bool:
+        if length is None:
+            return self.max_length is None
+        return self.min_length <= length and (self.max_length is None or length < self.max_length)
+
+    def fits_product(self, kernel: str, dtype: str, n: int, k: int, rows: int | None) -> bool:
+        own = (self.kernel, self.dtype) == (kernel, dtype) and self.n in (None, n) and self.k in (None, k)
+        return own and self._reaches(rows)
 
     def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, masked: bool, length: int | None) -> bool:
         if (self.kernel, self.dtype, self.head_dim) != (kernel, dtype, head_dim):
             return False
         if self.causal not in (None, causal) or self.masked not in (None, masked):
             return False
-        if length is None:
-            return self.max_length is None
-        return self.min_length <= length and (self.max_length is None or length < self.max_length)
+        return self._reaches(length)
 
 
 def split_head_dim(head_dim: int, itemsize: int) -> tuple[int, int]:
@@ -141,7 +179,8 @@ def read_rows(path: Path) -> tuple[Row, ...]:
 
 _ROW_TYPES: dict[str, tuple[type, ...]] = {
     "kernel": (str,), "dtype": (str,), "head_dim": (int,), "launch": (dict,), "causal": (bool, type(None)),
-    "masked": (bool, type(None)), "min_length": (int,), "max_length": (int, type(None)),
+    "masked": (bool, type(None)), "min_length": (int,), "max_length": (int, type(None)), "path": (str,),
+    "n": (int, type(None)), "k": (int, type(None)),
 }  # fmt: skip
 
 
@@ -149,7 +188,15 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
     for name, value in (*entry.items(), *entry["launch"].items()):
         if type(value) not in _ROW_TYPES.get(name, (int,)):
             raise TypeError(f"{name} cannot be {value!r}")
-    launch = Launch(**entry["launch"])
+    launch = Launch.of(entry["launch"])
+    if entry["kernel"] in PRODUCTS:
+        entry = {"head_dim": 0, **entry}
+    if launch == ATEN:
+        if entry["kernel"] not in PRODUCTS:
+            raise ValueError(f"{entry['kernel']}: only {' and '.join(PRODUCTS)} can be left to ATen")
+        return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
+    if (entry["kernel"] in PRODUCTS) != (launch.block_k >= 16 and launch.block_k & (launch.block_k - 1) == 0):
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: products alone have a block_k, a power of two")
     if launch.num_stages < 1 or launch.num_warps > 32:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has 1 or more stages and up to 32 warps")
     if entry["kernel"] in HOPPER_LAUNCHES:
@@ -284,11 +331,57 @@ def pick(
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 
+def pick_product(
+    kernel: str,
+    gpu: Gpu,
+    dtype: str,
+    itemsize: int,
+    n: int,
+    k: int,
+    rows: int | None,
+    user_rows: tuple[Row, ...] = (),
+    aten: bool = True,
+) -> tuple[Launch, str]:
+    """The launch of a kernel of the GEMM core, and where it comes from; only with `aten` may it be ATEN.
+
+    n x k is the weight, `rows` how many rows x has, None if unknown.
+    """
+    for row in (*user_rows, *shipped_rows(gpu.name)):
+        usable = row.gpu in ("", gpu.name) and (aten or row.launch != ATEN)
+        if usable and row.fits_product(kernel, dtype, n, k, rows):
+            return row.launch, row.source
+    launch = product_rule(kernel, gpu, itemsize, aten)
+    return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
+
+
+# Tiles of the kernels around products, which only read and write.
+_ELEMENTWISE = {"rotate": (32, 64), "qkv_rope_bwd": (16, 64), "activate": (16, 256), "mlp_bwd": (16, 128)}
+
+
+def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True) -> Launch:
+    """Not measured. Tiles that spill no registers, and fit, on any target that compile_tests builds for."""
+    if gpu.backend == "interpreter":
+        return Launch(32, 16, 4, 1, 16 if kernel in PRODUCTS else 0)
+    if kernel in _ELEMENTWISE:
+        return Launch(*_ELEMENTWISE[kernel], 4, 1)
+    cols = 128 // (2 if kernel == "gemm_pair" else 1)
+    if itemsize == 4:
+        # Exact fp32 products take no tensor cores, and hold whole operands in registers: PyTorch's are faster.
+        return ATEN if aten else Launch(cols // 2, cols // 2, 8, 1, 16)
+    if gpu.backend == "hip":
+        return Launch(128, cols, 8, 2, 64)
+    if int(gpu.arch) == 90:
+        # Three stages leave room for a second block on each SM; two accumulators leave no registers for one.
+        return Launch(128, cols, 8, 3 if kernel == "gemm" else 4, 64)
+    return Launch(128, cols, 8, 3 if gpu.shared_memory > 2**17 else 2, 64)
+
+
 def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
     """What `read_rows` reads back."""
     entries = []
     for row in rows:
         entry = asdict(row)
         entry = {key: value for key, value in entry.items() if key not in ("source", "gpu")}
+        entry["launch"] = row.launch.entry()
         entries.append({key: value for key, value in entry.items() if value is not None})
     return {"provenance": provenance, "rows": entries}

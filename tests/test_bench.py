@@ -25,6 +25,7 @@ from torch_ops.bench import attention_peers, contest, documents, gate, machine, 
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.attention_peers import REFERENCE, packed_call
 from torch_ops.bench.contest import Terms
+from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
 from torch_ops.bench.results import (
     FAILED,
@@ -39,7 +40,7 @@ from torch_ops.bench.results import (
     Report,
     Timed,
 )
-from torch_ops.bench.room import Call, Contender, recorded_launches
+from torch_ops.bench.room import Call, Contender
 from torch_ops.bench.tables import markdown
 from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM
 from torch_ops.testing import Report as GateReport

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
 from csrc_free_ops.tiles.masks import block_span, is_seen, turn_among
+from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
 from csrc_free_ops.tiles.scores import exp, tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from torch_ops.testing.cases import cumulative
@@ -225,3 +226,32 @@ def test_tanh_is_accurate_near_zero_and_far_out(device: str) -> None:
     exact = torch.tanh(x.double())
     assert ((y - exact).abs() <= 4 * 2**-23 * exact.abs()).all()
     assert math.isclose(y[0].item(), -1.0)
+
+
+@triton.jit
+def _pairs_kernel(out_ptr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    tile = tl.program_id(0)
+    part, pairs, valid, begin = place_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK)
+    columns = tl.where(valid, begin + first_columns(pairs, HALF), -1)
+    tl.store(out_ptr + tile * (BLOCK + 2) + tl.arange(0, BLOCK), columns)
+    tl.store(out_ptr + tile * (BLOCK + 2) + BLOCK, part)
+    tl.store(
+        out_ptr + tile * (BLOCK + 2) + BLOCK + 1,
+        count_tiles(NUM_HEADS, HALF, BLOCK) + 2 * count_tiles(NUM_K_HEADS, HALF, BLOCK),
+    )
+
+
+@pytest.mark.parametrize(("heads", "k_heads", "half"), [(16, 16, 36), (4, 2, 20), (3, 1, 4), (1, 1, 128), (5, 5, 32)])
+def test_pairs_cover_every_head_of_q_k_and_v_once(heads: int, k_heads: int, half: int, device: str) -> None:
+    block = 16
+    tiles = -(-heads * half // block) + 2 * -(-k_heads * half // block)
+    found = torch.full((tiles, block + 2), -7, dtype=torch.int32, device=device)
+    _pairs_kernel[(tiles,)](found, NUM_HEADS=heads, NUM_K_HEADS=k_heads, HALF=half, BLOCK=block)
+    assert (found[:, -1] == tiles).all()
+    ends = 2 * half * np.cumsum([0, heads, k_heads, k_heads])
+    covered = np.zeros(ends[-1], dtype=np.int64)
+    for *columns, part, _ in found.tolist():
+        for column in (each for each in columns if each >= 0):
+            assert ends[part] <= column < ends[part + 1] and column % (2 * half) < half
+            covered[[column, column + half]] += 1
+    assert (covered == 1).all()

@@ -3,6 +3,8 @@
 from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
 from torch_ops._explain import explain, info, warmup
 from torch_ops.layer_norm import add_layer_norm, layer_norm
+from torch_ops.mlp import mlp
+from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
 from torch_ops.settings import settings
 from torch_ops.window_attn import window_attn
@@ -16,6 +18,8 @@ __all__ = [
     "explain",
     "info",
     "layer_norm",
+    "mlp",
+    "qkv_rope",
     "rms_norm",
     "settings",
     "warmup",

@@ -43,6 +43,24 @@ def check_packed(op: str, argument: str, tensor: Tensor) -> None:
         refuse(op, argument, "packed as [T, H, D]", f"shape {list(tensor.shape)}")
 
 
+def check_matrix(op: str, argument: str, tensor: Tensor, shape: str, sizes: tuple[int | None, int | None]) -> None:
+    """Two-dimensional, of these sizes where they are given; `shape` names them, as in "[T, C]"."""
+    check_dense(op, argument, tensor)
+    if tensor.dim() != 2 or any(size not in (None, own) for size, own in zip(sizes, tensor.shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        named = f" = [{wanted}]" if any(size is not None for size in sizes) else ""
+        refuse(op, argument, f"of shape {shape}{named}", list(tensor.shape))
+
+
+def check_bias(op: str, argument: str, bias: Tensor | None, size: int, like_name: str, like: Tensor) -> None:
+    if bias is None:
+        return
+    check_dense(op, argument, bias)
+    if bias.dim() != 1 or bias.shape[0] != size:
+        refuse(op, argument, f"of shape [{size}]", list(bias.shape))
+    check_like(op, argument, bias, like_name, like)
+
+
 def check_num_heads(op: str, argument: str, num_heads: int) -> None:
     if not 1 <= num_heads <= 65535:
         refuse(op, f"the number of heads of {argument}", "from 1 to 65535", num_heads)

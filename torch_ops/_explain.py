@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,13 +11,14 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from csrc_free_ops.configs import Row, shipped_rows
+from csrc_free_ops.configs import ATEN, PRODUCTS, Row, shipped_rows
 from torch_ops._attention import why_portable
 from torch_ops._attention_hopper import addressable, forward_launch, refusal
 from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
+from torch_ops._gemm_portable import Rows, choose_product, product_kernel
 from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._scores import Scores
@@ -37,6 +39,7 @@ ROWED = (
     *HOPPER.values(),
     "norm_fwd",
     "norm_bwd",
+    *PRODUCTS,
 )
 
 
@@ -47,11 +50,15 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     is launched, but bad arguments are refused as the op itself would.
     """
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
-    if name == "window_attn":
-        return _explain_window_attn(*args, **kwargs)
-    if name in NORMS:
-        return _explain_norm(name, *args, **kwargs)
-    raise ValueError(f"explain: op must be one of {', '.join((*NORMS, 'window_attn'))}, got {name!r}")
+    explainers: dict[str, Callable[..., dict[str, Any]]] = {
+        **{norm: partial(_explain_norm, norm) for norm in NORMS},
+        "qkv_rope": _explain_qkv_rope,
+        "mlp": _explain_mlp,
+        "window_attn": _explain_window_attn,
+    }
+    if name not in explainers:
+        raise ValueError(f"explain: op must be one of {', '.join(explainers)}, got {name!r}")
+    return explainers[name](*args, **kwargs)
 
 
 def _explain_norm(name: str, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -117,6 +124,42 @@ def _explain_window_attn(
     described = {name: {"launch": vars(launch), "source": source} for name, (launch, source) in kernels.items()}
     why = why or f"{gpu().name} is a Hopper GPU"
     return {**report, "path": path, "why": why, "kernels": described}
+
+
+def _explain_qkv_rope(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
+    num_k_heads: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        OPS["qkv_rope"](x, weight, bias, cos, sin, num_heads, num_k_heads)
+    return _explain_products("qkv_rope", x, [("gemm_pair", weight)])
+
+
+def _explain_mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
+    recompute: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        OPS["mlp"](x, w1, b1, w2, b2, activation)
+    return _explain_products("mlp", x, [(product_kernel(activation), w1), ("gemm", w2)])
+
+
+def _explain_products(op: str, x: Tensor, products: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Kernels, and the weights that they would multiply with, by which they are told apart: "gemm 4304x1152"."""
+    report: dict[str, Any] = {"op": f"vk::{op}", "device": str(x.device)}
+    if not runs_kernels(x):
+        return {**report, "path": "reference", "why": f"tensors on {x.device} are computed by ATen", "kernels": {}}
+    chosen = {
+        f"{kernel} {weight.shape[0]}x{weight.shape[1]}": choose_product(kernel, Rows.of(x), weight)
+        for kernel, weight in products
+    }
+    left = [name for name, (launch, _) in chosen.items() if launch == ATEN]
+    return {
+        **report,
+        "path": "aten" if len(left) == len(chosen) else "portable",
+        "why": f"left to PyTorch: {', '.join(left)}" if left else "every product has a launch of its own",
+        "kernels": {name: {"launch": launch.entry(), "source": source} for name, (launch, source) in chosen.items()},
+    }
 
 
 LAYOUTS = ("contiguous", "encoder", "qkv_view")

@@ -12,7 +12,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu
 
-# The versions that kernels were built and measured with. They rely on where Triton puts shared memory (tiles/hopper.py).
+# The versions that kernels were built and measured with. They rely on where Triton puts shared memory, see
+# csrc_free_ops/tiles/hopper.py.
 TRITON_VERSIONS = ((3, 6), (3, 7))
 
 

@@ -1,0 +1,1 @@
+"""The GEMM core: products with their epilogues, and the elementwise kernels of their gradients."""

@@ -1,9 +1,9 @@
 """Linear layers on Hopper, in Gluon: out = f(x weight^T + bias), by warp specialization.
 
 A program has one producer warp, which brings tiles of x and of weight [COLUMNS, 64] by TMA to a ring of STAGES stages;
-GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two warps
-that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order of
-rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
+GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two
+warps that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order
+of rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
 
     consumer    acc = sum over k of x_k weight_k^T      in fp32
                 half = round(acc + bias)                to shared memory
@@ -206,12 +206,14 @@ def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["total"])
 def _gemm_hopper_kernel(
     x_desc, w_desc, tail_desc, w_ptr, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
-    N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
     SHARED_ANGLES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, bias [N]; tail_desc counts where COLUMNS is no multiple of 64.
+    """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, bias [N].
+
+    tail_desc counts where COLUMNS is no multiple of 64.
 
     out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM],
     and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
@@ -221,8 +223,8 @@ def _gemm_hopper_kernel(
     PARTS: gl.constexpr = parts_of(COLUMNS)
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     OPTIONS: gl.constexpr = (
-        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "GROUPS", GROUPS, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N,
-        "STEPS", (K + 63) // 64,
+        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "GROUPS", GROUPS,
+        "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
         "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,

@@ -24,7 +24,7 @@ def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, UNIT: tl.constex
 
 
 @triton.jit
-def _row_offsets(rows, STRIDE: tl.constexpr):
+def row_offsets(rows, STRIDE: tl.constexpr):
     if STRIDE > WIDE_STRIDE:
         rows = rows.to(tl.int64)
     return (rows * STRIDE)[:, None]
@@ -52,7 +52,7 @@ def _load_part(
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, WIDTH)
-    pointers = base + _row_offsets(rows, STRIDE) + (start + cols)[None, :]
+    pointers = base + row_offsets(rows, STRIDE) + (start + cols)[None, :]
     if CHECK_ROWS and VALID < WIDTH:
         part = tl.load(pointers, mask=(rows < num_rows)[:, None] & (cols < VALID)[None, :], other=0.0)
     elif CHECK_ROWS:
@@ -92,7 +92,7 @@ def _store_part(
     cols = tl.arange(0, WIDTH)
     mask = (rows < num_rows)[:, None] & (cols < VALID)[None, :]
     tl.store(
-        base + _row_offsets(rows, STRIDE) + (start + cols)[None, :],
+        base + row_offsets(rows, STRIDE) + (start + cols)[None, :],
         part.to(base.dtype.element_ty),
         mask=mask,
     )

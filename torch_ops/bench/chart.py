@@ -34,6 +34,8 @@ def draw(report: Report, path: Path) -> None:
         axes[0].invert_yaxis()  # shared by all
         handles = [Patch(color=colour, label=name) for name, colour in zip(names, COLOURS, strict=False)]
         handles.append(Patch(fill=False, hatch="////", label="result is wrong"))
+        if any(timed.status == YARDSTICK for one in report.measurements for timed in _contenders(one)):
+            handles.append(Patch(fill=False, hatch="....", label="computes something else"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -50,7 +52,7 @@ def _draw_panel(axis: Axes, panel: list[Measurement], names: list[str]) -> None:
                 continue
             place = names.index(timed.name)
             speed = one.flops / timed.ms / 1e9
-            hatch = None if timed.status in (OK, YARDSTICK) else "////"
+            hatch = {OK: None, YARDSTICK: "...."}.get(timed.status, "////")
             colour = COLOURS[place % len(COLOURS)]
             axis.barh(
                 index * step + place, speed, color=colour if hatch is None else "none", edgecolor=colour, hatch=hatch

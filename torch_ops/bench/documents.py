@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_ops.bench.results import OK, UNAVAILABLE, Measurement, Report, Timed, read_report, replace_text
+from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Report, Timed, read_report, replace_text
 from torch_ops.bench.tables import NOTHING, Table, digits, markdown, markdown_table, origin
 
 _BEGIN = r"(?P<begin><!-- vk bench table (?P<summary>--summary )?(?P<file>(?!end )\S+) -->\n)"
@@ -42,10 +42,22 @@ def summary(report: Report) -> str:
     notes = (
         "Under a peer's name: its time over ours, so that above 1 ours is faster. "
         "*wrong*: its result breaks the tolerance rule. -: it cannot run the case.",
+        *yardsticks(report),
         *origin(report),
     )
     lines = [markdown_table(Table("", tuple(headers), tuple(rows))), "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"
+
+
+def yardsticks(report: Report) -> list[str]:
+    """What each yardstick leaves out, where there are any."""
+    notes = {
+        f"*yardstick*: {peer.name} {peer.note}, so it is no peer to beat"
+        for one in report.measurements
+        for peer in one.peers
+        if peer.status == YARDSTICK
+    }
+    return sorted(notes)
 
 
 def _cells(one: Measurement | None, names: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ class Verdict:
 
     def of(self, direction: str) -> "Verdict":
         """The verdict on the forward (all results) or the backward (every gradient, d<input>) alone."""
-        if self.status not in (OK, WRONG):
+        if not self.can_run or self.status == YARDSTICK:
             return self
         backward = direction == "backward"
         reports = tuple(report for report in self.reports if report.name.startswith("d") == backward)
@@ -45,13 +45,16 @@ def judge(
     if reason:
         return Verdict(UNAVAILABLE, reason)
     if contender.yardstick:
-        return Verdict(YARDSTICK, contender.about())
+        return Verdict(YARDSTICK, contender.yardstick)
+    # One that has no backward is judged by its results alone.
+    backward = backward and "backward" in contender.directions
     reports: list[Report] = []
     for trial in trials:
         try:
             _soil_memory(trial)
             results = contender.bind(trial.case, trial.inputs).results(backward)
-            for name, reference in trial.reference.items():
+            judged = {name: tensor for name, tensor in trial.reference.items() if backward or not name.startswith("d")}
+            for name, reference in judged.items():
                 actual = trial.look(name, results[name])
                 label = f"{name} ({trial.label})"
                 reports.append(compare(actual, trial.eager[name], reference, label))

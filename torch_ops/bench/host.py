@@ -1,8 +1,11 @@
 """Host time of a call: what Python and PyTorch take before the device has its work."""
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -14,6 +17,41 @@ CALLS = 100
 REPETITIONS = 30
 # On the CPU a call computes its result as well.
 CPU_CALLS, CPU_REPETITIONS = 10, 3
+
+
+class Launches(list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]):
+    """Launches as their launcher made them: kernel, grid, arguments, keyword arguments."""
+
+    def replay(self) -> None:
+        for kernel, grid, args, options in self:
+            kernel[grid](*args, **options)
+
+
+@contextlib.contextmanager
+def recorded_launches(launchers: Sequence[ModuleType]) -> Iterator[Launches]:
+    """Collects what these launchers launch within; all of them launch by the same `wrap_triton`."""
+    launches = Launches()
+    modules: Sequence[Any] = launchers
+    wrap = modules[0].wrap_triton
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **options: Any) -> Any:
+                launches.append((self.kernel, grid, args, options))
+                return wrap(self.kernel)[grid](*args, **options)
+
+            return launch
+
+    for launcher in modules:
+        launcher.wrap_triton = Recorder
+    try:
+        yield launches
+    finally:
+        for launcher in modules:
+            launcher.wrap_triton = wrap
 
 
 def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tuple[HostTime, ...]:

@@ -14,6 +14,7 @@ from csrc_free_ops import norms as kernels
 from torch_ops import _norms
 from torch_ops._norms import norm_launches, plan_forward
 from torch_ops.bench import results
+from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.room import (
     Call,
     Contender,
@@ -23,7 +24,6 @@ from torch_ops.bench.room import (
     Trial,
     TunedKernel,
     find_named,
-    recorded_launches,
 )
 from torch_ops.testing import references
 from torch_ops.testing.cases import NORMS, NormCase, NormInputs, make_norm_inputs, norm_cases
@@ -157,12 +157,11 @@ def _raw_launch(op: str, inputs: NormInputs) -> tuple[Callable[[], object] | Non
     tensors = (inputs.x, inputs.residual, inputs.weight, inputs.bias)
     with recorded_launches((_norms,)) as launches:
         plan_forward("layer" in op, *tensors, inputs.eps)(*tensors, out[0], total)
-    ((kernel, grid, args, options),) = launches
-    return lambda: kernel[grid](*args, **options), ""
+    return launches.replay, ""
 
 
 def _room(op: str) -> Room:
-    copied = "a copy of as many bytes, computes nothing"
+    copied = "copies as many bytes and computes nothing"
     return Room(
         op=op,
         cases=_cases,
@@ -176,7 +175,9 @@ def _room(op: str) -> Room:
         peers=(
             _contender("eager", f"torch_ops.testing.references.{op}", lambda: getattr(references, op)),
             _contender("compiled", "the same under torch.compile", partial(_compiled, op)),
-            Contender("copy", partial(_bind_copy, op), lambda case, dtype, device: "", lambda: copied, yardstick=True),
+            Contender(
+                "copy", partial(_bind_copy, op), lambda case, dtype, device: "", lambda: copied, yardstick=copied
+            ),
         ),
         default_peers=lambda device: ("eager", "compiled", "copy") if device.type == "cuda" else ("eager", "copy"),
         host_calls=partial(_host_calls, op),

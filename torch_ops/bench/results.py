@@ -61,8 +61,8 @@ class Timed:
 
     Attributes:
         status: "ok"; "wrong" where the gate refused it (it is timed all the same); "failed" where
-            it raised; "unavailable" where it cannot run the case here; "yardstick" where it has no
-            result to judge. `note` says why.
+            it raised; "unavailable" where it cannot run the case here; "yardstick" where it computes something else
+            on purpose. `note` says why, or what.
         rounds_ms: one median for each interleaved round.
         timer: "graph", "events" or "wall".
         peak_bytes: device memory that one call asks for, its results included, beyond what was there before it.

@@ -1,8 +1,7 @@
 """What the bench room of an op provides: cases, contenders, what is right, what a call costs."""
 
-import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -84,8 +83,8 @@ class Contender:
 
     `refuses(case, dtype, device)` says in words why it cannot run there, "" if it can.
     `bind(case, inputs)` makes its call. `about()` says what it is, with its version.
-    In `directions` it is timed. A yardstick, such as a copy of as many bytes, is timed and no more: it has no result
-    to be judged, and is no peer.
+    In `directions` it is timed. A `yardstick`, of which it says in words what it leaves out, computes something else:
+    it is timed next to the others, and neither judged nor a peer to beat.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Contender:
     refuses: Callable[[Any, torch.dtype, torch.device], str]
     about: Callable[[], str]
     directions: tuple[str, ...] = ("forward", "backward")
-    yardstick: bool = False
+    yardstick: str = ""
 
 
 def one_line(error: Exception) -> str:
@@ -142,7 +141,10 @@ class HostCall:
 
 @dataclass(frozen=True)
 class TunedKernel:
-    """One kernel in one call: what the row of its launch is bound to. `masked` is causal or by a window."""
+    """One kernel in one call: what the row of its launch is bound to. `masked` is causal or by a window.
+
+    A product has no head dimension, but a weight n x k; its length is how many rows it is multiplied with.
+    """
 
     name: str
     backward: bool
@@ -150,6 +152,8 @@ class TunedKernel:
     head_dim: int
     masked: bool
     length: int
+    n: int | None = None
+    k: int | None = None
 
 
 @dataclass(frozen=True)
@@ -186,32 +190,3 @@ class Room:
     host_calls: Callable[[torch.dtype, torch.device], list[HostCall]]
     kernels: Callable[[Any, Any], list[TunedKernel]]
     jits: tuple[Any, ...]
-
-
-Launch = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
-
-
-@contextlib.contextmanager
-def recorded_launches(launchers: Sequence[Any]) -> Iterator[list[Launch]]:
-    """Collects what these modules launch: kernel, grid, arguments, keyword arguments."""
-    launches: list[Launch] = []
-    wrap = launchers[0].wrap_triton
-
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **options: Any) -> Any:
-                launches.append((self.kernel, grid, args, options))
-                return wrap(self.kernel)[grid](*args, **options)
-
-            return launch
-
-    for launcher in launchers:
-        launcher.wrap_triton = Recorder
-    try:
-        yield launches
-    finally:
-        for launcher in launchers:
-            launcher.wrap_triton = wrap

@@ -27,6 +27,12 @@ from torch_ops.bench.results import (
 )
 
 NOTHING = "-"
+_VERBS = {
+    UNAVAILABLE: "cannot run",
+    FAILED: "failed on",
+    WRONG: "is wrong on",
+    YARDSTICK: "is a yardstick, not a peer, on",
+}
 
 
 @dataclass(frozen=True)
@@ -151,13 +157,11 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for one in measurements:
         for timed in (one.ours, *one.peers):
-            if timed.status not in (OK, YARDSTICK):
+            if timed.status != OK:
                 key = (timed.name, timed.status, timed.note)
                 reasons.setdefault(key, []).append(one.case)
-    yardsticks = {timed.name: timed.note for one in measurements for timed in one.peers if timed.status == YARDSTICK}
-    notes += [f"{name} is no peer: {note}" for name, note in yardsticks.items()]
     for (name, status, note), cases in sorted(reasons.items()):
-        verb = {UNAVAILABLE: "cannot run", FAILED: "failed on", WRONG: "is wrong on"}[status]
+        verb = _VERBS[status]
         whole = len(cases) == len(measurements) > 1
         every = "any of these" if status == UNAVAILABLE else "all of these"
         where = every if whole else ", ".join(cases)
@@ -183,7 +187,7 @@ def _time(timed: Timed) -> str:
     if timed.ms is None:
         return NOTHING if timed.status == UNAVAILABLE else timed.status
     low, high = min(timed.rounds_ms), max(timed.rounds_ms)
-    mark = " wrong" if timed.status == WRONG else ""
+    mark = f" {timed.status}" if timed.status in (WRONG, YARDSTICK) else ""
     return f"{digits(timed.ms, 4)} ({digits(low, 4)}..{digits(high, 4)}){mark}"
 
 

@@ -21,7 +21,7 @@ import torch
 
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
-from csrc_free_ops.configs import Launch, Row, as_document, read_rows
+from csrc_free_ops.configs import ATEN, Launch, Row, as_document, read_rows
 from torch_ops._registry import INTERPRET
 from torch_ops.bench.contest import Terms, bound_work, input_sets
 from torch_ops.bench.gate import judge
@@ -46,7 +46,8 @@ class Point:
 
     @property
     def key(self) -> str:
-        return f"{self.kernel.name} {self.kernel.dtype} {self.case}" + " cold" * self.cold
+        weight = f" {self.kernel.n}x{self.kernel.k}" if self.kernel.n else ""
+        return f"{self.kernel.name} {self.kernel.dtype} {self.case}{weight}" + " cold" * self.cold
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,15 @@ class Measured:
     @staticmethod
     def of(entry: dict[str, Any]) -> "Measured":
         tried = tuple(
-            Tried(Launch(**one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
+            Tried(Launch.of(one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
         )
         return Measured(TunedKernel(**entry["kernel"]), tried, entry.get("date", ""), entry.get("commit", ""))
 
     def entry(self) -> dict[str, Any]:
-        tried = [{key: value for key, value in dataclasses.asdict(one).items() if value} for one in self.tried]
+        tried = [
+            {"launch": one.launch.entry()} | {key: value for key in ("ms", "note") if (value := getattr(one, key))}
+            for one in self.tried
+        ]
         return {**dataclasses.asdict(self), "tried": tried}
 
 
@@ -130,10 +134,12 @@ def rows_of(points: Iterable[Measured]) -> list[Row]:
     won = [(each.kernel, min(each.tried, key=lambda one: one.best_ms)) for each in points if any_timed(each.tried)]
 
     def family(item: tuple[TunedKernel, Tried]) -> tuple[Any, ...]:
-        return item[0].name, item[0].dtype, item[0].head_dim, item[0].masked
+        kernel = item[0]
+        return kernel.name, kernel.dtype, kernel.head_dim, kernel.masked, kernel.n or 0, kernel.k or 0
 
     rows: list[Row] = []
-    for (name, dtype, head_dim, masked), members in groupby(sorted(won, key=family), family):
+    for (name, dtype, head_dim, masked, n, k), members in groupby(sorted(won, key=family), family):
+        bound: dict[str, Any] = {"n": n, "k": k} if n else {"masked": masked}
         by_length: dict[int, Tried] = {}
         # Of one length in several calls, the call that takes longest speaks.
         for kernel, best in sorted(members, key=lambda item: item[1].best_ms):
@@ -150,7 +156,7 @@ def rows_of(points: Iterable[Measured]) -> list[Row]:
             reach = end
             if name.endswith("_short"):
                 reach = min(end or launch.block_m + 1, launch.block_m + 1)
-            rows.append(Row(name, dtype, head_dim, launch, masked=masked, min_length=begin, max_length=reach))
+            rows.append(Row(name, dtype, head_dim, launch, min_length=begin, max_length=reach, **bound))
             begin = end or 0
     return rows
 
@@ -196,7 +202,7 @@ def search(room: Room, point: Point, case: Any, terms: Terms, on_step: Callable[
     for launch in CANDIDATES[point.kernel.name]:
         on_step(f"{point.key}: {_words(launch)}")
         with _forced(point, launch), _fresh_builds(room.jits, point.kernel.name) as builds:
-            timer = _make(room, point, case, inputs, trials, terms)
+            timer = _make(room, point, launch, case, inputs, trials, terms)
             if isinstance(timer, Timer) and any(getattr(build, "n_spills", 0) for build in builds()):
                 timer = "spills registers"
             if isinstance(timer, Timer) and timer.kind != "graph":
@@ -228,14 +234,17 @@ def in_words(tried: Sequence[Tried]) -> str:
 
 
 def _words(launch: Launch) -> str:
-    return f"{launch.block_m} x {launch.block_n}, {launch.num_warps} warps, {launch.num_stages} stages"
+    if launch == ATEN:
+        return "PyTorch's own product"
+    tile = " x ".join(map(str, (*launch.tile, *([launch.block_k] if launch.block_k else []))))
+    return f"{tile}, {launch.num_warps} warps, {launch.num_stages} stages"
 
 
 @contextlib.contextmanager
 def _forced(point: Point, launch: Launch) -> Iterator[None]:
     """Within, the point's kernel takes this launch, by the same rows that a user would give."""
     kernel = point.kernel
-    rows = [Row(kernel.name, kernel.dtype, kernel.head_dim, launch)]
+    rows = [Row(kernel.name, kernel.dtype, kernel.head_dim, launch, n=kernel.n, k=kernel.k)]
     document = as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -275,12 +284,14 @@ def _fresh_builds(jits: Sequence[Any], kernel: str) -> Iterator[Callable[[], lis
 
 
 def _make(
-    room: Room, point: Point, case: Any, inputs: Sequence[Any], trials: Sequence[Trial], terms: Terms
+    room: Room, point: Point, launch: Launch, case: Any, inputs: Sequence[Any], trials: Sequence[Trial], terms: Terms
 ) -> Timer | str:
     """A timer of ours as it is now, or why there is none."""
     backward = point.kernel.backward
     direction = "backward" if backward else "forward"
     try:
+        if launch == ATEN and point.path == "portable":
+            return "is not on the portable path"
         if point.kernel.name not in {kernel.name for kernel in room.kernels(case, inputs[0])}:
             return "calls of this length do not take it then"
         verdict = judge(room.ours, case, trials, terms.dtype, terms.device, backward).of(direction)

@@ -25,8 +25,9 @@ from torch_ops._attention import plan_forward
 from torch_ops._scores import Scores
 from torch_ops.bench import results
 from torch_ops.bench.attention_peers import PEERS, packed_call
+from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
-from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, recorded_launches
+from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel
 from torch_ops.testing import references
 from torch_ops.testing.cases import (
     WindowAttnCase,
@@ -251,12 +252,7 @@ def _raw_calls(
         return None, launcher, "Hopper's launcher keeps its launches to itself"
     with recorded_launches((_attention_portable, _attention_short)) as launches:
         launcher()
-
-    def launch() -> None:
-        for kernel, grid, args, options in launches:
-            kernel[grid](*args, **options)
-
-    return launch, launcher, ""
+    return launches.replay, launcher, ""
 
 
 ROOM = Room(

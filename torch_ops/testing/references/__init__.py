@@ -5,6 +5,16 @@ family of ops.
 """
 
 from torch_ops.testing.references.attention import window_attn, window_attn_backward
+from torch_ops.testing.references.linear import mlp, qkv_rope
 from torch_ops.testing.references.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "window_attn", "window_attn_backward"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "mlp",
+    "qkv_rope",
+    "rms_norm",
+    "window_attn",
+    "window_attn_backward",
+]

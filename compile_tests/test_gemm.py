@@ -1,0 +1,174 @@
+"""The kernels of the GEMM core as torch and GPUs that are not here take them: traces, launches, builds."""
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from torch._library.triton import get_triton_kernels_for_op
+
+from compile_tests.contract import (
+    SM90,
+    Build,
+    Trace,
+    assert_kernels,
+    assert_plain_launch,
+    build,
+    fake_gpu,
+    shared_memory,
+    symbolic_size,
+    trace_kernels,
+)
+from compile_tests.gemm import GEMM, GEMM_KERNELS, GEMM_VARIANTS, gemm_calls, gemm_launches
+from compile_tests.test_aot import TARGETS
+from torch_ops._registry import OPS
+
+LINEAR = ("_gemm_kernel", {"out_ptr"})
+KEEPING = ("_gemm_kernel", {"out_ptr", "pre_ptr"})
+GRADIENT = ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr", "sums_ptr"})
+# By op, the kernels of its body and what torch must take each to write; by variant, where they differ.
+WRITES: dict[str, list[tuple[str, set[str]]]] = {
+    "mlp": [KEEPING, LINEAR],
+    "mlp_backward": [GRADIENT],
+    "qkv_rope": [("_gemm_pair_kernel", {"first_ptr", "second_ptr", "third_ptr"})],
+    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "sums_ptr"})],
+}
+OTHER_WRITES: dict[tuple[str, str], list[tuple[str, set[str]]]] = {
+    ("mlp", "swiglu"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), LINEAR],
+    ("mlp", "forward_alone"): [LINEAR, LINEAR],
+    ("mlp_backward", "forward_alone"): [LINEAR, GRADIENT],
+    ("mlp_backward", "bare"): [("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr"})],
+    ("qkv_rope_backward", "bare"): [("_qkv_rope_bwd_kernel", {"packed_ptr"})],
+}
+# Where PyTorch makes the products, what is left to kernels.
+BESIDE_ATEN: dict[str, list[tuple[str, set[str]]]] = {
+    "mlp": [("_activate_kernel", {"out_ptr"})],
+    "mlp_backward": [GRADIENT],
+    "qkv_rope": [("_rotate_kernel", {"q_ptr", "k_ptr", "v_ptr"})],
+    "qkv_rope_backward": WRITES["qkv_rope_backward"],
+}
+USED = {
+    "mlp": {"_gemm_kernel", "_gemm_pair_kernel", "_activate_kernel"},
+    "mlp_backward": {"_gemm_kernel", "_gemm_pair_kernel", "_activate_kernel", "_mlp_bwd_kernel"},
+    "qkv_rope": {"_gemm_pair_kernel", "_rotate_kernel"},
+    "qkv_rope_backward": {"_qkv_rope_bwd_kernel"},
+}
+
+
+def _trace(op: str, path: str = "portable", **variant: Any) -> Trace:
+    with fake_gpu(path=path) as mode:
+        with mode:
+            args, options = gemm_calls(**variant)[op]
+        return trace_kernels(OPS[op].overload, args, options)
+
+
+@pytest.mark.parametrize("variant", GEMM_VARIANTS)
+@pytest.mark.parametrize("op", GEMM)
+def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
+    assert_kernels(_trace(op, **GEMM_VARIANTS[variant]), OTHER_WRITES.get((op, variant), WRITES[op]))
+
+
+@pytest.mark.parametrize("op", GEMM)
+def test_products_may_be_left_to_pytorch(op: str) -> None:
+    """As the rule has it in fp32, unless the portable path is asked for."""
+    trace = _trace(op, "auto", **GEMM_VARIANTS["fp32"])
+    assert_kernels(trace, BESIDE_ATEN[op])
+    products = {"mlp": 2, "mlp_backward": 4, "qkv_rope": 1, "qkv_rope_backward": 2}
+    assert trace.targets.count("mm.default") == products[op]
+    assert "copy_" not in trace.targets
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("op", GEMM)
+def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, activation: str) -> None:
+    with fake_gpu(name="h200") as mode:
+        with mode:
+            args, options = gemm_calls(rows=symbolic_size(mode, "rows", 100), activation=activation)[op]
+        trace = trace_kernels(OPS[op].overload, args, options)
+    variant = "swiglu" if activation == "swiglu" else "plain"
+    assert_kernels(trace, OTHER_WRITES.get((op, variant), WRITES[op]))
+    guards = [str(guard.expr) for guard in mode.shape_env.guards]
+    assert not guards and not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize("op", ["mlp", "mlp_backward"])
+def test_traces_of_symbolic_leading_dimensions_hold_for_all(op: str) -> None:
+    with fake_gpu() as mode:
+        with mode:
+            batch, length = symbolic_size(mode, "batch", 3), symbolic_size(mode, "length", 40)
+            (*args,), options = gemm_calls(rows=batch * length)[op]
+            for place in (0, 1) if op == "mlp_backward" else (0,):
+                args[place] = args[place].new_empty((batch, length, args[place].shape[1]))
+        assert_kernels(trace_kernels(OPS[op].overload, tuple(args), options), WRITES[op])
+    assert not mode.shape_env.guards and not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize("op", GEMM)
+def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
+    assert {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")} == USED[op]
+
+
+@pytest.mark.parametrize("path", ["portable", "auto"])
+@pytest.mark.parametrize("variant", GEMM_VARIANTS)
+def test_launches_carry_nothing_that_compilation_drops(variant: str, path: str) -> None:
+    for launches in gemm_launches(path=path, **GEMM_VARIANTS[variant]).values():
+        assert launches
+        for launch in launches:
+            assert_plain_launch(launch)
+
+
+@pytest.mark.parametrize("op", GEMM)
+def test_launch_options_reach_the_traced_kernel(op: str) -> None:
+    traced = [{"num_warps": each.num_warps, "num_stages": each.num_stages} for each in _trace(op).kernels]
+    assert traced == [launch.options for launch in gemm_launches()[op]]
+
+
+@lru_cache
+def _builds(target: str, variant: str) -> tuple[Build, ...]:
+    launches: dict[str, Any] = {}
+    for path in ("portable", "auto"):
+        for each in gemm_launches(TARGETS[target], path=path, rows=4096, **GEMM_VARIANTS[variant]).values():
+            launches |= {f"{launch.name} {sorted(map(str, launch.kwargs.items()))}": launch for launch in each}
+    with fake_gpu(TARGETS[target]):
+        return tuple(build(launch, TARGETS[target]) for launch in launches.values())
+
+
+POINTS = [
+    *((target, variant) for target in TARGETS for variant in ("plain", "swiglu", "fp32")),
+    *(("sm_90", variant) for variant in ("gelu", "silu", "bare", "forward_alone")),
+    *((target, "silu") for target in ("sm_86", "gfx942")),
+]
+
+
+@pytest.mark.parametrize(("target", "variant"), POINTS)
+def test_nothing_spills_and_shared_memory_is_within_the_target(target: str, variant: str) -> None:
+    builds = _builds(target, variant)
+    assert {built.launch.name for built in builds} > {"_mlp_bwd_kernel", "_gemm_pair_kernel", "_qkv_rope_bwd_kernel"}
+    limit = shared_memory(TARGETS[target])
+    bad = [str(built) for built in builds if built.spilled or built.shared > limit]
+    assert not bad, "\n".join((f"limit {limit}", *bad))
+
+
+@pytest.mark.parametrize("variant", ["plain", "gelu", "silu", "swiglu", "bare"])
+def test_hopper_multiplies_half_types_by_wgmma_and_loads_16_bytes(variant: str) -> None:
+    """Rows that begin at 16 bytes, those of a weight that is copied for it among them."""
+    products = [built for built in _builds("sm_90", variant) if built.launch.name.startswith("_gemm")]
+    assert len(products) >= 3
+    for built in products:
+        ptx = built.asm["ptx"]
+        assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, str(built)
+        assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx, str(built)
+
+
+def test_every_kernel_of_the_core_is_built_here() -> None:
+    found = {built.launch.name for variant in ("plain", "fp32") for built in _builds("sm_90", variant)}
+    assert found == set(GEMM_KERNELS)
+
+
+def test_an_odd_weight_is_copied_only_where_x_is_not_odd() -> None:
+    """Rows of 1365 half types begin nowhere in particular; between the layers they are 1368 apart."""
+    _, second = gemm_launches(**GEMM_VARIANTS["silu"])["mlp"]
+    assert [second.arguments[name] for name in ("K", "STRIDE_XM", "STRIDE_WN")] == [1365, 1368, 1368]
+    first, _ = gemm_launches(width=1365)["mlp"]
+    assert [first.arguments[name] for name in ("K", "STRIDE_XM", "STRIDE_WN")] == [1365, 1365, 1365]
+    with fake_gpu(SM90):
+        assert build(first, SM90).spilled == 0

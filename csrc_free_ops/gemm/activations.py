@@ -1,0 +1,74 @@
+"""What surrounds the products of `mlp` where it is not in their epilogues: the activation alone, and its gradient.
+
+With pre = x w1^T + b1 saved, h = act(pre) (of "swiglu", silu of the first half of the columns times the second) and
+dh = dout w2:
+
+    dpre = dh act'(pre)       h is made again, for dw2 = dout^T h
+    db1  = sum of dpre over the rows, before it is rounded
+
+A program owns ROWS rows; its sums are one row of `sums`, which are added up in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.gemm.portable import COUNTS
+from csrc_free_ops.tiles.activations import activate, activate_with_slope, swiglu, swiglu_gradients
+from csrc_free_ops.tiles.blocks import load_block, store_block
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _activate_kernel(
+    pre_ptr, out_ptr, num_rows, N: tl.constexpr, STRIDE_PM: tl.constexpr, STRIDE_OM: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of the N columns of out); of swiglu pre has 2 N."""
+    EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
+    pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
+    if ACTIVATION == "swiglu":
+        out = swiglu(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), EXACT)
+    else:
+        out = activate(pre, ACTIVATION, EXACT)
+    store_block(out_ptr, out, rows, cols, mask, STRIDE_OM)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _mlp_bwd_kernel(
+    dh_ptr, pre_ptr, dpre_ptr, h_ptr, sums_ptr, num_rows,
+    N: tl.constexpr, STRIDE_GM: tl.constexpr, STRIDE_PM: tl.constexpr, STRIDE_DM: tl.constexpr,
+    STRIDE_HM: tl.constexpr, ACTIVATION: tl.constexpr, MAKES_H: tl.constexpr, SUMS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are."""
+    EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = cols < N
+    run = tl.program_id(0).to(tl.int64)
+    sum_a = tl.zeros((BLOCK_N,), tl.float32)
+    sum_b = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, ROWS, BLOCK_M):
+        rows = run * ROWS + start + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & valid[None, :]
+        dh = load_block(dh_ptr, rows, cols, mask, STRIDE_GM)
+        pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
+        if ACTIVATION == "swiglu":
+            h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh, EXACT)
+            store_block(dpre_ptr, b, rows, cols + N, mask, STRIDE_DM)
+            if SUMS:
+                sum_b += tl.sum(b, 0)
+        else:
+            h, slope = activate_with_slope(pre, ACTIVATION, EXACT)
+            a = dh * slope
+        store_block(dpre_ptr, a, rows, cols, mask, STRIDE_DM)
+        if MAKES_H:
+            store_block(h_ptr, h, rows, cols, mask, STRIDE_HM)
+        if SUMS:
+            sum_a += tl.sum(a, 0)
+    if SUMS and ACTIVATION == "swiglu":
+        tl.store(sums_ptr + run * (2 * N) + cols, sum_a, mask=valid)
+        tl.store(sums_ptr + run * (2 * N) + N + cols, sum_b, mask=valid)
+    elif SUMS:
+        tl.store(sums_ptr + run * N + cols, sum_a, mask=valid)

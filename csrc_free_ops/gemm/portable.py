@@ -1,0 +1,210 @@
+"""Products with their epilogues, in stock Triton: out = epilogue(x weight^T + bias).
+
+x is [M, K] with contiguous columns, weight [N, K] in any strides, sums are fp32 and rounded once, after the epilogue.
+`_gemm_kernel` makes one product; its epilogue is the bias and an activation. `_gemm_pair_kernel` makes two, of one tile
+of x and of rows of the weight that belong together, and combines their sums elementwise:
+
+    swiglu      rows f and I + f of the weight [2 I, K]        out_f = silu(a_f) b_f
+    rotary      the rows of a pair of columns (tiles/rope.py)  (q, k) rotated by the tables of their row, v as it is
+
+so that partners meet in registers, with no shuffle between threads and no head padded to a power of two.
+
+A tile is BLOCK_M x BLOCK_N of the result. Tiles run in groups of GROUP_M rows of tiles, column by column, so that those
+in flight share their operands in the L2 cache. K is taken in steps of BLOCK_K without masks, and what is left of it in
+one last step of the next power of two (4304 = 67 * 64 + 16).
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.tiles.activations import activate, swiglu
+from csrc_free_ops.tiles.blocks import store_block
+from csrc_free_ops.tiles.rope import count_tiles, first_columns, load_angles, place_pairs, rotate
+from csrc_free_ops.tiles.rows import row_offsets
+
+# A size that only counts: for one of another divisibility Triton would build the same code again.
+COUNTS = ("num_rows",)
+
+
+@triton.jit
+def _place_tile(num_rows, column_tiles, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """(first row, tile of columns) of this program."""
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    group = program // (GROUP_M * column_tiles)
+    place = program % (GROUP_M * column_tiles)
+    height = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
+    tile = group * GROUP_M + place % height
+    return tile.to(tl.int64) * BLOCK_M, place // height
+
+
+@triton.jit
+def _add_product(acc, x, w, PRECISION: tl.constexpr):
+    """acc + x w^T.
+
+    In fp32 each step has a sum of its own, and the sums are added: the rounding of one long chain of additions would be
+    far beyond that of a matrix product. An fma adds them, since a plain addition would be folded into the dot.
+    """
+    if x.dtype == tl.float32:
+        acc = tl.fma(tl.dot(x, tl.trans(w), input_precision=PRECISION), 1.0, acc)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _load_weight(
+    base, offsets, valid, STRIDE_WK: tl.constexpr,
+    WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
+):  # fmt: skip
+    depth = tl.arange(0, WIDTH)
+    pointers = base + offsets + (depth * STRIDE_WK)[None, :]
+    if CHECK_ROWS and VALID < WIDTH:
+        w = tl.load(pointers, mask=valid[:, None] & (depth < VALID)[None, :], other=0.0)
+    elif CHECK_ROWS:
+        w = tl.load(pointers, mask=valid[:, None], other=0.0)
+    elif VALID < WIDTH:
+        w = tl.load(pointers, mask=(depth < VALID)[None, :], other=0.0)
+    else:
+        w = tl.load(pointers)
+    return w  # [BLOCK_N, WIDTH]
+
+
+@triton.jit
+def _multiply_step(
+    a, b, x_base, x_offsets, w_base, a_offsets, b_offsets, valid,
+    STRIDE_WK: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    PAIRED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of K, of which VALID are there."""
+    depth = tl.arange(0, WIDTH)
+    pointers = x_base + x_offsets + depth[None, :]
+    if VALID < WIDTH:
+        x = tl.load(pointers, mask=(depth < VALID)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    a = _add_product(a, x, _load_weight(w_base, a_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
+    if PAIRED:
+        b = _add_product(b, x, _load_weight(w_base, b_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
+    return a, b
+
+
+@triton.jit
+def _multiply(
+    x_ptr, w_ptr, first_row, num_rows, a_rows, b_rows, valid,
+    K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK_M rows of x, from `first_row` on, the products with the rows `a_rows` and, PAIRED, `b_rows` of w.
+
+    Rows of x past the last read as the last, which are not stored; rows of w that are not `valid` read as zero.
+    """
+    rows = tl.minimum(tl.arange(0, BLOCK_M), (num_rows - first_row).to(tl.int32) - 1)
+    x_offsets = row_offsets(rows, STRIDE_XM)
+    a_offsets = (a_rows.to(tl.int64) * STRIDE_WN)[:, None]
+    b_offsets = (b_rows.to(tl.int64) * STRIDE_WN)[:, None]
+    x_base = x_ptr + first_row * STRIDE_XM
+    w_base = w_ptr
+    a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    b = a
+    for _ in tl.range(0, K // BLOCK_K):
+        a, b = _multiply_step(
+            a, b, x_base, x_offsets, w_base, a_offsets, b_offsets, valid,
+            STRIDE_WK, BLOCK_K, BLOCK_K, CHECK_ROWS, PAIRED, PRECISION,
+        )  # fmt: skip
+        x_base += BLOCK_K
+        w_base += BLOCK_K * STRIDE_WK
+    if K % BLOCK_K > 0:
+        a, b = _multiply_step(
+            a, b, x_base, x_offsets, w_base, a_offsets, b_offsets, valid,
+            STRIDE_WK, TAIL_K, K % BLOCK_K, CHECK_ROWS, PAIRED, PRECISION,
+        )  # fmt: skip
+    return a, b
+
+
+@triton.jit
+def _add_bias(acc, bias_ptr, cols, valid):
+    return acc + tl.load(bias_ptr + cols, mask=valid, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _gemm_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, pre_ptr, num_rows,
+    N: tl.constexpr, K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
+    STRIDE_OM: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (all tiles,). out = activation(pre), pre = x w^T + bias; pre [M, N] is stored with KEEPS_PRE."""
+    first_row, tile = _place_tile(num_rows, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = cols < N
+    pre, _ = _multiply(
+        x_ptr, w_ptr, first_row, num_rows, cols, cols, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
+        N % BLOCK_N > 0, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, TAIL_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        pre = _add_bias(pre, bias_ptr, cols, valid)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    mask = (rows < num_rows)[:, None] & valid[None, :]
+    if KEEPS_PRE:
+        store_block(pre_ptr, pre, rows, cols, mask, N)
+    store_block(out_ptr, activate(pre, ACTIVATION, x_ptr.dtype.element_ty == tl.float32), rows, cols, mask, STRIDE_OM)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _gemm_pair_kernel(
+    x_ptr, w_ptr, bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr, num_rows,
+    HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, K: tl.constexpr,
+    STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr, STRIDE_OM: tl.constexpr,
+    STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
+    ROTARY: tl.constexpr, SHARED_ANGLES: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (all tiles,), of BLOCK_N pairs each.
+
+    ROTARY: w is NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, of 2 HALF rows each; their results go to
+    `first`, `second` and `third`, contiguous. No tile holds parts of two of them. Otherwise w is HALF rows of gates and
+    HALF of what they gate; the result goes to `first` and, with KEEPS_PRE, what it is made from to `second`.
+    """
+    tiles = count_tiles(NUM_HEADS, HALF, BLOCK_N) + 2 * count_tiles(NUM_K_HEADS, HALF, BLOCK_N)
+    first_row, tile = _place_tile(num_rows, tiles, BLOCK_M, GROUP_M)
+    part, pairs, valid, begin = place_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    cols = pairs
+    a_rows = pairs
+    if ROTARY:
+        cols = first_columns(pairs, HALF)
+        a_rows = begin + cols
+    a, b = _multiply(
+        x_ptr, w_ptr, first_row, num_rows, a_rows, a_rows + HALF, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
+        (NUM_HEADS * HALF) % BLOCK_N > 0 or (NUM_K_HEADS * HALF) % BLOCK_N > 0, True,
+        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, TAIL_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        a = _add_bias(a, bias_ptr, a_rows, valid)
+        b = _add_bias(b, bias_ptr, a_rows + HALF, valid)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    mask = (rows < num_rows)[:, None] & valid[None, :]
+    Q_WIDTH: tl.constexpr = 2 * HALF * NUM_HEADS
+    K_WIDTH: tl.constexpr = 2 * HALF * NUM_K_HEADS
+    if ROTARY:
+        if part == 2:
+            store_block(third_ptr, a, rows, cols, mask, K_WIDTH)
+            store_block(third_ptr, b, rows, cols + HALF, mask, K_WIDTH)
+        else:
+            cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
+            sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
+            turned_a, turned_b = rotate(a, b, cos, sin)
+            if part == 0:
+                store_block(first_ptr, turned_a, rows, cols, mask, Q_WIDTH)
+                store_block(first_ptr, turned_b, rows, cols + HALF, mask, Q_WIDTH)
+            else:
+                store_block(second_ptr, turned_a, rows, cols, mask, K_WIDTH)
+                store_block(second_ptr, turned_b, rows, cols + HALF, mask, K_WIDTH)
+    else:
+        if KEEPS_PRE:
+            store_block(second_ptr, a, rows, cols, mask, 2 * HALF)
+            store_block(second_ptr, b, rows, cols + HALF, mask, 2 * HALF)
+        store_block(first_ptr, swiglu(a, b, x_ptr.dtype.element_ty == tl.float32), rows, cols, mask, STRIDE_OM)

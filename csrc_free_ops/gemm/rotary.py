@@ -1,0 +1,97 @@
+"""What surrounds the product of `qkv_rope` where it is not in its epilogue: the rotation alone, and the gradient's.
+
+The forward's product is packed [T, (H + 2 Hk) D], heads of q, of k, of v. `_rotate_kernel` splits and rotates it, where
+a plain product made it. `_qkv_rope_bwd_kernel` takes the gradients of q, k and v back to its columns, rounded once, and
+sums them for the bias before they are rounded: a program owns ROWS rows, and its sums are one row of `sums`, which are
+added up in a fixed order. Angles are those of tiles/rope.py; the gradient of a rotation is the rotation back.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.gemm.portable import COUNTS
+from csrc_free_ops.tiles.blocks import load_block, store_block
+from csrc_free_ops.tiles.rope import first_columns, load_angles, place_pairs, rotate, rotate_back
+
+
+@triton.jit
+def _load_pair(ptr, rows, cols, mask, STRIDE: tl.constexpr, HALF: tl.constexpr):
+    return load_block(ptr, rows, cols, mask, STRIDE), load_block(ptr, rows, cols + HALF, mask, STRIDE)
+
+
+@triton.jit
+def _store_pair(ptr, pair, rows, cols, mask, STRIDE: tl.constexpr, HALF: tl.constexpr):
+    store_block(ptr, pair[0], rows, cols, mask, STRIDE)
+    store_block(ptr, pair[1], rows, cols + HALF, mask, STRIDE)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _rotate_kernel(
+    packed_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, num_rows,
+    HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
+    STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr, SHARED_ANGLES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of pairs)."""
+    Q_WIDTH: tl.constexpr = 2 * HALF * NUM_HEADS
+    K_WIDTH: tl.constexpr = 2 * HALF * NUM_K_HEADS
+    part, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    cols = first_columns(pairs, HALF)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (rows < num_rows)[:, None] & valid[None, :]
+    a, b = _load_pair(packed_ptr, rows, begin + cols, mask, Q_WIDTH + 2 * K_WIDTH, HALF)
+    if part == 2:
+        _store_pair(v_ptr, (a, b), rows, cols, mask, K_WIDTH, HALF)
+    else:
+        cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
+        sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
+        turned = rotate(a, b, cos, sin)
+        if part == 0:
+            _store_pair(q_ptr, turned, rows, cols, mask, Q_WIDTH, HALF)
+        else:
+            _store_pair(k_ptr, turned, rows, cols, mask, K_WIDTH, HALF)
+
+
+@triton.jit
+def _in_heads(pairs, stride_head, UNIT: tl.constexpr, HALF: tl.constexpr):
+    """Where the first of each pair lies in a row; head strides arrive in units, so that their alignment is known."""
+    return (pairs // HALF).to(tl.int64) * tl.cast(stride_head, tl.int64) * UNIT + pairs % HALF
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _qkv_rope_bwd_kernel(
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, packed_ptr, sums_ptr,
+    stride_qh, stride_kh, stride_vh, num_rows,
+    HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr, SHARED_ANGLES: tl.constexpr,
+    PACKS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (runs of ROWS rows, tiles of pairs). PACKS: whether packed is stored; SUMS: whether sums are."""
+    part, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    cols = begin + first_columns(pairs, HALF)
+    WIDTH: tl.constexpr = 2 * HALF * (NUM_HEADS + 2 * NUM_K_HEADS)
+    run = tl.program_id(0).to(tl.int64)
+    sum_a = tl.zeros((BLOCK_N,), tl.float32)
+    sum_b = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, ROWS, BLOCK_M):
+        rows = run * ROWS + start + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & valid[None, :]
+        if part == 2:
+            a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, UNIT, HALF), mask, STRIDE_VT, HALF)
+        else:
+            if part == 0:
+                a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, UNIT, HALF), mask, STRIDE_QT, HALF)
+            else:
+                a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, UNIT, HALF), mask, STRIDE_KT, HALF)
+            cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
+            sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
+            a, b = rotate_back(a, b, cos, sin)
+        if PACKS:
+            _store_pair(packed_ptr, (a, b), rows, cols, mask, WIDTH, HALF)
+        if SUMS:
+            sum_a += tl.sum(a, 0)
+            sum_b += tl.sum(b, 0)
+    if SUMS:
+        tl.store(sums_ptr + run * WIDTH + cols, sum_a, mask=valid)
+        tl.store(sums_ptr + run * WIDTH + cols + HALF, sum_b, mask=valid)

@@ -1,0 +1,235 @@
+"""How a product's launch is chosen, explained, tuned and measured."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import torch_ops
+from csrc_free_ops.candidates import CANDIDATES
+from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
+from torch_ops import _gemm_portable, cli
+from torch_ops._device import SHARED_MEMORY
+from torch_ops.bench import mlp, qkv_rope, timing, tune
+from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.documents import summary
+from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Provenance, Report
+from torch_ops.bench.room import Contender, Room, TunedKernel
+from torch_ops.bench.tables import markdown
+from torch_ops.bench.tune import Measured, Tried, rows_of
+from torch_ops.testing.cases import MLP, QKV_ROPE, make_mlp_inputs, make_qkv_rope_inputs
+
+pytestmark = pytest.mark.no_interpret
+
+H200 = Gpu("h200", "cuda", 90, SHARED_MEMORY[90])
+CPU = torch.device("cpu")
+WIDE, TALL = Launch(128, 256, 8, 3, 64), Launch(256, 64, 8, 3, 64)
+PROVENANCE = {"gpu": "any", "triton": "3.6.0", "date": "2026-11-23"}
+
+
+def _pick(rows: tuple[Row, ...], n: int, k: int, count: int | None, aten: bool = True) -> Launch:
+    return pick_product("gemm", H200, "bfloat16", 2, n, k, count, rows, aten)[0]
+
+
+def test_rows_belong_to_sizes_of_a_weight_and_to_rows_of_x() -> None:
+    rows = (
+        Row("gemm", "bfloat16", 0, WIDE, n=4304, k=1152, max_length=1000),
+        Row("gemm", "bfloat16", 0, TALL, n=4304, k=1152, min_length=1000),
+        Row("gemm", "bfloat16", 0, ATEN, k=4304),
+    )
+    rule = product_rule("gemm", H200, 2)
+    assert [_pick(rows, 4304, 1152, count) for count in (999, 1000, None)] == [WIDE, TALL, TALL]
+    assert [_pick(rows, n, k, 10) for n, k in ((1152, 4304), (4304, 1151), (4303, 1152))] == [ATEN, rule, rule]
+    assert _pick(rows, 1152, 4304, 10, aten=False) == rule
+
+
+@pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_exact_fp32_products_are_pytorch_s_unless_it_may_not(kernel: str, arch: int) -> None:
+    gpu = Gpu("x", "cuda", arch, SHARED_MEMORY[arch])
+    assert product_rule(kernel, gpu, 4) == ATEN
+    for itemsize in (2, 4):
+        launch = product_rule(kernel, gpu, itemsize, aten=False)
+        weights = launch.block_n * (2 if kernel == "gemm_pair" else 1)
+        assert launch.num_stages * launch.block_k * (launch.block_m + weights) * itemsize <= gpu.shared_memory
+
+
+def test_rows_of_products_survive_the_file(tmp_path: Path) -> None:
+    rows = [
+        Row("gemm", "bfloat16", 0, WIDE, n=4304, k=1152, min_length=5),
+        Row("gemm_pair", "float16", 0, ATEN, n=3456),
+        Row("attention_fwd", "float16", 64, Launch(64, 32, 4, 2)),
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(as_document(rows, PROVENANCE)))
+    entries = json.loads(path.read_text())["rows"]
+    assert entries[1]["launch"] == {"path": "aten"} and "block_k" not in entries[2]["launch"]
+    assert [dataclasses.replace(row, source="", gpu="") for row in read_rows(path)] == rows
+    del entries[0]["head_dim"]
+    path.write_text(json.dumps({"provenance": PROVENANCE, "rows": entries[:1]}))
+    assert read_rows(path)[0].head_dim == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "launch", "message"),
+    [
+        ("attention_fwd", {"path": "aten"}, "only gemm and gemm_pair can be left to ATen"),
+        ("gemm", {"path": "cublas"}, "is no launch: the path that needs none is 'aten'"),
+        ("gemm", {**ATEN.entry(), "block_m": 64}, "is no launch"),
+        ("gemm", Launch(64, 64, 4, 3).entry(), "products alone have a block_k"),
+        ("gemm", Launch(64, 64, 4, 3, 48).entry(), "products alone have a block_k, a power of two"),
+        ("attention_fwd", Launch(64, 64, 4, 3, 64).entry(), "products alone have a block_k"),
+        ("gemm_pair", Launch(64, 48, 4, 3, 64).entry(), "rows, columns and warps are powers of two"),
+    ],
+)
+def test_a_launch_that_no_product_takes_is_refused(kernel: str, launch: dict, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    row = {"kernel": kernel, "dtype": "float16", "head_dim": 64, "launch": launch}
+    path.write_text(json.dumps({"provenance": PROVENANCE, "rows": [row]}))
+    with pytest.raises(ValueError, match=f"holds no launch rows: .*{message}"):
+        read_rows(path)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are explained as if they ran there."""
+    monkeypatch.setattr(_gemm_portable, "gpu", lambda: H200)
+    monkeypatch.setattr("torch_ops._explain.runs_kernels", lambda tensor: True)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_explain_says_which_products_are_pytorch_s(tmp_path: Path) -> None:
+    inputs = make_mlp_inputs(next(case for case in MLP if case.name == "swiglu"), torch.bfloat16)
+    args = inputs.call(lambda *args: args)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(as_document([Row("gemm", "bfloat16", 0, ATEN, n=32, k=68)], PROVENANCE)))
+    with torch_ops.settings(rows=str(path), path="auto"):
+        report = torch_ops.explain(torch_ops.mlp, *args)
+        assert report["path"] == "portable" and report["why"] == "left to PyTorch: gemm 32x68"
+        assert report["kernels"]["gemm 32x68"]["launch"] == {"path": "aten"}
+        assert report["kernels"]["gemm_pair 136x32"]["launch"]["block_k"] == 64
+        with torch_ops.settings(path="portable"):
+            report = torch_ops.explain(torch_ops.mlp, *args)
+            assert report["why"] == "every product has a launch of its own"
+    inputs = make_qkv_rope_inputs(QKV_ROPE[0], torch.float32)
+    with torch_ops.settings(path="auto"):
+        report = inputs.call(lambda *args: torch_ops.explain(torch.ops.vk.qkv_rope, *args))
+    assert report["path"] == "aten" and list(report["kernels"]) == ["gemm_pair 432x40"]
+
+
+def test_explain_refuses_and_says_where_there_are_no_kernels() -> None:
+    inputs = make_mlp_inputs(MLP[0], torch.float32)
+    assert inputs.call(lambda *args: torch_ops.explain(torch_ops.mlp, *args))["path"] == "reference"
+    with pytest.raises(ValueError, match="activation must be one of"):
+        torch_ops.explain(torch_ops.mlp, *inputs.call(lambda *args: args)[:5], "relu")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("room", "name", "found"),
+    [(mlp.ROOM, "tower", {"gemm 76x40", "gemm 40x76"}), (qkv_rope.ROOM, "gqa", {"gemm_pair 320x40"})],
+    ids=["mlp", "qkv_rope"],
+)
+def test_every_product_is_a_point_to_tune(room: Room, name: str, found: set[str]) -> None:
+    (case,) = room.cases([name], CPU)
+    terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
+    points = tune.find_points(room, [case], ["portable"], [], terms)
+    assert {f"{point.kernel.name} {point.kernel.n}x{point.kernel.k}" for point, _ in points} == found
+    assert all(point.kernel.length == case.rows and f" {name} " in point.key for point, _ in points)
+
+
+def test_tuned_rows_are_of_a_weight() -> None:
+    def point(length: int, k: int, launch: Launch) -> Measured:
+        return Measured(TunedKernel("gemm", False, "bfloat16", 0, False, length, 64, k), (Tried(launch, (1.0,)),))
+
+    points = [point(1024, 32, WIDE), point(4096, 32, ATEN), point(1024, 48, TALL)]
+    assert rows_of(points) == [
+        Row("gemm", "bfloat16", 0, WIDE, max_length=2048, n=64, k=32),
+        Row("gemm", "bfloat16", 0, ATEN, min_length=2048, n=64, k=32),
+        Row("gemm", "bfloat16", 0, TALL, n=64, k=48),
+    ]
+    for each in points:
+        assert Measured.of(json.loads(json.dumps(each.entry()))) == each
+    assert ATEN in CANDIDATES["gemm"] and ATEN in CANDIDATES["gemm_pair"]
+
+
+def _measure(room: Room, name: str, *contenders: Contender) -> list[Measurement]:
+    (case,) = room.cases([name], CPU)
+    terms = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
+    return contest(room, case, contenders, terms)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
+
+
+@pytest.mark.parametrize(("room", "name"), [(mlp.ROOM, "swiglu"), (qkv_rope.ROOM, "gqa")], ids=["mlp", "qkv_rope"])
+def test_a_yardstick_is_timed_and_neither_judged_nor_a_peer(room: Room, name: str) -> None:
+    yardstick = next(peer for peer in room.peers if peer.yardstick)
+    eager = next(peer for peer in room.peers if peer.name == "eager")
+    found = _measure(room, name, room.ours, yardstick, eager)
+    assert [one.direction for one in found] == ["forward", "backward"]
+    for one in found:
+        beside, right = one.peers
+        assert (beside.status, beside.note) == (YARDSTICK, yardstick.yardstick) and beside.rounds_ms and not beside.gate
+        assert one.ours.status == right.status == OK and right.gate
+        # However fast it is.
+        assert one.best_peer is right
+    report = Report(Provenance("now", "c", "vk", "CPU", None, {}, {}), measurements=tuple(found))
+    assert f"{yardstick.name} is a yardstick, not a peer, on" in markdown(report)
+    assert f"*yardstick*: {yardstick.name} {yardstick.yardstick}, so it is no peer" in summary(report)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_one_without_a_backward_is_judged_by_its_results() -> None:
+    eager = next(peer for peer in mlp.ROOM.peers if peer.name == "eager")
+
+    def bind(case: Any, inputs: Any) -> Any:
+        call = eager.bind(case, inputs)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return call.forward()
+
+        return dataclasses.replace(call, forward=forward)
+
+    forward, backward = _measure(
+        mlp.ROOM, "tower", mlp.ROOM.ours, dataclasses.replace(eager, bind=bind, directions=("forward",))
+    )
+    assert [peer.status for peer in forward.peers] == [OK] and not backward.peers
+
+
+def test_cublas_s_epilogue_says_what_it_cannot() -> None:
+    cases = {case.name: case for case in MLP}
+    cuda = torch.device("cuda")
+    refusals = {
+        name: mlp.EPILOGUE.refuses(cases[name], torch.bfloat16, cuda) for name in ("tower", "silu", "bare", "lead")
+    }
+    assert [bool(refusal) for refusal in refusals.values()] == [False, True, True, True]
+    (forward, _) = _measure(mlp.ROOM, "tower", mlp.ROOM.ours, mlp.EPILOGUE)
+    assert (forward.peers[0].status, forward.peers[0].note) == (UNAVAILABLE, "needs a GPU")
+
+
+@pytest.mark.parametrize("op", ["mlp", "qkv_rope"])
+def test_commands_run(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run = CliRunner().invoke(cli.app, ["bench", op, "--device", "cpu", "--shapes", "tower", "--rounds", "2"])
+    assert run.exit_code == 0, run.output
+    assert f"{op}, forward, float32, reference path" in run.stdout
+    run = CliRunner().invoke(cli.app, ["bench", op, "--device", "cpu", "--shapes", "nosuch"])
+    assert run.exit_code == 2 and "no case is called 'nosuch'" in run.stderr
+    run = CliRunner().invoke(cli.app, ["bench", "profile", op, "--device", "cpu", "--shapes", "tower", "--backward"])
+    assert run.exit_code == 0 and f"vk::{op}" in run.stdout
+
+
+@pytest.mark.parametrize("room", [mlp.ROOM, qkv_rope.ROOM], ids=["mlp", "qkv_rope"])
+def test_host_calls_are_there(room: Room) -> None:
+    calls = room.host_calls(torch.float32, CPU)
+    assert [call.raw for call in calls] == [False, True, False, False, False]
+    assert calls[1].call is None and calls[1].note == "there is none on this device"

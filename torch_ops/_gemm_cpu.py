@@ -1,0 +1,108 @@
+"""The ops of the GEMM core on the CPU, in ATen. Gradients are written out, as in the kernels.
+
+Autocast casts what an op takes, and nothing in here.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+QUICK = 1.702
+
+
+def _angles(table: Tensor, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[T, 1, D / 2] for the first and the second half of a head."""
+    table = table.to(dtype)[:, None]
+    return table[..., :half], table[..., -half:]
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    half = x.shape[2] // 2
+    (cos_a, cos_b), (sin_a, sin_b) = (_angles(table, half, dtype) for table in (cos, sin))
+    a, b = x.to(dtype).split(half, 2)
+    if back:
+        return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], 2)
+    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], 2)
+
+
+@torch.autocast("cpu", enabled=False)
+def qkv_rope_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Fills q, k and v, as the launch of `plan_rotary` does."""
+    packed = functional.linear(x, weight, bias).unflatten(1, (-1, q.shape[2]))
+    of_q, of_k, of_v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
+    q.copy_(_turn(of_q, cos, sin, False))
+    k.copy_(_turn(of_k, cos, sin, False))
+    v.copy_(of_v)
+
+
+@torch.autocast("cpu", enabled=False)
+def rotary_backward_cpu(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, packed: Tensor, partial: Tensor
+) -> None:
+    """Fills packed and partial, a row of sums, unless they have no rows, as the launch of `plan_rotary_backward`."""
+    wide = [_turn(dq, cos, sin, True), _turn(dk, cos, sin, True), dv.to(partial.dtype)]
+    gradient = torch.cat([each.flatten(1) for each in wide], 1)
+    if partial.shape[0]:
+        partial.copy_(gradient.sum(0, keepdim=True))
+    if packed.shape[0]:
+        packed.copy_(gradient)
+
+
+def _activated(pre: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        gate, up = pre.chunk(2, 1)
+        return functional.silu(gate) * up
+    if activation == "gelu_tanh":
+        return functional.gelu(pre, approximate="tanh")
+    if activation == "gelu":
+        return functional.gelu(pre)
+    if activation == "quick_gelu":
+        return pre * torch.sigmoid(QUICK * pre)
+    return functional.silu(pre)
+
+
+@torch.autocast("cpu", enabled=False)
+def linear_cpu(
+    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
+) -> None:
+    """Fills out and, where it is given, pre, as the launch of `plan_linear` does."""
+    product = functional.linear(x, weight, bias)
+    if pre is not None:
+        pre.copy_(product)
+    if activation == "none":
+        out.copy_(product)
+        return
+    activated = _activated(product.to(torch.promote_types(x.dtype, torch.float32)), activation)
+    out[:, : activated.shape[1]].copy_(activated)
+
+
+def _pre_gradient(dh: Tensor, pre: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        gate, up = pre.chunk(2, 1)
+        return torch.cat([torch.ops.aten.silu_backward(dh * up, gate), dh * functional.silu(gate)], 1)
+    if activation == "gelu_tanh":
+        return torch.ops.aten.gelu_backward(dh, pre, approximate="tanh")
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(dh, pre)
+    if activation == "quick_gelu":
+        share = torch.sigmoid(QUICK * pre)
+        return dh * (share + QUICK * pre * share * (1 - share))
+    return torch.ops.aten.silu_backward(dh, pre)
+
+
+@torch.autocast("cpu", enabled=False)
+def activation_backward_cpu(activation: str, dh: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
+    """Fills dpre, h and partial, those that have rows, as the launch of `plan_activation_backward` does."""
+    dtype = torch.promote_types(pre.dtype, torch.float32)
+    pre = pre.to(dtype)
+    if dpre.shape[0]:
+        gradient = _pre_gradient(dh.to(dtype), pre, activation)
+        dpre[:, : gradient.shape[1]].copy_(gradient)
+        if partial.shape[0]:
+            partial.copy_(gradient.sum(0, keepdim=True))
+    if h.shape[0]:
+        activated = _activated(pre, activation)
+        h[:, : activated.shape[1]].copy_(activated)

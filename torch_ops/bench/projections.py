@@ -1,0 +1,155 @@
+"""What the bench rooms of the projections share: cases by name, calls, what is right, kernels, host time."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+import torch_ops
+from csrc_free_ops.configs import PRODUCTS
+from csrc_free_ops.gemm import activations, portable, rotary
+from torch_ops import _gemm_elementwise, _gemm_portable
+from torch_ops.bench import results
+from torch_ops.bench.host import recorded_launches
+from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
+from torch_ops.testing.cases import MlpInputs, QkvRopeInputs, outcome
+
+Inputs = QkvRopeInputs | MlpInputs
+LAUNCHERS: tuple[ModuleType, ...] = (_gemm_portable, _gemm_elementwise)
+JITS = tuple(
+    kernel
+    for module in (portable, activations, rotary)
+    for name, kernel in vars(module).items()
+    if name.endswith("_kernel")
+)
+
+
+def bind(function: Callable[..., Any], inputs: Inputs) -> Call:
+    """A call of function(*args) as the op is called."""
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
+    return Call(
+        lambda: inputs.call(function, **leaves), leaves, tuple(inputs.douts.values()), outputs=tuple(inputs.douts)
+    )
+
+
+def contender(name: str, function: Callable[..., Any], about: str, **rest: Any) -> Contender:
+    """One that takes whatever the op takes."""
+    return Contender(name, lambda case, inputs: bind(function, inputs), _runs_anywhere, lambda: about, **rest)
+
+
+def _compiled(reference: Callable[..., Any], about: str) -> Contender:
+    """`torch.compile` of the eager form, compiled for each case anew."""
+
+    def bind_compiled(case: Any, inputs: Inputs) -> Call:
+        return bind(torch.compile(reference, fullgraph=True, dynamic=False), inputs)
+
+    return Contender("compiled", bind_compiled, _runs_anywhere, lambda: about)
+
+
+def _runs_anywhere(case: Any, dtype: torch.dtype, device: torch.device) -> str:
+    return ""
+
+
+def _trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Trial]:
+    """Every result and gradient of the case itself."""
+    truth = outcome(reference, inputs, torch.float64, backward)
+    return [Trial(label, case, inputs, lambda name, tensor: tensor, truth, outcome(reference, inputs, None, backward))]
+
+
+def _cost(op: Any, inputs: Inputs, backward: bool) -> Cost:
+    """The backward makes two products for each of the forward's, reads the upstream gradients, and writes all."""
+    flops = int(inputs.call(flop_registry[op]))
+    read = sum(tensor.nbytes for tensor in vars(inputs).values() if isinstance(tensor, Tensor))
+    written = sum(leaf.nbytes for leaf in inputs.leaves.values())
+    # Upstream gradients are as large as the results.
+    return Cost(2 * flops, read + written) if backward else Cost(flops, read)
+
+
+def _explained(function: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
+    report: dict[str, Any] = inputs.call(lambda *args: torch_ops.explain(function, *args))
+    return report
+
+
+def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[TunedKernel]:
+    found = []
+    for described in _explained(function, inputs)["kernels"]:
+        name, _, size = described.partition(" ")
+        assert name in PRODUCTS
+        n, k = map(int, size.split("x"))
+        found.append(TunedKernel(name, False, str(inputs.x.dtype).removeprefix("torch."), 0, False, rows, n, k))
+    return found
+
+
+def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[HostCall]:
+    """From ATen's smallest op to the public function with gradients; inputs are so small that no call waits."""
+    x = inputs.x.detach().clone().requires_grad_()
+    number = torch.ones(16, device=inputs.x.device)
+    launch, why = None, "there is none on this device"
+    if _explained(function, inputs)["path"] == "portable":
+        path = torch_ops.settings.path
+        # Plans, and the launches that they keep, are made anew after a change of settings.
+        torch_ops.settings.update(path="auto" if path == "hopper" else "hopper")
+        torch_ops.settings.update(path=path)
+        with recorded_launches(LAUNCHERS) as launches:
+            inputs.call(op)
+        launch, why = launches.replay, ""
+    elif inputs.x.is_cuda:
+        why = "PyTorch makes the products"
+    return [
+        HostCall("ATen add", lambda: torch.add(number, number)),
+        HostCall("raw Triton launches of the forward", launch, raw=True, note=why),
+        HostCall(f"torch.ops.vk.{function.__name__}", lambda: inputs.call(op), target=1.8),
+        HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), target=1.8),
+        HostCall(f"torch_ops.{function.__name__} with gradients", lambda: inputs.call(function, x=x), target=2.5),
+    ]
+
+
+def make_room(
+    function: Callable[..., Any], reference: Callable[..., Any], cases: tuple[Any, ...],
+    inputs: Callable[..., Any], shape: Callable[[Any], str], peers: tuple[Contender, ...], host_case: Any,
+    profiled: str,
+) -> Room:  # fmt: skip
+    """The room of the op whose public function this is; `host_case` is so small that the device is never behind.
+
+    Beside ours and the peers that are given, the eager form and what torch.compile makes of it.
+    """
+    name = function.__name__
+    op = getattr(torch.ops.vk, name)
+    everyone = (
+        *peers,
+        contender("eager", reference, "the ops one after another in eager PyTorch"),
+        _compiled(reference, "torch.compile of the eager form"),
+    )
+
+    def find_cases(wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
+        tag = "bench" if device.type == "cuda" else "smoke"
+        return find_named(cases, wanted) if wanted else tuple(case for case in cases if tag in case.tags)
+
+    def find_profiled(wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
+        return find_cases(wanted or ([profiled] if device.type == "cuda" else ["tower"]), device)
+
+    def make_trials(case: Any, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+        return _trials(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
+
+    def default_peers(device: torch.device) -> tuple[str, ...]:
+        return tuple(peer.name for peer in everyone if device.type == "cuda" or peer.name != "compiled")
+
+    return Room(
+        op=name,
+        cases=find_cases,
+        profiled=find_profiled,
+        shape=shape,
+        inputs=inputs,
+        trials=make_trials,
+        cost=lambda drawn, backward: _cost(op, drawn, backward),
+        path=lambda drawn: str(_explained(function, drawn)["path"]),
+        ours=contender(results.OURS, function, f"vk::{name}"),
+        peers=everyone,
+        default_peers=default_peers,
+        host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device)),
+        kernels=lambda case, drawn: _kernels(function, drawn, case.rows),
+        jits=JITS,
+    )

@@ -1,0 +1,49 @@
+"""Projections: the packed one with its rotary embedding, and the MLP."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Transformers' vision encoders do it: in fp32 or wider, rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table[:, None].to(wide) for table in (cos, sin))
+    if cos.shape[-1] != x.shape[-1]:
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return (x.to(wide) * cos + _rotate_half(x.to(wide)) * sin).to(x.dtype)
+
+
+def qkv_rope(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
+    num_k_heads: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(q, k, v) of `vk::qkv_rope`: a linear, a split, a rotation."""
+    num_k_heads = num_heads if num_k_heads is None else num_k_heads
+    packed = functional.linear(x, weight, bias).unflatten(1, (num_heads + 2 * num_k_heads, -1))
+    q, k, v = packed.split([num_heads, num_k_heads, num_k_heads], 1)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+
+
+def activated(pre: Tensor, activation: str) -> Tensor:
+    """What lies between the layers of `vk::mlp`."""
+    if activation == "swiglu":
+        gate, up = pre.chunk(2, -1)
+        return functional.silu(gate) * up
+    if activation == "quick_gelu":
+        return pre * torch.sigmoid(1.702 * pre)
+    if activation == "silu":
+        return functional.silu(pre)
+    return functional.gelu(pre, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
+
+
+def mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh"
+) -> Tensor:
+    """out of `vk::mlp`: a linear, an activation, a linear."""
+    return functional.linear(activated(functional.linear(x, w1, b1), activation), w2, b2)
