@@ -11,14 +11,12 @@ from torch import Tensor
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
-from csrc_free_ops.configs import Gpu, Launch, Row, pick, split_head_dim
+from csrc_free_ops.configs import Launch, Row, pick, split_head_dim
 from torch_ops._checks import dtype_name
-from torch_ops._device import gpu
+from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
-
-INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30)
 
 
 def mean_length(total: int, num_segments: int) -> int | None:

@@ -14,14 +14,30 @@ from torch_ops.testing.cases.attention import (
     make_inputs,
     window_attn_cases,
 )
+from torch_ops.testing.cases.grids import (
+    GRIDS,
+    ROW_LAYOUTS,
+    GridCase,
+    GridInputs,
+    grid_cases,
+    lay_out,
+    make_grid_inputs,
+)
 
 __all__ = [
+    "GRIDS",
     "LAYOUTS",
     "RAGGED_WINDOWS",
+    "ROW_LAYOUTS",
     "WINDOW_ATTN",
+    "GridCase",
+    "GridInputs",
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
+    "grid_cases",
+    "lay_out",
+    "make_grid_inputs",
     "make_inputs",
     "window_attn_cases",
 ]

@@ -5,5 +5,6 @@ family of ops.
 """
 
 from torch_ops.testing.references.attention import window_attn, window_attn_backward
+from torch_ops.testing.references.grids import pos_embed_interpolate, rotary_table, spatial_merge
 
-__all__ = ["window_attn", "window_attn_backward"]
+__all__ = ["pos_embed_interpolate", "rotary_table", "spatial_merge", "window_attn", "window_attn_backward"]
