@@ -37,8 +37,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "short": {"rows": 100},
     "short_with_everything": {"rows": 100, "window_left": 9, "window_right": 3, "softcap": 5.0, "dlse": True},
 }
+ATTENTION = ("window_attn", "window_attn_backward")
 KERNELS: dict[str, JITFunction] = {
-    kernel.fn.__name__: kernel for name in OPS for kernel in get_triton_kernels_for_op(f"vk::{name}")
+    kernel.fn.__name__: kernel for name in ATTENTION for kernel in get_triton_kernels_for_op(f"vk::{name}")
 }
 
 

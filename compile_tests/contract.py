@@ -56,6 +56,15 @@ OPCHECKS = (
     "test_aot_dispatch_static",
 )
 SM90 = GPUTarget("cuda", 90, 32)
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": SM90,
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
 
 
 def opcheck_fully(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:

@@ -15,8 +15,17 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests.attention import KERNELS, attention_launches, is_short
-from compile_tests.contract import ROOT, SM90, build, fake_gpu
+from compile_tests import attention, grids
+from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
+
+KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **grids.KERNELS}
+
+
+def _launch(name: str) -> KernelLaunch:
+    """One in which this kernel takes part."""
+    if name in grids.KERNELS:
+        return grids.grid_launches(order="raster")[name]
+    return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
 
 
 def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]:
@@ -57,7 +66,7 @@ def test_names_in_kernels_keep_their_meaning(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_reemitted_kernel_builds_to_the_same_code(name: str, tmp_path: Path) -> None:
     """Inductor's own text of the kernel, alone in a file, against the kernel where it lives."""
-    launch = attention_launches(rows=100 if is_short(name) else 200)[name]
+    launch = _launch(name)
     source = user_defined_triton_kernel_transitive_closure_source_code(KERNELS[name])
     file = tmp_path / "reemitted.py"
     file.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")

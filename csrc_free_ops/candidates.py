@@ -25,8 +25,6 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     **HOPPER_LAUNCHES,
     **dict.fromkeys(
         GRID_TILES,
-        tuple(
-            Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))
-        ),
+        tuple(Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))),
     ),
 }

@@ -171,7 +171,7 @@ def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> 
 def _rule_of_grids(kernel: str, gpu: Gpu, width: int) -> Launch:
     """Columns as wide as leaves 16 rows, but for ones that pad by much more than half of them would."""
     if gpu.backend == "interpreter":
-        return Launch(16, 32, 4, 1)
+        return Launch(16, 64, 4, 1)
     elements, warps = GRID_TILES[kernel]
     cols = min(elements // 16, max(16, next_power_of_2(width)))
     if cols == 256 and 8 * -(-width // 256) * 256 > 9 * -(-width // 128) * 128:

@@ -7,27 +7,27 @@ Rotary table (Qwen2-VL, arXiv 2409.12191, section 2.1; `rotary_pos_emb` of Trans
 
     cos, sin of [i f_0 .. i f_(D/4-1) | j f_0 .. j f_(D/4-1)],    f_k = 1 / theta^(2k / (D/2))
 
-with powers, reciprocals and angles rounded to fp32 where Transformers rounds them. Each is worked out in fp64 before, and
-so is the angle's remainder by pi/2, exactly enough for any position that fp32 holds; polynomials in fp32 then give both
-(S. L. Moshier, Cephes, sinf.c).
+with powers, reciprocals and angles rounded to fp32 where Transformers rounds them. Each is worked out in fp64 before,
+and so is the angle's remainder by pi/2, exactly enough for any position that fp32 holds; polynomials in fp32 then give
+both (S. L. Moshier, Cephes, sinf.c). The device functions that Triton's sin and cos call would take local memory.
 
 Learned positions: a table of S x S entries is resampled to each h x w frame, bilinearly and separably. Along an axis of
 `size` patches, patch i lies at
 
     src = i (S - 1) / max(size - 1, 1)    or, of half-pixel centres,    src = (i + 1/2) S / size - 1/2
 
-and takes entry floor(src) by 1 - frac(src) and the next by frac(src), once src is clamped to the table. With weights and
-sums in fp32, out = sum w_i w_j table, rounded once.
+and takes entry floor(src) by 1 - frac(src) and the next by frac(src), once src is clamped to the table. With weights
+and sums in fp32, out = sum w_i w_j table, rounded once.
 
-Its gradient is gathered. Entry r gets something along an axis from those i for which |src(i) - r| < 1 (the first and the
-last also from all that were clamped to them), which is an interval of i with bounds in integers. So an entry's addends
-from image s are t x (rows of an interval) x (columns of an interval), their number is known, and with a running sum over
-images the k-th addend of all is found by its number: BLOCK_M of them are added at a time, into fp32 accumulators that
-are summed at the end. No atomics, and the order depends on the grid alone.
+Its gradient is gathered. Entry r gets something along an axis from those i for which |src(i) - r| < 1 (the first and
+the last also from all that were clamped to them), which is an interval of i with bounds in integers. So an entry's
+addends from an image are frames x (rows of an interval) x (columns of an interval), their number is known, and with a
+running sum over images the k-th addend of all is found by its number: BLOCK_M of them are added at a time, into fp32
+accumulators that are summed at the end. No atomics, and the order depends on the grid alone.
 
 Merge: row q of the merged order is row q of x, or, where x is in raster order, the row at that patch; `concat` of M^2
-such rows is a copy in memory, `mean` their fp32 sum over M^2. Rows that belong to no image stay in place in either order.
-Gradients are gathered too.
+such rows is a copy in memory, `mean` their fp32 sum over M^2. Rows that belong to no image stay in place in either
+order. Gradients are gathered too.
 """
 
 import triton
@@ -218,9 +218,7 @@ def _pos_embed_bwd_kernel(
         images = index + tl.arange(0, IMAGES)
         hs, ws, frames, counts = load_sizes(grid_ptr, images, images < num_images, total)
         starts, ends = find_bounds(counts, before, total)
-        addends = tl.cumsum(
-            _count(row_entry, col_entry, hs, ws, frames, starts, ends, SIDE, MERGE, ALIGN_CORNERS), 0
-        )
+        addends = tl.cumsum(_count(row_entry, col_entry, hs, ws, frames, starts, ends, SIDE, MERGE, ALIGN_CORNERS), 0)
         addends = tl.minimum(addends, 2**31 - 2**15).to(tl.int32)
         count = tl.max(addends, 0)
         for base in range(0, count, BLOCK_M):

@@ -13,7 +13,7 @@ from torch import Tensor
 from csrc_free_ops.configs import Launch, pick
 from torch_ops._checks import check_dense, check_device, dtype_name, refuse
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, Relaunch, is_eager
+from torch_ops._registry import INTERPRET, is_eager
 from torch_ops.settings import settings
 
 # Row numbers are 32-bit in the kernels.
@@ -22,7 +22,9 @@ MOST_MERGED = 16
 LONGEST_SIDE = 2**20
 
 
-def check_grid(op: str, grid: Tensor, total: int, merge_size: int, like_name: str = "", like: Tensor | None = None) -> None:
+def check_grid(
+    op: str, grid: Tensor, total: int, merge_size: int, like_name: str = "", like: Tensor | None = None
+) -> None:
     check_dense(op, "grid", grid)
     if grid.dtype != torch.int64:
         refuse(op, "grid", "int64", dtype_name(grid.dtype))
@@ -66,15 +68,20 @@ def check_on_device(op: str, grid: Tensor, merge_size: int, most: int | None = N
 
 
 def send_grid(
-    op: str, grid: Tensor, device: torch.device, total: int, merge_size: int, most: int | None = None
-) -> Tensor:
-    """A public function's grid, on `device`: one on the CPU is checked at no cost and sent without waiting."""
+    op: str, grid: Tensor, device: torch.device, merge_size: int, check: Callable[[Tensor], None],
+    most: int | None = None,
+) -> Tensor:  # fmt: skip
+    """A public function's grid, on `device`: one on the CPU is checked at no cost and sent without waiting.
+
+    `check(grid)` is what the op refuses without a look at the values.
+    """
     if not isinstance(grid, Tensor) or grid.device.type != "cpu":
         return grid
+    sent = grid if device.type == "cpu" else grid.to(device, non_blocking=True)
     if not torch.compiler.is_compiling() and is_eager():
-        check_grid(op, grid, total, merge_size)
+        check(sent)
         check_grid_values(op, grid, merge_size, most)
-    return grid if device.type == "cpu" else grid.to(device, non_blocking=True)
+    return sent
 
 
 def grid_launch(kernel: str, dtype: torch.dtype, width: int) -> tuple[Launch, str]:
@@ -101,7 +108,8 @@ def with_columns(rows: Tensor) -> Tensor:
 
 
 def row_stride(rows: Tensor) -> int:
-    return rows.stride(0) if rows.stride(1) == 1 else rows.shape[1]
+    """A constant of the kernel, and so no symbol."""
+    return int(rows.stride(0) if rows.stride(1) == 1 else rows.shape[1])
 
 
 @dataclass(frozen=True)

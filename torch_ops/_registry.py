@@ -82,7 +82,7 @@ class Relaunch:
     """
 
     def __init__(self, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
-        self._grid = (*grid, 1)
+        self._grid = (*grid, 1, 1)[:3]
         self._scalars = scalars
         self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 

@@ -27,7 +27,6 @@ from torch_ops._grids import (
 )
 from torch_ops._registry import Relaunch, remembered, runs_kernels, vk_op, wrap_triton
 
-
 # Sizes of an image times entries of a side are 32-bit in the kernels.
 LARGEST_SIDE = 1000
 
@@ -51,9 +50,7 @@ def _embeddings(table: Tensor, total: int) -> Tensor:
     return table.new_empty((total, table.shape[1]))
 
 
-def _pos_embed_fake(
-    table: Tensor, grid: Tensor, total: int, merge_size: int = 2, align_corners: bool = True
-) -> Tensor:
+def _pos_embed_fake(table: Tensor, grid: Tensor, total: int, merge_size: int = 2, align_corners: bool = True) -> Tensor:
     _check_pos_embed(table, grid, total, merge_size)
     return _embeddings(table, total)
 
@@ -71,9 +68,7 @@ def _axis_taps(index: Tensor, size: Tensor, side: int, align_corners: bool, dtyp
     return [(entry.clamp(0, side - 1), 1 - part), ((entry + 1).clamp(0, side - 1), part)]
 
 
-def _taps(
-    places: Places, entries: int, align_corners: bool, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _taps(places: Places, entries: int, align_corners: bool, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Four times (entry, weight) of every row."""
     side = math.isqrt(entries)
     rows = _axis_taps(places.row, places.h, side, align_corners, dtype)
@@ -99,7 +94,7 @@ def _prepare_pos_embed(
     _check_pos_embed(table, grid, total, merge_size)
     if not runs_kernels(table):
         return lambda table, grid, out: _pos_embed_cpu(table, grid, out, merge_size, align_corners)
-    width = table.shape[1]
+    width, merge_size = int(table.shape[1]), int(merge_size)
     launch, _ = grid_launch("pos_embed_fwd", table.dtype, width)
     tiles = tiles_of(total, width, launch)
     scalars = (total, grid.shape[0])
@@ -151,9 +146,7 @@ def _pos_embed_backward_fake(
     return _gradient(dout, entries)
 
 
-def _pos_embed_backward_cpu(
-    dout: Tensor, grid: Tensor, dtable: Tensor, merge_size: int, align_corners: bool
-) -> None:
+def _pos_embed_backward_cpu(dout: Tensor, grid: Tensor, dtable: Tensor, merge_size: int, align_corners: bool) -> None:
     dtype = torch.promote_types(dout.dtype, torch.float32)
     places = place_rows(grid, dout.shape[0], merge_size)
     total = torch.zeros(dtable.shape, dtype=dtype)
@@ -170,7 +163,7 @@ def _prepare_pos_embed_backward(
     _check_pos_embed_backward(dout, grid, entries, merge_size)
     if not runs_kernels(dout):
         return lambda dout, grid, dtable: _pos_embed_backward_cpu(dout, grid, dtable, merge_size, align_corners)
-    total, width = dout.shape
+    total, width, merge_size = dout.shape[0], int(dout.shape[1]), int(merge_size)
     launch, _ = grid_launch("pos_embed_bwd", dout.dtype, width)
     tiles = entries, tiles_of(1, width, launch)[1]
     scalars = (total, grid.shape[0])
@@ -252,7 +245,10 @@ def pos_embed_interpolate(
     every time.
     """
     if isinstance(table, Tensor):
-        grid = send_grid("pos_embed_interpolate", grid, table.device, total, merge_size)
+        grid = send_grid(
+            "pos_embed_interpolate", grid, table.device, merge_size,
+            lambda grid: _check_pos_embed(table, grid, total, merge_size),
+        )  # fmt: skip
     return pos_embed_interpolate_op(table, grid, total, merge_size, align_corners)
 
 

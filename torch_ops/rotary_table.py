@@ -43,9 +43,7 @@ def _rotary_table_fake(
     return _tables(grid, total, dim)
 
 
-def _rotary_table_cpu(
-    grid: Tensor, cos: Tensor, sin: Tensor, theta: float, merge_size: int
-) -> None:
+def _rotary_table_cpu(grid: Tensor, cos: Tensor, sin: Tensor, theta: float, merge_size: int) -> None:
     total, half = cos.shape
     places = place_rows(grid, total, merge_size)
     frequencies = 1.0 / (theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=grid.device) / half))
@@ -62,7 +60,7 @@ def _prepare_rotary_table(
     _check_rotary_table(grid, total, dim, theta, merge_size)
     if not (grid.is_cuda or INTERPRET):
         return lambda grid, cos, sin: _rotary_table_cpu(grid, cos, sin, theta, merge_size)
-    half = dim // 2
+    half, merge_size = int(dim) // 2, int(merge_size)
     launch, _ = grid_launch("rotary_table", torch.float32, half)
     tiles = tiles_of(total, half, launch)
     scalars = (total, grid.shape[0])
@@ -125,7 +123,10 @@ def rotary_table(
     """
     if isinstance(grid, Tensor):
         where = grid.device if device is None else torch.device(device)
-        grid = send_grid("rotary_table", grid, where, total, merge_size)
+        grid = send_grid(
+            "rotary_table", grid, where, merge_size,
+            lambda grid: _check_rotary_table(grid, total, dim, theta, merge_size),
+        )  # fmt: skip
     return rotary_table_op(grid, total, dim, theta, merge_size)
 
 

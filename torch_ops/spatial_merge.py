@@ -29,7 +29,9 @@ MODES = ("concat", "mean")
 ORDERS = ("merge_block", "raster")
 
 
-def _check_rows(op: str, argument: str, rows: Tensor, grid: Tensor, total: int, mode: str, order: str, merge_size: int) -> None:
+def _check_rows(
+    op: str, argument: str, rows: Tensor, grid: Tensor, total: int, mode: str, order: str, merge_size: int
+) -> None:
     check_dense(op, argument, rows)
     check_float(op, argument, rows)
     if rows.dim() != 2 or rows.shape[1] < 1:
@@ -90,7 +92,7 @@ def _prepare_spatial_merge(
     _check_spatial_merge(x, grid, total, mode, order, merge_size)
     if not runs_kernels(x):
         return lambda x, grid, out: _spatial_merge_cpu(x, grid, out, mode, order, merge_size)
-    width = x.shape[1]
+    width, merge_size = int(x.shape[1]), int(merge_size)
     launch, _ = grid_launch("spatial_merge_fwd", x.dtype, width)
     tiles = tiles_of(total // (merge_size * merge_size), width, launch)
     scalars = (total, grid.shape[0])
@@ -167,7 +169,8 @@ def _prepare_spatial_merge_backward(
     _check_spatial_merge_backward(dout, grid, total, rows, mode, order, merge_size)
     if not runs_kernels(dout):
         return lambda dout, grid, dx: _spatial_merge_backward_cpu(dout, grid, dx, total, mode, order, merge_size)
-    width = dout.shape[1] // (merge_size * merge_size if mode == "concat" else 1)
+    merge_size = int(merge_size)
+    width = int(dout.shape[1]) // (merge_size * merge_size if mode == "concat" else 1)
     launch, _ = grid_launch("spatial_merge_bwd", dout.dtype, width)
     tiles = tiles_of(rows, width, launch)
     scalars = (total, grid.shape[0], rows)
@@ -234,9 +237,9 @@ def spatial_merge(
             `torch_ops.settings(checked=True)`. An image whose height or width merge_size does not divide is refused by
             name where it is checked, as are images of more than `total` patches; else nothing is promised of their
             blocks, and nothing is read or written out of bounds.
-        total: the number of patches to merge, at most T and a multiple of merge_size^2. Of the rows before `total`, those
-            past the last image (the padding of a CUDA graph) are merged as they follow each other. Rows of x from
-            `total` on are left out and get gradient 0.
+        total: the number of patches to merge, at most T and a multiple of merge_size^2. Of the rows before `total`,
+            those past the last image (the padding of a CUDA graph) are merged as they follow each other. Rows of x
+            from `total` on are left out and get gradient 0.
         mode: "concat" puts the rows of a block side by side, row by row; "mean" averages them, in fp32, rounded once.
         order: "merge_block" where the rows of a block follow each other in x, as Qwen-VL has them; "raster" where a
             frame's rows are in raster order.
@@ -251,7 +254,10 @@ def spatial_merge(
     Differentiable in `x`; the gradient is gathered, and has the same bits every time.
     """
     if isinstance(x, Tensor):
-        grid = send_grid("spatial_merge", grid, x.device, total, merge_size, total)
+        grid = send_grid(
+            "spatial_merge", grid, x.device, merge_size,
+            lambda grid: _check_spatial_merge(x, grid, total, mode, order, merge_size), total,
+        )  # fmt: skip
     return spatial_merge_op(x, grid, total, mode, order, merge_size)
 
 

@@ -4,8 +4,8 @@ Image (or video) s has a grid (t, h, w): t frames of h x w patches, one row each
 Within a frame rows are in merge-block order: MERGE x MERGE blocks in raster order, and in raster order the patches of
 each (block row, block column, row in it, column in it). MERGE = 1 is raster order.
 
-Rows past the last image belong to none. Sizes are clamped, frames and all an image's rows to `total`, the rows that there
-are, so that wild ones do not overflow 32 bits; where a row's address comes from them, kernels clamp it too.
+Rows past the last image belong to none. Sizes are clamped, a frame's rows and an image's to `total`, the rows that
+there are, so that wild ones do not overflow 32 bits; where a row's address comes from them, kernels clamp it too.
 """
 
 import triton
