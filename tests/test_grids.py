@@ -16,6 +16,8 @@ from torch.nn.functional import interpolate
 
 import torch_ops
 from torch_ops import pos_embed_interpolate, rotary_table, spatial_merge
+from torch_ops.bench.app import ROOMS
+from torch_ops.bench.contest import Terms, contest
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references
 from torch_ops.testing.cases import ROW_LAYOUTS, GridCase, GridInputs, grid_cases, lay_out, make_grid_inputs
 
@@ -609,6 +611,22 @@ def test_explain_says_what_would_run(op: str, device: str) -> None:
     assert list(report["kernels"]) == (expected if computed else [])
     with pytest.raises(ValueError, match=f"^{op}: total must be"):
         torch_ops.explain(getattr(torch_ops, op), **{**arguments, "total": -4})
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("op", ["rotary_table", "pos_embed_interpolate", "spatial_merge"])
+def test_bench_room_finds_all_contenders_right(op: str) -> None:
+    """Compiled peers are left to GPUs: here they would take a minute to build."""
+    room = ROOMS[op]
+    cpu = torch.device("cpu")
+    terms = Terms(torch.float32, cpu, backward=True, rounds=2, cold=False)
+    case = room.cases(["mixed*"], cpu)[-1]
+    peers = [peer for peer in room.peers if peer.name in room.default_peers(cpu)]
+    measured = contest(room, case, (room.ours, *peers), terms)
+    assert [one.direction for one in measured] == ["forward", "backward"][: 1 if op == "rotary_table" else 2]
+    for one in measured:
+        assert [timed.status for timed in (one.ours, *one.peers)] == ["ok", "ok"]
+        assert one.bytes_moved > 0
 
 
 @pytest.mark.gpu
