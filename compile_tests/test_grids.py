@@ -12,6 +12,7 @@ from torch._library.triton import get_triton_kernels_for_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_tests.contract import (
+    RUN_PACKAGE,
     TARGETS,
     Build,
     assert_expected_inline,
@@ -252,17 +253,6 @@ def test_exported_graph_keeps_the_ops_whole(decomposed: bool, device: str) -> No
     graph = (program.run_decompositions() if decomposed else program).graph
     called = {str(node.target) for node in graph.nodes if "vk." in str(node.target)}
     assert called == {"vk.rotary_table.default", "vk.pos_embed_interpolate.default", "vk.spatial_merge.default"}
-
-
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
-    for actual, wanted in zip(model(*args), expected, strict=True):
-        assert torch.equal(actual, wanted), (actual - wanted).abs().max()
-print("equal")
-"""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="loading any AOTInductor package fails on the GPU machines")
