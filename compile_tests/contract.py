@@ -56,6 +56,25 @@ OPCHECKS = (
     "test_aot_dispatch_static",
 )
 SM90 = GPUTarget("cuda", 90, 32)
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": SM90,
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Runs an AOTInductor package on saved arguments, next to what was expected of them.
+RUN_PACKAGE = """
+import torch, torch_ops
+package, file = {paths!r}
+model = torch._inductor.aoti_load_package(package)
+for args, expected in torch.load(file):
+    for actual, wanted in zip(model(*args), expected, strict=True):
+        assert torch.equal(actual, wanted), (actual - wanted).abs().max()
+print("equal")
+"""
 
 
 def opcheck_fully(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:

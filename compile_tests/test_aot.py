@@ -10,24 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
 
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
-from compile_tests.contract import SM90, Build, build, fake_gpu, sass, shared_memory
+from compile_tests.contract import SM90, TARGETS, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
 from torch_ops import _attention_hopper, _attention_hopper_backward, settings
 from torch_ops._attention_hopper import PARTS, Descriptors, describe
 from torch_ops._scores import Scores
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": SM90,
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 # The target of every GPU that has rows in csrc_free_ops/configs.
 SHIPPED_GPUS = {"h200": "sm_90"}
 # The mean length up to which the rule takes the kernels of short segments.

@@ -16,16 +16,18 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, gemm, norms
+from compile_tests import attention, gemm, grids, norms
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
-KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS, **gemm.GEMM_KERNELS}
+KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS, **gemm.GEMM_KERNELS, **grids.KERNELS}
 
 
 def _launch(name: str) -> KernelLaunch:
     """One of those by which ops launch the kernel."""
     if name in norms.KERNELS:
         return norms.norm_launches("add_layer_norm", width=20000 if "wide" in name else 1152)[name]
+    if name in grids.KERNELS:
+        return grids.grid_launches(order="raster")[name]
     if name in attention.KERNELS:
         return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
     # In fp32 PyTorch makes the products, and the kernels beside them are launched.
@@ -96,7 +98,7 @@ def _jit_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     for path in sorted((ROOT / "csrc_free_ops").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
-                if [ast.unparse(d) for d in node.decorator_list] == ["gluon.jit"]:
+                if [ast.unparse(getattr(d, "func", d)) for d in node.decorator_list] == ["gluon.jit"]:
                     continue
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 

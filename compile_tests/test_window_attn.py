@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from compile_tests.attention import attention_calls
 from compile_tests.contract import (
+    RUN_PACKAGE,
     assert_expected_inline,
     capture_graphs,
     fake_gpu,
@@ -282,17 +283,6 @@ def test_exported_graph_keeps_the_op_whole(decomposed: bool, device: str) -> Non
     graph = (program.run_decompositions() if decomposed else program).graph
     called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert called == ["vk.window_attn.default", "<built-in function getitem>", "<built-in function getitem>"]
-
-
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
-    for actual, wanted in zip(model(*args), expected, strict=True):
-        assert torch.equal(actual, wanted), (actual - wanted).abs().max()
-print("equal")
-"""
 
 
 def _contents(package: str) -> bytes:

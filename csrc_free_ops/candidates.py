@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from csrc_free_ops.configs import ATEN, HOPPER_LAUNCHES, Launch
+from csrc_free_ops.configs import ATEN, GRID_TILES, HOPPER_LAUNCHES, Launch
 
 # Among them the lists that the project's reports started from: 128 x 64, 128 x 128, 64 x 64, 64 x 32 and 32 x 32 with
 # 4 or 8 warps, at 2 stages or at Triton's own 3.
@@ -41,4 +41,8 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     + (ATEN,),
     **HOPPER_LAUNCHES,
     **dict.fromkeys(("norm_fwd", "norm_bwd"), _NORM),
+    **dict.fromkeys(
+        GRID_TILES,
+        tuple(Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))),
+    ),
 }

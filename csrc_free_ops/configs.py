@@ -61,6 +61,16 @@ ATEN = Launch(0, 0, 0, 0, path="aten")
 
 # Kernels of the GEMM core that PyTorch can stand in for.
 PRODUCTS = ("gemm", "gemm_pair")
+# Of kernels that work row by row on image grids: elements of a tile, its most columns, and warps. The head dimension of
+# their rows is the width of what they write. Of those tried, the gradient spills nowhere with this tile alone.
+GRID_TILES = {
+    "rotary_table": (2048, 128, 4),
+    "pos_embed_fwd": (4096, 256, 8),
+    "pos_embed_bwd": (2048, 64, 8),
+    "spatial_merge_fwd": (4096, 256, 4),
+    "spatial_merge_bwd": (4096, 256, 4),
+}
+
 # All that the Hopper kernels are written for: 64 rows to a warpgroup, and of the backward one tile.
 HOPPER_LAUNCHES = {
     "attention_fwd_hopper": tuple(
@@ -229,11 +239,24 @@ def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> 
     return itemsize * (width * (held * rows + streamed * max(launch.num_stages, 1) * cols) + square)
 
 
+def _rule_of_grids(kernel: str, gpu: Gpu, width: int) -> Launch:
+    """The most columns, or half of 256 where those pad by much less."""
+    if gpu.backend == "interpreter":
+        return Launch(16, 64, 4, 1)
+    elements, most, warps = GRID_TILES[kernel]
+    cols = min(most, max(16, next_power_of_2(width)))
+    if cols == 256 and 8 * -(-width // 256) * 256 > 9 * -(-width // 128) * 128:
+        cols = 128
+    return Launch(elements // cols, cols, warps, 1)
+
+
 def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False) -> Launch:
     """Not measured. Of general kernels the largest of a ladder of tiles that fits the shared memory, or the smallest.
 
     The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
     """
+    if kernel in GRID_TILES:
+        return _rule_of_grids(kernel, gpu, head_dim)
     if gpu.backend == "interpreter":
         # Small, so that short segments in tests still take several blocks.
         if kernel.endswith("_short"):

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.images import from_merged, place_rows_in_frames, to_merged
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
 from csrc_free_ops.tiles.masks import block_span, is_seen, turn_among
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
@@ -255,3 +256,46 @@ def test_pairs_cover_every_head_of_q_k_and_v_once(heads: int, k_heads: int, half
             assert ends[part] <= column < ends[part + 1] and column % (2 * half) < half
             covered[[column, column + half]] += 1
     assert (covered == 1).all()
+
+
+@triton.jit
+def _place_kernel(grid_ptr, out_ptr, total, num_images, MERGE: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    rows = first + tl.arange(0, BLOCK)
+    inside, frame, index, h, w = place_rows_in_frames(
+        grid_ptr, rows, tl.minimum(first + BLOCK, total) - 1, num_images, total
+    )
+    row, col = from_merged(index, w, MERGE)
+    back = to_merged(row, col, w, MERGE)
+    mask = rows < total
+    at = out_ptr + rows * 6
+    tl.store(at, inside.to(tl.int32), mask=mask)
+    tl.store(at + 1, frame, mask=mask)
+    tl.store(at + 2, row, mask=mask)
+    tl.store(at + 3, col, mask=mask)
+    tl.store(at + 4, h * 1000 + w, mask=mask)
+    tl.store(at + 5, back - index, mask=mask)
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3])
+@pytest.mark.parametrize("images", [(), ((1, 1, 1),), ((2, 1, 2), (0, 1, 1), (1, 2, 1), (1, 0, 5)), ((1, 1, 1),) * 150])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_rows_lie_where_images_follow_each_other(
+    images: tuple[tuple[int, int, int], ...], padding: int, merge: int, device: str
+) -> None:
+    """Sizes of images are in blocks of merge x merge patches."""
+    sizes = [(t, h * merge, w * merge) for t, h, w in images]
+    wanted = []
+    for t, h, w in sizes:
+        for _ in range(t):
+            start = len(wanted)
+            for index in range(h * w):
+                block, part = divmod(index, merge * merge)
+                row, col = (block // (w // merge)) * merge + part // merge, block % (w // merge) * merge + part % merge
+                wanted.append([1, start, row, col, h * 1000 + w, 0])
+    total = len(wanted) + padding
+    grid = torch.tensor(sizes, dtype=torch.int64, device=device).reshape(-1, 3)
+    found = torch.full((total, 6), -1, dtype=torch.int32, device=device)
+    _place_kernel[(total // 16 + 1,)](grid, found, total, len(sizes), MERGE=merge, BLOCK=16)
+    assert found.tolist()[: len(wanted)] == wanted
+    assert (found[len(wanted) :, 0] == 0).all()

@@ -4,9 +4,12 @@ from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton
 from torch_ops._explain import explain, info, warmup
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
+from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
+from torch_ops.rotary_table import rotary_table
 from torch_ops.settings import settings
+from torch_ops.spatial_merge import spatial_merge
 from torch_ops.window_attn import window_attn
 
 __version__ = "0.1.0"
@@ -19,9 +22,12 @@ __all__ = [
     "info",
     "layer_norm",
     "mlp",
+    "pos_embed_interpolate",
     "qkv_rope",
     "rms_norm",
+    "rotary_table",
     "settings",
+    "spatial_merge",
     "warmup",
     "window_attn",
 ]

@@ -23,6 +23,10 @@ SHARED_MEMORY = {
 INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 3)
 
 
+# What the interpreter stands in for.
+INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30)
+
+
 @lru_cache
 def _describe(driver: Any, index: int | None) -> Gpu:
     target = driver.get_current_target()

@@ -19,6 +19,7 @@ from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
 from torch_ops._gemm_portable import Rows, choose_product, product_kernel
+from torch_ops._grids import grid_launch
 from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._scores import Scores
@@ -32,6 +33,12 @@ KERNELS = {
 # By the same, the one that takes it on the Hopper path.
 HOPPER = {"attention_fwd_short": "attention_fwd_hopper", "attention_bwd_short": "attention_bwd_hopper"}
 NORMS = ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm")
+# Of the ops on image grids, by op, their kernels.
+GRID_KERNELS = {
+    "rotary_table": ("rotary_table",),
+    "pos_embed_interpolate": ("pos_embed_fwd", "pos_embed_bwd"),
+    "spatial_merge": ("spatial_merge_fwd", "spatial_merge_bwd"),
+}
 # All that `vk bench tune` makes rows for.
 ROWED = (
     *(name for general in KERNELS.values() for name in general),
@@ -40,6 +47,7 @@ ROWED = (
     "norm_fwd",
     "norm_bwd",
     *PRODUCTS,
+    *(name for kernels in GRID_KERNELS.values() for name in kernels),
 )
 
 
@@ -52,6 +60,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
     explainers: dict[str, Callable[..., dict[str, Any]]] = {
         **{norm: partial(_explain_norm, norm) for norm in NORMS},
+        **{op: partial(_explain_on_grids, op) for op in GRID_KERNELS},
         "qkv_rope": _explain_qkv_rope,
         "mlp": _explain_mlp,
         "window_attn": _explain_window_attn,
@@ -71,6 +80,22 @@ def _explain_norm(name: str, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, 
         kernel: {"launch": vars(launch), "source": source} for kernel, (launch, source) in norm_launches(x).items()
     }
     return {**report, "path": "portable", "why": "norms have one path", "kernels": kernels}
+
+
+def _explain_on_grids(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        outputs = OPS[name].overload(*args, **kwargs)
+    first = args[0] if args else next(iter(kwargs.values()))
+    out = outputs[0] if isinstance(outputs, tuple) else outputs
+    report: dict[str, Any] = {"op": f"vk::{name}", "device": str(first.device)}
+    if not (runs_kernels(out) or INTERPRET and name == "rotary_table"):
+        why = f"tensors on {first.device} are computed by ATen"
+        return {**report, "path": "reference", "why": why, "kernels": {}}
+    # A merge is tiled by the columns of x.
+    width = (first if name == "spatial_merge" else out).shape[1]
+    chosen = {kernel: grid_launch(kernel, out.dtype, width) for kernel in GRID_KERNELS[name]}
+    kernels = {kernel: {"launch": vars(launch), "source": source} for kernel, (launch, source) in chosen.items()}
+    return {**report, "path": "portable", "why": "it is the only one", "kernels": kernels}
 
 
 def _explain_window_attn(

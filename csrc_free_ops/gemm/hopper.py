@@ -208,8 +208,9 @@ def _gemm_hopper_kernel(
     x_desc, w_desc, tail_desc, w_ptr, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
     N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr,
-    STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
-    SHARED_ANGLES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr,
+    STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr, SHARED_ANGLES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, bias [N].
 

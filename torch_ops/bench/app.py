@@ -10,7 +10,7 @@ import typer
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from torch_ops._device import out_of_memory
-from torch_ops.bench import documents, mlp, norms, options, qkv_rope, window_attn
+from torch_ops.bench import documents, grids, mlp, norms, options, qkv_rope, window_attn
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.host import host_times
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
@@ -22,7 +22,9 @@ from torch_ops.bench.tables import markdown, print_tables
 from torch_ops.bench.tune import TUNED_PATHS, Journal, Measured, any_timed, find_points, in_words, provenance_of, search
 from torch_ops.settings import default_rows
 
-ROOMS: dict[str, Room] = {room.op: room for room in (window_attn.ROOM, *norms.ROOMS, qkv_rope.ROOM, mlp.ROOM)}
+ROOMS: dict[str, Room] = {
+    room.op: room for room in (window_attn.ROOM, *norms.ROOMS, qkv_rope.ROOM, mlp.ROOM, *grids.ROOMS)
+}
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
 
@@ -213,7 +215,7 @@ def profile(
         cases = room.profiled(shapes or (), where)
     options.check_output(out, "--out")
     options.check_output(trace, "--trace")
-    calls = [(case, direction) for case in cases for direction in terms.directions]
+    calls = [(case, direction) for case in cases for direction in terms.directions if direction in room.ours.directions]
     report = Report(
         provenance(where, commit, {}),
         measure_ceilings(where, terms.dtype),

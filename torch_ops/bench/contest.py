@@ -55,7 +55,8 @@ def contest(
     inputs = input_sets(room, case, terms, trials)
     del trials
     measurements = []
-    for direction in terms.directions:
+    # An op without gradients has no backward to measure.
+    for direction in (direction for direction in terms.directions if direction in contenders[0].directions):
         timed = _time(case, inputs, contenders, verdicts, direction, terms, on_step)
         cost = room.cost(inputs[0], direction == "backward")
         measurements.append(

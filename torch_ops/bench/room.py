@@ -69,6 +69,7 @@ class Call:
 
     def results(self, backward: bool) -> dict[str, Tensor]:
         """The results and, with `backward`, the gradient d<name> of each input, in the layout of the op."""
+        backward = backward and bool(self.inputs)
         result = self.forward() if backward else self.forward_alone()
         named = dict(zip(self.outputs, (each.detach() for each in tensors_of(result)), strict=True))
         if backward:

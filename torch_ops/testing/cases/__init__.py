@@ -14,6 +14,15 @@ from torch_ops.testing.cases.attention import (
     make_inputs,
     window_attn_cases,
 )
+from torch_ops.testing.cases.grids import (
+    GRIDS,
+    ROW_LAYOUTS,
+    GridCase,
+    GridInputs,
+    grid_cases,
+    lay_out,
+    make_grid_inputs,
+)
 from torch_ops.testing.cases.linear import (
     LINEAR_LAYOUTS,
     MLP,
@@ -38,6 +47,7 @@ from torch_ops.testing.cases.norms import (
 )
 
 __all__ = [
+    "GRIDS",
     "LAYOUTS",
     "LINEAR_LAYOUTS",
     "MLP",
@@ -45,9 +55,10 @@ __all__ = [
     "NORM_LAYOUTS",
     "QKV_ROPE",
     "RAGGED_WINDOWS",
-    "RAGGED_WINDOWS",
+    "ROW_LAYOUTS",
     "WINDOW_ATTN",
-    "WINDOW_ATTN",
+    "GridCase",
+    "GridInputs",
     "MlpCase",
     "MlpInputs",
     "NormCase",
@@ -57,6 +68,9 @@ __all__ = [
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
+    "grid_cases",
+    "lay_out",
+    "make_grid_inputs",
     "make_inputs",
     "make_mlp_inputs",
     "make_norm_inputs",

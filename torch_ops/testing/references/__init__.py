@@ -4,17 +4,36 @@ Run in fp64 it is the truth, run in the tested dtype it is "eager PyTorch" of th
 family of ops.
 """
 
-from torch_ops.testing.references.attention import window_attn, window_attn_backward
-from torch_ops.testing.references.linear import mlp, qkv_rope
-from torch_ops.testing.references.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torch_ops.testing.references.attention import (
+    window_attn,
+    window_attn_backward,
+)
+from torch_ops.testing.references.grids import (
+    pos_embed_interpolate,
+    rotary_table,
+    spatial_merge,
+)
+from torch_ops.testing.references.linear import (
+    mlp,
+    qkv_rope,
+)
+from torch_ops.testing.references.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "layer_norm",
     "mlp",
+    "pos_embed_interpolate",
     "qkv_rope",
     "rms_norm",
+    "rotary_table",
+    "spatial_merge",
     "window_attn",
     "window_attn_backward",
 ]

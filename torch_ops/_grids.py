@@ -1,0 +1,149 @@
+"""What the ops on image grids share: checks, launches, and where patches lie, by ATen.
+
+Rows, images and merge-block order: `csrc_free_ops.tiles.images`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.configs import Launch, pick
+from torch_ops._checks import check_dense, check_device, dtype_name, refuse
+from torch_ops._device import INTERPRETED_GPU, gpu
+from torch_ops._registry import INTERPRET, is_eager
+from torch_ops.settings import settings
+
+# Row numbers are 32-bit in the kernels.
+MOST_ROWS = 2**30
+MOST_MERGED = 16
+LONGEST_SIDE = 2**20
+
+
+def check_grid(
+    op: str, grid: Tensor, total: int, merge_size: int, like_name: str = "", like: Tensor | None = None
+) -> None:
+    check_dense(op, "grid", grid)
+    if grid.dtype != torch.int64:
+        refuse(op, "grid", "int64", dtype_name(grid.dtype))
+    if grid.dim() != 2 or grid.shape[1] != 3:
+        refuse(op, "grid", "of shape [n, 3], a row (t, h, w) for each image", f"shape {list(grid.shape)}")
+    if like is not None:
+        check_device(op, "grid", grid, like_name, like)
+    check_rows(op, "total", total)
+    if not 1 <= merge_size <= MOST_MERGED:
+        refuse(op, "merge_size", f"from 1 to {MOST_MERGED}", merge_size)
+
+
+def check_rows(op: str, argument: str, rows: int) -> None:
+    # A graph of dynamic shape may not branch on a number of rows, of which none is negative.
+    if not isinstance(rows, torch.SymInt) and not 0 <= rows <= MOST_ROWS:
+        refuse(op, argument, f"from 0 to {MOST_ROWS}", rows)
+
+
+def check_grid_values(op: str, grid: Tensor, merge_size: int, most: int | None = None) -> None:
+    """What a grid on a device does not show; costs a synchronisation there, and nothing on the CPU.
+
+    `most` is the number of patches that all images may have together.
+    """
+    patches = 0
+    for image, (t, h, w) in enumerate(grid.tolist()):
+        if t < 0:
+            refuse(op, f"the number of frames of image {image}, grid[{image}, 0]", "at least 0", t)
+        for column, (name, size) in enumerate((("height", h), ("width", w)), start=1):
+            if size < 0 or size % merge_size:
+                wanted = "even" if merge_size == 2 else f"a multiple of merge_size = {merge_size}"
+                refuse(op, f"the {name} of image {image}, grid[{image}, {column}]", f"{wanted} and at least 0", size)
+        patches += t * h * w
+    if most is not None and patches > most:
+        refuse(op, "grid", f"of images with at most total = {most} patches together", f"{patches} patches")
+
+
+def check_on_device(op: str, grid: Tensor, merge_size: int, most: int | None = None) -> None:
+    """For op bodies: `check_grid_values` where settings ask for it, which costs a synchronisation."""
+    if settings.checked and is_eager():
+        check_grid_values(op, grid, merge_size, most)
+
+
+def send_grid(
+    op: str, grid: Tensor, device: torch.device, merge_size: int, check: Callable[[Tensor], None],
+    most: int | None = None,
+) -> Tensor:  # fmt: skip
+    """A public function's grid, on `device`: one on the CPU is checked at no cost and sent without waiting.
+
+    `check(grid)` is what the op refuses without a look at the values.
+    """
+    if not isinstance(grid, Tensor) or grid.device.type != "cpu":
+        return grid
+    sent = grid if device.type == "cpu" else grid.to(device, non_blocking=True)
+    if not torch.compiler.is_compiling() and is_eager():
+        check(sent)
+        check_grid_values(op, grid, merge_size, most)
+    return sent
+
+
+def grid_launch(kernel: str, dtype: torch.dtype, width: int) -> tuple[Launch, str]:
+    """The launch of a kernel that writes rows of this width, and where it comes from; the user's rows come first."""
+    device = INTERPRETED_GPU if INTERPRET else gpu()
+    return pick(kernel, device, dtype_name(dtype), dtype.itemsize, width, False, None, settings.rows)
+
+
+def tiles_of(rows: int, width: int, launch: Launch) -> tuple[int, int]:
+    """Tiles of rows, of which the last may be empty (no launch may be), and of columns."""
+    return rows // launch.block_m + 1, -(-width // launch.block_n)
+
+
+def constants_of(launch: Launch) -> dict[str, Any]:
+    return {
+        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
+
+
+def with_columns(rows: Tensor) -> Tensor:
+    """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def row_stride(rows: Tensor) -> int:
+    """A constant of the kernel, and so no symbol."""
+    return int(rows.stride(0) if rows.stride(1) == 1 else rows.shape[1])
+
+
+@dataclass(frozen=True)
+class Places:
+    """Of each of `total` rows: whether it belongs to an image, and if so where.
+
+    `frame` is its frame's first row; `row` and `col` are those of its patch in a frame of h x w.
+    """
+
+    inside: Tensor
+    frame: Tensor
+    row: Tensor
+    col: Tensor
+    h: Tensor
+    w: Tensor
+
+
+def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
+    """By ATen, without a look at the values: `tiles/images.py` says what becomes of wild ones."""
+    rows = torch.arange(total, device=grid.device)
+    if grid.shape[0] == 0:
+        return Places(torch.zeros_like(rows, dtype=torch.bool), rows, rows, rows, rows, rows)
+    t, h, w = grid.clamp(min=0).unbind(1)
+    h, w = h.clamp(max=LONGEST_SIDE), w.clamp(max=LONGEST_SIDE)
+    frames = (h * w).clamp(max=total)
+    counts = (frames * t.clamp(max=total)).clamp(max=total)
+    ends = counts.cumsum(0)
+    image = torch.searchsorted(ends, rows, right=True)
+    inside = image < grid.shape[0]
+    image = image.clamp(max=grid.shape[0] - 1)
+    h, w = h[image], w[image]
+    index = (rows - (ends - counts)[image]) % frames[image].clamp(min=1)
+    block = index // (merge_size * merge_size)
+    across = (w // merge_size).clamp(min=1)
+    row = block // across * merge_size + index // merge_size % merge_size
+    col = block % across * merge_size + index % merge_size
+    return Places(inside, rows - index, row, col, h, w)
