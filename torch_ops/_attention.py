@@ -4,7 +4,6 @@ Ops that stand on the core call `plan_forward` and `plan_backward` by bare name.
 on values on the device; it returns the function that launches, which writes into tensors that the op allocated.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +21,7 @@ from torch_ops._attention_hopper_backward import plan_backward_hopper
 from torch_ops._attention_portable import choose, mean_length, plan_backward_portable, plan_forward_portable
 from torch_ops._attention_short import plan_backward_short, plan_forward_short, short_launch
 from torch_ops._device import gpu
+from torch_ops._hopper import is_packaged
 from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
@@ -44,13 +44,6 @@ def why_portable(softcap: float, length: int | None, **tensors: Tensor) -> str:
     return refusal(gpu(), softcap, **tensors)
 
 
-def _ahead_of_time() -> bool:
-    """Whether AOTInductor makes a package, which runs without Python and so without opaque launches."""
-    if "torch._inductor.virtualized" not in sys.modules:
-        return False
-    return bool(sys.modules["torch._inductor.virtualized"].V.aot_compilation)
-
-
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool = True
 ) -> Callable[..., None]:
@@ -60,7 +53,7 @@ def plan_forward(
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
-    if why_portable(scores.softcap, length, q=q, k=k, v=v) or _ahead_of_time():
+    if why_portable(scores.softcap, length, q=q, k=k, v=v) or is_packaged():
         return _plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse)
     if not is_eager():
         return partial(_launch_forward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
@@ -128,7 +121,7 @@ def plan_backward(
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
     tensors = {"q": q, "k": k, "v": v, "out": out}
-    if why_portable(scores.softcap, length, **tensors) or _ahead_of_time():
+    if why_portable(scores.softcap, length, **tensors) or is_packaged():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
         options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}

@@ -2,17 +2,21 @@
 
 Ops that stand on the core call `plan_linear` and `plan_rotary` by bare name. A plan depends on metadata alone, never on
 values on the device; it returns the function that launches, which writes into tensors that the op allocated. Here the
-path is chosen: the kernels in stock Triton, or, where a row or the rule says so, PyTorch's own product and an
-elementwise kernel behind it.
+path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a row or the rule says so,
+PyTorch's own product and an elementwise kernel behind it.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.configs import ATEN
+from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
+from torch_ops._device import gpu
 from torch_ops._gemm_elementwise import plan_activate, plan_rotate
+from torch_ops._gemm_hopper import addressable, plan_linear_hopper, plan_rotary_hopper, refusal
 from torch_ops._gemm_portable import (
     Rows,
     choose_product,
@@ -20,8 +24,24 @@ from torch_ops._gemm_portable import (
     plan_rotary_portable,
     product_kernel,
 )
+from torch_ops._hopper import is_packaged, programs
+from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
+from torch_ops.settings import settings
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
+
+
+def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0) -> str:
+    """Why a product with this weight takes no Hopper kernel, or nothing. Of one that is rotated, by its heads too."""
+    if INTERPRET:
+        return "TRITON_INTERPRET=1"
+    if settings.path == "portable":
+        return "settings.path is 'portable'"
+    if is_packaged():
+        return "a package runs without opaque launches"
+    if rows.known == 0:
+        return "there are no rows"
+    return refusal(gpu(), rows, weight, head_dim)
 
 
 def plan_linear(
@@ -36,6 +56,19 @@ def plan_linear(
     """
     n = weight.shape[0]
     width = n if width is None else width
+    if not why_portable(rows, weight):
+        if activation == "none":
+            # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/gemm/hopper_launch.py).
+            return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
+        if not is_eager():
+            return partial(_launch_linear_in_graph, activation)
+        return _plan_linear_hopper(rows, weight, has_bias, activation, keeps_pre, width)
+    return _plan_linear_stock(rows, weight, has_bias, activation, keeps_pre, width)
+
+
+def _plan_linear_stock(
+    rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int
+) -> Callable[..., None]:
     launch, _ = choose_product(product_kernel(activation), rows, weight)
     if launch == ATEN:
         return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
@@ -46,10 +79,93 @@ def plan_rotary(
     rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
 ) -> Callable[..., None]:
     """launch(x, weight, bias, cos, sin, q, k, v) fills q, k and v, contiguous; x, weight and bias as above."""
+    head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
+    if not why_portable(rows, weight, head_dim):
+        if not is_eager():
+            return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
+        return _plan_rotary_hopper(rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
+    return _plan_rotary_stock(rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
+
+
+def _plan_rotary_stock(
+    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
+) -> Callable[..., None]:
     launch, _ = choose_product("gemm_pair", rows, weight)
     if launch == ATEN:
         return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
     return plan_rotary_portable(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
+
+
+def _plan_linear_hopper(
+    rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int
+) -> Callable[..., None]:
+    launch = linear_launch(rows.count, weight.shape[0], activation, programs(weight.device.index))
+    hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width)
+    stock: list[Callable[..., None]] = []
+
+    def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None) -> None:
+        if addressable(x, weight):
+            hopper(x, weight, bias, out, pre)
+            return
+        if not stock:
+            stock.append(_plan_linear_stock(rows, weight, has_bias, activation, keeps_pre, width))
+        stock[0](x, weight, bias, out, pre)
+
+    return launch_linear
+
+
+def _plan_rotary_hopper(
+    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
+) -> Callable[..., None]:
+    launch = rotary_launch(weight.shape[0] // (num_heads + 2 * num_k_heads))
+    hopper = plan_rotary_hopper(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
+    stock: list[Callable[..., None]] = []
+
+    def launch_rotary(x: Tensor, weight: Tensor, *rest: Tensor | None) -> None:
+        if addressable(x, weight):
+            hopper(x, weight, *rest)
+            return
+        if not stock:
+            stock.append(_plan_rotary_stock(rows, weight, has_bias, cos, sin, num_heads, num_k_heads))
+        stock[0](x, weight, *rest)
+
+    return launch_rotary
+
+
+def _launch_linear_in_graph(
+    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
+) -> None:
+    _launch_linear_opaque(x, weight, bias, out, x.new_empty(0) if pre is None else pre, activation, pre is not None)
+
+
+@opaque_launch("_linear", writes=("out", "pre"))
+def _launch_linear_opaque(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor, activation: str, keeps_pre: bool
+) -> None:
+    plan = _prepare_linear(x, weight, bias, out, activation, keeps_pre)
+    plan(x, weight, bias, out, pre if keeps_pre else None)
+
+
+@remembered
+def _prepare_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str, keeps_pre: bool
+) -> Callable[..., None]:
+    return plan_linear(Rows.of(x), weight, bias is not None, activation, keeps_pre, out.shape[1])
+
+
+@opaque_launch("_rotary", writes=("q", "k", "v"))
+def _launch_rotary_opaque(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    num_heads: int, num_k_heads: int,
+) -> None:  # fmt: skip
+    _prepare_rotary(x, weight, bias, cos, sin, num_heads, num_k_heads)(x, weight, bias, cos, sin, q, k, v)
+
+
+@remembered
+def _prepare_rotary(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
+) -> Callable[..., None]:
+    return plan_rotary(Rows.of(x), weight, bias is not None, cos, sin, num_heads, num_k_heads)
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -14,56 +14,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
+from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED
 from torch_ops._gemm_portable import Rows, angle_constants, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._registry import Relaunch
 
 # By consumer warpgroups: registers of a consumer's thread, of the finishers' and the producer's, and at launch.
 REGISTERS = {2: (168, 176, 168), 3: (136, 104, 128)}
-# How long a round of tiles takes, by their rows and columns, beside one of 128 x 192. By weights of 1152 x 3456,
-# 1152 x 4304 and 4304 x 1152 on an H200.
-ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.37, (192, 128): 0.98, (192, 192): 1.47}
-# Of a tile that is rotated, at most: it holds as many whole heads as there is room for.
-WIDEST_ROTATED = 240
-# Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
-UNITS, MOST_STAGES = 27, 6
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def refusal(gpu: Gpu, rows: Rows, weight: Tensor) -> str:
-    """Why a product with this weight cannot take the Hopper path, or nothing."""
+def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0) -> str:
+    """Why a product with this weight cannot take the Hopper path, or nothing. Of one that is rotated, by its heads."""
     if reason := hopper_refusal(gpu, weight.dtype):
         return reason
     if weight.stride(1) != 1 or weight.stride(0) % 8 or rows.stride % 8:
         return "TMA cannot address rows that do not begin at 16 bytes"
+    if head_dim > WIDEST_ROTATED or head_dim % 8:
+        return f"the Hopper path rotates heads of up to {WIDEST_ROTATED} columns, in steps of 8"
     return ""
-
-
-def rotary_refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int) -> str:
-    if head_dim > WIDEST_ROTATED:
-        return f"the Hopper path rotates heads of up to {WIDEST_ROTATED} columns"
-    return refusal(gpu, rows, weight)
-
-
-def _launch(rows: int, columns: int) -> Launch:
-    groups, parts = rows // 64, -(-columns // 64)
-    stages = (UNITS - groups * parts) // (groups + parts)
-    return Launch(rows, columns, 12 if groups == 2 else 16, min(stages, MOST_STAGES))
-
-
-def linear_launch(total: int, n: int, gated: bool, programs: int) -> Launch:
-    """The tile whose rounds of programs take the least time."""
-
-    def time(tile: tuple[int, int]) -> float:
-        tiles = -(-total // tile[0]) * -(-n // tile[1])
-        return -(-tiles // programs) * ROUND[tile]
-
-    # Of "swiglu" both halves of a tile are whole units.
-    return _launch(*min((tile for tile in ROUND if not gated or tile[1] % 128 == 0), key=time))
-
-
-def rotary_launch(head_dim: int) -> Launch:
-    return _launch(128, WIDEST_ROTATED // head_dim * head_dim)
 
 
 def addressable(*tensors: Tensor) -> bool:

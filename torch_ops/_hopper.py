@@ -1,5 +1,6 @@
 """What launchers of Hopper kernels (Gluon) share: when there can be any, TMA descriptors, memory that is kept."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -26,6 +27,13 @@ def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
     if dtype not in (torch.float16, torch.bfloat16):
         return "the Hopper path takes fp16 and bf16"
     return ""
+
+
+def is_packaged() -> bool:
+    """Whether AOTInductor makes a package, which runs without Python and so without opaque launches."""
+    if "torch._inductor.virtualized" not in sys.modules:
+        return False
+    return bool(sys.modules["torch._inductor.virtualized"].V.aot_compilation)
 
 
 @lru_cache

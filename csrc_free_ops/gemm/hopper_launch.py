@@ -1,0 +1,40 @@
+"""The tiles of linear layers on Hopper.
+
+A tile has two or three warpgroups of 64 rows, and COLUMNS columns; a program has one at a time, and all programs side
+by side make a round. How long a round takes is measured, and how many there are follows from the sizes.
+
+What the kernel gains is what it does behind the product. Of a product alone cuBLAS, which has clusters of programs share
+what they load, is as fast or faster: 50 to 55 us for both of 3136 rows by 4304 x 1152, 17.5 and 27 us of 784. So the
+launcher leaves such to PyTorch.
+"""
+
+from csrc_free_ops.configs import Launch
+
+# How long a round of tiles takes, by their rows and columns, beside one of 128 x 192. By weights of 1152 x 3456,
+# 1152 x 4304 and 4304 x 1152 on an H200.
+ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.37, (192, 128): 0.98, (192, 192): 1.47}
+# Of a tile that is rotated, at most: it holds as many whole heads as there is room for.
+WIDEST_ROTATED = 240
+# Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
+UNITS, MOST_STAGES = 27, 6
+
+
+def _launch(rows: int, columns: int) -> Launch:
+    groups, parts = rows // 64, -(-columns // 64)
+    stages = (UNITS - groups * parts) // (groups + parts)
+    return Launch(rows, columns, 12 if groups == 2 else 16, min(stages, MOST_STAGES))
+
+
+def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
+    """The tile whose rounds take the least time."""
+
+    def time(tile: tuple[int, int]) -> float:
+        tiles = -(-total // tile[0]) * -(-n // tile[1])
+        return -(-tiles // programs) * ROUND[tile]
+
+    # Of "swiglu" both halves of a tile are whole units.
+    return _launch(*min((tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0), key=time))
+
+
+def rotary_launch(head_dim: int) -> Launch:
+    return _launch(128, WIDEST_ROTATED // head_dim * head_dim)
