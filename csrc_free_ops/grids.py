@@ -182,9 +182,11 @@ def _box(
     """Which patches of an image take an entry of the table: (first row, rows, first column, columns, frames)."""
     first_row, num_rows = _span(row_entry, h, SIDE, ALIGN_CORNERS)
     first_col, num_cols = _span(col_entry, w, SIDE, ALIGN_CORNERS)
-    # Of an image that is cut off, rows that are not there are not looked at: there may be a billion.
-    there = (end - start) // tl.maximum(w // MERGE * MERGE, 1) + MERGE
-    num_rows = tl.maximum(tl.minimum(num_rows, there - first_row), 0)
+    # Of an image that is cut off, what is not there is not looked at: it may be a billion patches.
+    rows_there = (end - start) // tl.maximum(w // MERGE * MERGE, 1) + MERGE
+    cols_there = (end - start) // MERGE + MERGE
+    num_rows = tl.maximum(tl.minimum(num_rows, rows_there - first_row), 0)
+    num_cols = tl.maximum(tl.minimum(num_cols, cols_there - first_col), 0)
     frame = tl.maximum(frame, 1)
     return first_row, num_rows, first_col, num_cols, (end - start + frame - 1) // frame
 
