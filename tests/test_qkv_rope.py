@@ -85,7 +85,7 @@ def calls(draw) -> tuple[QkvRopeCase, torch.dtype]:
     # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
     num_k_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2 if INTERPRET else 3))
     case = QkvRopeCase(
-        "fuzz", "anything", draw(st.integers(20, 40 if INTERPRET else 200)), draw(st.integers(8, 100)),
+        "fuzz", "anything", draw(st.integers(20, 40 if INTERPRET else 200)), draw(st.integers(32, 100)),
         num_k_heads * group, 8 * draw(st.integers(1, 4 if INTERPRET else 12)), num_k_heads=num_k_heads,
         bias=draw(st.booleans()), half_table=draw(st.booleans()), own_table=draw(st.booleans()),
         layout=draw(st.sampled_from(LINEAR_LAYOUTS)),

@@ -46,29 +46,24 @@ def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0) -> str:
 
 def plan_linear(
     rows: Rows, weight: Tensor, has_bias: bool, activation: str = "none", keeps_pre: bool = False,
-    width: int | None = None,
+    width: int | None = None, aligned: bool = True,
 ) -> Callable[..., None]:  # fmt: skip
     """launch(x, weight, bias, out, pre) fills out with activation(x weight^T + bias).
 
     x is [M, K] with contiguous columns, its layout `rows`; weight [n, K] in any strides; bias [n], None without
     `has_bias`. out is contiguous, rows of `width` columns, of which the first are filled: n, or of "swiglu" n / 2.
-    With `keeps_pre` pre, contiguous [M, n], is filled with what the activation is of; else it is None.
+    With `keeps_pre` pre, contiguous [M, n], is filled with what the activation is of; else it is None. Tensors known
+    not to begin at 16 bytes are not `aligned`; others are looked at.
     """
     n = weight.shape[0]
     width = n if width is None else width
-    if not why_portable(rows, weight):
+    if aligned and not why_portable(rows, weight):
         if activation == "none":
             # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/gemm/hopper_launch.py).
             return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
         if not is_eager():
             return partial(_launch_linear_in_graph, activation)
         return _plan_linear_hopper(rows, weight, has_bias, activation, keeps_pre, width)
-    return _plan_linear_stock(rows, weight, has_bias, activation, keeps_pre, width)
-
-
-def _plan_linear_stock(
-    rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int
-) -> Callable[..., None]:
     launch, _ = choose_product(product_kernel(activation), rows, weight)
     if launch == ATEN:
         return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
@@ -76,20 +71,15 @@ def _plan_linear_stock(
 
 
 def plan_rotary(
-    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
-) -> Callable[..., None]:
+    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int,
+    aligned: bool = True,
+) -> Callable[..., None]:  # fmt: skip
     """launch(x, weight, bias, cos, sin, q, k, v) fills q, k and v, contiguous; x, weight and bias as above."""
     head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
-    if not why_portable(rows, weight, head_dim):
+    if aligned and not why_portable(rows, weight, head_dim):
         if not is_eager():
             return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
         return _plan_rotary_hopper(rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
-    return _plan_rotary_stock(rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
-
-
-def _plan_rotary_stock(
-    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
-) -> Callable[..., None]:
     launch, _ = choose_product("gemm_pair", rows, weight)
     if launch == ATEN:
         return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
@@ -108,7 +98,7 @@ def _plan_linear_hopper(
             hopper(x, weight, bias, out, pre)
             return
         if not stock:
-            stock.append(_plan_linear_stock(rows, weight, has_bias, activation, keeps_pre, width))
+            stock.append(plan_linear(rows, weight, has_bias, activation, keeps_pre, width, False))
         stock[0](x, weight, bias, out, pre)
 
     return launch_linear
@@ -126,7 +116,7 @@ def _plan_rotary_hopper(
             hopper(x, weight, *rest)
             return
         if not stock:
-            stock.append(_plan_rotary_stock(rows, weight, has_bias, cos, sin, num_heads, num_k_heads))
+            stock.append(plan_rotary(rows, weight, has_bias, cos, sin, num_heads, num_k_heads, False))
         stock[0](x, weight, *rest)
 
     return launch_rotary

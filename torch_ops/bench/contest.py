@@ -22,6 +22,8 @@ from torch_ops.bench.timing import (
     whole_cycles,
 )
 
+MOST_COMPILED = 1000
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -50,6 +52,14 @@ def contest(
     on_step: Callable[[str], None] = lambda doing: None,
 ) -> list[Measurement]:
     """One measurement for each direction. The first contender is ours."""
+    # A peer that is compiled for each case anew is one function to PyTorch, which else would stop after a few.
+    with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED):
+        return _contest(room, case, contenders, terms, on_step)
+
+
+def _contest(
+    room: Room, case: Case, contenders: Sequence[Contender], terms: Terms, on_step: Callable[[str], None]
+) -> list[Measurement]:
     trials = room.trials(case, terms.dtype, terms.device, terms.backward)
     verdicts = _verdicts(case, trials, contenders, terms, on_step)
     inputs = input_sets(room, case, terms, trials)
