@@ -1,0 +1,112 @@
+"""What the vision encoders of the Qwen-VL families differ by.
+
+Transformers holds a class for each family; the encoder of `torch_ops.models.vision` is built from a row of `FAMILIES`.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ops._checks import refuse
+from torch_ops.models.vision_metadata import VisionSizes
+
+# Transformers' names of activations, and those of `vk::mlp`.
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
+
+# The layers of an MLP in order, as parameters are called; of three the first two are gate and up.
+_FC = ("linear_fc1", "linear_fc2")
+_LN_Q = ("ln_q", "mlp.0", "mlp.2")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of what differs, by the names that Transformers has for it."""
+
+    module: str  # of transformers.models
+    vision_class: str
+    mlp: tuple[str, ...] = _FC
+    merger: tuple[str, str, str] = ("norm", *_FC)  # norm, first and second layer
+    taps: str | None = None  # the list of mergers of intermediate layers
+    width: str = "hidden_size"  # of the configuration
+    out_width: str = "out_hidden_size"
+    rms_norm: bool = False
+    windows: bool = False
+    patch_bias: bool = True
+    learned_positions: bool = True
+
+    def output_class(self) -> Any:
+        """The class of Transformers' own output."""
+        if self.taps is None:
+            return importlib.import_module("transformers.modeling_outputs").BaseModelOutputWithPooling
+        module = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
+        return module.BaseModelOutputWithDeepstackFeatures
+
+    def intermediate_size(self, config: Any) -> int:
+        """The inner width of a block's MLP; Qwen2-VL gives it as a ratio."""
+        if hasattr(config, "intermediate_size"):
+            return int(config.intermediate_size)
+        return int(getattr(config, self.width) * config.mlp_ratio)
+
+    def activation(self, config: Any) -> str:
+        """The activation of a block's MLP, by its name in `vk::mlp`."""
+        if config.hidden_act not in _ACTIVATIONS or (self.gated and config.hidden_act != "silu"):
+            wanted = "silu" if self.gated else f"one of {', '.join(_ACTIVATIONS)}"
+            refuse("vision encoder", "hidden_act", wanted, repr(config.hidden_act))
+        return "swiglu" if self.gated else _ACTIVATIONS[config.hidden_act]
+
+    @property
+    def gated(self) -> bool:
+        return len(self.mlp) == 3
+
+    def sizes(self, config: Any) -> VisionSizes:
+        """What `vision_metadata` has to know of an encoder of this configuration."""
+        merge_size = config.spatial_merge_size
+        rope = getattr(config, "rope_parameters", None) or {}
+        return VisionSizes(
+            head_dim=getattr(config, self.width) // config.num_heads,
+            merge_size=merge_size,
+            theta=float(rope.get("rope_theta", 10000.0)),
+            window=config.window_size // merge_size // config.patch_size if self.windows else None,
+        )
+
+
+
+
+# By the model_type of the vision configuration.
+FAMILIES = {
+    "qwen2_vl_vision": Family(
+        "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", mlp=("fc1", "fc2"), merger=_LN_Q, width="embed_dim",
+        out_width="hidden_size", patch_bias=False, learned_positions=False,
+    ),
+    "qwen2_5_vl_vision": Family(
+        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", mlp=("gate_proj", "up_proj", "down_proj"),
+        merger=_LN_Q, rms_norm=True, windows=True, patch_bias=False, learned_positions=False,
+    ),
+    "qwen3_vl_vision": Family("qwen3_vl", "Qwen3VLVisionModel", taps="deepstack_merger_list"),
+    "qwen3_vl_moe_vision": Family("qwen3_vl_moe", "Qwen3VLMoeVisionModel", taps="deepstack_merger_list"),
+    "qwen3_omni_moe_vision_encoder": Family(
+        "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", merger=_LN_Q, taps="merger_list"
+    ),
+    "qwen3_5_vision": Family("qwen3_5", "Qwen3_5VisionModel"),
+    "qwen3_5_moe_vision": Family("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+}  # fmt: skip
+
+
+def vision_config_of(config: Any) -> Any:
+    """The vision part of a configuration of Transformers: itself, its vision_config, or its thinker's.
+
+    Raises ValueError where there is none of a family in `FAMILIES`.
+    """
+    inner = config
+    while inner is not None:
+        if getattr(inner, "model_type", None) in FAMILIES:
+            return inner
+        inner = getattr(inner, "vision_config", None) or getattr(inner, "thinker_config", None)
+    refuse(
+        "vision encoder", "config",
+        f"of one of {', '.join(FAMILIES)}, or hold one as its vision_config",
+        f"{type(config).__name__} of model_type {getattr(config, 'model_type', None)!r}",
+    )  # fmt: skip
+
+
+__all__ = ["FAMILIES", "Family", "vision_config_of"]

@@ -1,0 +1,486 @@
+"""The vision encoder of the Qwen-VL families, built from the ops: one module for all of them.
+
+    patches -> + learned positions -> blocks of (norm, attention, norm, MLP) -> merger
+
+Modules and parameters are called as in Transformers (`Qwen3VLVisionModel` and its relatives), so that state dicts load
+both ways. What differs is how a block is computed:
+
+- q, k and v come rotated from one op, and attention takes all images in one packed call.
+- A block hands on what it would add to the residual stream beside the stream itself, (branch, residual). The next norm
+  adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`.
+- The activation of an MLP is computed with its first product.
+
+The layers whose parameters an op takes are `Weights`: there is no module in between that an adapter could replace
+without being seen.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from torch_ops._checks import refuse
+from torch_ops.layer_norm import add_layer_norm, layer_norm
+from torch_ops.mlp import mlp
+from torch_ops.models.families import FAMILIES, Family, vision_config_of
+from torch_ops.models.vision_metadata import (
+    PRECOMPUTED,
+    VisionMetadata,
+    gather_cells,
+    metadata_of,
+    precomputed_metadata,
+    vision_metadata,
+)
+from torch_ops.pos_embed_interpolate import pos_embed_interpolate
+from torch_ops.qkv_rope import qkv_rope
+from torch_ops.rms_norm import add_rms_norm, rms_norm
+from torch_ops.window_attn import window_attn
+
+EPS = 1e-6
+
+
+class Weights(nn.Module):
+    """The weight and bias of a layer, for an op that takes them."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv3d) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.register_parameter("bias", layer.bias)
+
+    def extra_repr(self) -> str:
+        return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """`layer_norm`, and with `after_sum` `add_layer_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm`, and with `after_sum` `add_rms_norm`."""
+
+    def __init__(self, hidden_size: int, eps: float = EPS) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+def _norm(family: Family, hidden_size: int) -> Any:
+    return RMSNorm(hidden_size) if family.rms_norm else LayerNorm(hidden_size, eps=EPS)
+
+
+class PatchEmbed(nn.Module):
+    """The convolution over patches, which do not overlap, as the linear layer that it is."""
+
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        width = getattr(config, family.width)
+        self.proj = Weights(nn.Conv3d(config.in_channels, width, kernel, stride=kernel, bias=family.patch_bias))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        weight = self.proj.weight
+        return functional.linear(pixel_values.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class VisionAttention(nn.Module):
+    """Attention of packed images: `qkv_rope`, `window_attn` and the projection.
+
+    Args:
+        hidden_size: C, the columns of x.
+        num_heads: H.
+        head_dim: D, a multiple of 8 up to 256; C / H where None.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int | None = None) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.qkv = Weights(nn.Linear(hidden_size, 3 * num_heads * self.head_dim))
+        self.proj = nn.Linear(num_heads * self.head_dim, hidden_size)
+
+    def forward(
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """x [T, C] to [T, C]; cos, sin as `qkv_rope` takes them, cu_seqlens as `window_attn`.
+
+        Without cos and sin nothing is rotated, and without cu_seqlens all rows are one segment.
+        """
+        if (cos is None) != (sin is None):
+            refuse("VisionAttention", "cos and sin", "given together", "one without the other")
+        if cos is None or sin is None:
+            cos, sin = (
+                torch.full((x.shape[0], self.head_dim // 2), angle, dtype=torch.float32, device=x.device)
+                for angle in (1.0, 0.0)
+            )
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
+        q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
+        out = window_attn(q, k, v, cu_seqlens)
+        assert isinstance(out, Tensor)
+        return self.proj(out.flatten(1))
+
+
+def _joined(layers: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of layers on the same input, as `vk::mlp` takes gate and up: one below the other."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+
+
+class VisionMLP(nn.Module):
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        outer, inner = getattr(config, family.width), family.intermediate_size(config)
+        self._names = family.mlp
+        self.activation = family.activation(config)
+        for name in self._names[:-1]:
+            self.add_module(name, Weights(nn.Linear(outer, inner)))
+        self.add_module(self._names[-1], Weights(nn.Linear(inner, outer)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *first, second = (self.get_submodule(name) for name in self._names)
+        return mlp(x, *_joined(first), second.weight, second.bias, self.activation)
+
+
+class VisionBlock(nn.Module):
+    """A transformer block between the norms' sums; see the module's docstring."""
+
+    # Transformers sets these, on every module that has the first, where a whole model is told to checkpoint.
+    gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        width = getattr(config, family.width)
+        self.norm1 = _norm(family, width)
+        self.norm2 = _norm(family, width)
+        self.attn = VisionAttention(width, config.num_heads)
+        self.mlp = VisionMLP(family, config)
+
+    def forward(
+        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(branch, residual) to the block's own, and their sum: the hidden states that entered it."""
+        if self.gradient_checkpointing and self.training:
+            # Summed before, since what goes in is kept: one tensor instead of two.
+            entered = branch if residual is None else branch + residual
+            branch, residual = self._gradient_checkpointing_func(self._compute, entered, None, cos, sin, cu_seqlens)[:2]
+            return branch, residual, entered
+        return self._compute(branch, residual, cos, sin, cu_seqlens)
+
+    def _compute(
+        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if residual is None:
+            normed, entered = self.norm1(branch), branch
+        else:
+            normed, entered = self.norm1.after_sum(branch, residual)
+        normed, residual = self.norm2.after_sum(self.attn(normed, cos, sin, cu_seqlens), entered)
+        return self.mlp(normed), residual, entered
+
+
+class PatchMerger(nn.Module):
+    """Norm, the patches of a merged cell side by side, and two layers with GELU (by erf) between them.
+
+    The patches of a cell follow each other, so that putting them side by side is a view. `after_shuffle` norms the
+    cells instead of the patches.
+    """
+
+    def __init__(self, family: Family, config: Any, after_shuffle: bool = False) -> None:
+        super().__init__()
+        self._names = family.merger
+        self.after_shuffle = after_shuffle
+        patch = getattr(config, family.width)
+        self.width = patch * config.spatial_merge_size**2
+        norm, first, second = self._names
+        self.add_module(norm, _norm(family, self.width if after_shuffle else patch))
+        for name, out_width in ((first, self.width), (second, getattr(config, family.out_width))):
+            owner, _, leaf = name.rpartition(".")
+            if owner and not hasattr(self, owner):
+                self.add_module(owner, nn.Module())
+            self.get_submodule(owner).add_module(leaf, Weights(nn.Linear(self.width, out_width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, first, second = (self.get_submodule(name) for name in self._names)
+        x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
+        return mlp(x, first.weight, first.bias, second.weight, second.bias, "gelu")
+
+
+class QwenVisionEncoder(nn.Module):
+    """The vision encoder of a Qwen-VL family, for the vision configuration of Transformers that it is given.
+
+    Takes and returns what Transformers' class does, and stands in its place as `visual` of a whole model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config = vision_config_of(config)
+        family = FAMILIES[config.model_type]
+        self.config = config
+        self.family = family
+        self.sizes = family.sizes(config)
+        self.spatial_merge_size = config.spatial_merge_size
+        self._output = family.output_class()
+        # Layers without windows; None where no layer has any.
+        self._full_layers = frozenset(config.fullatt_block_indexes) if family.windows else None
+        self._taps = tuple(config.deepstack_visual_indexes) if family.taps else ()
+
+        self.patch_embed = PatchEmbed(family, config)
+        self.pos_embed = None
+        if family.learned_positions:
+            self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
+        self.merger = PatchMerger(family, config)
+        if family.taps:
+            self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embed.proj.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embed.proj.weight.device
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return any(block.gradient_checkpointing for block in self.blocks)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """In training each block keeps only what enters it, and is computed again for its gradient."""
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        for block in self.blocks:
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(checkpoint, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        for block in self.blocks:
+            block.gradient_checkpointing = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        grid_thw: Tensor | None = None,
+        *,
+        metadata: VisionMetadata | None = None,
+        chunk_tokens: int | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """All images or videos of a batch, packed.
+
+        Args:
+            hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them.
+            grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. Best kept on the CPU: one on
+                the encoder's device is read back, which costs a synchronisation.
+            metadata: of `vision_metadata`, instead of the grid.
+            chunk_tokens: at most as many patches at once, for long videos: the batch is cut between frames, which do
+                not see each other. A frame of more patches is a chunk of its own.
+            output_hidden_states, return_dict: as in Transformers.
+            kwargs: cu_seqlens, position_ids, interp_indices with interp_weights, and window_index with
+                cu_window_seqlens are used where given, as Transformers' helpers make them. Others have no effect.
+
+        Returns:
+            Transformers' output: last_hidden_state [T, C], of an encoder with windows in their order; pooler_output
+            [T / 4, out]; deepstack_features, a list of [T / 4, out], of families that have them.
+
+        Raises:
+            ValueError: names the argument, what was wanted and what came.
+        """
+        if kwargs.get("output_attentions"):
+            refuse("vision encoder", "output_attentions", "False, since attention weights are not made", True)
+        if metadata is None:
+            given = {name: kwargs.get(name) for name in PRECOMPUTED}
+            if grid_thw is not None and all(value is None for value in given.values()):
+                metadata = vision_metadata(grid_thw, self.sizes, self.device)
+            else:
+                learned = self.pos_embed is not None
+                metadata = precomputed_metadata(given, grid_thw, self.sizes, self.device, learned)
+        self._check(hidden_states, metadata)
+        keep = bool(output_hidden_states)
+        if chunk_tokens is None:
+            last, pooled, taps, kept = self._encode(hidden_states, metadata, keep)
+        else:
+            parts = [self._encode(*chunk, keep) for chunk in self._chunks(hidden_states, metadata, chunk_tokens)]
+            last, pooled, taps, kept = (_concatenated(part) for part in zip(*parts, strict=True))
+        fields: dict[str, Any] = {"last_hidden_state": last, "pooler_output": pooled}
+        if self.family.taps:
+            fields["deepstack_features"] = list(taps)
+        output = self._output(**fields)
+        if keep:
+            output["hidden_states"] = (*kept, last)
+        return output.to_tuple() if return_dict is False else output
+
+    def encode_packed(
+        self, pixel_values: Tensor, metadata: VisionMetadata
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """(last_hidden_state, pooler_output, deepstack features): `forward` as a function of tensors alone.
+
+        For CUDA graphs, torch.compile and torch.export: nothing depends on values, and no shape but through the
+        tensors'. Rows past the images are computed too, see nothing, and are finite where their pixels are.
+        """
+        return self._encode(pixel_values, metadata, False)[:3]
+
+    def _check(self, pixel_values: Tensor, metadata: VisionMetadata) -> None:
+        columns = self.patch_embed.proj.weight[0].numel()
+        if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
+            got = list(pixel_values.shape)
+            refuse("vision encoder", "pixel values", f"of shape [T, {columns}], a row for each patch", got)
+        if pixel_values.shape[0] != metadata.cos.shape[0]:
+            wanted = f"of {metadata.cos.shape[0]} rows, the patches of the grid"
+            refuse("vision encoder", "pixel values", wanted, pixel_values.shape[0])
+
+    def _positions(self, patches: Tensor, metadata: VisionMetadata) -> Tensor:
+        assert self.pos_embed is not None
+        if metadata.interp_indices is not None and metadata.interp_weights is not None:
+            taken = self.pos_embed(metadata.interp_indices) * metadata.interp_weights[:, :, None]
+            return taken.sum(1).to(patches.dtype)
+        assert metadata.grid is not None
+        rows, merge_size = patches.shape[0], self.spatial_merge_size
+        return pos_embed_interpolate(self.pos_embed.weight, metadata.grid, rows, merge_size).to(patches.dtype)
+
+    def _encode(
+        self, pixel_values: Tensor, metadata: VisionMetadata, keep: bool
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        branch, residual = self.patch_embed(pixel_values), None
+        if self.pos_embed is not None:
+            residual = self._positions(branch, metadata)
+        if metadata.window_index is not None:
+            branch = gather_cells(branch, metadata.window_index)
+        taps, kept = [], []
+        for layer, block in enumerate(self.blocks):
+            full = self._full_layers is None or layer in self._full_layers
+            cu_seqlens = metadata.cu_seqlens if full else metadata.cu_window_seqlens
+            branch, residual, entered = block(branch, residual, metadata.cos, metadata.sin, cu_seqlens)
+            if layer - 1 in self._taps:
+                taps.append(self._tap(layer - 1, entered))
+            if keep:
+                kept.append(entered)
+        hidden = branch if residual is None else branch + residual
+        if len(self.blocks) - 1 in self._taps:
+            taps.append(self._tap(len(self.blocks) - 1, hidden))
+        pooled = self.merger(hidden)
+        if metadata.reverse_index is not None:
+            pooled = pooled[metadata.reverse_index]
+        return hidden, pooled, tuple(taps), tuple(kept)
+
+    def _tap(self, layer: int, hidden: Tensor) -> Tensor:
+        assert self.family.taps is not None
+        return getattr(self, self.family.taps)[self._taps.index(layer)](hidden)
+
+    def _chunks(
+        self, pixel_values: Tensor, metadata: VisionMetadata, chunk_tokens: int
+    ) -> Iterable[tuple[Tensor, VisionMetadata]]:
+        """Rows of consecutive frames, and their own metadata."""
+        if chunk_tokens < 1:
+            refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
+        if metadata.images is None or metadata.total != pixel_values.shape[0]:
+            refuse("vision encoder", "chunk_tokens", "None where the host does not know the images", chunk_tokens)
+        if metadata.interp_indices is not None:
+            refuse("vision encoder", "chunk_tokens", "None where interp_indices are given", chunk_tokens)
+        start = 0
+        for images in _split(metadata.images, chunk_tokens):
+            part = metadata_of(images, self.sizes, self.device)
+            yield pixel_values[start : start + part.total], part
+            start += part.total
+
+
+def _split(images: Iterable[tuple[int, int, int]], most: int) -> Iterable[tuple[tuple[int, int, int], ...]]:
+    """Images, cut between frames into runs of at most `most` patches, or of a single frame."""
+    run: list[tuple[int, int, int]] = []
+    room = most
+    for t, h, w in images:
+        size = h * w
+        while t:
+            taken = min(t, max(room // size, 0 if run else 1)) if size else t
+            if taken:
+                run.append((taken, h, w))
+                t, room = t - taken, room - taken * size
+            if t:
+                yield tuple(run)
+                run, room = [], most
+    if run:
+        yield tuple(run)
+
+
+def _concatenated(parts: tuple[Any, ...]) -> Any:
+    """Of tensors, or of tuples of them."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+
+class PackedEncoder(nn.Module):
+    """`encode_packed` of an encoder as a module of its own, for torch.export."""
+
+    def __init__(self, encoder: QwenVisionEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixel_values: Tensor, metadata: VisionMetadata) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        return self.encoder.encode_packed(pixel_values, metadata)
+
+
+def from_config(config: Any) -> QwenVisionEncoder:
+    """An encoder with fresh weights for a configuration of Transformers: of a vision encoder, or of a whole model."""
+    return QwenVisionEncoder(config)
+
+
+def from_transformers(model: nn.Module) -> QwenVisionEncoder:
+    """The vision encoder in `model`, itself or the one of a whole model, with the very parameters it has.
+
+    Nothing is copied: what trains, moves or casts one does so to the other. Raises TypeError where `model` has no
+    vision encoder of a supported family, ValueError where its parameters are not that class's own (adapters, quantised
+    weights).
+    """
+    found = [module for module in model.modules() if _is_vision_model(module)]
+    if len(found) != 1:
+        raise TypeError(
+            f"model must be or hold one vision encoder of Transformers ({_vision_classes()}), "
+            f"got {type(model).__name__}, which holds {len(found) or 'none'}"
+        )
+    (source,) = found
+    if isinstance(source, QwenVisionEncoder):
+        return source
+    with torch.device("meta"):
+        encoder = QwenVisionEncoder(source.config)
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    shapes = {name: parameter.shape for name, parameter in encoder.named_parameters()}
+    for what, names in (("lacks", shapes.keys() - parameters), ("also holds", parameters.keys() - shapes.keys())):
+        if names:
+            raise ValueError(f"{type(source).__name__} {what} {', '.join(sorted(names)[:3])}; merge adapters first")
+    for name, parameter in parameters.items():
+        if parameter.shape != shapes[name]:
+            refuse("from_transformers", name, f"of shape {list(shapes[name])}", list(parameter.shape))
+        owner, _, leaf = name.rpartition(".")
+        setattr(encoder.get_submodule(owner), leaf, parameter)
+    return encoder.train(source.training)
+
+
+def _is_vision_model(module: nn.Module) -> bool:
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    return model_type in FAMILIES and hasattr(module, "patch_embed") and hasattr(module, "blocks")
+
+
+def _vision_classes() -> str:
+    return ", ".join(family.vision_class for family in FAMILIES.values())
+
+
+__all__ = ["PackedEncoder", "QwenVisionEncoder", "VisionAttention", "from_config", "from_transformers"]

@@ -1,0 +1,330 @@
+"""What the blocks of a vision encoder need to know of a batch's images, made once per batch and remembered.
+
+Images and frames of any size are packed into one tensor of patches. Where each patch lies, which of them see each other
+and how they are gathered into windows follows from the grid alone, so all of it is made on the host, sent without
+waiting, and kept for the next batch of the same sizes:
+
+    metadata = vision_metadata(grid_thw, encoder.sizes, "cuda")
+    output = encoder(pixel_values, metadata=metadata)
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ops._checks import refuse
+from torch_ops._registry import is_eager
+from torch_ops.rotary_table import rotary_table
+
+Image = tuple[int, int, int]
+
+# Batches whose metadata is kept; of a large batch (36,000 patches of head dimension 72) it takes 11 MB.
+REMEMBERED = 32
+
+# What Transformers' vision encoders take ready-made, and what they have no use for here.
+PRECOMPUTED = (
+    "cu_seqlens", "position_ids", "interp_indices", "interp_weights", "window_index", "cu_window_seqlens",
+)  # fmt: skip
+UNUSED = ("max_seqlen", "max_window_seqlen")
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """The sizes of an encoder that its metadata depends on; ``window`` is a window's side in merged cells."""
+
+    head_dim: int
+    merge_size: int = 2
+    theta: float = 10000.0
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What a batch is filled up to, for graphs of fixed shape; None leaves a size as it is."""
+
+    rows: int | None = None
+    images: int | None = None
+    segments: int | None = None
+    windows: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class VisionMetadata:
+    """Tensors on the encoder's device, and the images as the host knows them.
+
+    ``cos`` and ``sin`` are in the order of the blocks' rows: of an encoder with windows, that of its windows. A segment
+    is a frame. To torch.compile and torch.export this is a structure of its tensors; ``images`` is not part of it.
+    """
+
+    grid: Tensor | None  # int64 [n, 3]
+    cu_seqlens: Tensor  # int32 [segments + 1]
+    cos: Tensor  # fp32 [T, D / 2]
+    sin: Tensor
+    window_index: Tensor | None = None  # int64 [T / merge_size^2], the merged cell at each place of the window order
+    reverse_index: Tensor | None = None  # its inverse
+    cu_window_seqlens: Tensor | None = None  # int32 [windows + 1]
+    interp_indices: Tensor | None = None  # int64 [T, taps], where Transformers' own are given
+    interp_weights: Tensor | None = None
+    images: tuple[Image, ...] | None = None
+
+    @property
+    def total(self) -> int:
+        """Patches in all, without padding."""
+        return sum(t * h * w for t, h, w in self._known())
+
+    @property
+    def maximum(self) -> int:
+        """Patches of the longest segment."""
+        return max((h * w for _, h, w in self._known()), default=0)
+
+    def clone(self) -> "VisionMetadata":
+        """A copy with tensors of its own, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
+        return dataclasses.replace(self, images=None, **{name: tensor.clone() for name, tensor in self._tensors()})
+
+    def copy_(self, other: "VisionMetadata") -> "VisionMetadata":
+        """Fills the tensors of a `clone` with another batch's, of the same shapes; never waits.
+
+        Raises ValueError for what is no clone, since others may be remembered, and for other shapes.
+        """
+        if self.images is not None:
+            refuse("VisionMetadata.copy_", "self", "a clone()", "metadata that may be remembered for other calls")
+        theirs = dict(other._tensors())
+        for name, tensor in self._tensors():
+            if name not in theirs or theirs[name].shape != tensor.shape:
+                got = list(theirs[name].shape) if name in theirs else None
+                refuse("VisionMetadata.copy_", name, f"of shape {list(tensor.shape)}", got)
+            tensor.copy_(theirs[name], non_blocking=True)
+        return self
+
+    def _known(self) -> tuple[Image, ...]:
+        if self.images is None:
+            refuse("VisionMetadata", "images", "known to the host", "metadata of tensors alone")
+        return self.images or ()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+
+torch.export.register_dataclass(
+    VisionMetadata, serialized_type_name="torch_ops.models.vision_metadata.VisionMetadata"
+)
+
+
+@torch.compiler.disable
+def vision_metadata(
+    grid_thw: Tensor,
+    sizes: VisionSizes,
+    device: torch.device | str = "cpu",
+    padding: Padding | None = None,
+) -> VisionMetadata:
+    """The metadata of a batch of images or videos.
+
+    Args:
+        grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. On the CPU it costs no
+            synchronisation; one on a device is read back, which costs one.
+        sizes: of the encoder, as ``encoder.sizes``.
+        device: the encoder's.
+        padding: what the batch is filled up to: rows, and the images, segments (frames) and windows, which are filled
+            with empty ones.
+
+    Returns:
+        VisionMetadata, remembered: a batch of the same grid, sizes and device gets the same object, on the same CUDA
+        stream. Its tensors must not be changed; ``clone`` it for that.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+    """
+    op = "vision_metadata"
+    if not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+        got = f"shape {list(grid_thw.shape)}" if isinstance(grid_thw, Tensor) else type(grid_thw).__name__
+        refuse(op, "grid_thw", "a tensor of shape [n, 3], a row (t, h, w) for each image", got)
+    if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
+        refuse(op, "grid_thw", "of an integer dtype", grid_thw.dtype)
+    images = tuple((t, h, w) for t, h, w in grid_thw.tolist())
+    for image, (t, h, w) in enumerate(images):
+        if t < 0:
+            refuse(op, f"grid_thw[{image}, 0], frames,", "at least 0", t)
+        for column, name, size in ((1, "height", h), (2, "width", w)):
+            if size < 0 or size % sizes.merge_size:
+                wanted = f"a multiple of {sizes.merge_size}, the encoder's spatial_merge_size"
+                refuse(op, f"grid_thw[{image}, {column}], the {name},", wanted, size)
+    return metadata_of(images, sizes, device, padding)
+
+
+def metadata_of(
+    images: tuple[Image, ...], sizes: VisionSizes, device: torch.device | str, padding: Padding | None = None
+) -> VisionMetadata:
+    """`vision_metadata` of images that are known to be right."""
+    device, padding, stream = torch.device(device), padding or Padding(), 0
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        # What another stream sent may not have arrived.
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if torch.cuda.is_current_stream_capturing():
+            refuse("vision_metadata", "metadata", "made before a CUDA graph is captured", "a call within the capture")
+    make = _remembered if is_eager() else _remembered.__wrapped__
+    # Tensors made in inference mode could not be kept for a gradient.
+    with torch.inference_mode(False), torch.no_grad():
+        return make(images, sizes, device, padding, stream)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _remembered(
+    images: tuple[Image, ...], sizes: VisionSizes, device: torch.device, padding: Padding, stream: int
+) -> VisionMetadata:
+    total = sum(t * h * w for t, h, w in images)
+    unit = sizes.merge_size**2
+    rows = _at_least("rows", padding.rows, total)
+    if rows % unit:
+        refuse("vision_metadata", "padding.rows", f"a multiple of {unit}", rows)
+    nothing = ((0, 0, 0),) * (_at_least("images", padding.images, len(images)) - len(images))
+    grid = _sent(torch.tensor((*images, *nothing), dtype=torch.int64, device="cpu").view(-1, 3), device)
+    frames = [h * w for t, h, w in images for _ in range(t)]
+    cos, sin = rotary_table(grid, rows, sizes.head_dim, sizes.theta, sizes.merge_size)
+    window_index = reverse_index = cu_window_seqlens = None
+    if sizes.window is not None:
+        index, cells = _windows(images, sizes, rows // unit)
+        cu_window_seqlens = _sent(_cu_seqlens("windows", [count * unit for count in cells], padding.windows), device)
+        window_index, reverse_index = _sent(index, device), _sent(index.argsort(), device)
+        cos, sin = gather_cells(cos, window_index), gather_cells(sin, window_index)
+    return VisionMetadata(
+        grid=grid,
+        cu_seqlens=_sent(_cu_seqlens("segments", frames, padding.segments), device),
+        cos=cos,
+        sin=sin,
+        window_index=window_index,
+        reverse_index=reverse_index,
+        cu_window_seqlens=cu_window_seqlens,
+        images=images,
+    )
+
+
+def _at_least(name: str, wanted: int | None, count: int) -> int:
+    if wanted is not None and wanted < count:
+        refuse("vision_metadata", f"padding.{name}", f"at least the {count} of the batch", wanted)
+    return count if wanted is None else wanted
+
+
+def _cu_seqlens(name: str, lengths: list[int], wanted: int | None) -> Tensor:
+    ends = list(accumulate(lengths, initial=0))
+    empty = [ends[-1]] * (_at_least(name, wanted, len(lengths)) - len(lengths))
+    return torch.tensor(ends + empty, dtype=torch.int32, device="cpu")
+
+
+def _windows(images: tuple[Image, ...], sizes: VisionSizes, cells: int) -> tuple[Tensor, list[int]]:
+    """The merged cells in window order, those of padding last, and the number of cells in each window.
+
+    Frame by frame, windows are in raster order, and so are the cells of a window; those at the right and lower edge are
+    smaller.
+    """
+    assert sizes.window is not None
+    order, counts, start = [], [], 0
+    for t, h, w in images:
+        rows = torch.arange(h // sizes.merge_size, device="cpu") // sizes.window
+        cols = torch.arange(w // sizes.merge_size, device="cpu") // sizes.window
+        down, across = -(-len(rows) // sizes.window), -(-len(cols) // sizes.window)
+        frame = torch.arange(t, device="cpu")[:, None, None]
+        window = ((frame * down + rows[:, None]) * across + cols).flatten()
+        order.append(window.argsort(stable=True) + start)
+        counts.extend(window.bincount().tolist())
+        start += len(window)
+    return torch.cat([*order, torch.arange(start, cells, device="cpu")]), counts
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def gather_cells(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows [T, C] with their merged cells, of T / len(index) rows each, in the order of `index`."""
+    cells = rows.view(index.shape[0], -1, rows.shape[1])
+    return cells[index].flatten(0, 1)
+
+
+def precomputed_metadata(
+    given: Mapping[str, Tensor | None],
+    grid_thw: Tensor | None,
+    sizes: VisionSizes,
+    device: torch.device,
+    learned_positions: bool,
+) -> VisionMetadata:
+    """Metadata of what Transformers' helpers have made, in plain PyTorch; only what is missing is made from the grid.
+
+    As in Transformers, interp_indices and interp_weights count together, and so do window_index and cu_window_seqlens.
+    """
+    cu_seqlens, position_ids, indices, weights, window_index, cu_window_seqlens = map(given.get, PRECOMPUTED)
+    interpolated = indices is not None and weights is not None
+    windowed = sizes.window is not None
+    ordered = windowed and window_index is not None and cu_window_seqlens is not None
+    missing = {
+        "cu_seqlens": cu_seqlens is None,
+        "position_ids": position_ids is None,
+        "interp_indices and interp_weights": learned_positions and not interpolated,
+        "window_index and cu_window_seqlens": windowed and not ordered,
+    }
+    base: Any = None
+    if any(missing.values()):
+        if grid_thw is None:
+            names = ", ".join(name for name, lacking in missing.items() if lacking)
+            refuse("vision encoder", "grid_thw", f"given, or metadata, or {names}", None)
+        base = vision_metadata(grid_thw, sizes, device)
+    if position_ids is not None:
+        cos, sin = _turned(position_ids, sizes)
+    elif ordered:
+        cos, sin = rotary_table(base.grid, base.total, sizes.head_dim, sizes.theta, sizes.merge_size)
+    else:
+        cos, sin = base.cos, base.sin
+    if ordered:
+        reverse_index = torch.argsort(window_index)
+        cu_window_seqlens = _int32(cu_window_seqlens)
+    else:
+        window_index = base.window_index if windowed else None
+        reverse_index = base.reverse_index if windowed else None
+        cu_window_seqlens = base.cu_window_seqlens if windowed else None
+    # The tables of the grid's own metadata are in window order already.
+    if windowed and (ordered or position_ids is not None):
+        cos, sin = gather_cells(cos, window_index), gather_cells(sin, window_index)
+    return VisionMetadata(
+        grid=None if base is None else base.grid,
+        cu_seqlens=base.cu_seqlens if cu_seqlens is None else _int32(cu_seqlens),
+        cos=cos,
+        sin=sin,
+        window_index=window_index,
+        reverse_index=reverse_index,
+        cu_window_seqlens=cu_window_seqlens,
+        interp_indices=indices if interpolated else None,
+        interp_weights=weights if interpolated else None,
+        images=None if base is None else base.images,
+    )
+
+
+def _int32(tensor: Any) -> Tensor:
+    """Exporters of Transformers make int64 borders."""
+    return tensor.to(torch.int32)
+
+
+def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
+    """cos and sin of patches at (row, column), as `rotary_table` has them."""
+    half = sizes.head_dim // 2
+    frequencies = 1.0 / (
+        sizes.theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=position_ids.device) / half)
+    )
+    angles = (position_ids[..., None].float() * frequencies).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+__all__ = [
+    "Padding", "VisionMetadata", "VisionSizes", "gather_cells", "metadata_of", "precomputed_metadata",
+    "vision_metadata",
+]  # fmt: skip
