@@ -70,8 +70,6 @@ class Family:
         )
 
 
-
-
 # By the model_type of the vision configuration.
 FAMILIES = {
     "qwen2_vl_vision": Family(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -40,48 +41,55 @@ from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
 from torch_ops.window_attn import window_attn
 
-EPS = 1e-6
-
 
 class Weights(nn.Module):
     """The weight and bias of a layer, for an op that takes them."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, layer: nn.Linear | nn.Conv3d) -> None:
         super().__init__()
         self.weight = layer.weight
-        self.register_parameter("bias", layer.bias)
+        self.bias = layer.bias
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
 
 
-class LayerNorm(nn.LayerNorm):
+# All families have an eps of 1e-6. It is written out in each call, as softcap is below: of a float that is no literal,
+# be it a default, torch.compile first makes an input, and traces all blocks once more to find it constant.
+class LayerNorm(nn.Module):
     """`layer_norm`, and with `after_sum` `add_layer_norm`."""
 
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, 1e-6)
 
     def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+        return add_layer_norm(x, residual, self.weight, self.bias, 1e-6)
 
 
 class RMSNorm(nn.Module):
     """`rms_norm`, and with `after_sum` `add_rms_norm`."""
 
-    def __init__(self, hidden_size: int, eps: float = EPS) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, 1e-6)
 
     def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, 1e-6)
 
 
 def _norm(family: Family, hidden_size: int) -> Any:
-    return RMSNorm(hidden_size) if family.rms_norm else LayerNorm(hidden_size, eps=EPS)
+    return RMSNorm(hidden_size) if family.rms_norm else LayerNorm(hidden_size)
 
 
 class PatchEmbed(nn.Module):
@@ -131,7 +139,7 @@ class VisionAttention(nn.Module):
         if cu_seqlens is None:
             cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
         q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
-        out = window_attn(q, k, v, cu_seqlens)
+        out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
         assert isinstance(out, Tensor)
         return self.proj(out.flatten(1))
 
@@ -154,7 +162,8 @@ class VisionMLP(nn.Module):
         self.add_module(self._names[-1], Weights(nn.Linear(inner, outer)))
 
     def forward(self, x: Tensor) -> Tensor:
-        *first, second = (self.get_submodule(name) for name in self._names)
+        layers: list[Any] = [self.get_submodule(name) for name in self._names]
+        *first, second = layers
         return mlp(x, *_joined(first), second.weight, second.bias, self.activation)
 
 
@@ -217,7 +226,8 @@ class PatchMerger(nn.Module):
             self.get_submodule(owner).add_module(leaf, Weights(nn.Linear(self.width, out_width)))
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, first, second = (self.get_submodule(name) for name in self._names)
+        layers: list[Any] = [self.get_submodule(name) for name in self._names]
+        norm, first, second = layers
         x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
         return mlp(x, first.weight, first.bias, second.weight, second.bias, "gelu")
 
@@ -245,7 +255,7 @@ class QwenVisionEncoder(nn.Module):
         self.pos_embed = None
         if family.learned_positions:
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
+        self.blocks: Any = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
         self.merger = PatchMerger(family, config)
         if family.taps:
             self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
@@ -363,7 +373,7 @@ class QwenVisionEncoder(nn.Module):
         if self.pos_embed is not None:
             residual = self._positions(branch, metadata)
         if metadata.window_index is not None:
-            branch = gather_cells(branch, metadata.window_index)
+            branch = gather_cells(branch, metadata.window_index, self.sizes)
         taps, kept = [], []
         for layer, block in enumerate(self.blocks):
             full = self._full_layers is None or layer in self._full_layers
@@ -396,13 +406,13 @@ class QwenVisionEncoder(nn.Module):
         if metadata.interp_indices is not None:
             refuse("vision encoder", "chunk_tokens", "None where interp_indices are given", chunk_tokens)
         start = 0
-        for images in _split(metadata.images, chunk_tokens):
+        for images in split_images(metadata.images or (), chunk_tokens):
             part = metadata_of(images, self.sizes, self.device)
             yield pixel_values[start : start + part.total], part
             start += part.total
 
 
-def _split(images: Iterable[tuple[int, int, int]], most: int) -> Iterable[tuple[tuple[int, int, int], ...]]:
+def split_images(images: Iterable[tuple[int, int, int]], most: int) -> Iterable[tuple[tuple[int, int, int], ...]]:
     """Images, cut between frames into runs of at most `most` patches, or of a single frame."""
     run: list[tuple[int, int, int]] = []
     room = most
@@ -436,6 +446,17 @@ class PackedEncoder(nn.Module):
 
     def forward(self, pixel_values: Tensor, metadata: VisionMetadata) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         return self.encoder.encode_packed(pixel_values, metadata)
+
+    def dynamic_shapes(self, metadata: VisionMetadata) -> tuple[Any, ...]:
+        """For torch.export, of (pixel_values, metadata): any number of patches, images, segments and windows."""
+        cells = Dim("cells")
+        patches = self.encoder.spatial_merge_size**2 * cells
+        sizes = {
+            "grid": Dim("images"), "cu_seqlens": Dim("borders"), "cos": patches, "sin": patches,
+            "window_index": cells, "reverse_index": cells, "cu_window_seqlens": Dim("window_borders"),
+            "interp_indices": patches, "interp_weights": patches,
+        }  # fmt: skip
+        return {0: patches}, [{0: sizes[name]} for name, _ in metadata.tensors()]
 
 
 def from_config(config: Any) -> QwenVisionEncoder:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_ops._checks import refuse
 from torch_ops._registry import is_eager
@@ -85,7 +86,7 @@ class VisionMetadata:
 
     def clone(self) -> "VisionMetadata":
         """A copy with tensors of its own, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
-        return dataclasses.replace(self, images=None, **{name: tensor.clone() for name, tensor in self._tensors()})
+        return dataclasses.replace(self, images=None, **{name: tensor.clone() for name, tensor in self.tensors()})
 
     def copy_(self, other: "VisionMetadata") -> "VisionMetadata":
         """Fills the tensors of a `clone` with another batch's, of the same shapes; never waits.
@@ -94,8 +95,8 @@ class VisionMetadata:
         """
         if self.images is not None:
             refuse("VisionMetadata.copy_", "self", "a clone()", "metadata that may be remembered for other calls")
-        theirs = dict(other._tensors())
-        for name, tensor in self._tensors():
+        theirs = dict(other.tensors())
+        for name, tensor in self.tensors():
             if name not in theirs or theirs[name].shape != tensor.shape:
                 got = list(theirs[name].shape) if name in theirs else None
                 refuse("VisionMetadata.copy_", name, f"of shape {list(tensor.shape)}", got)
@@ -107,16 +108,22 @@ class VisionMetadata:
             refuse("VisionMetadata", "images", "known to the host", "metadata of tensors alone")
         return self.images or ()
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                yield field.name, value
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in _TENSORS:
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
 
 
-torch.export.register_dataclass(
-    VisionMetadata, serialized_type_name="torch_ops.models.vision_metadata.VisionMetadata"
+_TENSORS = [field.name for field in dataclasses.fields(VisionMetadata) if field.name != "images"]
+
+pytree.register_dataclass(
+    VisionMetadata,
+    field_names=_TENSORS,
+    drop_field_names=["images"],
+    serialized_type_name="torch_ops.models.vision_metadata.VisionMetadata",
 )
+# An exported program is saved with the inputs it was traced with.
+torch.serialization.add_safe_globals([VisionMetadata])
 
 
 @torch.compiler.disable
@@ -187,7 +194,10 @@ def _remembered(
     if rows % unit:
         refuse("vision_metadata", "padding.rows", f"a multiple of {unit}", rows)
     nothing = ((0, 0, 0),) * (_at_least("images", padding.images, len(images)) - len(images))
-    grid = _sent(torch.tensor((*images, *nothing), dtype=torch.int64, device="cpu").view(-1, 3), device)
+    grid = torch.empty((0, 3), dtype=torch.int64, device="cpu")
+    if images or nothing:
+        grid = torch.tensor((*images, *nothing), dtype=torch.int64, device="cpu")
+    grid = _sent(grid, device)
     frames = [h * w for t, h, w in images for _ in range(t)]
     cos, sin = rotary_table(grid, rows, sizes.head_dim, sizes.theta, sizes.merge_size)
     window_index = reverse_index = cu_window_seqlens = None
@@ -195,7 +205,8 @@ def _remembered(
         index, cells = _windows(images, sizes, rows // unit)
         cu_window_seqlens = _sent(_cu_seqlens("windows", [count * unit for count in cells], padding.windows), device)
         window_index, reverse_index = _sent(index, device), _sent(index.argsort(), device)
-        cos, sin = gather_cells(cos, window_index), gather_cells(sin, window_index)
+        # Compilers guard on what a tensor is a view of; a clone is none.
+        cos, sin = (gather_cells(table, window_index, sizes).clone() for table in (cos, sin))
     return VisionMetadata(
         grid=grid,
         cu_seqlens=_sent(_cu_seqlens("segments", frames, padding.segments), device),
@@ -246,14 +257,14 @@ def _sent(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device)
 
 
-def gather_cells(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows [T, C] with their merged cells, of T / len(index) rows each, in the order of `index`."""
-    cells = rows.view(index.shape[0], -1, rows.shape[1])
+def gather_cells(rows: Tensor, index: Tensor, sizes: VisionSizes) -> Tensor:
+    """Rows [T, C] with their merged cells in the order of `index`."""
+    cells = rows.view(index.shape[0], sizes.merge_size**2, rows.shape[1])
     return cells[index].flatten(0, 1)
 
 
 def precomputed_metadata(
-    given: Mapping[str, Tensor | None],
+    given: Mapping[str, Any],
     grid_thw: Tensor | None,
     sizes: VisionSizes,
     device: torch.device,
@@ -263,7 +274,8 @@ def precomputed_metadata(
 
     As in Transformers, interp_indices and interp_weights count together, and so do window_index and cu_window_seqlens.
     """
-    cu_seqlens, position_ids, indices, weights, window_index, cu_window_seqlens = map(given.get, PRECOMPUTED)
+    values: Any = map(given.get, PRECOMPUTED)
+    cu_seqlens, position_ids, indices, weights, window_index, cu_window_seqlens = values
     interpolated = indices is not None and weights is not None
     windowed = sizes.window is not None
     ordered = windowed and window_index is not None and cu_window_seqlens is not None
@@ -294,7 +306,7 @@ def precomputed_metadata(
         cu_window_seqlens = base.cu_window_seqlens if windowed else None
     # The tables of the grid's own metadata are in window order already.
     if windowed and (ordered or position_ids is not None):
-        cos, sin = gather_cells(cos, window_index), gather_cells(sin, window_index)
+        cos, sin = gather_cells(cos, window_index, sizes), gather_cells(sin, window_index, sizes)
     return VisionMetadata(
         grid=None if base is None else base.grid,
         cu_seqlens=base.cu_seqlens if cu_seqlens is None else _int32(cu_seqlens),

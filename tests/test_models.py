@@ -1,0 +1,527 @@
+"""The vision encoder of the Qwen-VL families against Transformers' classes, and its metadata."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision_utils
+
+import torch_ops.models as models
+from compile_tests.models import GRID, draw_pixels, full_tower, named_outputs, tiny_tower, vision_config
+from torch_ops.models import (
+    Padding,
+    QwenVisionEncoder,
+    VisionAttention,
+    VisionSizes,
+    from_config,
+    from_transformers,
+    vision_metadata,
+)
+from torch_ops.models.families import FAMILIES, vision_config_of
+from torch_ops.models.vision import VisionBlock, split_images
+from torch_ops.models.vision_metadata import REMEMBERED
+from torch_ops.testing import check
+
+pytestmark = pytest.mark.no_interpret
+
+# One of each kind; the MoE models of Qwen3-VL and Qwen3.5 have the towers of their relatives.
+KINDS = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_omni_moe_vision_encoder", "qwen3_5_vision")
+IMAGES = torch.tensor(GRID)
+
+
+def run(tower: nn.Module, pixels: Tensor, grid: Tensor = IMAGES, **named: Any) -> dict[str, Tensor]:
+    """Outputs, and the gradients of the pixels and of every parameter, for fixed gradients of the outputs."""
+    pixels = pixels.detach().requires_grad_()
+    outputs = named_outputs(tower(pixels, grid_thw=grid, **named))
+    leaves = {"pixel_values": pixels, **dict(tower.named_parameters())}
+    grads = [
+        torch.randn(output.shape, generator=torch.Generator().manual_seed(index)).to(output)
+        for index, output in enumerate(outputs.values())
+    ]
+    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), grads)
+    named_gradients = {f"d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {**{name: output.detach() for name, output in outputs.items()}, **named_gradients}
+
+
+def frozen(model_type: str, **changes: Any) -> QwenVisionEncoder:
+    return from_transformers(tiny_tower(model_type, **changes)).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [(model_type, torch.float32) for model_type in FAMILIES]
+    + [(model_type, dtype) for model_type in KINDS for dtype in (torch.bfloat16, torch.float16)],
+    ids=str,
+)
+def test_outputs_and_gradients_are_those_of_transformers(model_type: str, dtype: torch.dtype) -> None:
+    tower = tiny_tower(model_type, dtype)
+    pixels = draw_pixels(tower, IMAGES, dtype)
+    truth = run(copy.deepcopy(tower).double(), pixels.double())
+    eager = run(tower, pixels)
+    actual = run(from_transformers(tower), pixels)
+    assert actual.keys() == eager.keys()
+    assert {name: tensor.dtype for name, tensor in actual.items()} == {
+        name: tensor.dtype for name, tensor in eager.items()
+    }
+    check(actual, eager, truth)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_output_has_transformers_class_and_order(model_type: str) -> None:
+    tower = tiny_tower(model_type)
+    pixels = draw_pixels(tower, IMAGES)
+    encoder = from_transformers(tower)
+    with torch.no_grad():
+        theirs = tower(pixels, grid_thw=IMAGES, output_hidden_states=True)
+        ours = encoder(pixels, grid_thw=IMAGES, output_hidden_states=True)
+        assert type(ours) is type(theirs)
+        assert list(ours) == list(theirs)
+        actual, expected = named_outputs(ours), named_outputs(theirs)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+        as_tuple = encoder(hidden_states=pixels, grid_thw=IMAGES, return_dict=False)
+    assert isinstance(as_tuple, tuple) and len(as_tuple) == len(theirs) - 1
+    assert torch.equal(as_tuple[1], ours.pooler_output)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_state_dicts_load_both_ways(model_type: str) -> None:
+    tower = tiny_tower(model_type)
+    encoder = from_config(tower.config)
+    assert list(encoder.state_dict()) != [] and encoder.state_dict().keys() == tower.state_dict().keys()
+    encoder.load_state_dict(tower.state_dict())
+    pixels = draw_pixels(tower, IMAGES)
+    assert torch.equal(encoder(pixels, IMAGES)[0], from_transformers(tower)(pixels, IMAGES)[0])
+    fresh = from_config(tower.config)
+    tower.load_state_dict(fresh.state_dict())
+    for name, parameter in tower.named_parameters():
+        assert torch.equal(parameter, fresh.get_parameter(name)), name
+
+
+def test_from_transformers_shares_the_very_parameters() -> None:
+    tower = tiny_tower("qwen3_vl_vision", torch.float64).train()
+    tower.blocks[0].requires_grad_(False)
+    encoder = from_transformers(tower)
+    assert encoder.training and encoder.dtype is torch.float64
+    theirs = dict(tower.named_parameters())
+    for name, parameter in encoder.named_parameters():
+        assert parameter is theirs[name]
+    assert not encoder.blocks[0].attn.qkv.weight.requires_grad
+    pixels = draw_pixels(tower, IMAGES, torch.float64)
+    before = tower(pixels, grid_thw=IMAGES).pooler_output
+    optimizer = torch.optim.SGD((parameter for parameter in encoder.parameters() if parameter.requires_grad), lr=0.1)
+    encoder(pixels, IMAGES).pooler_output.square().mean().backward()
+    optimizer.step()
+    after = tower(pixels, grid_thw=IMAGES).pooler_output
+    assert (after - before).abs().max() > 1e-3
+    torch.testing.assert_close(encoder(pixels, IMAGES).pooler_output, after, rtol=1e-5, atol=1e-5)
+    tower.float()
+    assert encoder.dtype is torch.float32
+
+
+def tiny_model() -> Any:
+    vision = vision_config("qwen3_vl_vision").to_dict()
+    text = {
+        "vocab_size": 64, "hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        vision_config=vision, text_config=text, image_token_id=5, vision_start_token_id=6, video_token_id=7
+    )
+    return Qwen3VLForConditionalGeneration._from_config(config).eval()
+
+
+def test_encoder_stands_in_a_whole_model() -> None:
+    model = tiny_model()
+    pixels = draw_pixels(model.model.visual, IMAGES)
+    tokens = torch.tensor([[token for t, h, w in GRID for token in (6, *[5] * (t * h * w // 4))]])
+    named = {
+        "input_ids": tokens,
+        "pixel_values": pixels,
+        "image_grid_thw": IMAGES,
+        "mm_token_type_ids": (tokens == 5).int(),
+    }
+    with torch.no_grad():
+        expected = model(**named).logits
+        encoder = from_transformers(model)
+        model.model.visual = encoder
+        torch.testing.assert_close(model(**named).logits, expected, rtol=1e-4, atol=1e-5)
+    assert from_transformers(model) is encoder
+    assert from_config(model.config).state_dict().keys() == encoder.state_dict().keys()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    assert encoder.is_gradient_checkpointing
+
+
+def test_models_without_an_encoder_are_refused() -> None:
+    with pytest.raises(TypeError, match="must be or hold one vision encoder.*Qwen3VLVisionModel.*got Linear"):
+        from_transformers(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="config must be of one of qwen2_vl_vision.*got Qwen3VLTextConfig"):
+        from_config(tiny_model().config.text_config)
+    tower = tiny_tower("qwen3_vl_vision")
+    tower.blocks[0].attn.qkv.adapter = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="Qwen3VLVisionModel also holds blocks.0.attn.qkv.adapter; merge adapters"):
+        from_transformers(tower)
+    with pytest.raises(ValueError, match="hidden_act must be silu, got 'gelu'"):
+        from_config(vision_config("qwen2_5_vl_vision", hidden_act="gelu"))
+    with pytest.raises(ValueError, match="hidden_act must be one of gelu, .*, got 'relu'"):
+        from_config(vision_config("qwen3_vl_vision", hidden_act="relu"))
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+def test_checkpointing_gives_the_same_gradients(
+    model_type: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = from_transformers(tiny_tower(model_type)).train()
+    pixels = draw_pixels(encoder, IMAGES)
+    expected = run(encoder, pixels)
+    computed: list[VisionBlock] = []
+    compute = VisionBlock._compute
+    monkeypatch.setattr(VisionBlock, "_compute", lambda self, *args: computed.append(self) or compute(self, *args))
+    encoder.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        # autograd.grad does not pass through it.
+        pixels.requires_grad_()
+        outputs = named_outputs(encoder(pixels, IMAGES))
+        grads = [
+            torch.randn(out.shape, generator=torch.Generator().manual_seed(i)) for i, out in enumerate(outputs.values())
+        ]
+        torch.autograd.backward(list(outputs.values()), grads)
+        leaves = {"pixel_values": pixels, **dict(encoder.named_parameters())}
+        actual = {**outputs, **{f"d {name}": leaf.grad for name, leaf in leaves.items()}}
+    else:
+        actual = run(encoder, pixels)
+    assert len(computed) == 2 * len(encoder.blocks)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=name)
+    computed.clear()
+    encoder.eval()
+    encoder(pixels, IMAGES)
+    assert len(computed) == len(encoder.blocks)
+    encoder.gradient_checkpointing_disable()
+    assert not encoder.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_autocast(model_type: str, dtype: torch.dtype) -> None:
+    tower = tiny_tower(model_type)
+    pixels = draw_pixels(tower, IMAGES)
+    truth = run(copy.deepcopy(tower).double(), pixels.double())
+    with torch.autocast("cpu", dtype):
+        eager = run(tower, pixels)
+        actual = run(from_transformers(tower), pixels)
+    assert actual["pooler_output"].dtype is eager["pooler_output"].dtype is dtype
+    assert actual[
+        "d merger.mlp.0.weight" if FAMILIES[model_type].merger[0] == "ln_q" else "d pos_embed.weight"
+    ].dtype is (torch.float32)
+    check(actual, eager, truth)
+
+
+def precomputed(encoder: QwenVisionEncoder, grid: Tensor) -> dict[str, Any]:
+    """All that Transformers' helpers make for this family."""
+    merge_size, config = encoder.spatial_merge_size, encoder.config
+    made = {
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge_size),
+        "max_seqlen": int((grid[:, 1] * grid[:, 2]).max()),
+    }
+    if encoder.pos_embed is not None:
+        side = int(config.num_position_embeddings**0.5)
+        made["interp_indices"], made["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid, side, align_corners=True, spatial_merge_size=merge_size
+        )
+    if encoder.family.windows:
+        made["window_index"], made["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+            grid, merge_size, config.window_size, config.patch_size
+        )
+    return made
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_precomputed_arguments_of_transformers(model_type: str) -> None:
+    encoder = frozen(model_type)
+    pixels = draw_pixels(encoder, IMAGES)
+    expected = named_outputs(encoder(pixels, IMAGES))
+    given = precomputed(encoder, IMAGES)
+    calls = [(None, given)]
+    calls += [(IMAGES, {name: value for name, value in given.items() if name != left_out}) for left_out in given]
+    calls += [(IMAGES, {name: value}) for name, value in given.items()]
+    for grid, named in calls:
+        actual = named_outputs(encoder(pixels, grid, **named))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name} with {list(named)}")
+    # They are used: another order of segments gives other features.
+    one_segment = torch.tensor([0, pixels.shape[0]], dtype=torch.int32)
+    full = encoder(pixels, IMAGES, cu_seqlens=one_segment.long())
+    assert (full.last_hidden_state - expected["last_hidden_state"]).abs().max() > 1e-3
+
+
+grids = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 11).map(lambda n: 2 * n), st.integers(1, 11).map(lambda n: 2 * n)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(images=grids)
+def test_metadata_is_that_of_transformers(images: list[tuple[int, int, int]]) -> None:
+    grid = torch.tensor(images)
+    metadata = vision_metadata(grid, VisionSizes(80, window=4))
+    assert torch.equal(metadata.cu_seqlens, vision_utils.get_vision_cu_seqlens(grid))
+    index, borders = vision_utils.get_vision_window_index(grid, 2, 112, 14)
+    assert torch.equal(metadata.window_index, index)
+    assert torch.equal(metadata.cu_window_seqlens, borders)
+    assert torch.equal(metadata.reverse_index, torch.argsort(index))
+    positions = vision_utils.get_vision_position_ids(grid, 2).view(-1, 4, 2)[index].flatten(0, 1)
+    angles = (positions[..., None] / 10000 ** (torch.arange(0, 40, 2) / 40)).flatten(1)
+    torch.testing.assert_close(metadata.cos, angles.cos(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(metadata.sin, angles.sin(), rtol=1e-4, atol=1e-5)
+    assert (metadata.total, metadata.maximum) == (int(grid.prod(1).sum()), int((grid[:, 1] * grid[:, 2]).max()))
+    plain = vision_metadata(grid, VisionSizes(80))
+    assert torch.equal(plain.cos.view(-1, 4, 40)[index].flatten(0, 1), metadata.cos)
+    assert plain.window_index is None and plain.cu_window_seqlens is None
+
+
+def test_metadata_is_remembered_and_bounded() -> None:
+    sizes = VisionSizes(72)
+    with torch.inference_mode():
+        first = vision_metadata(IMAGES, sizes)
+    assert vision_metadata(IMAGES.clone().int(), sizes) is first
+    assert not any(tensor.is_inference() or tensor._is_view() for _, tensor in first.tensors())
+    assert vision_metadata(IMAGES, replace(sizes, theta=100.0)) is not first
+    assert vision_metadata(IMAGES, sizes, padding=Padding(rows=1000)) is not first
+    for width in range(1, REMEMBERED + 1):
+        vision_metadata(torch.tensor([[1, 2, 2 * width]]), sizes)
+    assert vision_metadata(IMAGES, sizes) is not first
+
+
+def test_a_video_of_no_frames_and_no_image_at_all() -> None:
+    encoder = frozen("qwen2_5_vl_vision")
+    empty = torch.zeros((0, 3), dtype=torch.int64)
+    with_empty = torch.cat([IMAGES[:1], torch.tensor([[0, 4, 4]]), IMAGES[1:]])
+    pixels = draw_pixels(encoder, IMAGES)
+    assert torch.equal(encoder(pixels, with_empty)[1], encoder(pixels, IMAGES)[1])
+    output = encoder(pixels[:0], empty)
+    assert output.last_hidden_state.shape == (0, 160) and output.pooler_output.shape == (0, 40)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int64), r"grid_thw must be a tensor of shape \[n, 3\].*got shape \[3\]"),
+        ([[1, 2, 2]], "grid_thw must be a tensor.*got list"),
+        (torch.ones(1, 3), "grid_thw must be of an integer dtype, got torch.float32"),
+        (torch.tensor([[1, 2, 2], [1, 2, 3]]), r"grid_thw\[1, 2\], the width, must be a multiple of 2.*, got 3"),
+        (torch.tensor([[-1, 2, 2]]), r"grid_thw\[0, 0\], frames, must be at least 0, got -1"),
+    ],
+)
+def test_bad_grids_are_refused(grid: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vision_metadata(grid, VisionSizes(72))
+
+
+def test_bad_calls_are_refused() -> None:
+    encoder = frozen("qwen3_vl_vision")
+    pixels = draw_pixels(encoder, IMAGES)
+    metadata = vision_metadata(IMAGES, encoder.sizes)
+    for message, args, named in (
+        ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),
+        (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
+        ("pixel values must be of 280 rows, the patches of the grid, got 279", (pixels[1:], IMAGES), {}),
+        ("output_attentions must be False", (pixels, IMAGES), {"output_attentions": True}),
+        ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
+        ("chunk_tokens must be None where the host", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
+        (
+            "chunk_tokens must be None where interp_indices",
+            (pixels, IMAGES),
+            {**precomputed(encoder, IMAGES), "cu_seqlens": None, "chunk_tokens": 8},
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encoder(*args, **named)
+    for message, padding in (
+        ("padding.rows must be at least the 280 of the batch, got 8", Padding(rows=8)),
+        ("padding.rows must be a multiple of 4, got 281", Padding(rows=281)),
+        ("padding.segments must be at least the 6 of the batch, got 5", Padding(segments=5)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vision_metadata(IMAGES, encoder.sizes, padding=padding)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_padding_changes_nothing_and_is_finite(model_type: str) -> None:
+    encoder = frozen(model_type)
+    pixels = draw_pixels(encoder, IMAGES)
+    expected = encoder.encode_packed(pixels, vision_metadata(IMAGES, encoder.sizes))
+    rows = pixels.shape[0]
+    padding = Padding(rows=rows + 64, images=9, segments=12, windows=30)
+    padded = vision_metadata(IMAGES, encoder.sizes, padding=padding)
+    assert padded.grid.shape == (9, 3) and padded.cu_seqlens.shape == (13,)
+    # The same tensors again, as a graph's inputs that are filled for another batch.
+    static = vision_metadata(IMAGES.flip(0), encoder.sizes, padding=padding).clone().copy_(padded)
+    for metadata in (padded, static):
+        actual = encoder.encode_packed(functional.pad(pixels, (0, 0, 0, 64), value=3.0), metadata)
+        for name, (ours, wanted) in enumerate(zip(flat(actual), flat(expected), strict=True)):
+            assert ours.isfinite().all()
+            torch.testing.assert_close(ours[: wanted.shape[0]], wanted, rtol=1e-5, atol=1e-5, msg=str(name))
+
+
+def test_remembered_metadata_is_not_written_to() -> None:
+    metadata = vision_metadata(IMAGES, VisionSizes(72))
+    with pytest.raises(ValueError, match=r"self must be a clone\(\)"):
+        metadata.copy_(metadata)
+    with pytest.raises(ValueError, match=r"grid must be of shape \[4, 3\], got \[3, 3\]"):
+        metadata.clone().copy_(vision_metadata(IMAGES[1:], VisionSizes(72)))
+    with pytest.raises(ValueError, match="images must be known to the host"):
+        _ = metadata.clone().total
+
+
+def flat(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[Tensor]:
+    return [outputs[0], outputs[1], *outputs[2]]
+
+
+@pytest.mark.parametrize("chunk_tokens", (1, 40, 64, 10**6))
+@pytest.mark.parametrize("model_type", KINDS)
+def test_chunks_of_frames_change_nothing(model_type: str, chunk_tokens: int) -> None:
+    encoder = frozen(model_type)
+    grid = torch.tensor([[5, 4, 6], [1, 8, 8], [7, 2, 2]])
+    pixels = draw_pixels(encoder, grid)
+    expected = named_outputs(encoder(pixels, grid, output_hidden_states=True))
+    actual = named_outputs(encoder(pixels, grid, output_hidden_states=True, chunk_tokens=chunk_tokens))
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if chunk_tokens == 10**6:
+            assert torch.equal(actual[name], tensor), name
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_gradients_pass_through_chunks() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    pixels = draw_pixels(tower, IMAGES)
+    encoder = from_transformers(tower)
+    expected, actual = run(encoder, pixels), run(encoder, pixels, chunk_tokens=50)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@given(images=grids, most=st.integers(1, 600))
+def test_images_are_split_between_frames(images: list[tuple[int, int, int]], most: int) -> None:
+    def frames(parts: Any) -> list[tuple[int, int]]:
+        return [(h, w) for t, h, w in parts for _ in range(t)]
+
+    runs = list(split_images(images, most))
+    assert frames(part for run in runs for part in run) == frames(images)
+    for part in runs:
+        assert sum(t * h * w for t, h, w in part) <= most or len(frames(part)) == 1
+    for first, second in zip(runs, runs[1:], strict=False):
+        tokens = sum(t * h * w for t, h, w in first)
+        assert tokens + second[0][1] * second[0][2] > most, "a frame that had room"
+
+
+def test_attention_alone() -> None:
+    """One segment without rotation, unless told otherwise."""
+    attention = VisionAttention(144, 2)
+    assert attention.head_dim == 72
+    x = torch.randn(50, 144)
+    q, k, v = functional.linear(x, attention.qkv.weight, attention.qkv.bias).view(50, 3, 2, 72).permute(1, 2, 0, 3)
+    expected = attention.proj(functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1))
+    torch.testing.assert_close(attention(x), expected)
+    halves = torch.cat([attention(x[:30]), attention(x[30:])])
+    torch.testing.assert_close(attention(x, cu_seqlens=torch.tensor([0, 30, 50], dtype=torch.int32)), halves)
+    assert VisionAttention(96, 2, 64).qkv.weight.shape == (384, 96)
+    with pytest.raises(ValueError, match="cos and sin must be given together"):
+        attention(x, torch.ones(50, 36))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_attention_is_that_of_transformers(model_type: str) -> None:
+    tower = tiny_tower(model_type)
+    theirs = tower.blocks[0].attn
+    ours = VisionAttention(theirs.dim, theirs.num_heads)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(int(IMAGES.prod(1).sum()), theirs.dim)
+    cu_seqlens = vision_utils.get_vision_cu_seqlens(IMAGES)
+    cos, sin = tower.rotary_pos_emb(x, vision_utils.get_vision_position_ids(IMAGES, 2))
+    expected = theirs(x, cu_seqlens=cu_seqlens, position_embeddings=(cos, sin))
+    torch.testing.assert_close(ours(x, cos, sin, cu_seqlens), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_public_names() -> None:
+    assert models.VisionAttention is VisionAttention
+    assert all(hasattr(models, name) for name in models.__all__)
+    inner = vision_config("qwen3_omni_moe_vision_encoder")
+    outer = type("Thinker", (), {"thinker_config": type("Config", (), {"vision_config": inner})()})()
+    assert vision_config_of(outer) is inner
+
+
+FULL_SIZE = {
+    "qwen2_vl_vision": {},
+    "qwen2_5_vl_vision": {"hidden_size": 1280},
+    "qwen3_vl_vision": {},
+    "qwen3_5_vision": {},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FULL_SIZE)
+def test_towers_of_full_size(model_type: str) -> None:
+    tower = full_tower(model_type, FULL_SIZE[model_type]).to("cuda", torch.bfloat16)
+    grid = torch.tensor([[1, 32, 48], [2, 28, 28], [1, 78, 138]])
+    pixels = draw_pixels(tower, grid, torch.bfloat16).cuda()
+    encoder = from_transformers(tower)
+    with torch.no_grad():
+        eager = named_outputs(tower(pixels, grid_thw=grid.cuda()))
+        actual = named_outputs(encoder(pixels, grid))
+        truth = named_outputs(copy.deepcopy(tower).float()(pixels.float(), grid_thw=grid.cuda()))
+    check(actual, eager, {name: tensor.double() for name, tensor in truth.items()})
+
+
+@pytest.mark.gpu
+def test_a_grid_on_the_cpu_costs_no_synchronisation() -> None:
+    encoder = frozen("qwen3_vl_vision").cuda()
+    pixels = draw_pixels(encoder, IMAGES).cuda()
+    encoder(pixels, IMAGES.flip(0))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        encoder(pixels, IMAGES)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            encoder(pixels, IMAGES.cuda())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", KINDS)
+def test_cuda_graph_replays_other_images(model_type: str) -> None:
+    encoder = frozen(model_type).cuda()
+    padding = Padding(rows=512, images=8, segments=16, windows=64)
+    other = torch.tensor([[2, 8, 8], [1, 6, 10]])
+    static = vision_metadata(IMAGES, encoder.sizes, "cuda", padding).clone()
+    pixels = functional.pad(draw_pixels(encoder, IMAGES), (0, 0, 0, 512 - 280)).cuda()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        encoder.encode_packed(pixels, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = encoder.encode_packed(pixels, static)
+    for grid in (IMAGES, other):
+        fresh = draw_pixels(encoder, grid, seed=1).cuda()
+        pixels.zero_()[: fresh.shape[0]] = fresh
+        static.copy_(vision_metadata(grid, encoder.sizes, "cuda", padding))
+        graph.replay()
+        expected = encoder.encode_packed(fresh, vision_metadata(grid, encoder.sizes, "cuda"))
+        for ours, wanted in zip(flat(captured), flat(expected), strict=True):
+            torch.testing.assert_close(ours[: wanted.shape[0]], wanted, rtol=1e-4, atol=1e-4)
