@@ -14,7 +14,8 @@ _COMMON = {"num_heads": HEADS, "depth": 3, "patch_size": 4}
 _SIZES: dict[str, dict[str, Any]] = {
     "qwen2_vl_vision": {"embed_dim": 80 * HEADS, "mlp_ratio": 2, "hidden_size": 40},
     "qwen2_5_vl_vision": {
-        "hidden_size": 80 * HEADS, "intermediate_size": 108, "out_hidden_size": 40, "fullatt_block_indexes": [1], "window_size": 32,
+        "hidden_size": 80 * HEADS, "intermediate_size": 108, "out_hidden_size": 40, "fullatt_block_indexes": [1],
+        "window_size": 32,
     },
 }  # fmt: skip
 _QWEN3 = {"hidden_size": 72 * HEADS, "intermediate_size": 108, "out_hidden_size": 40, "num_position_embeddings": 64}

@@ -1,6 +1,7 @@
 """The vision encoder of the Qwen-VL families against Transformers' classes, and its metadata."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +50,13 @@ def run(tower: nn.Module, pixels: Tensor, grid: Tensor = IMAGES, **named: Any) -
     return {**{name: output.detach() for name, output in outputs.items()}, **named_gradients}
 
 
-def frozen(model_type: str, **changes: Any) -> QwenVisionEncoder:
-    return from_transformers(tiny_tower(model_type, **changes)).requires_grad_(False)
+def about(name: object) -> Callable[[str], str]:
+    return lambda message: f"{name}: {message}"
+
+
+def frozen(model_type: str, dtype: torch.dtype = torch.float64) -> QwenVisionEncoder:
+    """In fp64 what is computed in another order agrees to many digits."""
+    return from_transformers(tiny_tower(model_type, dtype)).requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_output_has_transformers_class_and_order(model_type: str) -> None:
         assert list(ours) == list(theirs)
         actual, expected = named_outputs(ours), named_outputs(theirs)
         for name, tensor in expected.items():
-            torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+            torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-4, msg=about(name))
         as_tuple = encoder(hidden_states=pixels, grid_thw=IMAGES, return_dict=False)
     assert isinstance(as_tuple, tuple) and len(as_tuple) == len(theirs) - 1
     assert torch.equal(as_tuple[1], ours.pooler_output)
@@ -180,7 +186,7 @@ def test_models_without_an_encoder_are_refused() -> None:
 def test_checkpointing_gives_the_same_gradients(
     model_type: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = from_transformers(tiny_tower(model_type)).train()
+    encoder = from_transformers(tiny_tower(model_type, torch.float64)).train()
     pixels = draw_pixels(encoder, IMAGES)
     expected = run(encoder, pixels)
     computed: list[VisionBlock] = []
@@ -201,7 +207,7 @@ def test_checkpointing_gives_the_same_gradients(
         actual = run(encoder, pixels)
     assert len(computed) == 2 * len(encoder.blocks)
     for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, msg=name)
+        torch.testing.assert_close(actual[name], tensor, msg=about(name))
     computed.clear()
     encoder.eval()
     encoder(pixels, IMAGES)
@@ -258,7 +264,9 @@ def test_precomputed_arguments_of_transformers(model_type: str) -> None:
     for grid, named in calls:
         actual = named_outputs(encoder(pixels, grid, **named))
         for name, tensor in expected.items():
-            torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name} with {list(named)}")
+            torch.testing.assert_close(
+                actual[name], tensor, rtol=1e-5, atol=1e-5, msg=about(f"{name} with {list(named)}")
+            )
     # They are used: another order of segments gives other features.
     one_segment = torch.tensor([0, pixels.shape[0]], dtype=torch.int32)
     full = encoder(pixels, IMAGES, cu_seqlens=one_segment.long())
@@ -372,7 +380,7 @@ def test_padding_changes_nothing_and_is_finite(model_type: str) -> None:
         actual = encoder.encode_packed(functional.pad(pixels, (0, 0, 0, 64), value=3.0), metadata)
         for name, (ours, wanted) in enumerate(zip(flat(actual), flat(expected), strict=True)):
             assert ours.isfinite().all()
-            torch.testing.assert_close(ours[: wanted.shape[0]], wanted, rtol=1e-5, atol=1e-5, msg=str(name))
+            torch.testing.assert_close(ours[: wanted.shape[0]], wanted, msg=about(name))
 
 
 def test_remembered_metadata_is_not_written_to() -> None:
@@ -401,16 +409,15 @@ def test_chunks_of_frames_change_nothing(model_type: str, chunk_tokens: int) -> 
     for name, tensor in expected.items():
         if chunk_tokens == 10**6:
             assert torch.equal(actual[name], tensor), name
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(actual[name], tensor, msg=about(name))
 
 
 def test_gradients_pass_through_chunks() -> None:
-    tower = tiny_tower("qwen3_vl_vision")
-    pixels = draw_pixels(tower, IMAGES)
-    encoder = from_transformers(tower)
+    encoder = from_transformers(tiny_tower("qwen3_vl_vision", torch.float64))
+    pixels = draw_pixels(encoder, IMAGES)
     expected, actual = run(encoder, pixels), run(encoder, pixels, chunk_tokens=50)
     for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(actual[name], tensor, msg=about(name))
 
 
 @given(images=grids, most=st.integers(1, 600))
@@ -488,7 +495,7 @@ def test_towers_of_full_size(model_type: str) -> None:
 
 @pytest.mark.gpu
 def test_a_grid_on_the_cpu_costs_no_synchronisation() -> None:
-    encoder = frozen("qwen3_vl_vision").cuda()
+    encoder = frozen("qwen3_vl_vision", torch.bfloat16).cuda()
     pixels = draw_pixels(encoder, IMAGES).cuda()
     encoder(pixels, IMAGES.flip(0))
     torch.cuda.synchronize()
@@ -504,7 +511,7 @@ def test_a_grid_on_the_cpu_costs_no_synchronisation() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", KINDS)
 def test_cuda_graph_replays_other_images(model_type: str) -> None:
-    encoder = frozen(model_type).cuda()
+    encoder = frozen(model_type, torch.float16).cuda()
     padding = Padding(rows=512, images=8, segments=16, windows=64)
     other = torch.tensor([[2, 8, 8], [1, 6, 10]])
     static = vision_metadata(IMAGES, encoder.sizes, "cuda", padding).clone()

@@ -297,6 +297,7 @@ def precomputed_metadata(
         cos, sin = rotary_table(base.grid, base.total, sizes.head_dim, sizes.theta, sizes.merge_size)
     else:
         cos, sin = base.cos, base.sin
+    reverse_index: Tensor | None
     if ordered:
         reverse_index = torch.argsort(window_index)
         cu_window_seqlens = _int32(cu_window_seqlens)

@@ -1,0 +1,154 @@
+"""The vision encoder in graphs: compiled once for all images, exported, packaged."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from compile_tests.contract import run_python
+from compile_tests.models import draw_pixels, named_outputs, tiny_tower
+from torch_ops.models import PackedEncoder, QwenVisionEncoder, from_transformers, vision_metadata
+from torch_ops.models.vision_metadata import VisionMetadata
+
+# With windows, and with learned positions and taps.
+KINDS = ("qwen2_5_vl_vision", "qwen3_vl_vision")
+
+
+def encoder_of(model_type: str) -> QwenVisionEncoder:
+    changes: dict[str, Any] = {"depth": 2}
+    if model_type == "qwen3_vl_vision":
+        changes["deepstack_visual_indexes"] = [0]
+    return from_transformers(tiny_tower(model_type, **changes))
+
+
+def draw_grid(source: random.Random) -> Tensor:
+    images = [
+        (source.choice((1, 1, 1, 2, 5)), 2 * source.randint(1, 9), 2 * source.randint(1, 9))
+        for _ in range(source.randint(1, 6))
+    ]
+    return torch.tensor(images)
+
+
+def flat(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[Tensor]:
+    return [outputs[0], outputs[1], *outputs[2]]
+
+
+def inputs(encoder: QwenVisionEncoder, grid: Tensor) -> tuple[Tensor, VisionMetadata]:
+    device = encoder.device
+    return draw_pixels(encoder, grid).to(device), vision_metadata(grid, encoder.sizes, device)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_fifty_batches_compile_at_most_twice(model_type: str, device: str) -> None:
+    """fullgraph: no graph breaks. The second is for a batch of one image, whose number PyTorch takes for a constant."""
+    encoder = encoder_of(model_type).requires_grad_(False).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, backend=counter)
+    source = random.Random(0)
+    for _ in range(50):
+        args = inputs(encoder, draw_grid(source))
+        for actual, expected in zip(flat(compiled(*args)), flat(encoder.encode_packed(*args)), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+@pytest.mark.parametrize("model_type", KINDS)
+def test_compiled_gradients_equal_eager_ones(model_type: str, checkpointed: bool, device: str) -> None:
+    encoder = encoder_of(model_type).train().to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, backend=counter)
+    source = random.Random(1)
+    parameters = dict(encoder.named_parameters())
+
+    def gradients(call: Any, *args: Any) -> tuple[Tensor, ...]:
+        outputs = flat(call(*args))
+        return torch.autograd.grad(sum(out.square().sum() for out in outputs), list(parameters.values()))
+
+    for _ in range(4):
+        args = inputs(encoder, torch.cat([draw_grid(source), draw_grid(source)]))
+        encoder.gradient_checkpointing_disable()
+        expected = gradients(encoder.encode_packed, *args)
+        if checkpointed:
+            encoder.gradient_checkpointing_enable()
+        actual = gradients(compiled, *args)
+        for name, ours, wanted in zip(parameters, actual, expected, strict=True):
+            torch.testing.assert_close(
+                ours, wanted, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_whole_call_compiles_with_its_metadata(model_type: str, device: str) -> None:
+    """Also with what Transformers' helpers make, which is worked on in the graph."""
+    from transformers import vision_utils
+
+    encoder = encoder_of(model_type).requires_grad_(False).to(device)
+    grid = torch.tensor([[1, 6, 8], [2, 4, 4]])
+    pixels, metadata = inputs(encoder, grid)
+    expected = named_outputs(encoder(pixels, metadata=metadata))
+    given = {
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "position_ids": vision_utils.get_vision_position_ids(grid, 2),
+    }
+    if encoder.family.windows:
+        size, patch = encoder.config.window_size, encoder.config.patch_size
+        made = vision_utils.get_vision_window_index(grid, 2, size, patch)
+        given.update(zip(("window_index", "cu_window_seqlens"), made, strict=True))
+    else:
+        made = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid, 8, align_corners=True, spatial_merge_size=2
+        )
+        given.update(zip(("interp_indices", "interp_weights"), made, strict=True))
+    compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+    for named in ({"metadata": metadata}, {name: value.to(device) for name, value in given.items()}):
+        actual = compiled(pixels, **named)
+        assert type(actual) is encoder.family.output_class()
+        for name, tensor in named_outputs(actual).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def export(encoder: QwenVisionEncoder) -> Any:
+    packed = PackedEncoder(encoder)
+    pixels, metadata = inputs(encoder, torch.tensor([[1, 6, 8], [2, 4, 4], [1, 2, 10]]))
+    return torch.export.export(packed, (pixels, metadata), dynamic_shapes=packed.dynamic_shapes(metadata))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_exported_program_takes_other_images(model_type: str, tmp_path: Path, device: str) -> None:
+    encoder = encoder_of(model_type).requires_grad_(False).to(device)
+    torch.export.save(export(encoder), tmp_path / "encoder.pt2")
+    program = torch.export.load(tmp_path / "encoder.pt2").module()
+    source = random.Random(2)
+    for _ in range(5):
+        args = inputs(encoder, torch.cat([draw_grid(source), draw_grid(source)]))
+        for actual, expected in zip(flat(program(*args)), flat(encoder.encode_packed(*args)), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+RUN_PACKAGE = """
+import torch, torch_ops.models
+package, file = {paths!r}
+encode = torch._inductor.aoti_load_package(package)
+for args, expected in torch.load(file):
+    last, pooled, taps = encode(*args)
+    for actual, wanted in zip((last, pooled, *taps), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="loading any AOTInductor package fails on the GPU machines")
+@pytest.mark.parametrize("model_type", KINDS)
+def test_aoti_package_runs_in_a_fresh_process(model_type: str, tmp_path: Path) -> None:
+    encoder = encoder_of(model_type).requires_grad_(False)
+    package = torch._inductor.aoti_compile_and_package(export(encoder), package_path=str(tmp_path / "encoder.pt2"))
+    source = random.Random(3)
+    batches = [inputs(encoder, torch.cat([draw_grid(source), draw_grid(source)])) for _ in range(3)]
+    torch.save([(args, flat(encoder.encode_packed(*args))) for args in batches], tmp_path / "calls.pt")
+    assert run_python(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
