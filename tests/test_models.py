@@ -22,6 +22,7 @@ from torch_ops.models import (
     VisionSizes,
     from_config,
     from_transformers,
+    qwen_vl,
     vision_metadata,
 )
 from torch_ops.models.families import FAMILIES, vision_config_of
@@ -468,6 +469,19 @@ def test_public_names() -> None:
     inner = vision_config("qwen3_omni_moe_vision_encoder")
     outer = type("Thinker", (), {"thinker_config": type("Config", (), {"vision_config": inner})()})()
     assert vision_config_of(outer) is inner
+
+
+@torch.no_grad()
+def test_encode_takes_the_encoder_compiled_or_not() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    encoder = from_transformers(tower)
+    pixels = draw_pixels(tower, IMAGES)
+    expected = qwen_vl.encode(tower, pixels, IMAGES)
+    for ours in (encoder, torch.compile(encoder, fullgraph=True, backend="eager")):
+        actual = qwen_vl.encode(ours, pixels, IMAGES)
+        torch.testing.assert_close(actual.pooler_output, expected.pooler_output, rtol=1e-4, atol=1e-4)
+    images = qwen_vl.split_by_image(actual, IMAGES)
+    assert [len(image.pooler_output) for image in images] == [t * h * w // 4 for t, h, w in GRID]
 
 
 FULL_SIZE = {

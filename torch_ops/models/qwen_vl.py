@@ -1,8 +1,8 @@
-"""Qwen3-VL vision towers: sizes, weights, image preprocessing, and one packed encoder call.
+"""Qwen-VL vision encoders: their module, Qwen3-VL towers and weights, image preprocessing, one packed call.
 
-    tower = use_window_attn(build_tower("S"))                 # or load_tower("path/to/checkpoint")
+    encoder = from_transformers(build_tower("S"))             # or load_tower("path/to/checkpoint"), or a whole model
     pixel_values, grid_thw = preprocess([open_image("street.png")])
-    output = encode(tower, pixel_values, grid_thw)
+    output = encode(encoder, pixel_values, grid_thw)
     features = split_by_image(output, grid_thw)
 
 A *token* of the tower is one 16 x 16 pixel patch (two frames deep); the projector merges 2 x 2 of
@@ -28,6 +28,8 @@ except ImportError as error:
     raise ImportError("torch_ops.models.qwen_vl needs transformers: pip install 'vk-ops[transformers]'") from error
 
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
+from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
+from torch_ops.models.vision_metadata import vision_metadata
 
 Progress = Callable[[int, int], None]
 
@@ -187,7 +189,7 @@ def preprocess(
 
 
 def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> Any:
-    """One packed call of ``tower`` (a vision model, compiled or not) on all images.
+    """One packed call of ``tower`` (our encoder or Transformers' vision model, compiled or not) on all images.
 
     ``pixel_values`` ``[T, 1536]`` lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
     kept on the CPU: positions and segment borders are worked out there, so that the call itself
@@ -196,6 +198,8 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> An
     where the tower has taps, ``deepstack_features``.
     """
     grid = grid_thw.cpu()
+    if isinstance(getattr(tower, "_orig_mod", tower), QwenVisionEncoder):
+        return tower(pixel_values, metadata=vision_metadata(grid, tower.sizes, pixel_values.device))
     merge = tower.config.spatial_merge_size
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         grid,
@@ -263,12 +267,16 @@ def _seeded(name: str, like: nn.Parameter, seed: int, depth: int) -> torch.Tenso
 __all__ = [
     "TOWERS",
     "ImageFeatures",
+    "QwenVisionEncoder",
     "Tower",
     "build_tower",
     "encode",
+    "from_config",
+    "from_transformers",
     "image_processor",
     "load_tower",
     "open_image",
     "preprocess",
     "split_by_image",
+    "vision_metadata",
 ]
