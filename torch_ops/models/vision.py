@@ -448,8 +448,10 @@ class PackedEncoder(nn.Module):
         return self.encoder.encode_packed(pixel_values, metadata)
 
     def dynamic_shapes(self, metadata: VisionMetadata) -> tuple[Any, ...]:
-        """For torch.export, of (pixel_values, metadata): any number of patches, images, segments and windows."""
-        cells = Dim("cells")
+        """For torch.export, of (pixel_values, metadata): any number of images, segments, windows, and of merged cells
+        from 2 on."""
+        # PyTorch takes tensors of one row for another case.
+        cells = Dim("cells", min=2)
         patches = self.encoder.spatial_merge_size**2 * cells
         sizes = {
             "grid": Dim("images"), "cu_seqlens": Dim("borders"), "cos": patches, "sin": patches,
