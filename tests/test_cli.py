@@ -83,7 +83,7 @@ def test_encode_json(checkpoint: Path, small_image: Path) -> None:
     assert report["model"] == str(checkpoint)
     assert (report["tower"], report["seed"]) == (None, None)
     assert (report["device"], report["dtype"], report["compiled"]) == ("cpu", "float32", False)
-    assert report["attention"] == "vk::window_attn"
+    assert report["attention"] == "vk's encoder"
     street, small = report["images"]
     assert street == {
         "file": str(STREET),
@@ -108,7 +108,7 @@ def test_encode_json(checkpoint: Path, small_image: Path) -> None:
 @torch.no_grad()
 def test_compare_measures_the_difference(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong attention must show in the figures, at its true size."""
-    from torch_ops.integrations import transformers as integration
+    from torch_ops.models import vision
 
     def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         return v
@@ -116,10 +116,10 @@ def test_compare_measures_the_difference(checkpoint: Path, small_image: Path, mo
     tower = load_tower(checkpoint)
     pixel_values, grid = preprocess([open_image(small_image)])
     right = encode(tower, pixel_values, grid).pooler_output
-    monkeypatch.setattr(integration, "window_attn", wrong)
+    monkeypatch.setattr(vision, "window_attn", wrong)
     result = vk("encode", small_image, "--model", checkpoint, "--compare", "--json", *CPU)
     differences = json.loads(result.stdout)["compare"]["differences"]["pooler_output"]
-    ours = encode(integration.use_window_attn(tower), pixel_values, grid).pooler_output
+    ours = encode(vision.from_transformers(tower), pixel_values, grid).pooler_output
     largest = (ours.double() - right.double()).abs().max().item()
     assert largest > 0
     assert differences["absolute"] == pytest.approx(largest)
@@ -132,8 +132,8 @@ def test_encode_table(checkpoint: Path, small_image: Path) -> None:
     assert len(re.findall(r"1, 14, 20 +280 +hidden 280 x 32 ", result.stdout)) == 2
     assert "1 deepstack 70 x 24" in result.stdout
     assert "2 images, 560 tokens in one packed call: " in result.stdout
-    assert "float32 on CPU; vk::window_attn" in result.stdout
-    assert "largest difference from the unpatched encoder (sdpa)" in result.stdout
+    assert "float32 on CPU; vk's encoder" in result.stdout
+    assert "largest difference from Transformers' encoder (sdpa)" in result.stdout
     assert "deepstack_features[0]" in result.stdout
 
 
@@ -142,7 +142,7 @@ def test_encode_random_tower(small_image: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "hidden 280 x 768" in result.stdout
     assert "tower S, random weights of seed 7; 100.6 M parameters" in result.stdout
-    assert "unpatched" not in result.stdout
+    assert "Transformers" not in result.stdout
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -203,9 +203,9 @@ def test_checkpoint_of_other_patches(checkpoint: Path, tmp_path: Path, monkeypat
 
 
 def test_features_that_are_not_finite(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_ops.integrations import transformers as integration
+    from torch_ops.models import vision
 
-    monkeypatch.setattr(integration, "window_attn", lambda q, *_, **__: q * torch.inf)
+    monkeypatch.setattr(vision, "window_attn", lambda q, *_, **__: q * torch.inf)
     said = refused("encode", small_image, "--model", checkpoint, *CPU, code=1)
     assert "the features are not finite in float32; give another --dtype" in said
 

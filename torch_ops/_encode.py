@@ -58,14 +58,14 @@ def encode(
         bool,
         typer.Option(
             "--compare",
-            help="Run the encoder with its own attention too, and print the largest difference: "
-            "absolute, and relative to the largest value of the unpatched output.",
+            help="Run Transformers' own encoder too, and print the largest difference: "
+            "absolute, and relative to the largest value of its output.",
         ),
     ] = False,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls, after one that warms up.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Encode images with a Qwen3-VL vision encoder whose attention is vk::window_attn.
+    """Encode images with a Qwen3-VL vision encoder that is built from the ops of this library.
 
     All images go through the encoder in one packed call, as a serving engine batches them. Grid,
     tokens and output shapes are each image's own; the time is the median of the packed call, from
@@ -213,14 +213,14 @@ def _run(
     repeat: int,
     step: Step,
 ) -> list[Run]:
-    """The patched encoder's run and, if asked for, the unpatched one's."""
-    from torch_ops.integrations.transformers import restore, use_window_attn
+    """The run of our encoder on the tower's weights and, if asked for, the tower's own."""
+    from torch_ops.models.qwen_vl import from_transformers
 
-    use_window_attn(encoder)
+    ours = from_transformers(encoder)
     step("compiling and encoding" if compiled else "encoding")
     try:
-        call = torch.compile(encoder, fullgraph=True) if compiled else encoder
-        runs = [_timed("vk::window_attn", call, pixel_values, grid, repeat)]
+        call = torch.compile(ours, fullgraph=True) if compiled else ours
+        runs = [_timed("vk's encoder", call, pixel_values, grid, repeat)]
     except Exception as error:
         if not compiled or out_of_memory(error):
             raise
@@ -232,10 +232,8 @@ def _run(
             exit_code=1,
         )
     if compare:
-        restore(encoder)
-        step("encoding with the encoder's own attention")
-        former = encoder.config._attn_implementation
-        runs.append(_timed(former, encoder, pixel_values, grid, repeat))
+        step("encoding with Transformers' own encoder")
+        runs.append(_timed(encoder.config._attn_implementation, encoder, pixel_values, grid, repeat))
     return runs
 
 

@@ -121,7 +121,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _print_comparison(console: Console, compare: dict[str, Any]) -> None:
-    title = f"largest difference from the unpatched encoder ({compare['attention']})"
+    title = f"largest difference from Transformers' encoder ({compare['attention']})"
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(title)
     table.add_column("absolute", justify="right")
@@ -132,7 +132,7 @@ def _print_comparison(console: Console, compare: dict[str, Any]) -> None:
     console.print(table)
     console.print()
     console.print(
-        f"unpatched: {_seconds(compare['seconds'])}, "
+        f"Transformers: {_seconds(compare['seconds'])}, "
         + (f"{compare['speedup']:.2f} x the time" if compare["speedup"] else "by the same attention of ATen"),
         soft_wrap=True,
         highlight=False,
