@@ -3,9 +3,9 @@
 A tile has two or three warpgroups of 64 rows, and COLUMNS columns; a program has one at a time, and all programs side
 by side make a round. How long a round takes is measured, and how many there are follows from the sizes.
 
-What the kernel gains is what it does behind the product. Of a product alone cuBLAS, which has clusters of programs share
-what they load, is as fast or faster: 50 to 55 us for both of 3136 rows by 4304 x 1152, 17.5 and 27 us of 784. So the
-launcher leaves such to PyTorch.
+What the kernel gains is what it does behind the product. Of a product alone cuBLAS, which has clusters of programs
+share what they load, is as fast or faster: 50 to 55 us for both of 3136 rows by 4304 x 1152, 17.5 and 27 us of 784. So
+the launcher leaves such to PyTorch.
 """
 
 from csrc_free_ops.configs import Launch
