@@ -9,8 +9,12 @@ from torch._library.triton import get_triton_kernels_for_op
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
-from torch_ops import _gemm
+from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
+from csrc_free_ops.configs import Launch
+from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
+from csrc_free_ops.gemm.hopper_launch import rotary_launch
+from torch_ops import _gemm, _gemm_hopper
+from torch_ops._gemm_portable import Rows
 from torch_ops._registry import OPS
 
 GEMM = ("mlp", "mlp_backward", "qkv_rope", "qkv_rope_backward")
@@ -23,6 +27,8 @@ GEMM_VARIANTS: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "silu": {"activation": "silu", "inner": 1365},
     "swiglu": {"activation": "swiglu", "inner": 3420, "num_k_heads": 2, "half_table": True},
+    "apart": {"activation": "swiglu", "inner": 3420, "apart": True},
+    "apart_again": {"activation": "swiglu", "inner": 3420, "apart": True, "return_hidden": False},
     "bare": {"bias": False, "activation": "quick_gelu", "table_dtype": torch.bfloat16},
     "forward_alone": {"return_hidden": False},
     "fp32": {"dtype": torch.float32},
@@ -35,8 +41,9 @@ def gemm_calls(
     rows: Any = 200, width: int = 1152, inner: int = 4304, num_heads: int = 16, num_k_heads: int | None = None,
     head_dim: int = 72, activation: str = "gelu_tanh", bias: bool = True, return_hidden: bool = True,
     half_table: bool = False, table_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16,
+    apart: bool = False,
 ) -> Calls:  # fmt: skip
-    """Arguments of the ops, on CUDA tensors of the fake mode in force."""
+    """Arguments of the ops, on CUDA tensors of the fake mode in force; `apart` for two weights of a gated layer."""
 
     def new(*shape: Any, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, device="cuda", dtype=dtype)
@@ -47,11 +54,17 @@ def gemm_calls(
     b1, b2 = (new(gated * inner), new(width)) if bias else (None, None)
     hidden = new(rows, gated * inner if return_hidden else 0)
     weight = new((num_heads + 2 * k_heads) * head_dim, width)
+    rest: tuple[Any, ...] = (return_hidden,)
+    needs: tuple[Any, ...] = (True, True, bias, True, bias)
+    if apart:
+        w1, w_up = new(inner, width), new(inner, width)
+        b1, b_up = (new(inner), new(inner)) if bias else (None, None)
+        rest, needs = (return_hidden, w_up, b_up), (*needs, w_up, b_up, True, bias)
     tables = [new(rows, head_dim // 2 if half_table else head_dim, dtype=table_dtype) for _ in range(2)]
     q, k = (new(rows, heads, head_dim) for heads in (num_heads, k_heads))
     return {
-        "mlp": ((x, w1, b1, w2, b2, activation), {"return_hidden": return_hidden}),
-        "mlp_backward": ((x, x, w1, b1, w2, hidden, activation), {"needs_b1": bias, "needs_b2": bias}),
+        "mlp": ((x, w1, b1, w2, b2, activation, *rest), {}),
+        "mlp_backward": ((x, x, w1, b1, w2, hidden, activation, *needs), {}),
         "qkv_rope": ((x, weight, new(weight.shape[0]) if bias else None, *tables, num_heads, k_heads), {}),
         "qkv_rope_backward": ((q, k, k, x, weight, *tables), {"needs_bias": bias}),
     }
@@ -68,3 +81,59 @@ def gemm_launches(
                 OPS[name].body(*args, **options)
             found[name] = list(launches)
     return found
+
+
+def _recorded_on_hopper(plan: Any, *args: Any) -> KernelLaunch:
+    """What the plan that `plan()` makes launches."""
+    launched: list[KernelLaunch] = []
+    recorder = Recorder(launched, _gemm_hopper_kernel)
+    with (
+        mock.patch.object(_gemm_hopper, "programs", lambda index: 132),
+        mock.patch.object(_gemm_hopper, "_gemm_hopper_kernel", recorder),
+    ):
+        plan()(*args)
+    (launch,) = launched
+    return launch
+
+
+def hopper_linear(
+    launch: Launch, activation: str, bias: bool = True, keeps_pre: bool = True, apart: bool = False,
+    dtype: torch.dtype = torch.bfloat16, rows: int = 3136, n: int = 4304, k: int = 1152,
+) -> KernelLaunch:  # fmt: skip
+    """A linear layer of n columns on the Hopper path with this tile; `apart` for two weights of n / 2."""
+    weight, x, out, pre = (
+        torch.empty(shape, device="meta", dtype=dtype)
+        for shape in (
+            (n // 2 if apart else n, k),
+            (rows, k),
+            (rows, n // 2 if activation == "swiglu" else n),
+            (rows, n),
+        )
+    )
+    up = torch.empty_like(weight) if apart else None
+    biases = [weight[:, 0] if bias else None, weight[:, 0] if bias and apart else None]
+
+    def plan() -> Any:
+        return _gemm_hopper.plan_linear_hopper(
+            launch, Rows.of(x), weight, bias, activation, keeps_pre, out.shape[1], up
+        )  # fmt: skip
+
+    return _recorded_on_hopper(plan, x, weight, biases[0], out, pre if keeps_pre else None, up, biases[1])
+
+
+def hopper_rotary(
+    head_dim: int, num_heads: int = 16, num_k_heads: int = 16, half_table: bool = False, bias: bool = True,
+    table_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16, rows: int = 3136, k: int = 1152,
+) -> KernelLaunch:  # fmt: skip
+    """A projection that is rotated, on the Hopper path."""
+    x = torch.empty(rows, k, device="meta", dtype=dtype)
+    weight = torch.empty((num_heads + 2 * num_k_heads) * head_dim, k, device="meta", dtype=dtype)
+    table = torch.empty(rows, head_dim // (2 if half_table else 1), device="meta", dtype=table_dtype)
+    q, heads = (torch.empty(rows, count, head_dim, device="meta", dtype=dtype) for count in (num_heads, num_k_heads))
+
+    def plan() -> Any:
+        return _gemm_hopper.plan_rotary_hopper(
+            rotary_launch(head_dim), Rows.of(x), weight, bias, table, table, num_heads, num_k_heads
+        )  # fmt: skip
+
+    return _recorded_on_hopper(plan, x, weight, weight[:, 0] if bias else None, table, table, q, heads, heads)

@@ -1,9 +1,12 @@
 """The kernels of the GEMM core as torch and GPUs that are not here take them: traces, launches, builds."""
 
+import re
 from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
+from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
 from compile_tests.contract import (
@@ -14,12 +17,22 @@ from compile_tests.contract import (
     assert_plain_launch,
     build,
     fake_gpu,
+    sass,
     shared_memory,
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.gemm import GEMM, GEMM_KERNELS, GEMM_VARIANTS, gemm_calls, gemm_launches
+from compile_tests.gemm import (
+    GEMM,
+    GEMM_KERNELS,
+    GEMM_VARIANTS,
+    gemm_calls,
+    gemm_launches,
+    hopper_linear,
+    hopper_rotary,
+)
 from compile_tests.test_aot import TARGETS
+from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, tile_launch
 from torch_ops._registry import OPS
 
 LINEAR = ("_gemm_kernel", {"out_ptr"})
@@ -34,6 +47,9 @@ WRITES: dict[str, list[tuple[str, set[str]]]] = {
 }
 OTHER_WRITES: dict[tuple[str, str], list[tuple[str, set[str]]]] = {
     ("mlp", "swiglu"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), LINEAR],
+    ("mlp", "apart"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), LINEAR],
+    ("mlp", "apart_again"): [("_gemm_pair_kernel", {"first_ptr"}), LINEAR],
+    ("mlp_backward", "apart_again"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), GRADIENT],
     ("mlp", "forward_alone"): [LINEAR, LINEAR],
     ("mlp_backward", "forward_alone"): [LINEAR, GRADIENT],
     ("mlp_backward", "bare"): [("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr"})],
@@ -65,6 +81,14 @@ def _trace(op: str, path: str = "portable", **variant: Any) -> Trace:
 @pytest.mark.parametrize("op", GEMM)
 def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
     assert_kernels(_trace(op, **GEMM_VARIANTS[variant]), OTHER_WRITES.get((op, variant), WRITES[op]))
+
+
+def test_products_of_two_weights_may_be_left_to_pytorch() -> None:
+    """Each into its half of the columns, and dx is of both."""
+    for op, products in (("mlp", 3), ("mlp_backward", 8)):
+        trace = _trace(op, "auto", **{**GEMM_VARIANTS["apart_again"], "dtype": torch.float32})
+        assert_kernels(trace, [("_activate_kernel", {"out_ptr"}), *([GRADIENT] if "backward" in op else [])])
+        assert trace.targets.count("mm.default") == products
 
 
 @pytest.mark.parametrize("op", GEMM)
@@ -110,7 +134,9 @@ def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
 @pytest.mark.parametrize("path", ["portable", "auto"])
 @pytest.mark.parametrize("variant", GEMM_VARIANTS)
 def test_launches_carry_nothing_that_compilation_drops(variant: str, path: str) -> None:
-    for launches in gemm_launches(path=path, **GEMM_VARIANTS[variant]).values():
+    # On Hopper GPUs the products of half types are opaque launches, unless the portable path is asked for.
+    target = SM90 if path == "portable" else TARGETS["sm_80"]
+    for launches in gemm_launches(target, path=path, **GEMM_VARIANTS[variant]).values():
         assert launches
         for launch in launches:
             assert_plain_launch(launch)
@@ -172,3 +198,121 @@ def test_an_odd_weight_is_copied_only_where_x_is_not_odd() -> None:
     assert [first.arguments[name] for name in ("K", "STRIDE_XM", "STRIDE_WN")] == [1365, 1365, 1365]
     with fake_gpu(SM90):
         assert build(first, SM90).spilled == 0
+
+
+ROTATED = (64, 72, 80, 96, 128)
+HOPPER_POINTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        f"{activation}-{rows}x{columns}": (hopper_linear, {"launch": (rows, columns), "activation": activation})
+        for activation in ("gelu_tanh", "gelu", "quick_gelu", "silu")
+        for rows, columns in ROUND
+    },
+    **{
+        f"gelu_tanh-{rows}x{columns}-{'-'.join(left_out)}": (
+            hopper_linear,
+            {"launch": (rows, columns), "activation": "gelu_tanh", **dict.fromkeys(left_out, False)},
+        )
+        for rows, columns in ROUND
+        for left_out in (("keeps_pre",), ("bias",), ("keeps_pre", "bias"))
+    },
+    **{
+        f"{activation}-128x192-keeps_pre-bias": (
+            hopper_linear, {"launch": (128, 192), "activation": activation, "keeps_pre": False, "bias": False}
+        )
+        for activation in ("gelu", "quick_gelu", "silu")
+    },
+    **{
+        f"swiglu-{rows}x{columns}-{'apart' if apart else 'packed'}": (
+            hopper_linear,
+            {"launch": (rows, columns), "activation": "swiglu", "n": 6840, "k": 1280, "apart": apart},
+        )
+        for rows, columns in ROUND
+        if columns % 128 == 0
+        for apart in (False, True)
+    },
+    "swiglu-128x256-bare": (
+        hopper_linear,
+        {"launch": (128, 256), "activation": "swiglu", "n": 6840, "k": 1280, "keeps_pre": False, "bias": False},
+    ),
+    "gelu_tanh-128x192-fp16": (
+        hopper_linear, {"launch": (128, 192), "activation": "gelu_tanh", "dtype": torch.float16}
+    ),
+    **{
+        f"rotary-d{head_dim}-{'half' if half else 'full'}": (
+            hopper_rotary, {"head_dim": head_dim, "half_table": half, "num_k_heads": 4}
+        )
+        for head_dim in ROTATED
+        for half in (False, True)
+    },
+    "rotary-d72-equal_heads": (hopper_rotary, {"head_dim": 72}),
+    "rotary-d72-bare": (hopper_rotary, {"head_dim": 72, "bias": False}),
+    "rotary-d80-own_table": (hopper_rotary, {"head_dim": 80, "table_dtype": torch.bfloat16, "half_table": True}),
+    "rotary-d72-fp16": (hopper_rotary, {"head_dim": 72, "dtype": torch.float16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("point", HOPPER_POINTS)
+def test_hopper_products_fit_and_overlap(point: str) -> None:
+    """Nothing spills, and no products wait for each other but where the kernel says so.
+
+    Each consumer has four products to a step, of which it waits for those of the step before, and for all at the end.
+    The producer lets the next kernel begin, and waits for the one before.
+    """
+    make, options = HOPPER_POINTS[point]
+    if "launch" in options:
+        options = {**options, "launch": tile_launch(*options["launch"])}
+    launch = make(**options)
+    assert launch.kwargs["launch_pdl"]
+    with fake_gpu(SM90):
+        built = build(launch, SM90)
+    ptx, consumers = built.asm["ptx"], launch.arguments["GROUPS"]
+    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 4 * consumers
+    assert sass(built).count("WARPGROUP.DEPBAR") == 2 * consumers
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+    assert built.shared <= shared_memory(SM90), str(built)
+    assert built.spilled == 0, str(built)
+
+
+def test_every_tile_that_may_be_chosen_is_built_here() -> None:
+    chosen = {
+        (epilogue, linear_launch(rows, n, epilogue, 132))
+        for epilogue in ("gelu_tanh", "swiglu")
+        for rows in range(1, 8192, 61)
+        for n in (1365, 3420, 4096, 4304, 6840, 8608)
+    }
+    built = {
+        (options["activation"], tile_launch(*options["launch"]))
+        for make, options in HOPPER_POINTS.values()
+        if make is hopper_linear
+    }
+    assert chosen <= built and len({launch for _, launch in chosen}) >= 4
+
+
+# By op and variant, how many opaque launches stand in a graph for a Hopper GPU, and which kernels beside them.
+OPAQUE: dict[tuple[str, str], tuple[int, list[tuple[str, set[str]]]]] = {
+    ("mlp", "plain"): (1, []),
+    # Of 3420 columns rows do not begin at 16 bytes: its second layer stays with the portable kernel.
+    ("mlp", "apart"): (1, [LINEAR]),
+    ("mlp", "forward_alone"): (1, []),
+    ("mlp_backward", "plain"): (0, [GRADIENT]),
+    ("mlp_backward", "apart_again"): (1, [GRADIENT]),
+    ("qkv_rope", "plain"): (1, []),
+    ("qkv_rope", "swiglu"): (1, []),
+}
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("way", ["auto", "portable", "packaged"])
+@pytest.mark.parametrize(("op", "variant"), OPAQUE)
+def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, variant: str, way: str, symbolic: bool) -> None:
+    """An AOTInductor package has no Python to call the launch with: it gets the portable kernels."""
+    path = "portable" if way == "portable" else "auto"
+    with fake_gpu(name="h200", path=path) as mode, V.set_aot_compilation(way == "packaged"):
+        with mode:
+            rows = symbolic_size(mode, "rows", 100) if symbolic else 100
+            args, options = gemm_calls(rows=rows, **GEMM_VARIANTS[variant])[op]
+        trace = trace_kernels(OPS[op].overload, args, options)
+    launches, kernels = OPAQUE[op, variant] if way == "auto" else (0, OTHER_WRITES.get((op, variant), WRITES[op]))
+    assert trace.targets.count("auto_functionalized") == launches
+    assert_kernels(trace, kernels)
+    assert not mode.shape_env.guards and not mode.shape_env.replacements

@@ -1,12 +1,21 @@
 """`vk::mlp` under torch.compile, torch.export, AOTInductor, CUDA graphs, autocast and checkpointing."""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compile_tests.contract import assert_expected_inline, fake_gpu, opcheck_fully, trace_kernels
+from compile_tests.contract import (
+    assert_expected_inline,
+    capture_graphs,
+    fake_gpu,
+    opcheck_fully,
+    recompiling_fails,
+    trace_kernels,
+)
 from compile_tests.gemm import gemm_calls
 from compile_tests.linear import BACKENDS, DEVICE, DTYPE, GraphContract, Subject
 from torch_ops import mlp
@@ -39,6 +48,64 @@ def test_opcheck_passes_for_every_activation(activation: str, return_hidden: boo
     for leaf in inputs.leaves.values():
         leaf.requires_grad_()
     opcheck_fully(torch.ops.vk.mlp.default, (*inputs.call(lambda *args: args), return_hidden))
+
+
+APART = MlpCase("apart", "two weights", (40,), 24, 37, "swiglu", outer=16, apart=True)
+
+
+@pytest.mark.parametrize("return_hidden", [True, False])
+def test_opcheck_passes_of_two_weights(return_hidden: bool) -> None:
+    inputs = make_mlp_inputs(APART, torch.float32, DEVICE)
+    for leaf in inputs.leaves.values():
+        leaf.requires_grad_()
+    *args, activation = _args(inputs)
+    up = inputs.w_up, inputs.b_up
+    opcheck_fully(torch.ops.vk.mlp.default, (*args, activation, return_hidden, *up))
+    hidden = torch.ops.vk.mlp(*args, activation, return_hidden, *up)[1].detach()
+    x, w1, b1, w2, _ = args
+    for needs, needs_up in (((True,) * 5, (True, True)), ((True, False, False, False, False), (False, True))):
+        given = (inputs.dout, x, w1, b1, w2, hidden, activation, *needs, *up, *needs_up)
+        opcheck_fully(
+            torch.ops.vk.mlp_backward.default,
+            tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in given),
+        )
+
+
+def _args(inputs: MlpInputs) -> tuple[Any, ...]:
+    return inputs.call(lambda *args, **up: args)
+
+
+def test_two_weights_enter_the_graph_as_they_are() -> None:
+    function, graphs = capture_graphs(mlp)
+    outcome(function, make_mlp_inputs(APART, DTYPE, DEVICE))
+    assert_expected_inline(graphs.dynamo, "vk.mlp.default\n")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_weights_never_recompile(backend: str) -> None:
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
+    with recompiling_fails():
+        for rows in (63, 200, 7):
+            inputs = make_mlp_inputs(replace(APART, lead=(rows,)), DTYPE, DEVICE)
+            for name, tensor in outcome(compiled, inputs).items():
+                torch.testing.assert_close(tensor, outcome(mlp, inputs)[name])
+
+
+def test_two_weights_export(tmp_path: Path) -> None:
+    inputs = make_mlp_inputs(APART, DTYPE, DEVICE)
+
+    class Gated(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            w1, b1, w2, b2, w_up, b_up = weights
+            return mlp(x, w1, b1, w2, b2, "swiglu", w_up=w_up, b_up=b_up)
+
+    tensors = (*_args(inputs)[:5], inputs.w_up, inputs.b_up)
+    rows = {0: torch.export.Dim("rows", min=2, max=4096)}
+    program = torch.export.export(Gated(), tensors, dynamic_shapes=(rows, (None,) * 6))
+    torch.export.save(program, tmp_path / "gated.pt2")
+    loaded = torch.export.load(tmp_path / "gated.pt2").module()
+    for each in (inputs, make_mlp_inputs(replace(APART, lead=(9,)), DTYPE, DEVICE)):
+        assert torch.equal(loaded(each.x, *tensors[1:]), inputs.call(mlp, x=each.x))
 
 
 @pytest.mark.parametrize("layout", LINEAR_LAYOUTS)
@@ -108,16 +175,15 @@ aten.new_empty.default
 aten.new_empty.default
 aten.mm.default
 triton_kernel_wrapper_functional
-aten.slice.Tensor
 aten.mm.default
-aten.slice.Tensor
 aten.t.default
 aten.mm.default
 aten.sum.dim_IntList
 aten._to_copy.default
 aten.t.default
-aten.slice.Tensor
 aten.mm.default
 aten.sum.dim_IntList
+aten.new_empty.default
+aten.new_empty.default
 """,
     )

@@ -28,6 +28,7 @@ ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 # The interpreter computes in numpy, which has no bf16.
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 TOWER, GATED, ODD = mlp_cases("smoke")
+APART = replace(GATED, name="apart", apart=True)
 
 pytestmark = pytest.mark.interpret
 
@@ -77,12 +78,14 @@ def test_kernels_agree_where_pytorch_would_make_the_products(case: MlpCase, dtyp
 
 @st.composite
 def calls(draw) -> tuple[MlpCase, torch.dtype]:
+    activation = draw(st.sampled_from(ACTIVATIONS))
     # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
     lead = draw(st.sampled_from([(40,), (3, 11), (2, 2, 9)] if INTERPRET else [(150,), (5, 31), (2, 3, 29)]))
     case = MlpCase(
         "fuzz", "anything", lead, draw(st.integers(8, 100)), draw(st.integers(8, 50 if INTERPRET else 200)),
-        draw(st.sampled_from(ACTIVATIONS)), outer=draw(st.integers(8, 60)), bias=draw(st.booleans()),
+        activation, outer=draw(st.integers(8, 60)), bias=draw(st.booleans()),
         recompute=draw(st.booleans()), layout=draw(st.sampled_from(LINEAR_LAYOUTS)),
+        apart=activation == "swiglu" and draw(st.booleans()),
     )  # fmt: skip
     return case, draw(st.sampled_from([torch.float16] if INTERPRET else DTYPES))
 
@@ -138,7 +141,7 @@ def test_nothing_overflows_in_between(activation: str, value: float, device: str
         assert dx.flatten().tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("case", mlp_cases("smoke"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART], ids=lambda case: case.name)
 def test_same_bits_every_time(case: MlpCase, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float16, device)
     first, second = (outcome(mlp, inputs) for _ in range(2))
@@ -146,11 +149,11 @@ def test_same_bits_every_time(case: MlpCase, device: str) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("case", mlp_cases("smoke"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART], ids=lambda case: case.name)
 def test_recomputing_keeps_no_hidden_and_gives_the_same(case: MlpCase, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float16, device)
     kept: list[tuple[int, ...]] = []
-    hidden = case.rows, inputs.w1.shape[0]
+    hidden = case.rows, inputs.w1.shape[0] * (2 if case.apart else 1)
     for recompute in (False, True):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)), lambda _: None):
@@ -173,7 +176,7 @@ def test_hidden_comes_when_a_gradient_may(device: str) -> None:
     assert torch.equal(*(gradient for (gradient,) in grads))
 
 
-@pytest.mark.parametrize("case", [TOWER, GATED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [TOWER, GATED, APART], ids=lambda case: case.name)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_any_gradients_alone_are_those_of_all(case: MlpCase, recompute: bool, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float16, device)
@@ -213,6 +216,46 @@ def test_gradients_in_any_strides(layout: str, device: str) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
+def _packed(inputs: MlpInputs) -> MlpInputs:
+    w1, b1 = (torch.cat(pair) for pair in ((inputs.w1, inputs.w_up), (inputs.b1, inputs.b_up)))
+    return replace(inputs, w1=w1, b1=b1, w_up=None, b_up=None)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_weights_compute_what_one_of_both_does(dtype: torch.dtype, recompute: bool, device: str) -> None:
+    """The same bits; but of dx, whose two products are rounded apart."""
+    inputs = make_mlp_inputs(APART, dtype, device)
+    if INTERPRET or GPU:
+        two, one = (outcome(partial(mlp, recompute=recompute), each) for each in (inputs, _packed(inputs)))
+        assert torch.equal(two["out"], one["out"])
+        # PyTorch may choose another order of sums for products of another size.
+        for name, pair in (("dw1", ("dw1", "dw_up")), ("db1", ("db1", "db_up"))):
+            torch.testing.assert_close(torch.cat([two[each] for each in pair]), one[name])
+    hidden = [each.call(torch.ops.vk.mlp)[1] for each in (inputs, _packed(inputs))]
+    assert hidden[0].shape == (45, 136)
+    torch.testing.assert_close(*hidden)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_weights_of_different_strides(recompute: bool, device: str) -> None:
+    inputs = make_mlp_inputs(APART, torch.float16, device)
+    transposed = replace(inputs, w_up=inputs.w_up.t().contiguous().t())
+    one, other = (outcome(partial(mlp, recompute=recompute), each) for each in (inputs, transposed))
+    verify(transposed, recompute)
+    assert torch.equal(one["out"], other["out"])
+
+
+def test_frozen_gates_keep_no_input(device: str) -> None:
+    inputs = make_mlp_inputs(APART, torch.float16, device)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
+        inputs.call(mlp, b_up=inputs.b_up.clone().requires_grad_())
+        assert kept and inputs.x.data_ptr() not in kept
+        inputs.call(mlp, w_up=inputs.w_up.clone().requires_grad_())
+        assert inputs.x.data_ptr() in kept
+
+
 def test_leading_dimensions_are_rows(device: str) -> None:
     inputs = make_mlp_inputs(MlpCase("lead", "", (2, 3, 5), 24, 40), torch.float16, device)
     out = inputs.call(mlp)
@@ -247,7 +290,17 @@ def test_nan_stays_in_its_row(device: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck_in_fp64(activation: str, recompute: bool) -> None:
-    inputs = make_mlp_inputs(MlpCase("gradcheck", "fp64", (2, 2), 3, 5, activation, outer=2), torch.float64)
+    _check_gradients(MlpCase("gradcheck", "fp64", (2, 2), 3, 5, activation, outer=2), recompute)
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradcheck_of_two_weights_in_fp64(recompute: bool) -> None:
+    _check_gradients(MlpCase("gradcheck", "fp64", (2, 2), 3, 5, "swiglu", outer=2, apart=True), recompute)
+
+
+def _check_gradients(case: MlpCase, recompute: bool) -> None:
+    inputs = make_mlp_inputs(case, torch.float64)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
 
     def call(*given: Tensor) -> Tensor:
@@ -270,10 +323,11 @@ def test_a_tangent_is_refused(device: str) -> None:
         torch.func.jvp(lambda x: inputs.call(mlp, x=x), (inputs.x,), (torch.ones_like(inputs.x),))
 
 
+@pytest.mark.parametrize("case", [TOWER, APART], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_follows_the_region(dtype: torch.dtype, device: str) -> None:
+def test_autocast_follows_the_region(dtype: torch.dtype, case: MlpCase, device: str) -> None:
     """Weights in fp32, as mixed precision keeps them, and their gradients too."""
-    inputs = make_mlp_inputs(TOWER, torch.float32, device)
+    inputs = make_mlp_inputs(case, torch.float32, device)
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in inputs.leaves.items()}
     with torch.autocast(device, dtype=dtype):
         out = inputs.call(mlp, **{**leaves, "x": leaves["x"].to(dtype)})
@@ -317,6 +371,37 @@ REFUSALS = [
     ("b2_dtype", _changed(b2=lambda g: g["b2"].half()), r"b2 must be float32 as x is, got float16"),
     ("nothing", _changed(w2=lambda g: g["w2"][:0], b2=lambda g: None), r"the sizes of w1 and w2 must be 1 or more"),
     ("device", _changed(w2=lambda g: g["w2"].to("meta")), r"w2 must be on .* as x is, got meta"),
+    (
+        "up_not_gated",
+        _changed(w_up=lambda g: g["w1"]),
+        r"w_up must be None with activation 'silu', since only 'swiglu'",
+    ),
+    ("b_up_alone", _changed(b_up=lambda g: g["b1"]), r"b_up must be None where w_up is, got a tensor"),
+    (
+        "w_up",
+        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"][1:], b_up=lambda g: g["b1"]),
+        r"w_up must be of shape \[I, C\] = \[16, 12\], got \[15, 12\]",
+    ),
+    (
+        "w_up_dtype",
+        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"].half(), b_up=lambda g: g["b1"]),
+        r"w_up must be float32 as x is, got float16",
+    ),
+    (
+        "no_b_up",
+        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"]),
+        r"b_up must be given where b1 is, and only there, got None",
+    ),
+    (
+        "b_up_without_b1",
+        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"], b1=lambda g: None, b_up=lambda g: g["b1"]),
+        r"b_up must be given where b1 is, and only there, got a tensor",
+    ),
+    (
+        "b_up",
+        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"], b_up=lambda g: g["b1"][1:]),
+        r"b_up must be of shape \[16\], got \[15\]",
+    ),
     ("sparse", _changed(w1=lambda g: g["w1"].to_sparse()), r"w1 must be a dense tensor, got one of layout"),
 ]
 
@@ -339,6 +424,8 @@ BACKWARD_REFUSALS = [
     ({"hidden": torch.zeros(10, 16).half()}, r"hidden must be float32 as dout is, got float16"),
     ({"x": None}, r"x must be a dense tensor, got None"),
     ({"x": torch.zeros(10, 9)}, r"x must be of shape \[10, 12\], got \[10, 9\]"),
+    ({"needs_b_up": True}, r"needs_w_up and needs_b_up must be False without w_up, got True"),
+    ({"w_up": torch.zeros(16, 12)}, r"w_up must be None with activation 'gelu_tanh', since only 'swiglu' gates"),
 ]
 
 
@@ -350,22 +437,26 @@ def test_backward_refuses(changes: dict[str, Any], message: str, device: str) ->
     }  # fmt: skip
     good = {name: tensor.to(device) for name, tensor in good.items()}
     torch.ops.vk.mlp_backward(**good)
-    given = {name: tensor if tensor is None else tensor.to(device) for name, tensor in changes.items()}
+    given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in changes.items()}
     with pytest.raises(ValueError, match=f"^mlp_backward: {message}"):
         torch.ops.vk.mlp_backward(**{**good, **given})
 
 
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [(TOWER, 2 * 37 * 40 * 76, 2 * 37 * 40 * 76), (APART, 2 * 45 * 32 * 136, 2 * 45 * 32 * 68)],
+    ids=["tower", "apart"],
+)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_flops_are_exact(recompute: bool, device: str) -> None:
-    inputs = make_mlp_inputs(TOWER, torch.float32, device)
-    layer = 2 * 37 * 40 * 76
+def test_flops_are_exact(recompute: bool, case: MlpCase, first: int, second: int, device: str) -> None:
+    inputs = make_mlp_inputs(case, torch.float32, device)
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
     with FlopCounterMode(display=False) as counter:
         out = inputs.call(mlp, recompute, **leaves)
-    assert counter.get_total_flops() == 2 * layer
+    assert counter.get_total_flops() == first + second
     with FlopCounterMode(display=False) as counter:
         out.backward(inputs.dout)
-    assert counter.get_total_flops() == (5 if recompute else 4) * layer
+    assert counter.get_total_flops() == (3 if recompute else 2) * first + 2 * second
 
 
 @pytest.mark.gpu

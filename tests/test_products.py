@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
-from torch_ops import _gemm_portable, cli
+from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
+from torch_ops import _explain, _gemm, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
 from torch_ops.bench import mlp, qkv_rope, timing, tune
 from torch_ops.bench.contest import Terms, contest
@@ -27,6 +28,7 @@ from torch_ops.testing.cases import MLP, QKV_ROPE, make_mlp_inputs, make_qkv_rop
 pytestmark = pytest.mark.no_interpret
 
 H200 = Gpu("h200", "cuda", 90, SHARED_MEMORY[90])
+A100 = Gpu("a100", "cuda", 80, SHARED_MEMORY[80])
 CPU = torch.device("cpu")
 WIDE, TALL = Launch(128, 256, 8, 3, 64), Launch(256, 64, 8, 3, 64)
 PROVENANCE = {"gpu": "any", "triton": "3.6.0", "date": "2026-11-23"}
@@ -95,11 +97,58 @@ def test_a_launch_that_no_product_takes_is_refused(kernel: str, launch: dict, me
         read_rows(path)
 
 
+def _run_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are explained as if they ran there."""
+    for module in (_gemm_portable, _gemm, _explain):
+        monkeypatch.setattr(module, "gpu", lambda: gpu)
+    monkeypatch.setattr(_gemm, "programs", lambda index: 132)
+    monkeypatch.setattr(_explain, "runs_kernels", lambda tensor: True)
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are explained as if they ran there."""
-    monkeypatch.setattr(_gemm_portable, "gpu", lambda: H200)
-    monkeypatch.setattr("torch_ops._explain.runs_kernels", lambda tensor: True)
+    _run_on(A100, monkeypatch)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_on(H200, monkeypatch)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
+    x, w1, w2 = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((784, 1152), (4304, 1152), (1152, 4304)))
+    with torch_ops.settings(path="auto"):
+        report = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None)
+        assert report["path"] == "hopper"
+        assert report["why"] == "h200 is a Hopper GPU; left to PyTorch: gemm 1152x4304"
+        tile = linear_launch(784, 4304, "gelu_tanh", 132)
+        assert report["kernels"]["gemm_hopper 4304x1152"]["launch"] == tile.entry()
+        gated = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None, "swiglu", w_up=w1)
+        tile = linear_launch(784, 8608, "swiglu", 132)
+        assert gated["kernels"]["gemm_hopper 8608x1152"]["launch"] == tile.entry()
+        odd = torch.empty(784 * 1152 + 1, dtype=torch.bfloat16)[1:].view(784, 1152)
+        assert torch_ops.explain(torch_ops.mlp, odd, w1, None, w2, None)["path"] == "portable"
+        weight, table = torch.empty(3456, 1152, dtype=torch.bfloat16), torch.empty(784, 72)
+        report = torch_ops.explain(torch_ops.qkv_rope, x, weight, None, table, table, 16)
+        assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
+        assert report["kernels"]["gemm_hopper 3456x1152"]["launch"] == rotary_launch(72).entry()
+        with torch_ops.settings(path="portable"):
+            for args in (
+                (torch_ops.mlp, x, w1, None, w2, None),
+                (torch_ops.qkv_rope, x, weight, None, table, table, 16),
+            ):
+                assert torch_ops.explain(*args)["path"] == "portable"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("room", "name"), [(mlp.ROOM, "tower"), (qkv_rope.ROOM, "gqa")], ids=["mlp", "qkv_rope"])
+def test_nothing_is_tuned_where_no_row_decides(room: Room, name: str) -> None:
+    (case,) = room.cases([name], CPU)
+    terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
+    with pytest.raises(ValueError, match="nothing is left to tune"):
+        tune.find_points(room, [case], ["auto"], [], terms)
+    assert tune.find_points(room, [case], ["portable"], [], terms)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,14 +12,18 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from csrc_free_ops.configs import ATEN, PRODUCTS, Row, shipped_rows
+from csrc_free_ops.configs import ATEN, PRODUCTS, Launch, Row, shipped_rows
+from csrc_free_ops.gemm.hopper_launch import rotary_launch
 from torch_ops._attention import why_portable
 from torch_ops._attention_hopper import addressable, forward_launch, refusal
 from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
-from torch_ops._gemm_portable import Rows, choose_product, product_kernel
+from torch_ops._gemm import hopper_launch
+from torch_ops._gemm import why_portable as why_no_hopper
+from torch_ops._gemm_hopper import addressable as starts_at_16_bytes
+from torch_ops._gemm_portable import Rows, choose_product, padded, product_kernel, product_size
 from torch_ops._grids import grid_launch
 from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
@@ -156,34 +161,66 @@ def _explain_qkv_rope(
     num_k_heads: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        OPS["qkv_rope"](x, weight, bias, cos, sin, num_heads, num_k_heads)
-    return _explain_products("qkv_rope", x, [("gemm_pair", weight)])
+        q, _, _ = OPS["qkv_rope"](x, weight, bias, cos, sin, num_heads, num_k_heads)
+    return _explain_products("qkv_rope", x, [_Product("gemm_pair", Rows.of(x), weight, head_dim=q.shape[2])])
 
 
 def _explain_mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
-    recompute: bool = False,
+    recompute: bool = False, w_up: Tensor | None = None, b_up: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        OPS["mlp"](x, w1, b1, w2, b2, activation)
-    return _explain_products("mlp", x, [(product_kernel(activation), w1), ("gemm", w2)])
+        OPS["mlp"](x, w1, b1, w2, b2, activation, not recompute, w_up, b_up)
+    rows = Rows.of(x)
+    between = Rows(rows.count, padded(w2.shape[1], x.dtype))
+    first = _Product(product_kernel(activation), rows, w1, activation, up=w_up)
+    return _explain_products("mlp", x, [first, _Product("gemm", between, w2, "none")])
 
 
-def _explain_products(op: str, x: Tensor, products: list[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Kernels, and the weights that they would multiply with, by which they are told apart: "gemm 4304x1152"."""
+@dataclass(frozen=True)
+class _Product:
+    """One of the GEMM core's, with the kernel that takes it on the portable path."""
+
+    kernel: str
+    rows: Rows
+    weight: Tensor
+    activation: str = ""
+    head_dim: int = 0
+    up: Tensor | None = None
+
+    def describe(self, x: Tensor) -> tuple[str, Launch, str]:
+        """Its kernel and the size of its weight, as in "gemm 4304x1152"; its launch, and where that comes from."""
+        n, k = product_size(self.weight, self.up)
+        tensors = (x, self.weight) if self.up is None else (x, self.weight, self.up)
+        why = why_no_hopper(self.rows, self.weight, self.head_dim, self.up)
+        if not why and not isinstance(x, FakeTensor) and not starts_at_16_bytes(*tensors):
+            why = "TMA cannot address tensors that do not begin at 16 bytes"
+        if why:
+            launch, source = choose_product(self.kernel, self.rows, self.weight, self.up)
+            return f"{self.kernel} {n}x{k}", launch, source
+        if self.activation == "none":
+            return f"{self.kernel} {n}x{k}", ATEN, "PyTorch's products are as fast where nothing follows them"
+        tile = rotary_launch(self.head_dim) if self.head_dim else hopper_launch(
+            self.rows, self.weight, self.activation, self.up
+        )  # fmt: skip
+        return f"gemm_hopper {n}x{k}", tile, "the tile whose rounds take the least time"
+
+
+def _explain_products(op: str, x: Tensor, products: list[_Product]) -> dict[str, Any]:
     report: dict[str, Any] = {"op": f"vk::{op}", "device": str(x.device)}
     if not runs_kernels(x):
         return {**report, "path": "reference", "why": f"tensors on {x.device} are computed by ATen", "kernels": {}}
-    chosen = {
-        f"{kernel} {weight.shape[0]}x{weight.shape[1]}": choose_product(kernel, Rows.of(x), weight)
-        for kernel, weight in products
-    }
-    left = [name for name, (launch, _) in chosen.items() if launch == ATEN]
+    chosen = [product.describe(x) for product in products]
+    left = [name for name, launch, _ in chosen if launch == ATEN]
+    words = [f"left to PyTorch: {', '.join(left)}"] if left else []
+    path = "aten" if len(left) == len(chosen) else "portable"
+    if any(name.startswith("gemm_hopper") for name, *_ in chosen):
+        path, words = "hopper", [f"{gpu().name} is a Hopper GPU", *words]
     return {
         **report,
-        "path": "aten" if len(left) == len(chosen) else "portable",
-        "why": f"left to PyTorch: {', '.join(left)}" if left else "every product has a launch of its own",
-        "kernels": {name: {"launch": launch.entry(), "source": source} for name, (launch, source) in chosen.items()},
+        "path": path,
+        "why": "; ".join(words) or "every product has a launch of its own",
+        "kernels": {name: {"launch": launch.entry(), "source": source} for name, launch, source in chosen},
     }
 
 

@@ -8,11 +8,12 @@ PyTorch's own product and an elementwise kernel behind it.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from csrc_free_ops.configs import ATEN
+from csrc_free_ops.configs import ATEN, Launch
 from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
 from torch_ops._device import gpu
 from torch_ops._gemm_elementwise import plan_activate, plan_rotate
@@ -23,6 +24,7 @@ from torch_ops._gemm_portable import (
     plan_linear_portable,
     plan_rotary_portable,
     product_kernel,
+    product_size,
 )
 from torch_ops._hopper import is_packaged, programs
 from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
@@ -31,7 +33,7 @@ from torch_ops.settings import settings
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 
 
-def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0) -> str:
+def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
     """Why a product with this weight takes no Hopper kernel, or nothing. Of one that is rotated, by its heads too."""
     if INTERPRET:
         return "TRITON_INTERPRET=1"
@@ -41,106 +43,111 @@ def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0) -> str:
         return "a package runs without opaque launches"
     if rows.known == 0:
         return "there are no rows"
-    return refusal(gpu(), rows, weight, head_dim)
+    return refusal(gpu(), rows, weight, head_dim, up)
 
 
 def plan_linear(
     rows: Rows, weight: Tensor, has_bias: bool, activation: str = "none", keeps_pre: bool = False,
-    width: int | None = None, aligned: bool = True,
+    width: int | None = None, up: Tensor | None = None,
 ) -> Callable[..., None]:  # fmt: skip
-    """launch(x, weight, bias, out, pre) fills out with activation(x weight^T + bias).
+    """launch(x, weight, bias, out, pre, up, up_bias) fills out with activation(x weight^T + bias).
 
     x is [M, K] with contiguous columns, its layout `rows`; weight [n, K] in any strides; bias [n], None without
     `has_bias`. out is contiguous, rows of `width` columns, of which the first are filled: n, or of "swiglu" n / 2.
-    With `keeps_pre` pre, contiguous [M, n], is filled with what the activation is of; else it is None. Tensors known
-    not to begin at 16 bytes are not `aligned`; others are looked at.
+    With `keeps_pre` pre, contiguous [M, n], is filled with what the activation is of; else it is None.
+
+    A gated layer may have two weights: then weight and bias are of the gates, up and up_bias, as large, of what they
+    gate, and n is the rows of both. up and up_bias may be left out where there are none.
     """
-    n = weight.shape[0]
+    n, _ = product_size(weight, up)
     width = n if width is None else width
-    if aligned and not why_portable(rows, weight):
-        if activation == "none":
-            # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/gemm/hopper_launch.py).
-            return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
-        if not is_eager():
-            return partial(_launch_linear_in_graph, activation)
-        return _plan_linear_hopper(rows, weight, has_bias, activation, keeps_pre, width)
-    launch, _ = choose_product(product_kernel(activation), rows, weight)
-    if launch == ATEN:
+
+    # In here, since torch looks for the kernels of an op five calls deep (torch_ops/_registry.py).
+    def plan_stock() -> Callable[..., None]:
+        launch, _ = choose_product(product_kernel(activation), rows, weight, up)
+        if launch == ATEN:
+            return _plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
+        return plan_linear_portable(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
+
+    if why_portable(rows, weight, up=up):
+        return plan_stock()
+    if activation == "none":
+        # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/gemm/hopper_launch.py).
         return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
-    return plan_linear_portable(launch, rows, weight, has_bias, activation, keeps_pre, width)
+    if not is_eager():
+        return partial(_launch_linear_in_graph, activation)
+    launch = hopper_launch(rows, weight, activation, up)
+    hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
+    return _where_addressable(hopper, plan_stock, (0, 1) if up is None else (0, 1, 5))
 
 
 def plan_rotary(
-    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int,
-    aligned: bool = True,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(x, weight, bias, cos, sin, q, k, v) fills q, k and v, contiguous; x, weight and bias as above."""
-    head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
-    if aligned and not why_portable(rows, weight, head_dim):
-        if not is_eager():
-            return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
-        return _plan_rotary_hopper(rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
-    launch, _ = choose_product("gemm_pair", rows, weight)
-    if launch == ATEN:
-        return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
-    return plan_rotary_portable(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
-
-
-def _plan_linear_hopper(
-    rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int
-) -> Callable[..., None]:
-    launch = linear_launch(rows.count, weight.shape[0], activation, programs(weight.device.index))
-    hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width)
-    stock: list[Callable[..., None]] = []
-
-    def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None) -> None:
-        if addressable(x, weight):
-            hopper(x, weight, bias, out, pre)
-            return
-        if not stock:
-            stock.append(plan_linear(rows, weight, has_bias, activation, keeps_pre, width, False))
-        stock[0](x, weight, bias, out, pre)
-
-    return launch_linear
-
-
-def _plan_rotary_hopper(
     rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
 ) -> Callable[..., None]:
-    launch = rotary_launch(weight.shape[0] // (num_heads + 2 * num_k_heads))
-    hopper = plan_rotary_hopper(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
+    """launch(x, weight, bias, cos, sin, q, k, v) fills q, k and v, contiguous; x, weight and bias as above."""
+    head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
+
+    def plan_stock() -> Callable[..., None]:
+        launch, _ = choose_product("gemm_pair", rows, weight)
+        if launch == ATEN:
+            return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
+        return plan_rotary_portable(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
+
+    if why_portable(rows, weight, head_dim):
+        return plan_stock()
+    if not is_eager():
+        return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
+    hopper = plan_rotary_hopper(
+        rotary_launch(head_dim), rows, weight, has_bias, cos, sin, num_heads, num_k_heads
+    )  # fmt: skip
+    return _where_addressable(hopper, plan_stock, (0, 1))
+
+
+def _where_addressable(
+    hopper: Callable[..., None], plan_stock: Callable[[], Callable[..., None]], operands: tuple[int, ...]
+) -> Callable[..., None]:
+    """The Hopper launch; for calls whose `operands`, by place, TMA cannot address, what `plan_stock` makes, once."""
     stock: list[Callable[..., None]] = []
 
-    def launch_rotary(x: Tensor, weight: Tensor, *rest: Tensor | None) -> None:
-        if addressable(x, weight):
-            hopper(x, weight, *rest)
+    def launch_either(*args: Any) -> None:
+        if addressable(*[args[place] for place in operands]):
+            hopper(*args)
             return
         if not stock:
-            stock.append(plan_rotary(rows, weight, has_bias, cos, sin, num_heads, num_k_heads, False))
-        stock[0](x, weight, *rest)
+            stock.append(plan_stock())
+        stock[0](*args)
 
-    return launch_rotary
+    return launch_either
+
+
+def hopper_launch(rows: Rows, weight: Tensor, activation: str, up: Tensor | None = None) -> Launch:
+    """The tile of a linear layer that takes the Hopper path, its rows known."""
+    n, _ = product_size(weight, up)
+    return linear_launch(rows.count, n, activation, programs(weight.device.index))
 
 
 def _launch_linear_in_graph(
-    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
-) -> None:
-    _launch_linear_opaque(x, weight, bias, out, x.new_empty(0) if pre is None else pre, activation, pre is not None)
+    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
+    up: Tensor | None = None, up_bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    kept = x.new_empty(0) if pre is None else pre
+    _launch_linear_opaque(x, weight, bias, up, up_bias, out, kept, activation, pre is not None)
 
 
 @opaque_launch("_linear", writes=("out", "pre"))
 def _launch_linear_opaque(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor, activation: str, keeps_pre: bool
-) -> None:
-    plan = _prepare_linear(x, weight, bias, out, activation, keeps_pre)
-    plan(x, weight, bias, out, pre if keeps_pre else None)
+    x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, out: Tensor,
+    pre: Tensor, activation: str, keeps_pre: bool,
+) -> None:  # fmt: skip
+    plan = _prepare_linear(x, weight, bias, up, out, activation, keeps_pre)
+    plan(x, weight, bias, out, pre if keeps_pre else None, up, up_bias)
 
 
 @remembered
 def _prepare_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str, keeps_pre: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, out: Tensor, activation: str, keeps_pre: bool
 ) -> Callable[..., None]:
-    return plan_linear(Rows.of(x), weight, bias is not None, activation, keeps_pre, out.shape[1])
+    return plan_linear(Rows.of(x), weight, bias is not None, activation, keeps_pre, out.shape[1], up)
 
 
 @opaque_launch("_rotary", writes=("q", "k", "v"))
@@ -159,7 +166,7 @@ def _prepare_rotary(
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x weight^T + bias by PyTorch, whatever autocast says; out is contiguous [M, n]."""
+    """out = x weight^T + bias by PyTorch, whatever autocast says; out is [M, n] with contiguous columns."""
     with torch._C._DisableAutocast():
         if bias is None:
             torch.mm(x, weight.t(), out=out)
@@ -167,16 +174,26 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
             torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _plan_linear_aten(rows: Rows, weight: Tensor, activation: str, keeps_pre: bool, width: int) -> Callable[..., None]:
-    n = weight.shape[0]
+def _plan_linear_aten(
+    rows: Rows, weight: Tensor, activation: str, keeps_pre: bool, width: int, up: Tensor | None = None
+) -> Callable[..., None]:
+    n, _ = product_size(weight, up)
     if activation == "none" and width == n and not keeps_pre:
         return lambda x, weight, bias, out, pre: linear_into(x, weight, bias, out)
-    activate = plan_activate(rows, weight, activation, n, width)
+    activate = plan_activate(rows, weight, activation, n, width, up)
 
-    def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None) -> None:
+    def launch_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
+        up: Tensor | None = None, up_bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if pre is None:
             pre = x.new_empty((x.shape[0], n))
-        linear_into(x, weight, bias, pre)
+        if up is None:
+            linear_into(x, weight, bias, pre)
+        else:
+            half = n // 2
+            linear_into(x, weight, bias, pre.narrow(1, 0, half))
+            linear_into(x, up, up_bias, pre.narrow(1, half, half))
         activate(pre, out)
 
     return launch_linear

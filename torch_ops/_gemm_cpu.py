@@ -66,10 +66,13 @@ def _activated(pre: Tensor, activation: str) -> Tensor:
 
 @torch.autocast("cpu", enabled=False)
 def linear_cpu(
-    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
-) -> None:
+    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
+    up: Tensor | None = None, up_bias: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fills out and, where it is given, pre, as the launch of `plan_linear` does."""
     product = functional.linear(x, weight, bias)
+    if up is not None:
+        product = torch.cat([product, functional.linear(x, up, up_bias)], 1)
     if pre is not None:
         pre.copy_(product)
     if activation == "none":

@@ -14,7 +14,15 @@ from csrc_free_ops.configs import Launch
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
 from csrc_free_ops.gemm.rotary import _qkv_rope_bwd_kernel, _rotate_kernel
 from torch_ops._attention_portable import head_strides, readable, row_stride, with_columns
-from torch_ops._gemm_portable import GATED, Rows, angle_constants, choose_product, nothing_to_do, rows_of
+from torch_ops._gemm_portable import (
+    GATED,
+    Rows,
+    angle_constants,
+    choose_product,
+    nothing_to_do,
+    product_size,
+    rows_of,
+)
 from torch_ops._registry import Relaunch, runs_kernels, wrap_triton
 
 # Rows of a gradient that one program sums up; as many rows of sums are left as there are such runs.
@@ -40,12 +48,15 @@ def _blocks(launch: Launch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_activate(rows: Rows, weight: Tensor, activation: str, stride: int, width: int) -> Callable[..., None]:
+def plan_activate(
+    rows: Rows, weight: Tensor, activation: str, stride: int, width: int, up: Tensor | None = None
+) -> Callable[..., None]:
     """launch(pre, out) fills out, rows of `width` columns, from pre, rows of `stride`, the product with weight."""
     if rows.known == 0:
         return nothing_to_do
-    columns = weight.shape[0] // (2 if activation == GATED else 1)
-    launch, _ = choose_product("activate", rows, weight)
+    n, _ = product_size(weight, up)
+    columns = n // (2 if activation == GATED else 1)
+    launch, _ = choose_product("activate", rows, weight, up)
     grid = (cdiv(rows.count, launch.block_m), cdiv(columns, launch.block_n))
     constants = {
         "N": columns, "STRIDE_PM": stride, "STRIDE_OM": width, "ACTIVATION": activation, **_blocks(launch)
@@ -62,17 +73,18 @@ def plan_activate(rows: Rows, weight: Tensor, activation: str, stride: int, widt
 
 
 def plan_activation_backward(
-    rows: Rows, weight: Tensor, activation: str, widths: tuple[int, int], makes_h: bool, sums: bool
-) -> Callable[..., None]:
+    rows: Rows, weight: Tensor, activation: str, widths: tuple[int, int], makes_h: bool, sums: bool,
+    up: Tensor | None = None,
+) -> Callable[..., None]:  # fmt: skip
     """launch(dh, pre, dpre, h, partial) fills dpre, with `makes_h` h, and with `sums` partial [runs, n].
 
     dh and pre are contiguous; `widths` are the columns of dpre's and h's rows.
     """
     if rows.known == 0:
         return nothing_to_do
-    n = weight.shape[0]
+    n, _ = product_size(weight, up)
     columns = n // (2 if activation == GATED else 1)
-    launch, _ = choose_product("mlp_bwd", rows, weight)
+    launch, _ = choose_product("mlp_bwd", rows, weight, up)
     grid = (_count_runs(rows.count), cdiv(columns, launch.block_n))
     constants = {
         "N": columns, "STRIDE_GM": columns, "STRIDE_PM": n, "STRIDE_DM": widths[0], "STRIDE_HM": widths[1],

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
 from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED
-from torch_ops._gemm_portable import Rows, angle_constants, rows_of
+from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._registry import Relaunch
 
@@ -24,11 +24,12 @@ REGISTERS = {2: (168, 176, 168), 3: (136, 104, 128)}
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0) -> str:
+def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
     """Why a product with this weight cannot take the Hopper path, or nothing. Of one that is rotated, by its heads."""
     if reason := hopper_refusal(gpu, weight.dtype):
         return reason
-    if weight.stride(1) != 1 or weight.stride(0) % 8 or rows.stride % 8:
+    weights = (weight,) if up is None else (weight, up)
+    if rows.stride % 8 or any(each.stride(1) != 1 or each.stride(0) % 8 for each in weights):
         return "TMA cannot address rows that do not begin at 16 bytes"
     if head_dim > WIDEST_ROTATED or head_dim % 8:
         return f"the Hopper path rotates heads of up to {WIDEST_ROTATED} columns, in steps of 8"
@@ -45,11 +46,15 @@ def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, 64], _LAYOUT)
 
 
-def _constants(rows: Rows, weight: Tensor, launch: Launch, epilogue: str, has_bias: bool) -> dict[str, Any]:
+def _constants(
+    rows: Rows, weight: Tensor, launch: Launch, epilogue: str, has_bias: bool, up: Tensor | None = None
+) -> dict[str, Any]:
     groups = launch.block_m // 64
     consumer, other, at_launch = REGISTERS[groups]
+    n, k = product_size(weight, up)
     return {
-        "N": weight.shape[0], "K": weight.shape[1], "STRIDE_W": weight.stride(0), "GROUPS": groups,
+        "N": n, "K": k, "STRIDE_W": weight.stride(0) if up is None or up.stride(0) == weight.stride(0) else 0,
+        "PARTNER": partner_rows(weight, up) if epilogue == GATED else 0, "GROUPS": groups,
         "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE": epilogue, "HAS_BIAS": has_bias,
         "CONSUMER_REGISTERS": consumer, "OTHER_REGISTERS": other, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
@@ -62,10 +67,11 @@ def _descriptors(launch: Launch) -> Descriptors:
 
 
 def plan_linear_hopper(
-    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int
-) -> Callable[..., None]:
-    """launch(x, weight, bias, out, pre) on tensors that `addressable` allows, x of one row at least."""
-    constants = _constants(rows, weight, launch, activation, has_bias)
+    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int,
+    up: Tensor | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    """launch(x, weight, bias, out, pre, up, up_bias) on tensors that `addressable` allows, x of one row at least."""
+    constants = _constants(rows, weight, launch, activation, has_bias, up)
     constants |= {
         "KEEPS_PRE": keeps_pre, "STRIDE_OUT": width, "HEAD_DIM": 8, "NUM_HEADS": 1, "NUM_K_HEADS": 1,
         "STRIDE_COS": 0, "STRIDE_SIN": 0, "SHARED_ANGLES": True,
@@ -74,11 +80,16 @@ def plan_linear_hopper(
     grid = (programs(weight.device.index),)
     relaunch = Relaunch(grid, (rows.count,))
 
-    def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None) -> None:
+    def launch_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
+        up: Tensor | None = None, up_bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         bias = weight if bias is None else bias.contiguous()
+        up_bias = bias if up_bias is None else up_bias.contiguous()
+        up = weight if up is None else up
         pre = out if pre is None else pre
-        descriptors = descriptors_of(x, weight, weight)
-        tensors = (weight, bias, out, out, out, pre, weight, weight)
+        descriptors = descriptors_of(x, weight, up)
+        tensors = (weight, up, bias, up_bias, out, out, out, pre, weight, weight)
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, rows.count, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)
@@ -107,7 +118,7 @@ def plan_rotary_hopper(
     ) -> None:
         bias = weight if bias is None else bias.contiguous()
         descriptors = descriptors_of(x, weight, weight)
-        tensors = (weight, bias, q, k, v, q, rows_of(cos), rows_of(sin))
+        tensors = (weight, weight, bias, bias, q, k, v, q, rows_of(cos), rows_of(sin))
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, rows.count, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)

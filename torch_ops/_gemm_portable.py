@@ -59,14 +59,25 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     return -(-columns // per_load) * per_load
 
 
-def choose_product(kernel: str, rows: Rows, weight: Tensor) -> tuple[Launch, str]:
+def product_size(weight: Tensor, up: Tensor | None) -> tuple[int, int]:
+    """n x k of the product with a weight, or with both of a gated layer that has two."""
+    n, k = weight.shape
+    return n if up is None else 2 * n, k
+
+
+def choose_product(kernel: str, rows: Rows, weight: Tensor, up: Tensor | None = None) -> tuple[Launch, str]:
     """The launch of a kernel of the core for this weight, ATEN where PyTorch is to make the product, and its source."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
     aten = settings.path != "portable"
-    n, k = weight.shape
+    n, k = product_size(weight, up)
     return pick_product(
         kernel, device, dtype_name(weight.dtype), weight.dtype.itemsize, n, k, rows.known, settings.rows, aten
     )
+
+
+def partner_rows(weight: Tensor, up: Tensor | None) -> int:
+    """From a gate's row to that of what it gates, in the weight that has it."""
+    return weight.shape[0] // 2 if up is None else 0
 
 
 def product_kernel(activation: str) -> str:
@@ -88,31 +99,39 @@ def _constants(launch: Launch, rows: Rows, strides: tuple[int, int], k: int) -> 
 
 @dataclass(frozen=True)
 class _Weight:
-    """How kernels read a weight: copied to rows that begin at 16 bytes where those of x do and its own do not."""
+    """How kernels read a weight, and beside it one of the same shape: as they lie, or with `copies` in padded rows.
+
+    Copied to rows that begin at 16 bytes where those of x do and their own do not, and where two lie differently.
+    """
 
     strides: tuple[int, int]
-    padding: int
+    copies: bool
 
     @staticmethod
-    def of(weight: Tensor, rows: Rows) -> "_Weight":
-        k = weight.shape[1]
-        width = padded(k, weight.dtype)
+    def of(weight: Tensor, rows: Rows, up: Tensor | None = None) -> "_Weight":
+        strides = weight.stride(0), weight.stride(1)
+        alike = up is None or strides == (up.stride(0), up.stride(1))
         aligned = padded(weight.stride(0), weight.dtype) == weight.stride(0)
-        if weight.stride(1) != 1 or aligned or padded(rows.stride, weight.dtype) != rows.stride:
-            return _Weight((weight.stride(0), weight.stride(1)), 0)
-        return _Weight((width, 1), width - k)
+        odd = padded(rows.stride, weight.dtype) != rows.stride
+        if alike and (weight.stride(1) != 1 or aligned or odd):
+            return _Weight(strides, False)
+        return _Weight((padded(weight.shape[1], weight.dtype), 1), True)
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return torch.nn.functional.pad(weight, (0, self.padding)) if self.padding else weight
+        if not self.copies:
+            return weight
+        missing = self.strides[0] - weight.shape[1]
+        return torch.nn.functional.pad(weight, (0, missing)) if missing else weight.contiguous()
 
 
 def plan_linear_portable(
-    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int
-) -> Callable[..., None]:
-    n, k = weight.shape
+    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int,
+    up: Tensor | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    n, k = product_size(weight, up)
     if rows.known == 0:
         return nothing_to_do
-    operand = _Weight.of(weight, rows)
+    operand = _Weight.of(weight, rows, up)
     constants = {
         "STRIDE_OM": width, "HAS_BIAS": has_bias, "KEEPS_PRE": keeps_pre,
         **_constants(launch, rows, operand.strides, k),
@@ -120,19 +139,27 @@ def plan_linear_portable(
     gated = activation == GATED
     if gated:
         constants |= {
-            "HALF": n // 2, "NUM_HEADS": 1, "NUM_K_HEADS": 0, "STRIDE_CT": 0, "STRIDE_ST": 0,
-            "ROTARY": False, "SHARED_ANGLES": True,
+            "HALF": n // 2, "PARTNER": partner_rows(weight, up), "NUM_HEADS": 1, "NUM_K_HEADS": 0,
+            "STRIDE_CT": 0, "STRIDE_ST": 0, "ROTARY": False, "SHARED_ANGLES": True,
         }  # fmt: skip
     else:
         constants |= {"N": n, "ACTIVATION": activation}
     grid = (cdiv(rows.count, launch.block_m) * cdiv(n // 2 if gated else n, launch.block_n), 1)
     relaunch = Relaunch(grid, (rows.count,))
 
-    def launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None) -> None:
+    def launch_linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
+        up: Tensor | None = None, up_bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         weight = operand(weight)
         pre = weight if pre is None else pre
         bias = weight if bias is None else bias.contiguous()
-        tensors = (x, weight, bias, weight, weight, out, pre, weight) if gated else (x, weight, bias, out, pre)
+        if gated:
+            up = weight if up is None else operand(up)
+            up_bias = bias if up_bias is None else up_bias.contiguous()
+            tensors: tuple[Tensor, ...] = (x, weight, up, bias, up_bias, weight, weight, out, pre, weight)
+        else:
+            tensors = (x, weight, bias, out, pre)
         precision = precision_of(x)
         if not relaunch(precision, tensors):
             options = {"PRECISION": precision, **constants}
@@ -156,7 +183,7 @@ def plan_rotary_portable(
     angles = angle_constants(cos, sin, n, num_heads, num_k_heads)
     half = angles["HALF"]
     constants = {
-        **angles, "STRIDE_OM": 0, "ROTARY": True, "HAS_BIAS": has_bias, "KEEPS_PRE": False,
+        **angles, "PARTNER": half, "STRIDE_OM": 0, "ROTARY": True, "HAS_BIAS": has_bias, "KEEPS_PRE": False,
         **_constants(launch, rows, operand.strides, k),
     }  # fmt: skip
     tiles = cdiv(num_heads * half, launch.block_n) + 2 * cdiv(num_k_heads * half, launch.block_n)
@@ -168,7 +195,7 @@ def plan_rotary_portable(
     ) -> None:
         weight = operand(weight)
         bias = weight if bias is None else bias.contiguous()
-        tensors = (x, weight, bias, rows_of(cos), rows_of(sin), q, k, v)
+        tensors = (x, weight, weight, bias, bias, rows_of(cos), rows_of(sin), q, k, v)
         precision = precision_of(x)
         if not relaunch(precision, tensors):
             options = {"PRECISION": precision, **constants}

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,12 +111,6 @@ def gradients(
         return x.new_empty(0) if tensor is None or not needed else tensor.new_empty(tensor.shape)
 
     return allocate(x, needs_dx), allocate(weight, needs_dweight), allocate(bias, needs_dbias)
-
-
-def needs_of(ctx: Any, count: int) -> tuple[bool, ...]:
-    """Which of an op's first inputs want a gradient; arguments that were left to their defaults do not."""
-    needs = tuple(ctx.needs_input_grad[:count])
-    return needs + (False,) * (count - len(needs))
 
 
 def norm_launch(kernel: str, x: Tensor) -> tuple[Launch, str]:

@@ -142,6 +142,12 @@ def remembered(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return remembering
 
 
+def needs_of(ctx: Any, count: int) -> tuple[bool, ...]:
+    """Which of an op's first inputs want a gradient; arguments that were left to their defaults do not."""
+    needs = tuple(ctx.needs_input_grad[:count])
+    return needs + (False,) * (count - len(needs))
+
+
 def runs_kernels(tensor: Tensor) -> bool:
     """Whether this tensor's op launches kernels: on a GPU, or under the interpreter, which computes in numpy."""
     return tensor.is_cuda or (INTERPRET and tensor.dtype in (torch.float16, torch.float32))

@@ -15,13 +15,12 @@ from torch_ops._norms import (
     check_norm,
     check_norm_backward,
     gradients,
-    needs_of,
     prepare_backward,
     prepare_forward,
     result_of,
     results_of_sum,
 )
-from torch_ops._registry import vk_op
+from torch_ops._registry import needs_of, vk_op
 
 LAYER_NORM = Norm("layer_norm", has_mean=True, has_residual=False)
 ADD_LAYER_NORM = Norm("add_layer_norm", has_mean=True, has_residual=True)

@@ -13,13 +13,12 @@ from torch_ops._norms import (
     check_norm,
     check_norm_backward,
     gradients,
-    needs_of,
     prepare_backward,
     prepare_forward,
     result_of,
     results_of_sum,
 )
-from torch_ops._registry import vk_op
+from torch_ops._registry import needs_of, vk_op
 
 RMS_NORM = Norm("rms_norm", has_mean=False, has_residual=False)
 ADD_RMS_NORM = Norm("add_rms_norm", has_mean=False, has_residual=True)

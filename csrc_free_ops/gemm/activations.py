@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gemm.portable import COUNTS
-from csrc_free_ops.tiles.activations import activate, activate_with_slope, swiglu, swiglu_gradients
+from csrc_free_ops.tiles.activations import activate_with_slope, swiglu_gradients
 from csrc_free_ops.tiles.blocks import load_block, store_block
 
 
@@ -22,16 +22,22 @@ def _activate_kernel(
     pre_ptr, out_ptr, num_rows, N: tl.constexpr, STRIDE_PM: tl.constexpr, STRIDE_OM: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of the N columns of out); of swiglu pre has 2 N."""
+    """Grid (tiles of rows, tiles of the N columns of out); of swiglu pre has 2 N.
+
+    By the arithmetic of the gradients' kernel, so that h has the same bits whichever of the two makes it.
+    """
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
     pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
     if ACTIVATION == "swiglu":
-        out = swiglu(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), EXACT)
+        up = load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM)
+        out, _, _ = swiglu_gradients(pre, up, pre, EXACT)
+    elif ACTIVATION == "none":
+        out = pre
     else:
-        out = activate(pre, ACTIVATION, EXACT)
+        out, _ = activate_with_slope(pre, ACTIVATION, EXACT)
     store_block(out_ptr, out, rows, cols, mask, STRIDE_OM)
 
 

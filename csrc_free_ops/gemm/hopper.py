@@ -54,10 +54,9 @@ def _place(work, GROUPS: gl.constexpr, TILES_N: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_weight(w_ptr, OPTIONS: gl.constexpr):
+def _prefetch_weight(w_ptr, BYTES: gl.constexpr):
     """Each program's share to the L2 cache, while the kernel before is at its end: it has x, and seldom the weight."""
-    BYTES: gl.constexpr = option(OPTIONS, "W_BYTES")
-    if BYTES > 0 and BYTES <= PREFETCHED:
+    if BYTES > 0:
         each = (BYTES // 16 + gl.num_programs(0) - 1) // gl.num_programs(0) * 16
         begin = gl.program_id(0) * each
         size = gl.minimum(each, BYTES // 16 * 16 - begin)
@@ -66,22 +65,28 @@ def _prefetch_weight(w_ptr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
+def _produce(descs, weights, units, bars, num_work, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
-    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
+    PARTNER: gl.constexpr = option(OPTIONS, "PARTNER")
+    W_BYTES: gl.constexpr = option(OPTIONS, "W_BYTES")
     HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
     PARTS: gl.constexpr = parts_of(COLUMNS)
     WHOLE: gl.constexpr = COLUMNS // HALVES // 64
-    x_desc, w_desc, tail_desc = descs
-    TAIL: gl.constexpr = tail_desc.block_shape[0] if COLUMNS % 64 else 0
+    x_desc, w_desc, other_desc = descs
+    TAIL: gl.constexpr = other_desc.block_shape[0] if COLUMNS % 64 else 0
     BYTES: gl.constexpr = (GROUPS * 64 + HALVES * WHOLE * 64 + TAIL) * 128
 
     admit_kernel()
-    _prefetch_weight(w_ptr, OPTIONS)
+    if W_BYTES <= PREFETCHED:
+        if HALVES == 2 and PARTNER == 0:
+            for half in gl.static_range(2):
+                _prefetch_weight(weights[half], W_BYTES // 2)
+        else:
+            _prefetch_weight(weights[0], W_BYTES)
     await_kernel()
     stage = 0
     loaded = 0
@@ -96,14 +101,17 @@ def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
             for group in gl.static_range(GROUPS):
                 tma.async_copy_global_to_shared(x_desc, [row + group * 64, step * 64], bar, units.index(first + group))
             for half in gl.static_range(HALVES):
-                column = n * (COLUMNS // HALVES) + half * WIDTH
+                column = n * (COLUMNS // HALVES) + half * PARTNER
                 place = first + GROUPS + half * WHOLE
                 for unit in gl.static_range(WHOLE):
                     at = [column + unit * 64, step * 64]
-                    tma.async_copy_global_to_shared(w_desc, at, bar, units.index(place + unit))
+                    if half == 0:
+                        tma.async_copy_global_to_shared(w_desc, at, bar, units.index(place + unit))
+                    else:
+                        tma.async_copy_global_to_shared(other_desc, at, bar, units.index(place + unit))
                 if TAIL > 0:
                     at = [column + WHOLE * 64, step * 64]
-                    tma.async_copy_global_to_shared(tail_desc, at, bar, units.index(place + WHOLE).slice(0, TAIL, 0))
+                    tma.async_copy_global_to_shared(other_desc, at, bar, units.index(place + WHOLE).slice(0, TAIL, 0))
             loaded += 1
             stage, _ = turn_around(stage, STAGES)
     # What consumers arrived at must be left as it was found.
@@ -113,22 +121,24 @@ def _produce(descs, w_ptr, units, bars, num_work, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(bias_ptr, n, OPTIONS: gl.constexpr):
+def _load_bias(biases, n, OPTIONS: gl.constexpr):
     """Of this tile's columns, one number for each, strip by strip."""
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
+    PARTNER: gl.constexpr = option(OPTIONS, "PARTNER")
     HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
     HALF: gl.constexpr = COLUMNS // HALVES
     bias = ()
     for strip in gl.static_range(COLUMNS // 8):
         column = n * HALF + strip * 8 % HALF + gl.arange(0, 8, gl.SliceLayout(0, wgmma_layout(8)))
-        value = gl.load(bias_ptr + strip * 8 // HALF * WIDTH + column, mask=column < WIDTH, other=0.0)
+        at = biases[strip * 8 // HALF] + strip * 8 // HALF * PARTNER
+        value = gl.load(at + column, mask=column < WIDTH, other=0.0)
         bias = bias + (value,)
     return bias
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, units, pointers, biases, total, num_work, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
@@ -163,7 +173,7 @@ def _consume(INDEX: gl.constexpr, units, pointers, bias_ptr, total, num_work, OP
             stage, wrapped = turn_around(stage, STAGES)
             phase = phase ^ wrapped
         if HAS_BIAS:
-            bias = _load_bias(bias_ptr, n, OPTIONS)
+            bias = _load_bias(biases, n, OPTIONS)
         sums = wait_strips(sums, 0)
         barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
         if HAS_BIAS:
@@ -205,16 +215,18 @@ def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["total"])
 def _gemm_hopper_kernel(
-    x_desc, w_desc, tail_desc, w_ptr, bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr, total,
-    N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, KEEPS_PRE: gl.constexpr,
-    STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr,
-    STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr, SHARED_ANGLES: gl.constexpr,
+    x_desc, w_desc, other_desc, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr,
+    total, N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, PARTNER: gl.constexpr, GROUPS: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr,
+    NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr, SHARED_ANGLES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, bias [N].
+    """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, 0 if there is no one stride, bias [N].
 
-    tail_desc counts where COLUMNS is no multiple of 64.
+    Of "swiglu" weight and bias hold N / 2 gates; what they gate stands PARTNER rows on in up and up_bias, which are
+    tensors of their own, or the same where both are packed. other_desc is up's; else it counts where COLUMNS is no
+    multiple of 64, and has tiles of what is left over.
 
     out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM],
     and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
@@ -224,7 +236,7 @@ def _gemm_hopper_kernel(
     PARTS: gl.constexpr = parts_of(COLUMNS)
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     OPTIONS: gl.constexpr = (
-        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "GROUPS", GROUPS,
+        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
         "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
         "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
@@ -239,24 +251,25 @@ def _gemm_hopper_kernel(
     make_barriers(shared_base() + PLACES * UNIT_BYTES, (1,) * STAGES)
     fence_async_shared()
     pointers = (out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr)
+    biases = (bias_ptr, up_bias_ptr)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
-                (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_consume, (0, units, pointers, biases, total, num_work, OPTIONS)),
+                (_consume, (1, units, pointers, biases, total, num_work, OPTIONS)),
                 (_finish, (units, pointers, total, num_work, OPTIONS)),
-                (_produce, ((x_desc, w_desc, tail_desc), w_ptr, units, bars, num_work, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, num_work, OPTIONS)),
             ],
             [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, units, pointers, bias_ptr, total, num_work, OPTIONS)),
-                (_consume, (1, units, pointers, bias_ptr, total, num_work, OPTIONS)),
-                (_consume, (2, units, pointers, bias_ptr, total, num_work, OPTIONS)),
+                (_consume, (0, units, pointers, biases, total, num_work, OPTIONS)),
+                (_consume, (1, units, pointers, biases, total, num_work, OPTIONS)),
+                (_consume, (2, units, pointers, biases, total, num_work, OPTIONS)),
                 (_finish, (units, pointers, total, num_work, OPTIONS)),
-                (_produce, ((x_desc, w_desc, tail_desc), w_ptr, units, bars, num_work, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, num_work, OPTIONS)),
             ],
             [4, 4, 2, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip

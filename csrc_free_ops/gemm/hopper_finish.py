@@ -149,7 +149,8 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
     HALF: gl.constexpr = HEAD_DIM // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    HEIGHT: gl.constexpr = 4 * gl.num_warps()
+    # As many rows as registers hold the angles of, of these and of the next.
+    HEIGHT: gl.constexpr = (4 if option(OPTIONS, "SHARED_ANGLES") else 2) * gl.num_warps()
     q_ptr, k_ptr, v_ptr, _, _, _ = pointers
     tile_at = shared_base() + FIRST * (64 * 128)
     rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None]

@@ -19,7 +19,8 @@ WIDEST_ROTATED = 240
 UNITS, MOST_STAGES = 27, 6
 
 
-def _launch(rows: int, columns: int) -> Launch:
+def tile_launch(rows: int, columns: int) -> Launch:
+    """The launch of a tile of this size, of as many stages as there is room for."""
     groups, parts = rows // 64, -(-columns // 64)
     stages = (UNITS - groups * parts) // (groups + parts)
     return Launch(rows, columns, 12 if groups == 2 else 16, min(stages, MOST_STAGES))
@@ -33,8 +34,8 @@ def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
         return -(-tiles // programs) * ROUND[tile]
 
     # Of "swiglu" both halves of a tile are whole units.
-    return _launch(*min((tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0), key=time))
+    return tile_launch(*min((tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0), key=time))
 
 
 def rotary_launch(head_dim: int) -> Launch:
-    return _launch(128, WIDEST_ROTATED // head_dim * head_dim)
+    return tile_launch(128, WIDEST_ROTATED // head_dim * head_dim)

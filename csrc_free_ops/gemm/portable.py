@@ -4,7 +4,8 @@ x is [M, K] with contiguous columns, weight [N, K] in any strides, sums are fp32
 `_gemm_kernel` makes one product; its epilogue is the bias and an activation. `_gemm_pair_kernel` makes two, of one tile
 of x and of rows of the weight that belong together, and combines their sums elementwise:
 
-    swiglu      rows f and I + f of the weight [2 I, K]        out_f = silu(a_f) b_f
+    swiglu      rows f of two weights [I, K], or rows f        out_f = silu(a_f) b_f
+                and I + f of one [2 I, K]
     rotary      the rows of a pair of columns (tiles/rope.py)  (q, k) rotated by the tables of their row, v as it is
 
 so that partners meet in registers, with no shuffle between threads and no head padded to a power of two.
@@ -72,7 +73,7 @@ def _load_weight(
 
 @triton.jit
 def _multiply_step(
-    a, b, x_base, x_offsets, w_base, a_offsets, b_offsets, valid,
+    a, b, x_base, x_offsets, a_base, a_offsets, b_base, b_offsets, valid,
     STRIDE_WK: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
     PAIRED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -83,41 +84,45 @@ def _multiply_step(
         x = tl.load(pointers, mask=(depth < VALID)[None, :], other=0.0)
     else:
         x = tl.load(pointers)
-    a = _add_product(a, x, _load_weight(w_base, a_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
+    a = _add_product(a, x, _load_weight(a_base, a_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
     if PAIRED:
-        b = _add_product(b, x, _load_weight(w_base, b_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
+        b = _add_product(b, x, _load_weight(b_base, b_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
     return a, b
 
 
 @triton.jit
 def _multiply(
-    x_ptr, w_ptr, first_row, num_rows, a_rows, b_rows, valid,
+    x_ptr, a_ptr, b_ptr, first_row, num_rows, a_rows, b_rows, valid,
     K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
     CHECK_ROWS: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCK_M rows of x, from `first_row` on, the products with the rows `a_rows` and, PAIRED, `b_rows` of w.
+    """Of BLOCK_M rows of x, from `first_row` on, the products with the rows `a_rows` of a and, PAIRED, `b_rows` of b.
 
-    Rows of x past the last read as the last, which are not stored; rows of w that are not `valid` read as zero.
+    a and b have the same strides, and may be the same weight. Rows of x past the last read as the last, which are not
+    stored; rows of a and b that are not `valid` read as zero.
     """
     rows = tl.minimum(tl.arange(0, BLOCK_M), (num_rows - first_row).to(tl.int32) - 1)
     x_offsets = row_offsets(rows, STRIDE_XM)
     a_offsets = (a_rows.to(tl.int64) * STRIDE_WN)[:, None]
     b_offsets = (b_rows.to(tl.int64) * STRIDE_WN)[:, None]
     x_base = x_ptr + first_row * STRIDE_XM
-    w_base = w_ptr
+    a_base = a_ptr
+    b_base = b_ptr
     a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     b = a
     for _ in tl.range(0, K // BLOCK_K):
         a, b = _multiply_step(
-            a, b, x_base, x_offsets, w_base, a_offsets, b_offsets, valid,
+            a, b, x_base, x_offsets, a_base, a_offsets, b_base, b_offsets, valid,
             STRIDE_WK, BLOCK_K, BLOCK_K, CHECK_ROWS, PAIRED, PRECISION,
         )  # fmt: skip
         x_base += BLOCK_K
-        w_base += BLOCK_K * STRIDE_WK
+        a_base += BLOCK_K * STRIDE_WK
+        if PAIRED:
+            b_base += BLOCK_K * STRIDE_WK
     if K % BLOCK_K > 0:
         a, b = _multiply_step(
-            a, b, x_base, x_offsets, w_base, a_offsets, b_offsets, valid,
+            a, b, x_base, x_offsets, a_base, a_offsets, b_base, b_offsets, valid,
             STRIDE_WK, TAIL_K, K % BLOCK_K, CHECK_ROWS, PAIRED, PRECISION,
         )  # fmt: skip
     return a, b
@@ -141,7 +146,7 @@ def _gemm_kernel(
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
     pre, _ = _multiply(
-        x_ptr, w_ptr, first_row, num_rows, cols, cols, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
+        x_ptr, w_ptr, w_ptr, first_row, num_rows, cols, cols, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
         N % BLOCK_N > 0, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, TAIL_K,
     )  # fmt: skip
     if HAS_BIAS:
@@ -155,19 +160,20 @@ def _gemm_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gemm_pair_kernel(
-    x_ptr, w_ptr, bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr, num_rows,
-    HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, K: tl.constexpr,
+    x_ptr, a_ptr, b_ptr, a_bias_ptr, b_bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr, num_rows,
+    HALF: tl.constexpr, PARTNER: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, K: tl.constexpr,
     STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr, STRIDE_OM: tl.constexpr,
     STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
     ROTARY: tl.constexpr, SHARED_ANGLES: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (all tiles,), of BLOCK_N pairs each.
+    """Grid (all tiles,), of BLOCK_N pairs each: a row of a, and of b the one PARTNER rows further.
 
-    ROTARY: w is NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, of 2 HALF rows each; their results go to
-    `first`, `second` and `third`, contiguous. No tile holds parts of two of them. Otherwise w is HALF rows of gates and
-    HALF of what they gate; the result goes to `first` and, with KEEPS_PRE, what it is made from to `second`.
+    ROTARY: a is NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, of 2 HALF rows each, and b the same; their
+    results go to `first`, `second` and `third`, contiguous. No tile holds parts of two of them. Otherwise a begins with
+    HALF rows of gates, and b, PARTNER rows on, has HALF of what they gate: a weight of its own, or the same where both
+    are packed; the result goes to `first` and, with KEEPS_PRE, what it is made from to `second`.
     """
     tiles = count_tiles(NUM_HEADS, HALF, BLOCK_N) + 2 * count_tiles(NUM_K_HEADS, HALF, BLOCK_N)
     first_row, tile = _place_tile(num_rows, tiles, BLOCK_M, GROUP_M)
@@ -178,13 +184,13 @@ def _gemm_pair_kernel(
         cols = first_columns(pairs, HALF)
         a_rows = begin + cols
     a, b = _multiply(
-        x_ptr, w_ptr, first_row, num_rows, a_rows, a_rows + HALF, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
+        x_ptr, a_ptr, b_ptr, first_row, num_rows, a_rows, a_rows + PARTNER, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
         (NUM_HEADS * HALF) % BLOCK_N > 0 or (NUM_K_HEADS * HALF) % BLOCK_N > 0, True,
         PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, TAIL_K,
     )  # fmt: skip
     if HAS_BIAS:
-        a = _add_bias(a, bias_ptr, a_rows, valid)
-        b = _add_bias(b, bias_ptr, a_rows + HALF, valid)
+        a = _add_bias(a, a_bias_ptr, a_rows, valid)
+        b = _add_bias(b, b_bias_ptr, a_rows + PARTNER, valid)
     rows = first_row + tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & valid[None, :]
     Q_WIDTH: tl.constexpr = 2 * HALF * NUM_HEADS

@@ -75,7 +75,9 @@ def _explained(function: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
 
 def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[TunedKernel]:
     found = []
-    for described in _explained(function, inputs)["kernels"]:
+    report = _explained(function, inputs)
+    # No row decides on that path.
+    for described in report["kernels"] if report["path"] != "hopper" else ():
         name, _, size = described.partition(" ")
         assert name in PRODUCTS
         n, k = map(int, size.split("x"))
@@ -88,7 +90,8 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
     x = inputs.x.detach().clone().requires_grad_()
     number = torch.ones(16, device=inputs.x.device)
     launch, why = None, "there is none on this device"
-    if _explained(function, inputs)["path"] == "portable":
+    taken = _explained(function, inputs)["path"]
+    if taken == "portable":
         path = torch_ops.settings.path
         # Plans, and the launches that they keep, are made anew after a change of settings.
         torch_ops.settings.update(path="auto" if path == "hopper" else "hopper")
@@ -97,7 +100,7 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
             inputs.call(op)
         launch, why = launches.replay, ""
     elif inputs.x.is_cuda:
-        why = "PyTorch makes the products"
+        why = "launches on the Hopper path are not recorded" if taken == "hopper" else "PyTorch makes the products"
     return [
         HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("raw Triton launches of the forward", launch, raw=True, note=why),

@@ -69,7 +69,10 @@ class QkvRopeInputs:
 
 @dataclass(frozen=True)
 class MlpCase:
-    """Shapes of one call: x is [*lead, width], `inner` columns lie between the layers, out has `outer`, or width."""
+    """Shapes of one call: x is [*lead, width], `inner` columns lie between the layers, out has `outer`, or width.
+
+    `apart` for a gated layer of two weights.
+    """
 
     name: str
     reaches: str
@@ -81,6 +84,7 @@ class MlpCase:
     bias: bool = True
     recompute: bool = False
     layout: str = "contiguous"
+    apart: bool = False
     tags: frozenset[str] = EDGE
 
     @property
@@ -99,11 +103,14 @@ class MlpInputs:
     b2: Tensor | None
     dout: Tensor
     activation: str
+    w_up: Tensor | None = None
+    b_up: Tensor | None = None
 
     @property
     def leaves(self) -> dict[str, Tensor]:
         """What gradients are taken of."""
         named = {"x": self.x, "w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
+        named |= {"w_up": self.w_up, "b_up": self.b_up}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
@@ -112,9 +119,13 @@ class MlpInputs:
         return {"out": self.dout}
 
     def call(self, function: Any, *options: Any, **tensors: Any) -> Any:
-        """function(x, w1, b1, w2, b2, activation, *options), with those of these tensors that are given."""
+        """function(x, w1, b1, w2, b2, activation, *options), with those of these tensors that are given.
+
+        w_up and b_up are passed by name, where there is a w_up.
+        """
         given = replace(self, **tensors)
-        return function(given.x, given.w1, given.b1, given.w2, given.b2, given.activation, *options)
+        up = {} if given.w_up is None else {"w_up": given.w_up, "b_up": given.b_up}
+        return function(given.x, given.w1, given.b1, given.w2, given.b2, given.activation, *options, **up)
 
 
 def outcome(
@@ -195,7 +206,7 @@ def make_qkv_rope_inputs(
 def make_mlp_inputs(case: MlpCase, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> MlpInputs:
     draw = _drawing(dtype, device, seed)
     outer = case.outer or case.width
-    rows = case.inner * (2 if case.activation == "swiglu" else 1)
+    rows = case.inner * (2 if case.activation == "swiglu" and not case.apart else 1)
     return MlpInputs(
         x=_matrix((*case.lead, case.width), case.layout, draw),
         w1=_weight(rows, case.width, case.layout, draw),
@@ -204,6 +215,8 @@ def make_mlp_inputs(case: MlpCase, dtype: torch.dtype, device: torch.device | st
         b2=draw(outer) if case.bias else None,
         dout=_matrix((*case.lead, outer), case.layout, draw),
         activation=case.activation,
+        w_up=_weight(rows, case.width, case.layout, draw) if case.apart else None,
+        b_up=draw(rows) if case.apart and case.bias else None,
     )
 
 
@@ -239,6 +252,13 @@ MLP = (
     MlpCase("gelu", "by erf", (33,), 24, 40, "gelu"),
     MlpCase("quick_gelu", "by a sigmoid", (33,), 24, 40, "quick_gelu"),
     MlpCase("odd_swiglu", "gates and what they gate in odd columns", (30,), 21, 37, "swiglu", outer=19),
+    MlpCase("apart", "gates and what they gate in weights of their own", (45,), 32, 68, "swiglu", apart=True),
+    MlpCase("odd_apart", "the same in odd columns", (30,), 21, 37, "swiglu", outer=19, apart=True),
+    MlpCase("strided_apart", "leading dimensions, strided columns", (2, 15), 24, 36, "swiglu", apart=True,
+            layout="weight_strided"),
+    MlpCase("bare_apart", "no biases", (33,), 24, 40, "swiglu", bias=False, apart=True, layout="weight_transposed"),
+    MlpCase("recompute_apart", "both made again", (45,), 32, 68, "swiglu", recompute=True, apart=True),
+    MlpCase("no_rows_apart", "no rows at all", (0,), 24, 40, "swiglu", apart=True),
     MlpCase("bare", "no biases", (33,), 24, 40, bias=False),
     MlpCase("lead", "leading dimensions", (2, 3, 7), 24, 40),
     MlpCase("vector", "no leading dimension", (), 24, 40),

@@ -43,7 +43,11 @@ def activated(pre: Tensor, activation: str) -> Tensor:
 
 
 def mlp(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh"
-) -> Tensor:
-    """out of `vk::mlp`: a linear, an activation, a linear."""
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
+    w_up: Tensor | None = None, b_up: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """out of `vk::mlp`: a linear, an activation, a linear; of two weights of a gated layer as models have them."""
+    if w_up is not None:
+        gated = functional.silu(functional.linear(x, w1, b1)) * functional.linear(x, w_up, b_up)
+        return functional.linear(gated, w2, b2)
     return functional.linear(activated(functional.linear(x, w1, b1), activation), w2, b2)
