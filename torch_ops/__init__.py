@@ -4,6 +4,7 @@ from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton
 from torch_ops._explain import explain, info, warmup
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.rms_norm import add_rms_norm, rms_norm
+from torch_ops.rope_window_attn import rope_window_attn
 from torch_ops.settings import settings
 from torch_ops.window_attn import window_attn
 
@@ -17,6 +18,7 @@ __all__ = [
     "info",
     "layer_norm",
     "rms_norm",
+    "rope_window_attn",
     "settings",
     "warmup",
     "window_attn",

@@ -167,13 +167,15 @@ def vk_op(
     *,
     fake: Callable[..., Any],
     autocast: bool = False,
+    keeps_dtype: tuple[str, ...] = (),
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Registers the decorated body as `vk::<name>`; its annotations are the schema.
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
     itself uses.
-    With `autocast` the floating tensors are cast to the autocast region's dtype. `flops(*args)` counts a call.
+    With `autocast` the floating tensors are cast to the autocast region's dtype, but for the arguments named in
+    `keeps_dtype`: tables that are of fp32 on purpose. `flops(*args)` counts a call.
     """
 
     def register(body: Callable[..., Any]) -> Op:
@@ -190,7 +192,8 @@ def vk_op(
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
         _install_eager_path(name, body, definition)
         if autocast:
-            _install_autocast(name, overload)
+            arguments = list(inspect.signature(body).parameters)
+            _install_autocast(name, overload, frozenset(map(arguments.index, keeps_dtype)))
         if flops is not None:
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
@@ -249,12 +252,15 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative; use reverse mode")
 
 
-def _install_autocast(name: str, overload: Any) -> None:
+def _install_autocast(name: str, overload: Any, kept: frozenset[int]) -> None:
     def make(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
         def cast(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
             castable = (torch.float16, torch.bfloat16, torch.float32)
-            args = tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype in castable else arg for arg in args)
+            args = tuple(
+                arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype in castable and place not in kept else arg
+                for place, arg in enumerate(args)
+            )
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
                 return overload(*args)
 

@@ -22,20 +22,34 @@ from torch_ops.testing.cases.norms import (
     make_norm_inputs,
     norm_cases,
 )
+from torch_ops.testing.cases.rope import (
+    ROPE_WINDOW_ATTN,
+    TABLES,
+    RopeWindowAttnInputs,
+    make_projected_rope_inputs,
+    make_rope_inputs,
+    rope_window_attn_cases,
+)
 
 __all__ = [
     "LAYOUTS",
     "NORMS",
     "NORM_LAYOUTS",
     "RAGGED_WINDOWS",
+    "ROPE_WINDOW_ATTN",
+    "TABLES",
     "WINDOW_ATTN",
     "NormCase",
     "NormInputs",
+    "RopeWindowAttnInputs",
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
     "make_inputs",
     "make_norm_inputs",
+    "make_projected_rope_inputs",
+    "make_rope_inputs",
     "norm_cases",
+    "rope_window_attn_cases",
     "window_attn_cases",
 ]

@@ -6,5 +6,16 @@ family of ops.
 
 from torch_ops.testing.references.attention import window_attn, window_attn_backward
 from torch_ops.testing.references.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torch_ops.testing.references.rope import rope_window_attn, rope_window_attn_backward, rotated
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "window_attn", "window_attn_backward"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "rms_norm",
+    "rope_window_attn",
+    "rope_window_attn_backward",
+    "rotated",
+    "window_attn",
+    "window_attn_backward",
+]
