@@ -15,16 +15,18 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, norms
+from compile_tests import attention, norms, rope
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
-KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS}
+KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS, **rope.KERNELS}
 
 
 def _launch(name: str) -> KernelLaunch:
     """One in which this kernel takes part."""
     if name in norms.KERNELS:
         return norms.norm_launches("add_layer_norm", width=20000 if "wide" in name else 1152)[name]
+    if name in rope.KERNELS:
+        return rope.rope_launches("rope_window_attn")[0]
     return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
-from compile_tests import broken_ops, norms
+from compile_tests import broken_ops, norms, rope
 from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches, is_short
 from compile_tests.contract import (
     KernelLaunch,
@@ -27,7 +27,7 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from torch_ops import _registry, settings, window_attn
-from torch_ops._registry import OPS, remembered
+from torch_ops._registry import OPS, remembered, vk_op
 from torch_ops._versions import refuse_pair
 from torch_ops.settings import Settings
 
@@ -94,8 +94,8 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, ahead_of_time
 
 
 def test_every_op_with_kernels_is_traced_here() -> None:
-    """The norms in their own tests."""
-    traced = {*WRITES, *norms.WRITES}
+    """The norms, and what has a rotary embedding, in their own tests."""
+    traced = {*WRITES, *norms.WRITES, *rope.ROPE}
     assert traced == {name for name in OPS if get_triton_kernels_for_op(f"vk::{name}")}
 
 
@@ -153,6 +153,20 @@ def test_a_launch_that_loses_something_is_caught(arguments: dict[str, Any], mess
     launch = KernelLaunch(broken_ops.copying_kernel, (1,), (None, None), {"BLOCK": 16, **arguments})
     with pytest.raises(AssertionError, match=message):
         assert_plain_launch(launch)
+
+
+def test_autocast_leaves_alone_the_arguments_that_keep_their_dtype() -> None:
+    @vk_op("_test_tables", fake=lambda x, table, y: x.new_empty(3), autocast=True, keeps_dtype=("table",))
+    def tables(x: Tensor, table: Tensor, y: Tensor) -> Tensor:
+        return torch.tensor([each.dtype is torch.bfloat16 for each in (x, table, y)], dtype=x.dtype)
+
+    try:
+        tensors = [torch.zeros(2) for _ in range(3)]
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = tables(*tensors)
+        assert cast.tolist() == [1, 0, 1] and tables(*tensors).tolist() == [0, 0, 0]
+    finally:
+        del OPS["_test_tables"]
 
 
 def test_launch_plans_are_remembered_until_a_setting_changes() -> None:

@@ -19,6 +19,7 @@ from torch_ops._attention_short import short_launch
 from torch_ops._device import gpu
 from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
+from torch_ops._rope import rotation_launch, workspaces
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
@@ -37,6 +38,7 @@ ROWED = (
     *HOPPER.values(),
     "norm_fwd",
     "norm_bwd",
+    "rope",
 )
 
 
@@ -49,9 +51,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
     if name == "window_attn":
         return _explain_window_attn(*args, **kwargs)
+    if name == "rope_window_attn":
+        return _explain_rope_window_attn(*args, **kwargs)
     if name in NORMS:
         return _explain_norm(name, *args, **kwargs)
-    raise ValueError(f"explain: op must be one of {', '.join((*NORMS, 'window_attn'))}, got {name!r}")
+    known = ", ".join((*NORMS, "rope_window_attn", "window_attn"))
+    raise ValueError(f"explain: op must be one of {known}, got {name!r}")
 
 
 def _explain_norm(name: str, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -117,6 +122,19 @@ def _explain_window_attn(
     described = {name: {"launch": vars(launch), "source": source} for name, (launch, source) in kernels.items()}
     why = why or f"{gpu().name} is a Hopper GPU"
     return {**report, "path": path, "why": why, "kernels": described}
+
+
+def _explain_rope_window_attn(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, *args: Any, **options: Any
+) -> dict[str, Any]:
+    """That of the attention core on what q and k are turned into, and the pass that turns them."""
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        OPS["rope_window_attn"].overload(q, k, v, cos, sin, cu_seqlens, *args, **options)
+    report = _explain_window_attn(*workspaces(q, k), v, cu_seqlens, *args, **options)
+    if report["path"] != "reference":
+        launch, source = rotation_launch(q)
+        report["kernels"] = {"rope": {"launch": vars(launch), "source": source}, **report["kernels"]}
+    return {**report, "op": "vk::rope_window_attn"}
 
 
 LAYOUTS = ("contiguous", "encoder", "qkv_view")

@@ -3,14 +3,15 @@
     out = softmax(scale R(q) R(k)^T) v,    R(x) = round(x cos + rotate_half(x) sin)
 
 R is Transformers' `apply_rotary_pos_emb_vision`: over the halves of the whole head, in fp32, rounded once to the dtype
-before the product. q and k are turned once, into memory that lives no longer than the call, and the attention core reads
-it; the backward turns them once more rather than have them kept. R is linear but for its rounding, so with G the
+before the product. q and k are turned once, into memory that lives no longer than the call, and the attention core
+reads it; the backward turns them once more rather than have them kept. R is linear but for its rounding, so with G the
 gradient that the core gives for R(q), rounded as any gradient between two ops is,
 
     dq = round(G cos + rotate_half^T(G sin)),    rotate_half^T = -rotate_half
 
-in fp32. That is what eager PyTorch does: the gradient of the rounding of R is G in fp32, both products are made and
-added there, and the gradient of the cast of q to fp32 rounds their sum. dk likewise; v is not turned.
+in fp32: the rotation by the same angles with the sign of sin reversed, where the halves of a table are alike. That is
+what eager PyTorch does: the gradient of the rounding of R is G in fp32, both products are made and added there, and the
+gradient of the cast of q to fp32 rounds their sum. dk likewise; v is not turned.
 
 Kernels: `csrc_free_ops.rope`, `csrc_free_ops.attention`. RoFormer, arXiv 2104.09864.
 """
@@ -154,9 +155,7 @@ def _prepare_rope_window_attn_backward(
         spaces = workspaces(q, k)
         rotate = plan_rotation(q, k, cos, sin, cu_seqlens, cu_seqlens_k, False)
         rotate_back = plan_rotation(*spaces, cos, sin, cu_seqlens, cu_seqlens_k, True)
-        differentiate = plan_backward(
-            dout, dlse, *spaces, v, out, lse, cu_seqlens, cu_seqlens_k, scores, deterministic
-        )
+        differentiate = plan_backward(dout, dlse, *spaces, v, out, lse, cu_seqlens, cu_seqlens_k, scores, deterministic)
     else:
         rotate, rotate_back = partial(rotate_cpu, False), partial(rotate_cpu, True)
         differentiate = partial(attention_backward_cpu, scores)
@@ -173,9 +172,7 @@ def _prepare_rope_window_attn_backward(
     return launch
 
 
-@vk_op(
-    "rope_window_attn_backward", fake=_rope_window_attn_backward_fake, flops=_rope_window_attn_backward_flops
-)
+@vk_op("rope_window_attn_backward", fake=_rope_window_attn_backward_fake, flops=_rope_window_attn_backward_flops)
 def rope_window_attn_backward_op(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,

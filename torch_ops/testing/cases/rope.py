@@ -1,7 +1,7 @@
 """Cases of packed attention with a rotary embedding: those of `window_attn` whose keys have the rows of the queries."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ ROPE_WINDOW_ATTN = (
 class RopeWindowAttnInputs(WindowAttnInputs):
     """Random tensors of a case with their tables, and upstream gradients for out and lse."""
 
+    op: ClassVar[str] = "rope_window_attn"
+
     cos: Tensor
     sin: Tensor
 
-    def call(self, function: Any, **tensors: Any) -> Any:
-        """function(q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, **options), with those of these tensors given."""
-        given = replace(self, **tensors)
-        places = given.cos, given.sin, given.cu_seqlens, given.cu_seqlens_k
-        return function(given.q, given.k, given.v, *places, **given.options)
+    @property
+    def places(self) -> tuple[Tensor | None, ...]:
+        return self.cos, self.sin, *super().places
 
 
 def _laid_out(table: Tensor, tables: str) -> Tensor:

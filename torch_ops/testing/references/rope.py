@@ -35,9 +35,11 @@ def rope_window_attn_backward(
     cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of `vk::rope_window_attn_backward`: that of attention, and autograd through the rotation."""
-    leaves = [x.detach().requires_grad_() for x in (q, k)]
+    q_leaf, k_leaf = q.detach().requires_grad_(), k.detach().requires_grad_()
     with torch.enable_grad():
-        turned = [rotated(x, cos, sin) for x in leaves]
-    apart = [x.detach() for x in turned]
-    dq, dk, dv = window_attn_backward(dout, dlse, *apart, v, out, lse, cu_seqlens, cu_seqlens_k, **options)
-    return *torch.autograd.grad(turned, leaves, (dq, dk)), dv
+        q, k = rotated(q_leaf, cos, sin), rotated(k_leaf, cos, sin)
+    dq, dk, dv = window_attn_backward(
+        dout, dlse, q.detach(), k.detach(), v, out, lse, cu_seqlens, cu_seqlens_k, **options
+    )
+    (dq,), (dk,) = torch.autograd.grad(q, q_leaf, dq), torch.autograd.grad(k, k_leaf, dk)
+    return dq, dk, dv
