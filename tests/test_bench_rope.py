@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torch_ops.bench import attention_peers, timing
+from torch_ops.bench import attention_peers, packed, timing
 from torch_ops.bench.app import app
 from torch_ops.bench.attention_peers import turned_first
 from torch_ops.bench.contest import Terms, contest
@@ -98,6 +98,15 @@ def test_tables_count_as_bytes_and_nothing_else_does() -> None:
     cost = ROOM.cost(inputs, False)
     assert cost.flops == 4 * 2 * 16 * 40 * 40
     assert cost.bytes_moved == 2 * 4 * 40 * 2 * 16 + 4 * 2 * 40 + inputs.cu_seqlens.nbytes + 2 * 4 * 40 * 16
+
+
+def test_a_row_of_the_rotation_is_bound_to_rows_and_to_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {"kernels": dict.fromkeys(("rope", "attention_fwd"))}
+    monkeypatch.setattr(packed, "explained", lambda inputs: report)
+    (case,) = ROOM.cases(["4x100x2x16c"], CPU)
+    rotation, attention = ROOM.kernels(case, make_projected_rope_inputs(case, torch.bfloat16))
+    assert (rotation.name, rotation.length, rotation.masked, rotation.backward) == ("rope", 400, False, False)
+    assert (attention.length, attention.masked) == (100, True)
 
 
 def test_command(tmp_path: Path) -> None:

@@ -71,17 +71,21 @@ def packed_kernels(case: WindowAttnCase, inputs: WindowAttnInputs) -> list[Tuned
     segments = len(case.lengths)
     options = inputs.options
     masked = bool(options.get("causal")) or any(options.get(f"window_{side}", -1) >= 0 for side in ("left", "right"))
-    return [
-        TunedKernel(
+
+    def tuned(name: str) -> TunedKernel:
+        rows = (inputs.k if "dkdv" in name else inputs.q).shape[0]
+        # The rotation of q and k knows rows alone, and neither segments nor bounds.
+        rotation = name == "rope"
+        return TunedKernel(
             name=name,
             backward="bwd" in name,
             dtype=str(inputs.q.dtype).removeprefix("torch."),
             head_dim=inputs.q.shape[2],
-            masked=masked,
-            length=(inputs.k if "dkdv" in name else inputs.q).shape[0] // max(segments, 1),
+            masked=masked and not rotation,
+            length=rows if rotation else rows // max(segments, 1),
         )
-        for name in explained(inputs)["kernels"]
-    ]
+
+    return list(map(tuned, explained(inputs)["kernels"]))
 
 
 def packed_trials(
