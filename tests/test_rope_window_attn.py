@@ -169,7 +169,7 @@ def test_every_call_sees_its_own_tensors_aligned_or_not(device: str) -> None:
     for seed in range(1 if INTERPRET else 2):
         inputs = make_rope_inputs(SMALL, torch.float16, device, seed)
         verify(inputs)
-        for name in ("q", "k", "v", "cos", "sin", "dout"):
+        for name in ("q", "cos") if INTERPRET else ("q", "k", "v", "cos", "sin", "dout"):
             aligned = getattr(inputs, name)
             shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
             verify(dataclasses.replace(inputs, **{name: shifted}))
