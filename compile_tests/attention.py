@@ -1,6 +1,8 @@
 """Calls of the attention ops on fake CUDA tensors, and what their bodies launch."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +26,8 @@ from csrc_free_ops.configs import Launch
 from torch_ops import _attention_hopper, _attention_hopper_backward
 from torch_ops._registry import OPS
 from torch_ops._scores import Scores
+from torch_ops.testing import check, references
+from torch_ops.testing.cases import WindowAttnInputs
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -115,3 +119,35 @@ def hopper_launches(
         )
         backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
     return {launch.name: launch for launch in launched}
+
+
+def results(function: Callable[..., Any], inputs: WindowAttnInputs, marked: bool = False) -> dict[str, Tensor]:
+    """Outputs and gradients of function(q, k, v, *places, **options) -> (out, lse).
+
+    With `marked`, rows and boundaries are marked as dynamic for Dynamo.
+    """
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
+    if marked:
+        for tensor in (*leaves.values(), *inputs.places):
+            if tensor is not None:
+                torch._dynamo.mark_dynamic(tensor, 0)
+    out, lse = inputs.call(function, **leaves)
+    # Rows that see no key have lse -inf; their dlse is ignored.
+    torch.autograd.backward((out, lse), (inputs.dout, inputs.dlse))
+    return {"out": out, "lse": lse, **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
+
+
+def assert_right(actual: dict[str, Tensor], inputs: WindowAttnInputs) -> None:
+    """The tolerance rule, with eager PyTorch at the same dtype as the yardstick."""
+    double = {
+        name: value.double()
+        for name, value in vars(inputs).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    reference = getattr(references, inputs.op)
+    check(actual, results(reference, inputs), results(reference, replace(inputs, **double)))
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different, f"{', '.join(different)} differ from the eager call's"

@@ -16,10 +16,16 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, gemm, grids, norms
+from compile_tests import attention, gemm, grids, norms, rope
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
-KERNELS: dict[str, JITFunction] = {**attention.KERNELS, **norms.KERNELS, **gemm.GEMM_KERNELS, **grids.KERNELS}
+KERNELS: dict[str, JITFunction] = {
+    **attention.KERNELS,
+    **norms.KERNELS,
+    **gemm.GEMM_KERNELS,
+    **grids.KERNELS,
+    **rope.KERNELS,
+}
 
 
 def _launch(name: str) -> KernelLaunch:
@@ -28,6 +34,8 @@ def _launch(name: str) -> KernelLaunch:
         return norms.norm_launches("add_layer_norm", width=20000 if "wide" in name else 1152)[name]
     if name in grids.KERNELS:
         return grids.grid_launches(order="raster")[name]
+    if name in rope.KERNELS:
+        return rope.rope_launches("rope_window_attn")[0]
     if name in attention.KERNELS:
         return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
     # In fp32 PyTorch makes the products, and the kernels beside them are launched.

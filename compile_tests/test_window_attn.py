@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from compile_tests.attention import attention_calls
+from compile_tests.attention import assert_right, assert_same_bits, attention_calls, results
 from compile_tests.contract import (
     RUN_PACKAGE,
     assert_expected_inline,
@@ -27,7 +27,6 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from torch_ops import window_attn
-from torch_ops.testing import check, references
 from torch_ops.testing.cases import LAYOUTS, WINDOW_ATTN, WindowAttnCase, WindowAttnInputs, cumulative, make_inputs
 
 CASES = {case.name: case for case in WINDOW_ATTN}
@@ -62,37 +61,6 @@ def _packed(
     lengths: tuple[int, ...], device: str, head_dim: int = 72, dtype: torch.dtype | None = None
 ) -> WindowAttnInputs:
     return _inputs(WindowAttnCase("packed", "", lengths, 2, head_dim), device, dtype)
-
-
-def _results(function: Callable[..., Any], inputs: WindowAttnInputs, marked: bool = False) -> dict[str, Tensor]:
-    """Outputs and gradients of function(q, k, v, cu_seqlens, cu_seqlens_k, **options) -> (out, lse).
-
-    With `marked`, rows and boundaries are marked as dynamic for Dynamo.
-    """
-    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    if marked:
-        for tensor in (*leaves.values(), inputs.cu_seqlens):
-            torch._dynamo.mark_dynamic(tensor, 0)
-    out, lse = inputs.call(function, **leaves)
-    # Rows that see no key have lse -inf; their dlse is ignored.
-    torch.autograd.backward((out, lse), (inputs.dout, inputs.dlse))
-    return {"out": out, "lse": lse, **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
-
-
-def _assert_right(actual: dict[str, Tensor], inputs: WindowAttnInputs) -> None:
-    """The tolerance rule, with eager PyTorch at the same dtype as the yardstick."""
-    exact = WindowAttnInputs(
-        **{
-            name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-            for name, value in vars(inputs).items()
-        }
-    )
-    check(actual, _results(references.window_attn, inputs), _results(references.window_attn, exact))
-
-
-def _assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
-    assert not different, f"{', '.join(different)} differ from the eager call's"
 
 
 with_lse = partial(window_attn, return_lse=True)
@@ -168,7 +136,7 @@ triton_kernel_wrapper_functional
 def test_compiled_equals_eager(name: str, backend: str, device: str) -> None:
     inputs = _inputs(CASES[name], device)
     compiled = torch.compile(with_lse, fullgraph=True, dynamic=False, backend=backend)
-    _assert_same_bits(_results(compiled, inputs), _results(with_lse, inputs))
+    assert_same_bits(results(compiled, inputs), results(with_lse, inputs))
 
 
 @pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
@@ -185,7 +153,7 @@ def test_compiled_equals_eager_without_lse(lengths: tuple[int, ...], dynamic: bo
 def test_compiled_equals_eager_in_half_types(dtype: torch.dtype, device: str) -> None:
     inputs = _inputs(CASES["image"], device, dtype)
     compiled = torch.compile(with_lse, fullgraph=True, dynamic=False)
-    _assert_same_bits(_results(compiled, inputs), _results(with_lse, inputs))
+    assert_same_bits(results(compiled, inputs), results(with_lse, inputs))
 
 
 def _attention_block(x: Tensor, weight: Tensor, cu: Tensor) -> Tensor:
@@ -214,7 +182,7 @@ def test_dynamic_shapes_never_recompile(backend: str, device: str) -> None:
     with recompiling_fails():
         for lengths in LENGTHS:
             inputs = _packed(lengths, device)
-            _assert_right(_results(compiled, inputs), inputs)
+            assert_right(results(compiled, inputs), inputs)
 
 
 def test_marked_dimensions_never_recompile(device: str) -> None:
@@ -222,7 +190,7 @@ def test_marked_dimensions_never_recompile(device: str) -> None:
     with recompiling_fails():
         for lengths in LENGTHS:
             inputs = _packed(lengths, device)
-            _assert_right(_results(function, inputs, marked=True), inputs)
+            assert_right(results(function, inputs, marked=True), inputs)
     assert graphs.compiled == 1
     assert_expected_inline(graphs.dynamo, """vk.window_attn.default\n""")
 
@@ -348,8 +316,8 @@ def test_reduce_overhead_replays_cuda_graphs_for_any_segments() -> None:
         inputs = _inputs(WindowAttnCase("graphed", "", lengths, 4, 72), "cuda", torch.bfloat16)
         for _ in range(2):
             torch.compiler.cudagraph_mark_step_begin()
-            actual = {name: tensor.clone() for name, tensor in _results(compiled, inputs).items()}
-        _assert_same_bits(actual, _results(with_lse, inputs))
+            actual = {name: tensor.clone() for name, tensor in results(compiled, inputs).items()}
+        assert_same_bits(actual, results(with_lse, inputs))
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] > 0
 

@@ -19,6 +19,13 @@ _NORM = tuple(
     if 4 <= rows * cols // (32 * warps) <= 16
 )
 
+# Of each half of its heads a thread has 4 to 32 elements.
+_ROPE = tuple(
+    Launch(heads, pairs, warps, 1)
+    for heads, pairs, warps in product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (2, 4, 8))
+    if 4 <= heads * pairs // (32 * warps) <= 32
+)
+
 CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd": _SQUARE + _SMALL,
     "attention_bwd_dq": _SQUARE + _SMALL,
@@ -45,4 +52,5 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
         GRID_TILES,
         tuple(Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))),
     ),
+    "rope": _ROPE,
 }

@@ -4,7 +4,7 @@ The order is: the user's measured rows, the shipped rows of this GPU (`configs/<
 anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal"; "masked", causal
 or by a window) and to a range of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape,
 and are None elsewhere, where the row of the longest segments counts. Of a norm's kernel the head dimension is the width
-of its rows and the length their number.
+of its rows and the length their number; of the rotary embedding's ("rope") the length is the number of rows too.
 
 Rows of the GEMM core have no head dimension; they belong to the sizes of a weight, n x k, or to any, and their lengths
 are rows of x. Their launch has a third block, and may be another path's: {"path": "aten"}.
@@ -23,10 +23,11 @@ ROWS_DIR = Path(__file__).with_name("configs")
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: rows and columns of a tile, of a norm those of the main parts of its rows, warps, pipeline stages; of
-    products also what a step takes of K.
+    """One launch: rows and columns of a tile, warps, pipeline stages; of products also what a step takes of K.
 
-    With a `path` it is not of these kernels: "aten" leaves the product to PyTorch and the rest to elementwise kernels.
+    Of a norm's kernel columns are those of the main parts of its rows, of the rotary embedding's rows are heads and
+    columns are pairs. With a `path` it is not of these kernels: "aten" leaves the product to PyTorch and the rest to
+    elementwise kernels.
     """
 
     block_m: int
@@ -213,9 +214,12 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
         if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
             raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")
     elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or (
-        min(launch.tile[1:] if entry["kernel"].startswith("norm_") else launch.tile) < 16
+        min(launch.tile[1:] if entry["kernel"].startswith(("norm_", "rope")) else launch.tile) < 16
     ):
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
+    if entry["kernel"] == "rope" and launch.block_m * launch.block_n < 32 * launch.num_warps:
+        # What two threads hold, one would read after the other has turned it in its place.
+        raise ValueError(f"rope: {launch} is no launch: its tile has less than an element for each thread")
     if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
     return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
@@ -349,6 +353,9 @@ def pick(
             return row.launch, row.source
     if kernel.startswith("norm_"):
         launch = _norm_rule(kernel, gpu, itemsize, head_dim, length)
+    elif kernel == "rope":
+        # Not measured. Of each half of the heads a thread has 16 elements, so that many loads are under way at once.
+        launch = Launch(2, 64, 4, 1) if gpu.backend == "interpreter" else Launch(4, 512, 4, 1)
     else:
         launch = rule(kernel, gpu, itemsize, head_dim, masked)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"

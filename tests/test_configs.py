@@ -369,3 +369,17 @@ def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> 
         file.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "any", "date": "now"})))
         with pytest.raises(ValueError, match="is no launch"):
             read_rows(file)
+
+
+def test_rows_of_the_rotation_hold_an_element_for_each_thread(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    for launch, fits in ((Launch(2, 64, 4, 1), True), (Launch(1, 64, 4, 1), False)):
+        document = as_document([Row("rope", "bfloat16", 72, launch)], {"gpu": "any", "triton": "any", "date": "now"})
+        file.write_text(json.dumps(document))
+        if fits:
+            own = read_rows(file)
+            assert pick("rope", UNKNOWN, "bfloat16", 2, 72, False, 1024, own)[0] == launch
+            assert "rule" in pick("rope", UNKNOWN, "bfloat16", 2, 80, False, 1024, own)[1]
+        else:
+            with pytest.raises(ValueError, match="less than an element for each thread"):
+                read_rows(file)

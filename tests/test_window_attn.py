@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
+from tests.attention import backward, differentiate, verify
 from torch_ops import window_attn
 from torch_ops._attention_portable import precision_of
-from torch_ops.testing import assert_close_to_reference, check, poisoned, references
+from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import (
     LAYOUTS,
     WindowAttnCase,
-    WindowAttnInputs,
     cumulative,
     make_inputs,
     window_attn_cases,
@@ -35,37 +35,6 @@ DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.
 CASES = [c for c in window_attn_cases("edge") if GPU or not re.fullmatch(r"d\d+", c.name) or c.head_dim % 40 in (0, 16)]
 
 pytestmark = pytest.mark.interpret
-
-
-def differentiate(function, inputs: WindowAttnInputs, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """out, lse and, by autograd, all gradients of a weighted sum of both; in `dtype` where given."""
-    q, k, v = (tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    out, lse = inputs.call(function, q=q, k=k, v=v)
-    seen = torch.isfinite(lse)
-    loss = (out * inputs.dout.to(out.dtype)).sum() + (lse[seen] * inputs.dlse.to(lse.dtype)[seen]).sum()
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-
-def backward(inputs: WindowAttnInputs, out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The backward reference at the inputs' dtype, from this out and lse."""
-    tensors = (inputs.dout, inputs.dlse.to(lse.dtype), inputs.q, inputs.k, inputs.v, out, lse)
-    grads = references.window_attn_backward(*tensors, inputs.cu_seqlens, inputs.cu_seqlens_k, **inputs.options)
-    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
-
-
-def verify(inputs: WindowAttnInputs) -> None:
-    """The op against the reference, by the tolerance rule, with unwritten memory poisoned.
-
-    Eager's gradients start, as the op's do, from an out and lse that were rounded to be saved.
-    """
-    dtype = inputs.q.dtype
-    with poisoned():
-        actual = differentiate(torch.ops.vk.window_attn, inputs)
-    truth = differentiate(references.window_attn, inputs, torch.float64)
-    out, lse = inputs.call(references.window_attn)
-    saved_lse = truth["lse"].to(torch.promote_types(dtype, torch.float32))
-    check(actual, {"out": out, "lse": lse, **backward(inputs, truth["out"].to(dtype), saved_lse)}, truth)
 
 
 @pytest.mark.no_interpret

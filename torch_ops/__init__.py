@@ -7,6 +7,7 @@ from torch_ops.mlp import mlp
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
+from torch_ops.rope_window_attn import rope_window_attn
 from torch_ops.rotary_table import rotary_table
 from torch_ops.settings import settings
 from torch_ops.spatial_merge import spatial_merge
@@ -25,6 +26,7 @@ __all__ = [
     "pos_embed_interpolate",
     "qkv_rope",
     "rms_norm",
+    "rope_window_attn",
     "rotary_table",
     "settings",
     "spatial_merge",

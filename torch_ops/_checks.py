@@ -61,6 +61,20 @@ def check_bias(op: str, argument: str, bias: Tensor | None, size: int, like_name
     check_like(op, argument, bias, like_name, like)
 
 
+def check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, like_name: str, like: Tensor) -> None:
+    """[T, D] or [T, D / 2], in fp32 or the dtype of `like`."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_matrix(op, name, table, "[T, D] or [T, D / 2]", (total, None))
+        if table.shape[1] not in (head_dim, head_dim // 2):
+            refuse(op, name, f"of {head_dim} or {head_dim // 2} columns", table.shape[1])
+        if table.dtype not in (torch.float32, like.dtype):
+            refuse(op, name, f"float32 or {dtype_name(like.dtype)} as {like_name} is", dtype_name(table.dtype))
+        check_device(op, name, table, like_name, like)
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
+        refuse(op, "sin", f"as cos is, {list(cos.shape)} in {dtype_name(cos.dtype)}", got)
+
+
 def check_num_heads(op: str, argument: str, num_heads: int) -> None:
     if not 1 <= num_heads <= 65535:
         refuse(op, f"the number of heads of {argument}", "from 1 to 65535", num_heads)

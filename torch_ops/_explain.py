@@ -27,6 +27,7 @@ from torch_ops._gemm_portable import Rows, choose_product, padded, product_kerne
 from torch_ops._grids import grid_launch
 from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
+from torch_ops._rope import rotation_launch, workspaces
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
@@ -53,6 +54,7 @@ ROWED = (
     "norm_bwd",
     *PRODUCTS,
     *(name for kernels in GRID_KERNELS.values() for name in kernels),
+    "rope",
 )
 
 
@@ -68,6 +70,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
         **{op: partial(_explain_on_grids, op) for op in GRID_KERNELS},
         "qkv_rope": _explain_qkv_rope,
         "mlp": _explain_mlp,
+        "rope_window_attn": _explain_rope_window_attn,
         "window_attn": _explain_window_attn,
     }
     if name not in explainers:
@@ -222,6 +225,19 @@ def _explain_products(op: str, x: Tensor, products: list[_Product]) -> dict[str,
         "why": "; ".join(words) or "every product has a launch of its own",
         "kernels": {name: {"launch": launch.entry(), "source": source} for name, launch, source in chosen},
     }
+
+
+def _explain_rope_window_attn(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, *args: Any, **options: Any
+) -> dict[str, Any]:
+    """That of the attention core on what q and k are turned into, and the pass that turns them."""
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        OPS["rope_window_attn"].overload(q, k, v, cos, sin, cu_seqlens, *args, **options)
+    report = _explain_window_attn(*workspaces(q, k), v, cu_seqlens, *args, **options)
+    if report["path"] != "reference":
+        launch, source = rotation_launch(q)
+        report["kernels"] = {"rope": {"launch": vars(launch), "source": source}, **report["kernels"]}
+    return {**report, "op": "vk::rope_window_attn"}
 
 
 LAYOUTS = ("contiguous", "encoder", "qkv_view")

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ REFERENCE_MATRICES = 8
 REFERENCE_BYTES = 8 * 2**30
 
 
-def packed_call(inputs: WindowAttnInputs, forward: Callable[..., Tensor]) -> Call:
+# What stands before attention: from packed q, k and v to others.
+Turn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def packed_call(inputs: WindowAttnInputs, forward: Callable[..., Tensor], turn: Turn | None = None) -> Call:
     """A call forward(q, k, v) whose tensors are packed as the op's are."""
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    return Call(lambda: forward(*leaves.values()), leaves, inputs.dout)
+    if turn is None:
+        return Call(lambda: forward(*leaves.values()), leaves, inputs.dout)
+    return Call(lambda: forward(*turn(*leaves.values())), leaves, inputs.dout)
 
 
 def score_entries(case: WindowAttnCase) -> int:
@@ -72,22 +79,28 @@ def _cudnn_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.devic
 
 
 def _batched_call(
-    case: WindowAttnCase, inputs: WindowAttnInputs, forward: Callable[..., Tensor], heads_first: bool = False
-) -> Call:
-    """A call forward(q, k, v) on views of equal segments, [B, S, H, D] or [B, H, S, D]."""
+    case: WindowAttnCase, inputs: WindowAttnInputs, forward: Callable[..., Tensor], turn: Turn | None,
+    heads_first: bool = False,
+) -> Call:  # fmt: skip
+    """A call forward(q, k, v) on views of equal segments, [B, S, H, D] or [B, H, S, D]; `turn` sees packed tensors."""
 
     def batched(packed: Tensor) -> Tensor:
         batch = packed.unflatten(0, (len(case.lengths), -1))
         return batch.transpose(1, 2) if heads_first else batch
 
     def to_op_layout(result: Tensor) -> Tensor:
+        if result.dim() == 3:
+            return result
         return (result.transpose(1, 2) if heads_first else result).flatten(0, 1)
 
+    if turn is not None:
+        call = packed_call(inputs, lambda q, k, v: forward(*map(batched, (q, k, v))), turn)
+        return replace(call, dout=batched(inputs.dout), to_op_layout=to_op_layout)
     leaves = {name: batched(getattr(inputs, name)).detach().requires_grad_() for name in ("q", "k", "v")}
     return Call(lambda: forward(*leaves.values()), leaves, batched(inputs.dout), to_op_layout)
 
 
-def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
     options: dict[str, Any] = {
         "is_causal": bool(case.options.get("causal")),
         "scale": case.options.get("scale"),
@@ -98,7 +111,7 @@ def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(q, k, v, **options)
 
-    return _batched_call(case, inputs, forward, heads_first=True)
+    return _batched_call(case, inputs, forward, turn, heads_first=True)
 
 
 def _varlen_attn() -> Any:
@@ -113,7 +126,7 @@ def _flash2_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.devi
     return _needs_half_on_gpu(dtype, device)
 
 
-def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
     varlen_attn = _varlen_attn()
     places = (*_cu_seqlens(inputs), *_lengths(case))
     known = inspect.signature(varlen_attn).parameters
@@ -125,7 +138,7 @@ def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
         options["scale"] = case.options["scale"]
     if _grouped(case) and "enable_gqa" in known:
         options["enable_gqa"] = True
-    return packed_call(inputs, lambda q, k, v: varlen_attn(q, k, v, *places, **options))
+    return packed_call(inputs, lambda q, k, v: varlen_attn(q, k, v, *places, **options), turn)
 
 
 def _flash4(name: str) -> Any:
@@ -143,7 +156,7 @@ def _flash4_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.devi
     return "leaves rows past the last segment unwritten" if case.padding else ""
 
 
-def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
     """Equal segments go to its function for batches, as they do with cuDNN."""
     options: dict[str, Any] = {"causal": bool(case.options.get("causal"))}
     if "scale" in case.options:
@@ -166,7 +179,7 @@ def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
         result = function(q, k, v, **options)
         return result[0] if isinstance(result, tuple) else result
 
-    return _batched_call(case, inputs, forward) if case.uniform else packed_call(inputs, forward)
+    return _batched_call(case, inputs, forward, turn) if case.uniform else packed_call(inputs, forward, turn)
 
 
 def _about_flash4() -> str:
@@ -183,11 +196,12 @@ def _reference_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.d
     return f"its score matrices would take {needed / 2**30:.0f} GiB"
 
 
-def _bind_reference(case: WindowAttnCase, inputs: WindowAttnInputs) -> Call:
+def _bind_reference(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return inputs.call(references.window_attn, q=q, k=k, v=v)[0]
+        options = inputs.options
+        return references.window_attn(q, k, v, inputs.cu_seqlens, inputs.cu_seqlens_k, **options)[0]
 
-    return packed_call(inputs, forward)
+    return packed_call(inputs, forward, turn)
 
 
 CUDNN = Contender(
@@ -210,3 +224,16 @@ REFERENCE = Contender(
     lambda: "torch_ops.testing.references, one segment after the other in eager PyTorch",
 )
 PEERS = (CUDNN, FLASH2, FLASH4, REFERENCE)
+
+_BINDS = {CUDNN: _bind_cudnn, FLASH2: _bind_flash2, FLASH4: _bind_flash4, REFERENCE: _bind_reference}
+
+
+def turned_first(peer: Contender, name: str, turn_of: Callable[[Any], Turn], about: str) -> Contender:
+    """One of PEERS with `turn_of(inputs)` before it, which `about` describes; its tensors are packed."""
+    bind = _BINDS[peer]
+    return Contender(
+        name,
+        lambda case, inputs: bind(case, inputs, turn_of(inputs)),
+        peer.refuses,
+        lambda: f"{about}, then {peer.about()}",
+    )

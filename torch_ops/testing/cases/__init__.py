@@ -45,6 +45,14 @@ from torch_ops.testing.cases.norms import (
     make_norm_inputs,
     norm_cases,
 )
+from torch_ops.testing.cases.rope import (
+    ROPE_WINDOW_ATTN,
+    TABLES,
+    RopeWindowAttnInputs,
+    make_projected_rope_inputs,
+    make_rope_inputs,
+    rope_window_attn_cases,
+)
 
 __all__ = [
     "GRIDS",
@@ -55,7 +63,9 @@ __all__ = [
     "NORM_LAYOUTS",
     "QKV_ROPE",
     "RAGGED_WINDOWS",
+    "ROPE_WINDOW_ATTN",
     "ROW_LAYOUTS",
+    "TABLES",
     "WINDOW_ATTN",
     "GridCase",
     "GridInputs",
@@ -65,6 +75,7 @@ __all__ = [
     "NormInputs",
     "QkvRopeCase",
     "QkvRopeInputs",
+    "RopeWindowAttnInputs",
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
@@ -74,10 +85,13 @@ __all__ = [
     "make_inputs",
     "make_mlp_inputs",
     "make_norm_inputs",
+    "make_projected_rope_inputs",
     "make_qkv_rope_inputs",
+    "make_rope_inputs",
     "mlp_cases",
     "norm_cases",
     "outcome",
     "qkv_rope_cases",
+    "rope_window_attn_cases",
     "window_attn_cases",
 ]

@@ -1,7 +1,7 @@
 """Cases of packed attention."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ class WindowAttnCase:
 
 @dataclass(frozen=True)
 class WindowAttnInputs:
-    """Random tensors of a case, and upstream gradients for out and lse."""
+    """Random tensors of a case, and upstream gradients for out and lse; `op` is what they are for."""
+
+    op: ClassVar[str] = "window_attn"
 
     q: Tensor
     k: Tensor
@@ -57,10 +59,15 @@ class WindowAttnInputs:
     dlse: Tensor
     options: dict[str, Any]
 
+    @property
+    def places(self) -> tuple[Tensor | None, ...]:
+        """What the op takes after q, k and v, and its backward after lse."""
+        return self.cu_seqlens, self.cu_seqlens_k
+
     def call(self, function: Any, **tensors: Any) -> Any:
         """function(q, k, v, cu_seqlens, cu_seqlens_k, **options), with those of these tensors that are given."""
         given = replace(self, **tensors)
-        return function(given.q, given.k, given.v, given.cu_seqlens, given.cu_seqlens_k, **given.options)
+        return function(given.q, given.k, given.v, *given.places, **given.options)
 
 
 def cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:

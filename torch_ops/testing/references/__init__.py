@@ -23,6 +23,11 @@ from torch_ops.testing.references.norms import (
     layer_norm,
     rms_norm,
 )
+from torch_ops.testing.references.rope import (
+    rope_window_attn,
+    rope_window_attn_backward,
+    rotated,
+)
 
 __all__ = [
     "add_layer_norm",
@@ -32,7 +37,10 @@ __all__ = [
     "pos_embed_interpolate",
     "qkv_rope",
     "rms_norm",
+    "rope_window_attn",
+    "rope_window_attn_backward",
     "rotary_table",
+    "rotated",
     "spatial_merge",
     "window_attn",
     "window_attn_backward",

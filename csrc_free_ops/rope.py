@@ -1,0 +1,103 @@
+"""The rotary embedding of q and k as a pass of its own, and its gradient (maths: tiles/rope.py).
+
+Products of fp32 angles and of q and k in fp32, rounded once to the dtype of q and k, as Transformers'
+`apply_rotary_pos_emb_vision` rounds before q k^T. The gradient of a rotation is the rotation back, with the sign of sin
+reversed; it too is fp32 and rounded once, which is what eager PyTorch does: the gradient of the rounding is that of its
+input as it is, the sums of the two products are made in fp32, and the cast to fp32 rounds them where it is undone.
+
+A head is D / 2 pairs of columns. Pairs are counted over rows, D / 2 to a row, whatever D is, so that no lane is idle:
+of BLOCK_N pairs, one after the other, a program turns BLOCK_M heads, of q or of k, by angles that it reads once. A
+thread has neighbouring columns, as many as divide D / 2: eight (16 bytes of a half type) at D = 64, 80 and 128, four
+at 72.
+
+Rows outside all segments become zeros, whatever q, k and the tables hold there.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.tiles.rope import rotate, rotate_back
+from csrc_free_ops.tiles.rows import WIDE_STRIDE
+
+SIZES = ("num_rows", "num_segments")
+
+
+@triton.jit
+def _row_offsets(rows, STRIDE: tl.constexpr):
+    if STRIDE > WIDE_STRIDE:
+        rows = rows.to(tl.int64)
+    return rows * STRIDE
+
+
+@triton.jit
+def _load_angles(base, rows, pairs, valid, STRIDE: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr):
+    """[1, BLOCK_N] in fp32 for the first and the second of each pair; SHARED: one for both."""
+    pointers = (base + _row_offsets(rows, STRIDE) + pairs)[None, :]
+    of_first = tl.load(pointers, mask=valid[None, :], other=0.0).to(tl.float32)
+    if SHARED:
+        of_second = of_first
+    else:
+        of_second = tl.load(pointers + HALF, mask=valid[None, :], other=0.0).to(tl.float32)
+    return of_first, of_second
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_head,
+    STRIDE_X: tl.constexpr, STRIDE_OUT: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr,
+    NUM_HEADS: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One tile of heads [BLOCK_M, BLOCK_N]; every element is read before it is written, so out may be x."""
+    heads = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (heads < NUM_HEADS)[:, None] & valid[None, :]
+    from_heads = heads.to(tl.int64) * tl.cast(stride_head, tl.int64) * UNIT
+    source = x_ptr + first * STRIDE_X + from_heads[:, None] + (_row_offsets(rows, STRIDE_X) + pairs)[None, :]
+    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if BACK:
+        a, b = rotate_back(a, b, cos, sin)
+    else:
+        a, b = rotate(a, b, cos, sin)
+    # By a select, since 0 times what the tables hold there may be NaN.
+    a = tl.where(inside[None, :], a, 0.0).to(out_ptr.dtype.element_ty)
+    b = tl.where(inside[None, :], b, 0.0).to(out_ptr.dtype.element_ty)
+    to = (
+        out_ptr + first * STRIDE_OUT + (heads * (2 * HALF))[:, None] + (_row_offsets(rows, STRIDE_OUT) + pairs)[None, :]
+    )
+    tl.store(to, a, mask=mask)
+    tl.store(to + HALF, b, mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _rope_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, cu_q_ptr, cu_k_ptr, q_out_ptr, k_out_ptr,
+    stride_qh, stride_kh, num_rows, num_segments,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
+    UNIT: tl.constexpr, HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
+    SHARED_ANGLES: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of pairs, tiles of q's heads and then of k's); the results are contiguous."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK_N
+    first = begin // HALF
+    local = (begin % HALF).to(tl.int32) + tl.arange(0, BLOCK_N)
+    # The compiler does not see that tiles begin, and rows end, at whole runs of columns.
+    RUN: tl.constexpr = tl.constexpr(HALF & -HALF)
+    rows = tl.max_constancy(local // HALF, RUN)
+    pairs = tl.max_contiguous(tl.multiple_of(local % HALF, RUN), RUN)
+    valid = rows < tl.minimum(num_rows - first, BLOCK_N).to(tl.int32)
+    cos = _load_angles(cos_ptr + first * STRIDE_CT, rows, pairs, valid, STRIDE_CT, HALF, SHARED_ANGLES)
+    sin = _load_angles(sin_ptr + first * STRIDE_ST, rows, pairs, valid, STRIDE_ST, HALF, SHARED_ANGLES)
+    tile = tl.program_id(1)
+    q_tiles = (NUM_HEADS + BLOCK_M - 1) // BLOCK_M
+    if tile < q_tiles:
+        inside = (first + rows >= tl.load(cu_q_ptr)) & (first + rows < tl.load(cu_q_ptr + num_segments))
+        _turn_heads(
+            q_ptr, q_out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_qh,
+            STRIDE_QT, 2 * HALF * NUM_HEADS, UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
+        )  # fmt: skip
+    else:
+        inside = (first + rows >= tl.load(cu_k_ptr)) & (first + rows < tl.load(cu_k_ptr + num_segments))
+        _turn_heads(
+            k_ptr, k_out_ptr, cos, sin, tile - q_tiles, first, rows, pairs, valid, inside, stride_kh,
+            STRIDE_KT, 2 * HALF * NUM_K_HEADS, UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,
+        )  # fmt: skip

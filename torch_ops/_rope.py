@@ -1,0 +1,109 @@
+"""The launcher of the rotary embedding of q and k, and the same in ATen on the CPU.
+
+Ops call `plan_rotation` and `rotate_cpu` by bare name. A plan depends on metadata alone; it returns the function that
+launches, which writes into tensors that its caller allocated.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from csrc_free_ops.configs import Launch, pick
+from csrc_free_ops.rope import _rope_kernel
+from torch_ops._attention_portable import head_strides, readable, row_stride, with_columns
+from torch_ops._checks import dtype_name
+from torch_ops._device import INTERPRETED_GPU, gpu
+from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
+from torch_ops.settings import settings
+
+
+def rotation_launch(q: Tensor) -> tuple[Launch, str]:
+    """The launch for this dtype, head dimension and, where it is known, number of rows, and where it comes from."""
+    device = INTERPRETED_GPU if INTERPRET else gpu()
+    rows = None if isinstance(q.shape[0], torch.SymInt) else q.shape[0]
+    return pick("rope", device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], False, rows, settings.rows)
+
+
+def workspaces(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """For q and k when turned: contiguous, whatever their own strides."""
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _table_stride(table: Tensor) -> int:
+    return table.stride(0) if table.stride(1) == 1 else table.shape[1]
+
+
+def _with_columns(table: Tensor) -> Tensor:
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def plan_rotation(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, back: bool
+) -> Callable[..., None]:
+    """launch(q, k, cos, sin, cu_q, cu_k, q_out, k_out) fills the results, contiguous, from q and k or in their place.
+
+    With `back` they are turned back, as gradients are. cu_k is None where the keys have the boundaries of the queries.
+    """
+    total, num_heads, head_dim = q.shape
+    half = head_dim // 2
+    launch, _ = rotation_launch(q)
+    unit, strides = head_strides(q, k)
+    constants = {
+        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k),
+        "STRIDE_CT": _table_stride(cos), "STRIDE_ST": _table_stride(sin),
+        "UNIT": unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
+        "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
+    # One tile more than there may be pairs for: so there is one of no rows too, and none asks whether there are any.
+    tiles = total * half // launch.block_n + 1
+    grid = (tiles, cdiv(num_heads, launch.block_m) + cdiv(k.shape[1], launch.block_m))
+    scalars = (*strides, total, cu_q.shape[0] - 1)
+    relaunch = Relaunch(grid, scalars)
+    columns = cos.stride(1) == sin.stride(1) == 1
+    ready = readable(q, k) and columns and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
+
+    def launch_rotation(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, q_out: Tensor, k_out: Tensor
+    ) -> None:
+        cu_k = cu_q if cu_k is None else cu_k
+        if not ready:
+            q, k, cos, sin = with_columns(q), with_columns(k), _with_columns(cos), _with_columns(sin)
+            cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
+        tensors = (q, k, cos, sin, cu_q, cu_k, q_out, k_out)
+        if not relaunch(None, tensors):
+            compiled = wrap_triton(_rope_kernel)[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_rotation
+
+
+def _inside(x: Tensor, cu: Tensor) -> slice:
+    """Rows from the first boundary to the last, clamped."""
+    begin, end = (min(max(int(cu[index]), 0), x.shape[0]) for index in (0, -1))
+    return slice(begin, max(begin, end))
+
+
+@torch.autocast("cpu", enabled=False)
+def rotate_cpu(
+    back: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None,
+    q_out: Tensor, k_out: Tensor,
+) -> None:  # fmt: skip
+    """Fills q_out and k_out, as the launch of `plan_rotation` does."""
+    half = q.shape[2] // 2
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    for x, out, cu in ((q, q_out, cu_q), (k, k_out, cu_q if cu_k is None else cu_k)):
+        rows = _inside(x, cu)
+        (cos_a, cos_b), (sin_a, sin_b) = (
+            (table[rows, None, :half].to(dtype), table[rows, None, -half:].to(dtype)) for table in (cos, sin)
+        )
+        a, b = x[rows].to(dtype).split(half, 2)
+        if back:
+            turned = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+        else:
+            turned = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+        turned_rows = torch.cat(turned, 2)
+        out.zero_()
+        out[rows] = turned_rows.to(out.dtype)
