@@ -144,13 +144,6 @@ class VisionAttention(nn.Module):
         return self.proj(out.flatten(1))
 
 
-def _joined(layers: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of layers on the same input, as `vk::mlp` takes gate and up: one below the other."""
-    if len(layers) == 1:
-        return layers[0].weight, layers[0].bias
-    return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
-
-
 class VisionMLP(nn.Module):
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
@@ -163,8 +156,9 @@ class VisionMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         layers: list[Any] = [self.get_submodule(name) for name in self._names]
-        *first, second = layers
-        return mlp(x, *_joined(first), second.weight, second.bias, self.activation)
+        first, *gated, second = layers
+        up = (gated[0].weight, gated[0].bias) if gated else ()
+        return mlp(x, first.weight, first.bias, second.weight, second.bias, self.activation, False, *up)
 
 
 class VisionBlock(nn.Module):
