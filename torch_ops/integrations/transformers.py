@@ -1,4 +1,7 @@
-"""Transformers vision encoders on ``vk::window_attn``.
+"""Transformers vision encoders on the ops of this library.
+
+``accelerate(model)`` puts the encoder of ``torch_ops.models`` in the place of the model's own, on the same parameters;
+``register_encoders()`` has Transformers build it. ``use_window_attn(model)`` changes the attention alone:
 
 A Qwen-VL vision encoder packs all images into one sequence and keeps the borders in ``cu_seqlens``.
 With its default attention (``sdpa``) it leaves the packed layout again: every layer copies the
@@ -8,7 +11,7 @@ packed call instead:
     from torch_ops.integrations.transformers import restore, use_window_attn
 
     use_window_attn(model)   # a vision encoder, or any model that holds one
-    restore(model)           # the attention it had before
+    restore(model)           # what was there before, of either
 
 Works with transformers 5.17 to 5.23, forward and backward.
 """
@@ -18,6 +21,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from torch_ops.integrations.transformers_encoder import (
+    accelerate,
+    holds_encoder,
+    put_back,
+    register_encoders,
+    unregister_encoders,
+)
 from torch_ops.window_attn import window_attn
 
 try:
@@ -132,9 +142,12 @@ def use_window_attn(model: ModelT) -> ModelT:
 
     Weights, text model and saved checkpoints stay as they are; calling it again changes nothing.
     As everywhere in Transformers the choice lives in the encoder's ``config``: encoders that were
-    built on one config object change together. Raises TypeError for a model without an encoder.
+    built on one config object change together. An encoder of ``accelerate`` is on the op already, and
+    stays as it is. Raises TypeError for a model without an encoder.
     """
     register()
+    if holds_encoder(model):
+        return model
     for encoder in vision_encoders(model):
         former = encoder.config._attn_implementation
         if former == ATTENTION_NAME:
@@ -148,10 +161,17 @@ def use_window_attn(model: ModelT) -> ModelT:
 
 
 def restore(model: ModelT) -> ModelT:
-    """Undo ``use_window_attn``: the vision encoder in ``model`` gets its former attention back.
+    """Undo ``accelerate`` and ``use_window_attn``; return ``model``, or the encoder that it was itself.
 
-    An encoder that was not switched is left alone. Raises TypeError for a model without one.
+    Modules that ``accelerate`` replaced come back with the parameters, adapters, mode and gradient checkpointing that
+    ours have now, trained, cast or moved as they may be. What was not switched is left alone. Raises TypeError for a
+    model without a vision encoder.
     """
+    if holds_encoder(model):
+        model = put_back(model)
+        if holds_encoder(model):
+            # Ours from the start, by `register_encoders` or by hand.
+            return model
     for encoder in vision_encoders(model):
         if hasattr(encoder, _FORMER):
             # What was chosen since then stays.
@@ -163,8 +183,11 @@ def restore(model: ModelT) -> ModelT:
 
 __all__ = [
     "ATTENTION_NAME",
+    "accelerate",
     "register",
+    "register_encoders",
     "restore",
+    "unregister_encoders",
     "use_window_attn",
     "vision_encoders",
     "window_attention_forward",

@@ -10,8 +10,8 @@ both ways. What differs is how a block is computed:
   adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`.
 - The activation of an MLP is computed with its first product.
 
-The layers whose parameters an op takes are `Weights`: there is no module in between that an adapter could replace
-without being seen.
+An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
+quantised layer) or has hooks is called as the module it is, with PyTorch's own activation or rotation after it.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,19 +42,15 @@ from torch_ops.rms_norm import add_rms_norm, rms_norm
 from torch_ops.window_attn import window_attn
 
 
-class Weights(nn.Module):
-    """The weight and bias of a layer, for an op that takes them."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, layer: nn.Linear | nn.Conv3d) -> None:
-        super().__init__()
-        self.weight = layer.weight
-        self.bias = layer.bias
-
-    def extra_repr(self) -> str:
-        return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
+def plain(layer: Any) -> bool:
+    """Whether calling this layer is no more than its weight and bias on the input."""
+    return (
+        type(layer) in (nn.Linear, nn.Conv3d)
+        # Some adapters replace the forward of the instance.
+        and "forward" not in layer.__dict__
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
 
 
 # All families have an eps of 1e-6. It is written out in each call, as softcap is below: of a float that is no literal,
@@ -99,11 +95,15 @@ class PatchEmbed(nn.Module):
         super().__init__()
         kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
         width = getattr(config, family.width)
-        self.proj = Weights(nn.Conv3d(config.in_channels, width, kernel, stride=kernel, bias=family.patch_bias))
+        self.patch = (config.in_channels, *kernel)
+        self.proj: Any = nn.Conv3d(config.in_channels, width, kernel, stride=kernel, bias=family.patch_bias)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight
-        return functional.linear(pixel_values.to(weight.dtype), weight.flatten(1), self.proj.bias)
+        pixel_values = pixel_values.to(weight.dtype)
+        if not plain(self.proj):
+            return self.proj(pixel_values.view(-1, *self.patch)).flatten(1)
+        return functional.linear(pixel_values, weight.flatten(1), self.proj.bias)
 
 
 class VisionAttention(nn.Module):
@@ -119,7 +119,7 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.qkv = Weights(nn.Linear(hidden_size, 3 * num_heads * self.head_dim))
+        self.qkv: Any = nn.Linear(hidden_size, 3 * num_heads * self.head_dim)
         self.proj = nn.Linear(num_heads * self.head_dim, hidden_size)
 
     def forward(
@@ -138,10 +138,47 @@ class VisionAttention(nn.Module):
             )
         if cu_seqlens is None:
             cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
-        q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
+        if plain(self.qkv):
+            q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
+        else:
+            q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
         assert isinstance(out, Tensor)
         return self.proj(out.flatten(1))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D] turned as `qkv_rope` does it, rounded once."""
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    first, second = x.to(wide).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+# Of all but "swiglu", which takes two layers: silu of the first, times the second.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "silu": functional.silu,
+}
+
+
+def _layers(x: Tensor, layers: list[Any], activation: str) -> Tensor:
+    """The last of the layers on the activation of those before it: one op where all are plain."""
+    *first, last = layers
+    if not all([plain(layer) for layer in layers]):
+        if activation == "swiglu":
+            return last(functional.silu(first[0](x)) * first[1](x))
+        return last(_ACTIVATIONS[activation](first[0](x)))
+    gate, *gated = first
+    up = (gated[0].weight, gated[0].bias) if gated else ()
+    return mlp(x, gate.weight, gate.bias, last.weight, last.bias, activation, False, *up)
 
 
 class VisionMLP(nn.Module):
@@ -151,14 +188,11 @@ class VisionMLP(nn.Module):
         self._names = family.mlp
         self.activation = family.activation(config)
         for name in self._names[:-1]:
-            self.add_module(name, Weights(nn.Linear(outer, inner)))
-        self.add_module(self._names[-1], Weights(nn.Linear(inner, outer)))
+            self.add_module(name, nn.Linear(outer, inner))
+        self.add_module(self._names[-1], nn.Linear(inner, outer))
 
     def forward(self, x: Tensor) -> Tensor:
-        layers: list[Any] = [self.get_submodule(name) for name in self._names]
-        first, *gated, second = layers
-        up = (gated[0].weight, gated[0].bias) if gated else ()
-        return mlp(x, first.weight, first.bias, second.weight, second.bias, self.activation, False, *up)
+        return _layers(x, [self.get_submodule(name) for name in self._names], self.activation)
 
 
 class VisionBlock(nn.Module):
@@ -217,13 +251,12 @@ class PatchMerger(nn.Module):
             owner, _, leaf = name.rpartition(".")
             if owner and not hasattr(self, owner):
                 self.add_module(owner, nn.Module())
-            self.get_submodule(owner).add_module(leaf, Weights(nn.Linear(self.width, out_width)))
+            self.get_submodule(owner).add_module(leaf, nn.Linear(self.width, out_width))
 
     def forward(self, x: Tensor) -> Tensor:
-        layers: list[Any] = [self.get_submodule(name) for name in self._names]
-        norm, first, second = layers
+        norm, *layers = [self.get_submodule(name) for name in self._names]
         x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
-        return mlp(x, first.weight, first.bias, second.weight, second.bias, "gelu")
+        return _layers(x, layers, "gelu")
 
 
 class QwenVisionEncoder(nn.Module):
@@ -253,6 +286,8 @@ class QwenVisionEncoder(nn.Module):
         self.merger = PatchMerger(family, config)
         if family.taps:
             self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
+        # Whatever takes their place later has the same name.
+        self.layer_names = tuple(name for name, module in self.named_modules() if plain(module))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -463,14 +498,14 @@ def from_config(config: Any) -> QwenVisionEncoder:
 def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     """The vision encoder in `model`, itself or the one of a whole model, with the very parameters it has.
 
-    Nothing is copied: what trains, moves or casts one does so to the other. Raises TypeError where `model` has no
-    vision encoder of a supported family, ValueError where its parameters are not that class's own (adapters, quantised
-    weights).
+    Nothing is copied: what trains, moves or casts one does so to the other. Linear layers that were replaced (adapters,
+    quantised ones) are shared as modules, and called. Raises TypeError where `model` has no vision encoder of a
+    supported family, ValueError where other parameters are not that class's own.
     """
-    found = [module for module in model.modules() if _is_vision_model(module)]
+    found = [module for module in model.modules() if is_vision_model(module)]
     if len(found) != 1:
         raise TypeError(
-            f"model must be or hold one vision encoder of Transformers ({_vision_classes()}), "
+            f"model must be or hold one vision encoder of Transformers ({vision_classes()}), "
             f"got {type(model).__name__}, which holds {len(found) or 'none'}"
         )
     (source,) = found
@@ -478,25 +513,46 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
         return source
     with torch.device("meta"):
         encoder = QwenVisionEncoder(source.config)
-    parameters = dict(source.named_parameters(remove_duplicate=False))
+    _check_parameters(source, encoder)
+    share(source, encoder, encoder.layer_names)
+    return encoder.train(source.training)
+
+
+def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder) -> None:
+    """Refuses a source that is no tower of the encoder's family, but for layers that were replaced."""
     shapes = {name: parameter.shape for name, parameter in encoder.named_parameters()}
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    for layer in encoder.layer_names:
+        if not plain(source.get_submodule(layer)):
+            for named in (shapes, parameters):
+                for name in [name for name in named if name.startswith(f"{layer}.")]:
+                    del named[name]
     for what, names in (("lacks", shapes.keys() - parameters), ("also holds", parameters.keys() - shapes.keys())):
         if names:
             raise ValueError(f"{type(source).__name__} {what} {', '.join(sorted(names)[:3])}; merge adapters first")
     for name, parameter in parameters.items():
         if parameter.shape != shapes[name]:
             refuse("from_transformers", name, f"of shape {list(shapes[name])}", list(parameter.shape))
+
+
+def share(source: nn.Module, target: nn.Module, layer_names: Iterable[str]) -> None:
+    """Gives target the very parameters of source, and those of its layers that are not plain as modules."""
+    for name in layer_names:
+        theirs = source.get_submodule(name)
+        if not (plain(theirs) and plain(target.get_submodule(name))):
+            owner, _, leaf = name.rpartition(".")
+            setattr(target.get_submodule(owner), leaf, theirs)
+    for name, parameter in source.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
-        setattr(encoder.get_submodule(owner), leaf, parameter)
-    return encoder.train(source.training)
+        setattr(target.get_submodule(owner), leaf, parameter)
 
 
-def _is_vision_model(module: nn.Module) -> bool:
+def is_vision_model(module: nn.Module) -> bool:
     model_type = getattr(getattr(module, "config", None), "model_type", None)
-    return model_type in FAMILIES and hasattr(module, "patch_embed") and hasattr(module, "blocks")
+    return model_type in FAMILIES and {"patch_embed", "blocks"} <= module._modules.keys()
 
 
-def _vision_classes() -> str:
+def vision_classes() -> str:
     return ", ".join(family.vision_class for family in FAMILIES.values())
 
 

@@ -1,0 +1,466 @@
+"""The encoder of the library in the place of Transformers' own: same results, and the way back."""
+
+import copy
+import importlib.util
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
+
+from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower, vision_config
+from tests.test_models import tiny_model as tiny_qwen3
+from torch_ops.integrations.transformers import (
+    accelerate,
+    register_encoders,
+    restore,
+    unregister_encoders,
+    use_window_attn,
+)
+from torch_ops.models import QwenVisionEncoder, vision_metadata
+from torch_ops.models.vision import VisionBlock
+from torch_ops.testing import check
+
+pytestmark = pytest.mark.no_interpret
+
+IMAGES, VIDEO = torch.tensor(GRID), torch.tensor([[2, 4, 6], [3, 2, 2]])
+IMAGE, VIDEO_TOKEN, START = 5, 7, 6
+
+
+def tiny_qwen2_5() -> Any:
+    text = {
+        "vocab_size": 64, "hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 3, 3]},
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        vision_config=vision_config("qwen2_5_vl_vision").to_dict(), text_config=text, image_token_id=IMAGE,
+        vision_start_token_id=START, video_token_id=VIDEO_TOKEN,
+    )  # fmt: skip
+    return Qwen2_5_VLForConditionalGeneration._from_config(config).eval()
+
+
+WHOLE = {"qwen3_vl": tiny_qwen3, "qwen2_5_vl": tiny_qwen2_5}
+whole = pytest.mark.parametrize("family", WHOLE)
+
+
+def build(family: str = "qwen3_vl") -> Any:
+    torch.manual_seed(0)
+    return WHOLE[family]()
+
+
+def inputs(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Images and videos in one prompt; Qwen3-VL has a mark before each frame of a video."""
+    by_frame = "qwen3" in model.config.model_type
+    tokens = [token for t, h, w in GRID for token in (START, *[IMAGE] * (t * h * w // 4))]
+    for t, h, w in VIDEO.tolist():
+        frames, each = (t, h * w // 4) if by_frame else (1, t * h * w // 4)
+        tokens += [token for _ in range(frames) for token in (1, START, *[VIDEO_TOKEN] * each)]
+    ids = torch.tensor([tokens])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": ((ids == IMAGE) + 2 * (ids == VIDEO_TOKEN)).int(),
+        "pixel_values": draw_pixels(model.model.visual, IMAGES, dtype),
+        "image_grid_thw": IMAGES,
+        "pixel_values_videos": draw_pixels(model.model.visual, VIDEO, dtype, seed=1),
+        "video_grid_thw": VIDEO,
+    }
+
+
+def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    output.float().square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def results(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    logits = model(**inputs(model, dtype)).logits
+    return {"logits": logits.detach(), **gradients(model, logits)}
+
+
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+
+
+@whole
+def test_whole_model_on_images_and_videos(family: str) -> None:
+    model = build(family)
+    truth = results(copy.deepcopy(model).double(), torch.float64)
+    eager = results(model)
+    tower, keys = model.model.visual, list(model.state_dict())
+    parameters = list(model.parameters())
+    assert accelerate(model) is model
+    encoder = model.model.visual
+    assert isinstance(encoder, QwenVisionEncoder)
+    assert accelerate(model).model.visual is encoder and use_window_attn(model).model.visual is encoder
+    assert list(model.state_dict()) == keys
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    actual = results(model)
+    assert actual.keys() == eager.keys() and sum(name.startswith("model.visual") for name in actual) > 20
+    check(actual, eager, truth)
+    for _ in range(2):
+        assert restore(model) is model and model.model.visual is tower
+    assert torch.equal(results(model)["logits"], eager["logits"])
+
+
+@whole
+def test_generate(family: str) -> None:
+    model = build(family)
+    arguments = inputs(model)
+    expected = model.generate(**arguments, max_new_tokens=3, do_sample=False)
+    assert torch.equal(accelerate(model).generate(**arguments, max_new_tokens=3, do_sample=False), expected)
+
+
+def test_save_pretrained(tmp_path: Path) -> None:
+    model = build()
+    model.save_pretrained(tmp_path / "theirs")
+    accelerate(model).save_pretrained(tmp_path / "ours")
+    assert (tmp_path / "theirs/config.json").read_text() == (tmp_path / "ours/config.json").read_text()
+    loaded = type(model).from_pretrained(tmp_path / "ours")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    # As PEFT's, which look like what they hold.
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def test_wrappers_several_encoders_and_shared_ones() -> None:
+    first, second = tiny_tower("qwen3_vl_vision"), tiny_tower("qwen2_vl_vision")
+    model = nn.ModuleDict({"a": Wrapper(Wrapper(first)), "b": nn.ModuleList([second, first])})
+    accelerate(model)
+    ours: Any = model
+    assert isinstance(ours["b"][0], QwenVisionEncoder) and ours["a"].module.module is ours["b"][1]
+    assert isinstance(ours["b"][1], QwenVisionEncoder)
+    restore(model)
+    assert ours["a"].module.module is ours["b"][1] is first and ours["b"][0] is second
+
+
+def test_the_encoder_itself() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    encoder = accelerate(tower)
+    assert isinstance(encoder, QwenVisionEncoder) and accelerate(encoder) is encoder
+    assert restore(encoder) is tower
+
+
+def test_window_attn_is_undone_too() -> None:
+    model = build()
+    former = model.model.visual.config._attn_implementation
+    restore(accelerate(use_window_attn(model)))
+    assert model.model.visual.config._attn_implementation == former
+
+
+def test_deepcopy_keeps_its_own_way_back() -> None:
+    model = accelerate(build())
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.visual.merger.norm.weight.add_(1)
+    restore(copied)
+    assert copied.model.visual is not restore(model).model.visual
+    weights = [each.model.visual.merger.norm.weight for each in (copied, model)]
+    assert torch.equal(weights[0], weights[1] + 1)
+
+
+def replace_by_state(model: Any) -> None:
+    model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def replace_by_cast(model: Any) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.bfloat16()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def train(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**inputs(model)).logits.square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", (replace_by_state, replace_by_cast, nn.Module.double, train))
+def test_what_changed_in_between_is_carried_back(change: Any) -> None:
+    model = accelerate(build())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change(model)
+    changed = dict(model.named_parameters())
+    dtype = model.model.visual.dtype
+    ours = model(**inputs(model, dtype)).logits
+    restore(model)
+    assert not isinstance(model.model.visual, QwenVisionEncoder)
+    moved = 0
+    for name, parameter in model.named_parameters():
+        assert parameter is changed[name], name
+        moved += parameter.dtype != before[name].dtype or not torch.equal(parameter, before[name])
+    assert moved > 30
+    tolerance = 0.1 if dtype is torch.bfloat16 else 1e-4
+    torch.testing.assert_close(model(**inputs(model, dtype)).logits, ours, rtol=tolerance, atol=tolerance)
+
+
+@whole
+def test_a_model_that_was_on_no_device_yet(family: str) -> None:
+    model = build(family)
+    expected = model(**inputs(model)).logits
+    state = model.model.visual.state_dict()
+    with torch.device("meta"):
+        tower = type(model.model.visual)(model.config.vision_config)
+    encoder = accelerate(tower.eval())
+    encoder.load_state_dict(state, assign=True)
+    model.model.visual = restore(encoder)
+    assert model.model.visual is tower
+    torch.testing.assert_close(model(**inputs(model)).logits, expected)
+
+
+def test_mode_frozen_parameters_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    tower = model.model.visual
+    tower.blocks[0].requires_grad_(False)
+    expected = results(model)
+    accelerate(model)
+    assert not any(p.requires_grad for p in model.model.visual.blocks[0].parameters())
+    model.train()
+    runs: list[VisionBlock] = []
+    compute = VisionBlock._compute
+    monkeypatch.setattr(VisionBlock, "_compute", lambda self, *args: runs.append(self) or compute(self, *args))
+    for enabled in (False, True, False):
+        (model.gradient_checkpointing_enable if enabled else model.gradient_checkpointing_disable)()
+        assert model.model.visual.is_gradient_checkpointing is enabled
+        runs.clear()
+        close(results(model), expected)
+        assert len(runs) == (12 if enabled else 6), "two calls of three blocks"
+    model.gradient_checkpointing_enable()
+    restore(model)
+    assert model.model.visual.training and tower.blocks[1].gradient_checkpointing
+    close(results(model), expected)
+    encoder = accelerate(model).model.visual
+    assert encoder.is_gradient_checkpointing and encoder.training
+    runs.clear()
+    close(results(model), expected)
+    assert len(runs) == 12
+    model.gradient_checkpointing_disable()
+    model.eval()
+    restore(model)
+    assert not (tower.blocks[1].gradient_checkpointing or tower.training)
+
+
+def test_autocast() -> None:
+    model = build()
+    truth = results(copy.deepcopy(model).double(), torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, actual = results(model), results(accelerate(model))
+    check(actual, eager, truth)
+
+
+class LoRA(nn.Module):
+    """x W^T + b + (x A^T) B^T, as adapters do it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(base.in_features)
+        self.base = base
+        self.down = nn.Parameter((0.1 * torch.randn(4, base.in_features, generator=generator)).to(base.weight))
+        self.up = nn.Parameter((0.1 * torch.randn(base.out_features, 4, generator=generator)).to(base.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.mT @ self.up.mT
+
+
+class LoRALinear(nn.Linear):
+    """The same as a subclass of nn.Linear, with the layer's parameters under their own names."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features)
+        adapter = LoRA(base)
+        self.weight, self.bias, self.down, self.up = base.weight, base.bias, adapter.down, adapter.up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) + x @ self.down.mT @ self.up.mT
+
+
+def adapt(tower: nn.Module, names: tuple[str, ...], adapter: type[nn.Module] = LoRA) -> Any:
+    for name, module in list(tower.named_modules()):
+        owner, _, leaf = name.rpartition(".")
+        if type(module) is nn.Linear and name.endswith(names):
+            setattr(tower.get_submodule(owner), leaf, adapter(module))
+    return tower
+
+
+def run(tower: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    outputs = named_outputs(tower(draw_pixels(tower, IMAGES, dtype), grid_thw=IMAGES))
+    found = gradients(tower, torch.cat([output.flatten() for output in outputs.values()]))
+    return {**{name: output.detach() for name, output in outputs.items()}, **found}
+
+
+ADAPTED = {
+    "attention": ("qkv", "attn.proj"),
+    "second layers": ("fc2", "down_proj", "mlp.2"),
+    "all": ("qkv", "proj", "fc1", "fc2", "gate_proj", "up_proj", "down_proj", "mlp.0", "mlp.2"),
+}
+
+
+@pytest.mark.parametrize("names", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("model_type", ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision"))
+def test_adapters_are_called(model_type: str, names: tuple[str, ...]) -> None:
+    tower = adapt(tiny_tower(model_type), names)
+    truth = run(copy.deepcopy(tower).double(), torch.float64)
+    eager = run(tower, torch.float32)
+    encoder = accelerate(tower)
+    assert encoder.state_dict().keys() == tower.state_dict().keys()
+    actual = run(encoder, torch.float32)
+    assert sum(name.endswith((".up", ".down")) for name in actual) >= 2 * 3
+    check(actual, eager, truth)
+
+
+def test_adapters_that_are_linear_layers_under_autocast() -> None:
+    tower = adapt(tiny_tower("qwen3_vl_vision"), ADAPTED["all"], LoRALinear)
+    truth = run(copy.deepcopy(tower).double(), torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, actual = run(tower, torch.float32), run(accelerate(tower), torch.float32)
+    check(actual, eager, truth)
+
+
+def test_adapters_put_in_or_taken_out_afterwards() -> None:
+    tower = adapt(tiny_tower("qwen3_vl_vision", torch.float64), ("qkv", "fc1"))
+    encoder = accelerate(tower)
+    encoder.blocks[0].attn.qkv = encoder.blocks[0].attn.qkv.base
+    adapt(encoder, ("fc2",))
+    actual = run(encoder, torch.float64)
+    assert restore(encoder) is tower
+    assert type(tower.blocks[0].attn.qkv) is nn.Linear and isinstance(tower.blocks[1].mlp.linear_fc2, LoRA)
+    close(actual, run(tower, torch.float64))
+
+
+def test_replaced_forwards_and_hooks_of_layers_are_seen() -> None:
+    encoder = accelerate(tiny_tower("qwen3_vl_vision", torch.float64))
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = encoder(pixels, IMAGES).pooler_output
+    seen = []
+    for name in encoder.layer_names:
+        encoder.get_submodule(name).register_forward_hook(lambda module, *rest: seen.append(module))
+    torch.testing.assert_close(encoder(pixels, IMAGES).pooler_output, expected, rtol=1e-4, atol=1e-4)
+    assert len(seen) == len(encoder.layer_names) == 1 + 3 * 4 + 3 * 2
+    layer = encoder.blocks[0].attn.qkv
+    layer._forward_hooks.clear()
+    layer.forward = lambda x: nn.functional.linear(x, 2 * layer.weight, layer.bias)
+    assert (encoder(pixels, IMAGES).pooler_output - expected).abs().max() > 1e-3
+
+
+def test_compiles_with_adapters() -> None:
+    encoder = accelerate(adapt(tiny_tower("qwen3_vl_vision", torch.float64), ("qkv", "fc1")))
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    metadata = vision_metadata(IMAGES, encoder.sizes)
+    compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(pixels, metadata=metadata), encoder(pixels, metadata=metadata)
+    torch.testing.assert_close(actual.pooler_output, expected.pooler_output, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals_leave_the_model_whole() -> None:
+    for function in (accelerate, restore):
+        with pytest.raises(TypeError, match="model must be or hold a .*vision encoder.*got Linear"):
+            function(nn.Linear(2, 2))
+    odd = tiny_tower("qwen3_vl_vision")
+    odd.blocks[1].norm1.adapter = nn.Parameter(torch.zeros(1))
+    model = nn.ModuleList([tiny_tower("qwen3_vl_vision"), odd])
+    with pytest.raises(ValueError, match=r"also holds blocks\.1\.norm1\.adapter"):
+        accelerate(model)
+    compiled = nn.ModuleList([tiny_tower("qwen3_vl_vision"), torch.compile(tiny_tower("qwen3_vl_vision"))])
+    with pytest.raises(TypeError, match="must hold its vision encoder uncompiled, got OptimizedModule"):
+        accelerate(compiled)
+    assert not any(isinstance(module, QwenVisionEncoder) for each in (model, compiled) for module in each.modules())
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    # Transformers 5.17 patches only where torchvision is installed, which other versions do without.
+    old = "5.18" > transformers.__version__ and importlib.util.find_spec("torchvision") is None
+    if old:
+        with pytest.raises(ImportError, match=f"transformers {transformers.__version__} cannot build other classes"):
+            register_encoders()
+        assert not get_patch_mapping()
+        pytest.skip("this version of Transformers cannot patch without torchvision")
+    register_encoders()
+    yield
+    unregister_encoders()
+
+
+@whole
+def test_from_pretrained_builds_ours(family: str, tmp_path: Path, registered: None) -> None:
+    unregister_encoders()
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    register_encoders()
+    register_encoders()
+    loaded = type(model).from_pretrained(tmp_path)
+    assert isinstance(loaded.model.visual, QwenVisionEncoder)
+    close(results(loaded), results(model))
+    assert restore(loaded).model.visual is loaded.model.visual
+    halved = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert isinstance(halved.model.visual, QwenVisionEncoder)
+    assert {parameter.dtype for parameter in halved.parameters()} == {torch.bfloat16}
+    assert list(halved.state_dict()) == list(model.state_dict())
+    unregister_encoders()
+    unregister_encoders()
+    assert type(type(model).from_pretrained(tmp_path).model.visual) is type(model.model.visual)
+
+
+@whole
+def test_from_config_builds_ours_with_transformers_initial_weights(family: str, registered: None) -> None:
+    unregister_encoders()
+    theirs = dict(build(family).named_parameters())
+    register_encoders()
+    model = build(family)
+    assert isinstance(model.model.visual, QwenVisionEncoder)
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        torch.testing.assert_close(parameter.std(), theirs[name].std(), rtol=0.3, atol=1e-6)
+    torch.manual_seed(1)
+    logits = model(**inputs(model)).logits
+    logits.sum().backward()
+    assert logits.isfinite().all()
+
+
+def test_another_librarys_patch_is_left_alone(registered: None) -> None:
+    unregister_encoders()
+    name = "^Qwen3VLVisionModel$"
+    register_patch_mapping({name: nn.Identity})
+    try:
+        with pytest.raises(ValueError, match="already has a patch mapping"):
+            register_encoders()
+        unregister_encoders()
+        assert get_patch_mapping() == {name: nn.Identity}
+    finally:
+        unregister_patch_mapping([name])
+
+
+def test_a_transformers_without_patch_mapping_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.monkey_patching", None)
+    monkeypatch.delattr(transformers, "monkey_patching", raising=False)
+    with pytest.raises(ImportError, match=f"transformers.monkey_patching.*{transformers.__version__}"):
+        register_encoders()
+
+
+def test_example_of_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parent.parent / "examples" / "finetune_tower.py"
+    runpy.run_path(str(example), run_name="__main__")
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert len(losses) > 3 and losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,170 @@
+"""The encoder of `torch_ops.models` in place of the vision encoders of Transformers models.
+
+In a model that exists the two share their parameters, so that state dicts, optimizers and wrappers see what they saw.
+In models to come Transformers itself builds ours: its patch mapping names a class to be built instead of another.
+"""
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from torch_ops.models.families import FAMILIES
+from torch_ops.models.vision import QwenVisionEncoder, from_transformers, is_vision_model, share, vision_classes
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# Of an encoder: the module that it stands for, in a tuple, so that it is no submodule.
+_ORIGINAL = "_encoder_of_transformers"
+
+
+def holds_encoder(model: nn.Module) -> bool:
+    """Whether a `QwenVisionEncoder` is in `model`, or is it."""
+    return any(isinstance(module, QwenVisionEncoder) for module in model.modules())
+
+
+def accelerate(model: ModelT) -> ModelT:
+    """Replace every vision encoder in `model`, in place, by `torch_ops.models.QwenVisionEncoder`; return `model`.
+
+    Ours shares the very parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
+    as they are. Wrappers (PEFT, DDP) are fine; linear layers that adapters or quantisation replaced are called as
+    modules. Calling it again changes nothing, and `restore` undoes it. Forward hooks on the encoder or its norms are
+    not carried over.
+
+    Where `model` itself is the vision encoder there is no place to put ours: ours is returned, use it instead.
+
+    Raises TypeError for a model without an encoder of a supported family, or with one that is compiled on its own
+    (compile it afterwards), ValueError for an encoder with other parameters than its family's. Then nothing is
+    replaced.
+    """
+    towers = {id(module): module for module in model.modules() if is_vision_model(module)}
+    if not towers:
+        raise TypeError(
+            f"model must be or hold a vision encoder of Transformers ({vision_classes()}), got {type(model).__name__}"
+        )
+    # All are made before the first is put in its place, so that a refusal leaves the model whole.
+    made = {key: _made(tower) for key, tower in towers.items() if not isinstance(tower, QwenVisionEncoder)}
+    return cast(ModelT, _replaced(model, made))
+
+
+def put_back(model: ModelT) -> ModelT:
+    """`model` with the modules that `accelerate` replaced, on the parameters that ours have now."""
+    encoders = [module for module in model.modules() if isinstance(module, QwenVisionEncoder)]
+    return cast(ModelT, _replaced(model, {id(each): _original(each) for each in encoders if hasattr(each, _ORIGINAL)}))
+
+
+def register_encoders() -> None:
+    """Have from_pretrained and from_config of Transformers build ours as the vision encoder of whole models.
+
+    Holds for models of the families in `torch_ops.models` until `unregister_encoders`; harmless if called again. A
+    vision class that is loaded on its own stays as it is, and `restore` has no module to put back. Raises ImportError
+    where Transformers has no patch mapping or cannot use it, ValueError where another library has one for such a class.
+    """
+    patching = _monkey_patching()
+    _try_patching(patching)
+    present = patching.get_patch_mapping()
+    ours = {key: value for key, value in _PATCHES.items() if present.get(key) is not value}
+    patching.register_patch_mapping(ours)
+
+
+def unregister_encoders() -> None:
+    """Undo `register_encoders`; models that were built in between keep their encoder."""
+    patching = _monkey_patching()
+    present = patching.get_patch_mapping()
+    patching.unregister_patch_mapping([key for key, value in _PATCHES.items() if present.get(key) is value])
+
+
+class BuiltEncoder(QwenVisionEncoder):
+    """The encoder, with the constructor that Transformers' models call for their vision class."""
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> "BuiltEncoder":
+        dtype = kwargs.get("dtype", config.dtype)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        encoder = cls(config)
+        return encoder if dtype is None else encoder.to(dtype)
+
+
+# Keys are searched for as regular expressions, in all names of classes.
+_PATCHES: dict[str, type[nn.Module]] = {f"^{family.vision_class}$": BuiltEncoder for family in FAMILIES.values()}
+
+
+def _monkey_patching() -> Any:
+    import transformers
+
+    try:
+        from transformers import monkey_patching
+    except ImportError as error:
+        raise ImportError(
+            f"registering encoders needs a transformers with transformers.monkey_patching, such as 5.17; "
+            f"this is {transformers.__version__}. accelerate(model) works after loading"
+        ) from error
+    return monkey_patching
+
+
+def _try_patching(patching: Any) -> None:
+    """Refuses where Transformers cannot patch: 5.17 looks into all its modules, and wants torchvision for some."""
+    nothing: dict[str, type[nn.Module]] = {"^$": nn.Identity}
+    patching.register_patch_mapping(nothing)
+    try:
+        with patching.apply_patches():
+            pass
+    except ImportError as error:
+        import transformers
+
+        raise ImportError(
+            f"transformers {transformers.__version__} cannot build other classes here ({error}); install that, "
+            f"or transformers 5.23, or use accelerate(model) after loading"
+        ) from error
+    finally:
+        patching.unregister_patch_mapping(list(nothing))
+
+
+def _made(tower: nn.Module) -> QwenVisionEncoder:
+    encoder = from_transformers(tower)
+    _copy_checkpointing(tower, encoder)
+    setattr(encoder, _ORIGINAL, (tower,))
+    return encoder
+
+
+def _original(encoder: QwenVisionEncoder) -> nn.Module:
+    (tower,) = getattr(encoder, _ORIGINAL)
+    share(encoder, tower, encoder.layer_names)
+    _copy_checkpointing(encoder, tower)
+    if hasattr(tower, "gradient_checkpointing"):
+        tower.gradient_checkpointing = encoder.is_gradient_checkpointing
+    # Its frequencies are in no state dict, and did not move with the parameters.
+    rotary = tower.rotary_pos_emb
+    if any(buffer.device != encoder.device for buffer in rotary.buffers()):
+        with torch.device(encoder.device):
+            tower.rotary_pos_emb = type(rotary)(rotary.config)
+    return tower.train(encoder.training)
+
+
+def _copy_checkpointing(source: Any, target: Any) -> None:
+    for theirs, ours in zip(source.blocks, target.blocks, strict=True):
+        ours.gradient_checkpointing = theirs.gradient_checkpointing
+        if theirs.gradient_checkpointing:
+            ours._gradient_checkpointing_func = theirs._gradient_checkpointing_func
+
+
+def _replaced(model: nn.Module, replacements: dict[int, Any]) -> nn.Module:
+    """`model` with modules replaced, by their id, in all places; the replacement where it is one itself."""
+    places = [
+        (parent, name, replacements[id(child)])
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if id(child) in replacements
+    ]
+    for parent, name, _ in places:
+        if name == "_orig_mod":
+            raise TypeError(
+                f"model must hold its vision encoder uncompiled, got {type(parent).__name__}; compile it afterwards"
+            )
+    for parent, name, replacement in places:
+        setattr(parent, name, replacement)
+    return replacements.get(id(model), model)
+
+
+__all__ = ["accelerate", "holds_encoder", "put_back", "register_encoders", "unregister_encoders"]
