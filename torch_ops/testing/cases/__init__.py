@@ -37,6 +37,13 @@ from torch_ops.testing.cases.linear import (
     outcome,
     qkv_rope_cases,
 )
+from torch_ops.testing.cases.merger import (
+    MERGERS,
+    MergerCase,
+    MergerInputs,
+    make_merger_inputs,
+    merger_cases,
+)
 from torch_ops.testing.cases.norms import (
     NORM_LAYOUTS,
     NORMS,
@@ -50,6 +57,7 @@ __all__ = [
     "GRIDS",
     "LAYOUTS",
     "LINEAR_LAYOUTS",
+    "MERGERS",
     "MLP",
     "NORMS",
     "NORM_LAYOUTS",
@@ -59,6 +67,8 @@ __all__ = [
     "WINDOW_ATTN",
     "GridCase",
     "GridInputs",
+    "MergerCase",
+    "MergerInputs",
     "MlpCase",
     "MlpInputs",
     "NormCase",
@@ -72,9 +82,11 @@ __all__ = [
     "lay_out",
     "make_grid_inputs",
     "make_inputs",
+    "make_merger_inputs",
     "make_mlp_inputs",
     "make_norm_inputs",
     "make_qkv_rope_inputs",
+    "merger_cases",
     "mlp_cases",
     "norm_cases",
     "outcome",
