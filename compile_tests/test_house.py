@@ -20,6 +20,7 @@ ROOMS = (
     ("kernels", r"csrc_free_ops(\..*)?"),
     ("foundations", r"torch_ops\.(_checks|_device|_registry|_versions|settings)"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
+    ("compositions", r"torch_ops\.patch_merger"),
     ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),
     ("models and integrations", r"torch_ops\.(models|integrations|compat|distributed)(\..*)?"),
     ("testing", r"torch_ops\.testing(\..*)?"),
@@ -32,6 +33,8 @@ ORDER = (
     "foundations",
     "launchers",
     "ops",
+    # Public functions of public ops, which are no ops of their own.
+    "compositions",
     "the public face",
     "testing",
     "models and integrations",

@@ -16,14 +16,21 @@ from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document,
 from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
 from torch_ops import _explain, _gemm, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
-from torch_ops.bench import mlp, qkv_rope, timing, tune
+from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.documents import summary
 from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Provenance, Report
 from torch_ops.bench.room import Contender, Room, TunedKernel
 from torch_ops.bench.tables import markdown
 from torch_ops.bench.tune import Measured, Tried, rows_of
-from torch_ops.testing.cases import MLP, QKV_ROPE, make_mlp_inputs, make_qkv_rope_inputs
+from torch_ops.testing.cases import (
+    MLP,
+    QKV_ROPE,
+    MergerCase,
+    make_merger_inputs,
+    make_mlp_inputs,
+    make_qkv_rope_inputs,
+)
 
 pytestmark = pytest.mark.no_interpret
 
@@ -142,6 +149,21 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_ops._norms.gpu", lambda: H200)
+    case = MergerCase("explained", "", 784, 1152, 4096)
+    args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
+    with torch_ops.settings(path="auto"):
+        report = torch_ops.explain(torch_ops.patch_merger, *args)
+        assert report["op"] == "patch_merger" and report["path"] == "hopper"
+        assert list(report["kernels"]) == [
+            "norm_fwd", "norm_bwd", "norm_bwd_sums", "gemm_hopper 4608x4608", "gemm 4096x4608"
+        ]  # fmt: skip
+        projection = torch_ops.explain(torch_ops.patch_merger, args[0], None, None, args[3], None, None, None)
+        assert projection["path"] == "aten" and not projection["kernels"]
+
+
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("room", "name"), [(mlp.ROOM, "tower"), (qkv_rope.ROOM, "gqa")], ids=["mlp", "qkv_rope"])
 def test_nothing_is_tuned_where_no_row_decides(room: Room, name: str) -> None:
     (case,) = room.cases([name], CPU)
@@ -218,7 +240,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
 
 
-@pytest.mark.parametrize(("room", "name"), [(mlp.ROOM, "swiglu"), (qkv_rope.ROOM, "gqa")], ids=["mlp", "qkv_rope"])
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [(mlp.ROOM, "swiglu"), (qkv_rope.ROOM, "gqa"), (patch_merger.ROOM, "rms")],
+    ids=["mlp", "qkv_rope", "patch_merger"],
+)
 def test_a_yardstick_is_timed_and_neither_judged_nor_a_peer(room: Room, name: str) -> None:
     yardstick = next(peer for peer in room.peers if peer.yardstick)
     eager = next(peer for peer in room.peers if peer.name == "eager")
@@ -265,7 +291,7 @@ def test_cublas_s_epilogue_says_what_it_cannot() -> None:
     assert (forward.peers[0].status, forward.peers[0].note) == (UNAVAILABLE, "needs a GPU")
 
 
-@pytest.mark.parametrize("op", ["mlp", "qkv_rope"])
+@pytest.mark.parametrize("op", ["mlp", "qkv_rope", "patch_merger"])
 def test_commands_run(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run = CliRunner().invoke(cli.app, ["bench", op, "--device", "cpu", "--shapes", "tower", "--rounds", "2"])
@@ -274,7 +300,7 @@ def test_commands_run(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner().invoke(cli.app, ["bench", op, "--device", "cpu", "--shapes", "nosuch"])
     assert run.exit_code == 2 and "no case is called 'nosuch'" in run.stderr
     run = CliRunner().invoke(cli.app, ["bench", "profile", op, "--device", "cpu", "--shapes", "tower", "--backward"])
-    assert run.exit_code == 0 and f"vk::{op}" in run.stdout
+    assert run.exit_code == 0 and ("vk::mlp" if op == "patch_merger" else f"vk::{op}") in run.stdout
 
 
 @pytest.mark.parametrize("room", [mlp.ROOM, qkv_rope.ROOM], ids=["mlp", "qkv_rope"])

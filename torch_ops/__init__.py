@@ -4,6 +4,7 @@ from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton
 from torch_ops._explain import explain, info, warmup
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
+from torch_ops.patch_merger import patch_merger
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
@@ -23,6 +24,7 @@ __all__ = [
     "info",
     "layer_norm",
     "mlp",
+    "patch_merger",
     "pos_embed_interpolate",
     "qkv_rope",
     "rms_norm",

@@ -29,6 +29,7 @@ from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._rope import rotation_launch, workspaces
 from torch_ops._scores import Scores
+from torch_ops.patch_merger import patch_merger
 from torch_ops.settings import settings
 
 # By the kernel that takes a direction where segments are short, those that take it elsewhere.
@@ -71,6 +72,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
         "qkv_rope": _explain_qkv_rope,
         "mlp": _explain_mlp,
         "rope_window_attn": _explain_rope_window_attn,
+        "patch_merger": _explain_patch_merger,
         "window_attn": _explain_window_attn,
     }
     if name not in explainers:
@@ -178,6 +180,34 @@ def _explain_mlp(
     between = Rows(rows.count, padded(w2.shape[1], x.dtype))
     first = _Product(product_kernel(activation), rows, w1, activation, up=w_up)
     return _explain_products("mlp", x, [first, _Product("gemm", between, w2, "none")])
+
+
+def _explain_patch_merger(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int = 2, norm_after: bool = False,
+    eps: float = 1e-6, rms: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Of its norm and its products; one projection is PyTorch's own."""
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        patch_merger(
+            x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
+        )  # fmt: skip
+        merged = x.new_empty((x.shape[0] // merge_size**2, fc1_weight.shape[1]))
+        normed = merged if norm_after else x.new_empty(x.shape)
+    products = []
+    if fc2_weight is not None:
+        rows = Rows(merged.shape[0], merged.shape[1])
+        between = Rows(rows.count, padded(fc2_weight.shape[1], x.dtype))
+        products = [
+            _Product("gemm", rows, fc1_weight, "gelu"), _Product("gemm", between, fc2_weight, "none")
+        ]  # fmt: skip
+    report = {**_explain_products("patch_merger", merged, products), "op": "patch_merger"}
+    if report["path"] == "reference" or norm_weight is None:
+        return report
+    norms = {
+        kernel: {"launch": vars(launch), "source": source} for kernel, (launch, source) in norm_launches(normed).items()
+    }
+    return {**report, "kernels": norms | report["kernels"]}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ import typer
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from torch_ops._device import out_of_memory
-from torch_ops.bench import documents, grids, mlp, norms, options, qkv_rope, rope_window_attn, window_attn
+from torch_ops.bench import (
+    documents,
+    grids,
+    mlp,
+    norms,
+    options,
+    patch_merger,
+    qkv_rope,
+    rope_window_attn,
+    window_attn,
+)
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.host import host_times
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
@@ -24,7 +34,15 @@ from torch_ops.settings import default_rows
 
 ROOMS: dict[str, Room] = {
     room.op: room
-    for room in (window_attn.ROOM, rope_window_attn.ROOM, *norms.ROOMS, qkv_rope.ROOM, mlp.ROOM, *grids.ROOMS)
+    for room in (
+        window_attn.ROOM,
+        rope_window_attn.ROOM,
+        *norms.ROOMS,
+        qkv_rope.ROOM,
+        mlp.ROOM,
+        patch_merger.ROOM,
+        *grids.ROOMS,
+    )
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)

@@ -15,9 +15,9 @@ from torch_ops import _gemm_elementwise, _gemm_portable
 from torch_ops.bench import results
 from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
-from torch_ops.testing.cases import MlpInputs, QkvRopeInputs, outcome
+from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, outcome
 
-Inputs = QkvRopeInputs | MlpInputs
+Inputs = QkvRopeInputs | MlpInputs | MergerInputs
 LAUNCHERS: tuple[ModuleType, ...] = (_gemm_portable, _gemm_elementwise)
 JITS = tuple(
     kernel
@@ -59,9 +59,9 @@ def _trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any
     return [Trial(label, case, inputs, lambda name, tensor: tensor, truth, outcome(reference, inputs, None, backward))]
 
 
-def _cost(op: Any, inputs: Inputs, backward: bool) -> Cost:
+def _cost(count: Callable[..., int], inputs: Inputs, backward: bool) -> Cost:
     """The backward makes two products for each of the forward's, reads the upstream gradients, and writes all."""
-    flops = int(inputs.call(flop_registry[op]))
+    flops = int(inputs.call(count))
     read = sum(tensor.nbytes for tensor in vars(inputs).values() if isinstance(tensor, Tensor))
     written = sum(leaf.nbytes for leaf in inputs.leaves.values())
     # Upstream gradients are as large as the results.
@@ -79,7 +79,9 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     # No row decides on that path.
     for described in report["kernels"] if report["path"] != "hopper" else ():
         name, _, size = described.partition(" ")
-        assert name in PRODUCTS
+        # Beside products there may be kernels that have a room of their own.
+        if name not in PRODUCTS:
+            continue
         n, k = map(int, size.split("x"))
         found.append(TunedKernel(name, False, str(inputs.x.dtype).removeprefix("torch."), 0, False, rows, n, k))
     return found
@@ -91,7 +93,7 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
     number = torch.ones(16, device=inputs.x.device)
     launch, why = None, "there is none on this device"
     taken = _explained(function, inputs)["path"]
-    if taken == "portable":
+    if op is not None and taken == "portable":
         path = torch_ops.settings.path
         # Plans, and the launches that they keep, are made anew after a change of settings.
         torch_ops.settings.update(path="auto" if path == "hopper" else "hopper")
@@ -101,10 +103,14 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
         launch, why = launches.replay, ""
     elif inputs.x.is_cuda:
         why = "launches on the Hopper path are not recorded" if taken == "hopper" else "PyTorch makes the products"
+    if op is None:
+        why = "they are those of its parts"
+    name = f"torch.ops.vk.{function.__name__}"
+    of_op = [] if op is None else [HostCall(name, lambda: inputs.call(op), target=1.8)]
     return [
         HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("raw Triton launches of the forward", launch, raw=True, note=why),
-        HostCall(f"torch.ops.vk.{function.__name__}", lambda: inputs.call(op), target=1.8),
+        *of_op,
         HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), target=1.8),
         HostCall(f"torch_ops.{function.__name__} with gradients", lambda: inputs.call(function, x=x), target=2.5),
     ]
@@ -113,14 +119,17 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
 def make_room(
     function: Callable[..., Any], reference: Callable[..., Any], cases: tuple[Any, ...],
     inputs: Callable[..., Any], shape: Callable[[Any], str], peers: tuple[Contender, ...], host_case: Any,
-    profiled: str,
+    profiled: str, flops: Callable[..., int] | None = None,
 ) -> Room:  # fmt: skip
     """The room of the op whose public function this is; `host_case` is so small that the device is never behind.
+
+    `flops` counts a call of one that is no op of its own.
 
     Beside ours and the peers that are given, the eager form and what torch.compile makes of it.
     """
     name = function.__name__
-    op = getattr(torch.ops.vk, name)
+    op = getattr(torch.ops.vk, name) if flops is None else None
+    count = flops or flop_registry[op]
     everyone = (
         *peers,
         contender("eager", reference, "the ops one after another in eager PyTorch"),
@@ -147,9 +156,9 @@ def make_room(
         shape=shape,
         inputs=inputs,
         trials=make_trials,
-        cost=lambda drawn, backward: _cost(op, drawn, backward),
+        cost=lambda drawn, backward: _cost(count, drawn, backward),
         path=lambda drawn: str(_explained(function, drawn)["path"]),
-        ours=contender(results.OURS, function, f"vk::{name}"),
+        ours=contender(results.OURS, function, f"vk::{name}" if op else f"torch_ops.{name}"),
         peers=everyone,
         default_peers=default_peers,
         host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device)),

@@ -128,9 +128,7 @@ class MlpInputs:
         return function(given.x, given.w1, given.b1, given.w2, given.b2, given.activation, *options, **up)
 
 
-def outcome(
-    function: Any, inputs: QkvRopeInputs | MlpInputs, dtype: torch.dtype | None = None, backward: bool = True
-) -> dict[str, Tensor]:
+def outcome(function: Any, inputs: Any, dtype: torch.dtype | None = None, backward: bool = True) -> dict[str, Tensor]:
     """Results of `inputs.call(function)` and, with `backward`, by autograd the gradient d<name> of every leaf.
 
     In `dtype`, or the inputs' own.

@@ -17,6 +17,9 @@ from torch_ops.testing.references.linear import (
     mlp,
     qkv_rope,
 )
+from torch_ops.testing.references.merger import (
+    patch_merger,
+)
 from torch_ops.testing.references.norms import (
     add_layer_norm,
     add_rms_norm,
@@ -34,6 +37,7 @@ __all__ = [
     "add_rms_norm",
     "layer_norm",
     "mlp",
+    "patch_merger",
     "pos_embed_interpolate",
     "qkv_rope",
     "rms_norm",

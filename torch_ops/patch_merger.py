@@ -1,0 +1,122 @@
+"""`patch_merger`: the merger at the end of Qwen-VL's vision encoders, from `layer_norm` or `rms_norm` and `mlp`.
+
+    rows = norm(x) with merge_size^2 rows in one, or the norm of such rows
+    out = gelu(rows fc1^T + b1) fc2^T + b2, or rows fc1^T + b1 alone
+
+It is no op of its own: rows in merge-block order become one row of a product without a copy, so that a norm and `mlp`
+after each other launch what one op would, and keep for the backward what it would.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torch_ops._checks import (
+    check_bias,
+    check_dense,
+    check_device,
+    check_float,
+    check_like,
+    check_matrix,
+    check_number,
+    dtype_name,
+    refuse,
+)
+from torch_ops.layer_norm import layer_norm
+from torch_ops.mlp import mlp
+from torch_ops.rms_norm import rms_norm
+
+OP = "patch_merger"
+
+
+def _check_norm(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, width: int, rms: bool) -> None:
+    if norm_bias is not None and (norm_weight is None or rms):
+        refuse(OP, "norm_bias", "None with rms and where norm_weight is", "a tensor")
+    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if vector is None:
+            continue
+        check_dense(OP, name, vector)
+        check_device(OP, name, vector, "x", x)
+        if vector.dtype not in (x.dtype, torch.float32):
+            refuse(OP, name, f"{dtype_name(x.dtype)} as x is, or float32", dtype_name(vector.dtype))
+        if vector.dim() != 1 or vector.shape[0] != width:
+            refuse(OP, name, f"of shape [{width}]", list(vector.shape))
+
+
+def _check_layer(x: Tensor, names: tuple[str, str], weight: Tensor, bias: Tensor | None, columns: int) -> None:
+    check_matrix(OP, names[0], weight, "[out, in]", (None, columns))
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        # Which brings them to one dtype.
+        return
+    check_like(OP, names[0], weight, "x", x)
+    check_bias(OP, names[1], bias, weight.shape[0], "x", x)
+
+
+def patch_merger(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None,
+    merge_size: int = 2,
+    norm_after: bool = False,
+    eps: float = 1e-6,
+    rms: bool = False,
+) -> Tensor:
+    """fc2(gelu(fc1(norm of each patch, merge_size^2 patches in one row))).
+
+    Args:
+        x: [T, C] in fp16, bf16 or fp32, any strides, on the CPU also fp64: patches in merge-block order, so that each
+            merge_size^2 after each other become one row, as Qwen-VL's encoders have them (`spatial_merge` for others).
+        norm_weight: [C], with `norm_after` [merge_size^2 C]; x's dtype or fp32. No norm where None.
+        norm_bias: as norm_weight, or None.
+        fc1_weight: [H, merge_size^2 C] in x's dtype, any strides, as all that follow.
+        fc1_bias: [H], or None.
+        fc2_weight: [N, H]; where None there is one projection, and no activation.
+        fc2_bias: [N], or None.
+        merge_size: 1 or more patches to a side.
+        norm_after: whether the norm is of the merged rows, as in Qwen3-VL's deepstack mergers.
+        eps: of the norm.
+        rms: RMSNorm, as Qwen2.5-VL has it, in place of LayerNorm.
+
+    Returns:
+        [T / merge_size^2, N], of one projection [T / merge_size^2, H], contiguous, in x's dtype.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+        RuntimeError: PyTorch's own, for an argument of another type.
+
+    GELU is by erf. What is rounded where, determinism, and what is kept for the backward are as in `layer_norm`,
+    `rms_norm` and `mlp`; the one projection is PyTorch's own product. Autocast is followed by the layers alone.
+    Transformers: Qwen3VLVisionPatchMerger, Qwen2_5_VLPatchMerger, PatchMerger of Qwen2-VL.
+    """
+    check_number(OP, "eps", eps)
+    check_matrix(OP, "x", x, "[T, C]", (None, None))
+    check_float(OP, "x", x)
+    if merge_size < 1:
+        refuse(OP, "merge_size", "1 or more", merge_size)
+    patches, (total, columns) = merge_size**2, x.shape
+    if columns == 0:
+        refuse(OP, "the number of columns of x", "1 or more", 0)
+    if total % patches != 0:
+        refuse(OP, "the number of rows of x", f"a multiple of merge_size^2 = {patches}", total)
+    width = patches * columns
+    _check_norm(x, norm_weight, norm_bias, width if norm_after else columns, rms)
+    _check_layer(x, ("fc1_weight", "fc1_bias"), fc1_weight, fc1_bias, width)
+    if fc2_weight is not None:
+        _check_layer(x, ("fc2_weight", "fc2_bias"), fc2_weight, fc2_bias, fc1_weight.shape[0])
+    elif fc2_bias is not None:
+        refuse(OP, "fc2_bias", "None where fc2_weight is", "a tensor")
+
+    rows = x.reshape(total // patches, width) if norm_after else x
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight, eps) if rms else layer_norm(rows, norm_weight, norm_bias, eps)
+    rows = rows.reshape(total // patches, width)
+    if fc2_weight is None:
+        return functional.linear(rows, fc1_weight, fc1_bias)
+    return mlp(rows, fc1_weight, fc1_bias, fc2_weight, fc2_bias, "gelu")
+
+
+__all__ = ["patch_merger"]
