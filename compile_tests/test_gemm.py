@@ -160,7 +160,7 @@ def _builds(target: str, variant: str) -> tuple[Build, ...]:
 
 POINTS = [
     *((target, variant) for target in TARGETS for variant in ("plain", "swiglu", "fp32")),
-    *(("sm_90", variant) for variant in ("gelu", "silu", "bare", "forward_alone")),
+    *(("sm_90", variant) for variant in ("gelu", "silu", "bare", "forward_alone", "apart")),
     *((target, "silu") for target in ("sm_86", "gfx942")),
 ]
 
@@ -174,7 +174,7 @@ def test_nothing_spills_and_shared_memory_is_within_the_target(target: str, vari
     assert not bad, "\n".join((f"limit {limit}", *bad))
 
 
-@pytest.mark.parametrize("variant", ["plain", "gelu", "silu", "swiglu", "bare"])
+@pytest.mark.parametrize("variant", ["plain", "gelu", "silu", "swiglu", "apart", "bare"])
 def test_hopper_multiplies_half_types_by_wgmma_and_loads_16_bytes(variant: str) -> None:
     """Rows that begin at 16 bytes, those of a weight that is copied for it among them."""
     products = [built for built in _builds("sm_90", variant) if built.launch.name.startswith("_gemm")]
