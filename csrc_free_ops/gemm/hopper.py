@@ -128,11 +128,15 @@ def _load_bias(biases, n, OPTIONS: gl.constexpr):
     PARTNER: gl.constexpr = option(OPTIONS, "PARTNER")
     HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
     HALF: gl.constexpr = COLUMNS // HALVES
+    # One address and one limit for all strips, which differ from them by numbers that stand in the instructions. Of an
+    # even width a thread's two columns have one limit, and are one load.
+    lane = gl.arange(0, 8, gl.SliceLayout(0, wgmma_layout(8)))
+    limit = WIDTH - n * HALF - (lane // 2 * 2 if WIDTH % 2 == 0 else lane)
+    starts = (biases[0] + n * HALF + lane, biases[1] + n * HALF + lane)
     bias = ()
     for strip in gl.static_range(COLUMNS // 8):
-        column = n * HALF + strip * 8 % HALF + gl.arange(0, 8, gl.SliceLayout(0, wgmma_layout(8)))
-        at = biases[strip * 8 // HALF] + strip * 8 // HALF * PARTNER
-        value = gl.load(at + column, mask=column < WIDTH, other=0.0)
+        at = starts[strip * 8 // HALF] + (strip * 8 // HALF * PARTNER + strip * 8 % HALF)
+        value = gl.load(at, mask=limit > strip * 8 % HALF, other=0.0)
         bias = bias + (value,)
     return bias
 

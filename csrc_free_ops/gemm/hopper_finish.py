@@ -72,20 +72,25 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
     HALF: gl.constexpr = COLUMNS // HALVES
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     HEIGHT: gl.constexpr = 8 * gl.num_warps()
+    PIECES: gl.constexpr = 64 // HEIGHT
     rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     out_ptr, _, _, pre_ptr, _, _ = pointers
-    for part in range(PARTS // HALVES):
-        column = part * 64 + cols
-        valid = column < gl.minimum(WIDTH - n * HALF, HALF)
-        for piece in gl.static_range(64 // HEIGHT):
-            first = row + piece * HEIGHT
+    width = gl.minimum(WIDTH - n * HALF, HALF)
+    # Two pieces at a time, as high as all warps reach at once: registers do not suffice for a whole part.
+    pieces = units._reinterpret(units.dtype, [units.shape[0] * PIECES, HEIGHT, 64], units.type.layout)
+    for pair in range((width + 63) // 64 * (PIECES // 2)):
+        column = pair // (PIECES // 2) * 64 + cols
+        valid = column < width
+        for index in gl.static_range(2):
+            piece = pair * 2 + index
+            first = row + piece % PIECES * HEIGHT
             inside = (rows < total - first)[:, None] & valid[None, :]
-            half = units.index(FIRST + part).slice(piece * HEIGHT, HEIGHT, 0).load(LAYOUT)
+            half = pieces.index(FIRST * PIECES + piece).load(LAYOUT)
             pre_at = pre_ptr + first.to(gl.int64) * (WIDTH * HALVES) + n * HALF
             pre_at = pre_at + (rows * (WIDTH * HALVES))[:, None] + column[None, :]
             if EPILOGUE == "swiglu":
-                up = units.index(FIRST + PARTS // 2 + part).slice(piece * HEIGHT, HEIGHT, 0).load(LAYOUT)
+                up = pieces.index((FIRST + PARTS // 2) * PIECES + piece).load(LAYOUT)
                 gate = half.to(gl.float32)
                 y = gate * _logistic(gate, 1.0) * up.to(gl.float32)
                 if KEEPS_PRE:
