@@ -150,7 +150,12 @@ def vision_metadata(
     Raises:
         ValueError: names the argument, what was wanted and what came.
     """
-    op = "vision_metadata"
+    images = images_of("vision_metadata", grid_thw, sizes.merge_size)
+    return metadata_of(images, sizes, device, padding)
+
+
+def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
+    """The rows (t, h, w) of a grid, checked, in the name of `op`; a grid on a device is read back."""
     if not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         got = f"shape {list(grid_thw.shape)}" if isinstance(grid_thw, Tensor) else type(grid_thw).__name__
         refuse(op, "grid_thw", "a tensor of shape [n, 3], a row (t, h, w) for each image", got)
@@ -161,10 +166,10 @@ def vision_metadata(
         if t < 0:
             refuse(op, f"grid_thw[{image}, 0], frames,", "at least 0", t)
         for column, name, size in ((1, "height", h), (2, "width", w)):
-            if size < 0 or size % sizes.merge_size:
-                wanted = f"a multiple of {sizes.merge_size}, the encoder's spatial_merge_size"
+            if size < 0 or size % merge_size:
+                wanted = f"a multiple of {merge_size}, the encoder's spatial_merge_size"
                 refuse(op, f"grid_thw[{image}, {column}], the {name},", wanted, size)
-    return metadata_of(images, sizes, device, padding)
+    return images
 
 
 def metadata_of(
@@ -338,6 +343,6 @@ def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
 
 
 __all__ = [
-    "Padding", "VisionMetadata", "VisionSizes", "gather_cells", "metadata_of", "precomputed_metadata",
-    "vision_metadata",
+    "Padding", "VisionMetadata", "VisionSizes", "gather_cells", "images_of", "metadata_of",
+    "precomputed_metadata", "vision_metadata",
 ]  # fmt: skip

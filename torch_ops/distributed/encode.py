@@ -1,0 +1,198 @@
+"""The images of a batch, encoded by all ranks of a process group, each its share.
+
+Every rank holds the encoder and the whole batch, and works out all shares from the grid (`spread_images`), so that
+sizes need not be exchanged. Outputs come together in one collective: each rank writes all of its own, one after the
+other, into a row of bytes that is as long as the largest share needs, and rows are gathered. Bytes, because outputs may
+differ in dtype (under autocast they do).
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_ops._checks import refuse
+from torch_ops.distributed.spread import Part, Share, balance_of, spread_images
+from torch_ops.models.vision_metadata import images_of
+
+_OP = "encode_across_ranks"
+
+# What outputs begin at a multiple of, in bytes: any dtype can be seen there.
+_ALIGNMENT = 16
+
+# Its name from torch 2.13 on, and the former one.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+@torch.compiler.disable
+def encode_across_ranks(
+    encoder: Callable[[Tensor, Tensor], Any],
+    pixel_values: Tensor,
+    grid_thw: Tensor,
+    group: "dist.ProcessGroup | None" = None,
+    *,
+    balance: float | None = None,
+) -> Any:
+    """`encoder(pixel_values, grid_thw)`, of which each rank of a process group computes a share.
+
+    All ranks of the group call it, with the same encoder, pixel values and grid, and all get the whole output, in the
+    order of the batch. Each calls the encoder once: with its share, with a single merged cell where it has none (of its
+    outputs widths and dtypes are taken), or with the whole batch where that is one frame or none, or the group one
+    rank. Nothing but the outputs is exchanged, and with a grid on the CPU nothing waits for the device.
+
+    Args:
+        encoder: `QwenVisionEncoder`, or any callable of pixel values and grid whose frames do not see each other. What
+            it returns may hold tensors in tuples, lists, dicts or Transformers' outputs, with a row for each patch or
+            for each merged cell in the batch's order, frame by frame. `functools.partial(encoder, chunk_tokens=...)`
+            is one, too.
+        pixel_values: [T, P] as the encoder takes them, all of the batch on every rank.
+        grid_thw: integers [n, 3], a row (t, h, w) for each image or video. Best kept on the CPU, as for the encoder; a
+            share's own is where this one is.
+        group: of torch.distributed; the default group where None.
+        balance: of `spread_images`, the same on all ranks; by the encoder's configuration where None.
+
+    Returns:
+        What the encoder returns. Frames are encoded beside others than in one call, so that outputs are the same up to
+        the order in which a matrix product sums; on all ranks they have the same bits, except that a batch of one frame
+        is computed by each. Beside them, memory holds the gathered rows: as much again, and more where shares are
+        uneven.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came: also where outputs would have a gradient, which
+            this has not. What every rank can see is refused before anything is sent. An error in the encoder on one
+            rank leaves the others waiting until the group's timeout, as in any collective.
+    """
+    ranks, rank = _place(group)
+    merge_size = getattr(encoder, "spatial_merge_size", 2)
+    images = images_of(_OP, grid_thw, merge_size)
+    _check_pixel_values(pixel_values, sum(t * h * w for t, h, w in images), group)
+    shares = spread_images(images, ranks, balance_of(encoder) if balance is None else balance)
+
+    if ranks == 1 or sum(part.frames for share in shares for part in share.parts) <= 1:
+        output = encoder(pixel_values, grid_thw)
+        _check_gradients(pytree.tree_leaves(output))
+        return output
+
+    own = shares[rank].parts or (Part(0, 1, merge_size, merge_size),)
+    rows = torch.cat([pixel_values[part.start : part.start + part.patches] for part in own])
+    grid = torch.tensor([(part.frames, part.height, part.width) for part in own], dtype=grid_thw.dtype, device="cpu")
+    output = encoder(rows, grid.to(grid_thw.device))
+    leaves, structure = pytree.tree_flatten(output)
+    _check_gradients(leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outputs = _laid_out(tensors, rows, merge_size, max(share.patches for share in shares))
+    gathered = iter(_gathered(tensors, outputs, shares, rank, group))
+    whole = pytree.tree_unflatten([next(gathered) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    if isinstance(output, OrderedDict):
+        # One of Transformers' outputs is made anew in the order of its class.
+        for name in output:
+            whole.move_to_end(name)
+    return whole
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where a rank's row of bytes holds an output, of up to `rows` rows; each is of `unit` patches."""
+
+    start: int
+    rows: int
+    unit: int
+    width: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * math.prod(self.width) * self.dtype.itemsize
+
+    def of(self, row: Tensor) -> Tensor:
+        return row[self.start : self.stop].view(self.dtype).view(self.rows, *self.width)
+
+
+def _laid_out(tensors: Sequence[Tensor], pixels: Tensor, merge_size: int, most: int) -> list[_Output]:
+    """Outputs one after the other, with room for a share of `most` patches."""
+    outputs, start = [], 0
+    patches = pixels.shape[0]
+    for tensor in tensors:
+        if tensor.device != pixels.device:
+            refuse(_OP, "the encoder's outputs", f"on {pixels.device} as pixel_values is", tensor.device)
+        units = [unit for unit in (1, merge_size**2) if tensor.dim() and tensor.shape[0] * unit == patches]
+        if not units:
+            wanted = f"of a row for each patch or merged cell, {patches} or {patches // merge_size**2}"
+            refuse(_OP, "the encoder's outputs", wanted, f"shape {list(tensor.shape)}")
+        output = _Output(start, most // units[0], units[0], tuple(tensor.shape[1:]), tensor.dtype)
+        outputs.append(output)
+        start = -(-output.stop // _ALIGNMENT) * _ALIGNMENT
+    return outputs
+
+
+def _gathered(
+    tensors: Sequence[Tensor],
+    outputs: Sequence[_Output],
+    shares: Sequence[Share],
+    rank: int,
+    group: "dist.ProcessGroup | None",
+) -> list[Tensor]:
+    """The outputs of all ranks in the order of the batch."""
+    if not tensors:
+        return []
+    length = -(-outputs[-1].stop // _ALIGNMENT) * _ALIGNMENT
+    rows = torch.empty((len(shares), length), dtype=torch.uint8, device=tensors[0].device)
+    if shares[rank].parts:
+        for tensor, output in zip(tensors, outputs, strict=True):
+            output.of(rows[rank])[: tensor.shape[0]].copy_(tensor)
+    assert _all_gather is not None
+    _all_gather(rows.view(-1), rows[rank], group=group)
+    places = _places(shares)
+    whole = []
+    for output in outputs:
+        held = [output.of(row) for row in rows]
+        whole.append(torch.cat([held[r][first // output.unit : last // output.unit] for r, first, last in places]))
+    return whole
+
+
+def _places(shares: Sequence[Share]) -> list[tuple[int, int, int]]:
+    """Rank, and first and last of its own patches, of all parts in the order of the batch."""
+    found = []
+    for rank, share in enumerate(shares):
+        first = 0
+        for part in share.parts:
+            found.append((part.start, rank, first, first + part.patches))
+            first += part.patches
+    return [(rank, first, last) for _, rank, first, last in sorted(found)]
+
+
+def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
+    """The number of ranks, and the own one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        wanted = "that of an initialised torch.distributed (init_process_group, in processes that torchrun starts)"
+        refuse(_OP, "group", wanted, "no process group at all")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        refuse(_OP, "group", "one that this process belongs to", f"another, seen from rank {dist.get_rank()} of all")
+    return dist.get_world_size(group), rank
+
+
+def _check_pixel_values(pixel_values: Tensor, total: int, group: "dist.ProcessGroup | None") -> None:
+    if not isinstance(pixel_values, Tensor) or pixel_values.dim() != 2 or pixel_values.shape[0] != total:
+        got = list(pixel_values.shape) if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
+        refuse(_OP, "pixel_values", f"a tensor of shape [{total}, P], a row for each patch of the grid", got)
+    # As in "cpu:gloo,cuda:nccl".
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    if pixel_values.device.type not in backends:
+        wanted = f"on a device that the group has a backend for ({', '.join(backends)})"
+        refuse(_OP, "pixel_values", wanted, pixel_values.device)
+
+
+def _check_gradients(leaves: Sequence[Any]) -> None:
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        wanted = "without a gradient (call it under torch.no_grad or torch.inference_mode; DDP spreads training)"
+        refuse(_OP, "the encoder's outputs", wanted, "some that require one")
+
+
+__all__ = ["encode_across_ranks"]

@@ -1,0 +1,131 @@
+"""Which rank encodes which images, worked out from their grid alone, so that every rank comes to the same.
+
+What is given away is a frame: in the Qwen-VL encoders a patch sees patches of its own frame only, so that a video may
+be parted between frames. A frame of L patches costs
+
+    L + L^2 / balance
+
+since linear layers take a time in proportion to L, and attention to L^2. `balance` is the length at which the two are
+equal, by the multiplications of a block of width C with an MLP of m layers (2, or 3 with gates) of inner width I: 4 C^2
++ m C I for each patch, and 2 C L for its attention, so that balance = 2 C + m I / 2. That is 6,608 for the tower of
+Qwen3-VL-8B. An encoder with windows has few layers that see whole frames (Qwen2.5-VL 4 of 32), and its balance is as
+many times larger. Two things are left out that pull in opposite directions: mergers, a tenth of the linear part of that
+tower, and that attention reaches a lower rate than matrix products.
+
+Frames go, the longest first, each to the rank that has least so far. The largest load is then at most 4/3 - 1/(3 ranks)
+times the least possible (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969). vLLM
+spreads whole images so, by their patches alone (`run_dp_sharded_mrope_vision_model`).
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from torch_ops._checks import refuse
+from torch_ops.models.families import FAMILIES
+from torch_ops.models.vision_metadata import REMEMBERED, Image, images_of
+
+# Of the tower of Qwen3-VL-8B, where nothing is known of the encoder.
+BALANCE = 6608.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive frames of an image or video; `start` is their first patch in the batch."""
+
+    start: int
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def patches(self) -> int:
+        return self.frames * self.height * self.width
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank encodes, in the order of the batch, and its cost in patches of no attention."""
+
+    parts: tuple[Part, ...]
+    cost: float
+
+    @property
+    def patches(self) -> int:
+        return sum(part.patches for part in self.parts)
+
+
+def spread_images(
+    grid_thw: Tensor | Iterable[Sequence[int]], ranks: int, balance: float = BALANCE
+) -> tuple[Share, ...]:
+    """The share of each rank, by the module's docstring.
+
+    Args:
+        grid_thw: rows (t, h, w) in patches, for each image or video: integers [n, 3], or a sequence of triples.
+        ranks: among how many.
+        balance: the patches of a frame whose attention costs as much as all the rest.
+
+    Returns:
+        A `Share` for each rank. Every frame is in one of them; those of a video that fall to one rank follow each
+        other. Frames of no patches are in none.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
+    """
+    op = "spread_images"
+    if ranks < 1:
+        refuse(op, "ranks", "1 or more", ranks)
+    if not balance > 0:
+        refuse(op, "balance", "a positive number of patches", balance)
+    if isinstance(grid_thw, Tensor):
+        return _spread(images_of(op, grid_thw, 1), ranks, balance)
+    return _spread(tuple((t, h, w) for t, h, w in grid_thw), ranks, balance)
+
+
+def least_loaded(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank of each item: the longest first, each to the rank with least so far; of equals, the first."""
+    loads = [(0.0, rank) for rank in range(ranks)]
+    chosen = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        load, rank = loads[0]
+        chosen[item] = rank
+        heapq.heapreplace(loads, (load + costs[item], rank))
+    return chosen
+
+
+def balance_of(encoder: Any) -> float:
+    """`balance` of an encoder by its configuration, or `BALANCE` where it has none of the known families."""
+    config: Any = getattr(encoder, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None:
+        return BALANCE
+    width, inner = getattr(config, family.width), family.intermediate_size(config)
+    full = len(config.fullatt_block_indexes) if family.windows else config.depth
+    return (2 * width + len(family.mlp) * inner / 2) * config.depth / full if full else math.inf
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _spread(images: tuple[Image, ...], ranks: int, balance: float) -> tuple[Share, ...]:
+    costs = [h * w + (h * w) ** 2 / balance for _, h, w in images]
+    frames = [image for image, (t, _, _) in enumerate(images) for _ in range(t)]
+    counts = Counter(zip(frames, least_loaded([costs[image] for image in frames], ranks), strict=True))
+    parts: list[list[Part]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    start = 0
+    for image, (_, h, w) in enumerate(images):
+        for rank in range(ranks):
+            taken = counts[image, rank]
+            if taken and h * w:
+                parts[rank].append(Part(start, taken, h, w))
+                loads[rank] += taken * costs[image]
+                start += taken * h * w
+    return tuple(Share(tuple(each), load) for each, load in zip(parts, loads, strict=True))
+
+
+__all__ = ["BALANCE", "Part", "Share", "balance_of", "least_loaded", "spread_images"]
