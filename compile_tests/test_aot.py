@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from compile_tests import norms, rope
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import SM90, TARGETS, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
@@ -201,12 +202,12 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str, place: str) 
 def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> None:
     """For the kernel that each overlaps, and for turns, which are released."""
     builds = list(_hopper_builds(72, variant).values())
-    assert [bool(built.launch.kwargs.get("launch_pdl")) for built in builds] == [False, False, True, True]
+    assert [bool(built.launch.kwargs.get("launch_pdl")) for built in builds] == [True, False, True, True]
     admits = ["griddepcontrol.launch_dependents" in built.asm["ptx"] for built in builds]
     assert admits == [False, True, True, False]
     waits = [len(re.findall(r"griddepcontrol\.wait", built.asm["ptx"])) for built in builds]
     # The producer in its loop and after it, and of a fixed order each of both senders.
-    assert waits[:2] + waits[3:] == [0, 0, 1] and waits[2] >= (4 if ordered else 2)
+    assert waits[:2] + waits[3:] == [1, 0, 1] and waits[2] >= (4 if ordered else 2)
     ptx = builds[2].asm["ptx"]
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
 
@@ -250,6 +251,25 @@ def test_short_kernels_wait_where_they_must() -> None:
             ptx = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90).asm["ptx"]
         assert ("griddepcontrol.launch_dependents" in ptx) == admits, name
         assert len(re.findall(r"griddepcontrol\.wait", ptx)) == waits, name
+
+
+def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
+    """Whatever came before them; and the attention kernel for Hopper GPUs, which admits none."""
+    launches = [
+        norms.norm_launches("add_layer_norm")["_norm_fwd_kernel"],
+        norms.norm_launches("add_layer_norm", width=20000)["_norm_fwd_wide_kernel"],
+        rope.rope_launches("rope_window_attn")[0],
+    ]
+    for launch in launches:
+        assert not launch.kwargs["OVERLAPS"] and "launch_pdl" not in launch.kwargs
+        with fake_gpu(SM90):
+            ptx = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90).asm["ptx"]
+        assert "griddepcontrol.launch_dependents" in ptx, launch.name
+        assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global"), launch.name
+    # In the order of the source, which partitions of machine code have not.
+    forward = next(iter(_hopper_builds(72, "one").values())).asm["ttgir"]
+    assert 0 < forward.index("griddepcontrol.wait") < forward.index("tt.load")
+    assert "launch_dependents" not in forward and forward.index("griddepcontrol.wait") < forward.index("partition0")
 
 
 def test_descriptors_of_later_calls_equal_made_ones() -> None:

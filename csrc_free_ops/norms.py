@@ -29,6 +29,7 @@ columns in memory.
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import add_rows, load_rows, scale_rows, store_rows, zero_rows
 
 SIZES = ("num_rows", "num_programs")
@@ -106,9 +107,10 @@ def _norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
     STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M rows). See the module for the maths."""
+    await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
     remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
@@ -280,9 +282,10 @@ def _norm_fwd_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
     STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows)."""
+    await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * STRIDE_X

@@ -16,6 +16,7 @@ Rows outside all segments become zeros, whatever q, k and the tables hold there.
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rope import rotate, rotate_back
 from csrc_free_ops.tiles.rows import WIDE_STRIDE
 
@@ -74,9 +75,11 @@ def _rope_kernel(
     stride_qh, stride_kh, num_rows, num_segments,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
     UNIT: tl.constexpr, HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
-    SHARED_ANGLES: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARED_ANGLES: tl.constexpr, BACK: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of pairs, tiles of q's heads and then of k's); the results are contiguous."""
+    await_before(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * BLOCK_N
     first = begin // HALF
     local = (begin % HALF).to(tl.int32) + tl.arange(0, BLOCK_N)

@@ -164,7 +164,7 @@ def plan_forward_hopper(
     groups = launch.block_m // 64
     constants = constants_of(q, k, launch, scores, REGISTERS[groups, overlap])
     constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap}
-    constants |= {"ORDER": order_of(num_segments, SINGLE.value), "HAS_LSE": has_lse}
+    constants |= {"ORDER": order_of(num_segments, SINGLE.value), "HAS_LSE": has_lse, "launch_pdl": True}
     scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
     main, tail, width = PARTS[q.shape[2]]
     cols = launch.block_n

@@ -24,8 +24,7 @@ from torch_ops._attention_portable import (
     row_stride,
     with_columns,
 )
-from torch_ops._device import gpu
-from torch_ops._registry import INTERPRET, Relaunch, is_eager, wrap_triton
+from torch_ops._registry import Relaunch, can_overlap, wrap_triton
 from torch_ops._scores import Scores
 
 # Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
@@ -51,13 +50,8 @@ def _constants(q: Tensor, num_segments: int, scores: Scores, unit: int) -> dict[
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail,
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
-        "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": _overlaps(num_segments),
+        "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": can_overlap() and num_segments > 0,
     }  # fmt: skip
-
-
-def _overlaps(num_segments: int) -> bool:
-    """Whether kernels can be launched to begin while the one before, of these segments, ends. Traces know no such."""
-    return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90 and num_segments > 0
 
 
 def _rest(short: Launch, launch: Launch, shared: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.configs import Launch, pick_product
 from csrc_free_ops.gemm.portable import _gemm_kernel, _gemm_pair_kernel
-from torch_ops._attention_portable import INTERPRETED_GPU, precision_of
+from torch_ops._attention_portable import precision_of
 from torch_ops._checks import dtype_name
-from torch_ops._device import gpu
+from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
 from torch_ops.settings import settings
 

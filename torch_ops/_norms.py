@@ -24,7 +24,7 @@ from csrc_free_ops.norms import (
 from torch_ops._checks import check_dense, check_device, check_eps, check_float, check_like, dtype_name, refuse
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._norms_cpu import norm_backward_cpu, norm_forward_cpu, pass_on
-from torch_ops._registry import INTERPRET, Relaunch, remembered, runs_kernels, wrap_triton
+from torch_ops._registry import INTERPRET, Relaunch, can_overlap, remembered, runs_kernels, wrap_triton
 from torch_ops.settings import settings
 
 
@@ -217,10 +217,12 @@ def plan_forward(
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
     ready = folded and _compact(weight) and _compact(bias)
     scalars = (num_rows, eps)
+    overlaps = can_overlap()
     constants = {
         "STRIDE_X": stride_x, "STRIDE_R": stride_r, "HAS_MEAN": has_mean, "HAS_RESIDUAL": residual is not None,
-        "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+        "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "OVERLAPS": overlaps,
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)), **_options(launch),
+        **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip
     grid = (num_rows if wide else cdiv(num_rows, launch.block_m),)
     relaunch = Relaunch(grid, scalars)

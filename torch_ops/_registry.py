@@ -31,6 +31,7 @@ from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 from triton.compiler import CompiledKernel
 
+from torch_ops._device import gpu
 from torch_ops.settings import settings
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -70,6 +71,11 @@ def wrap_triton(kernel: Any) -> Any:
     if INTERPRET or not torch._C._len_torch_dispatch_stack():
         return kernel
     return _torch_wrap_triton(kernel)
+
+
+def can_overlap() -> bool:
+    """Whether kernels may be launched to begin while the one before ends (`launch_pdl`): by eager calls alone."""
+    return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
 
 
 class Relaunch:

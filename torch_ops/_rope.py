@@ -15,7 +15,7 @@ from csrc_free_ops.rope import _rope_kernel
 from torch_ops._attention_portable import head_strides, readable, row_stride, with_columns
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
+from torch_ops._registry import INTERPRET, Relaunch, can_overlap, wrap_triton
 from torch_ops.settings import settings
 
 
@@ -50,12 +50,14 @@ def plan_rotation(
     half = head_dim // 2
     launch, _ = rotation_launch(q)
     unit, strides = head_strides(q, k)
+    overlaps = can_overlap()
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k),
         "STRIDE_CT": _table_stride(cos), "STRIDE_ST": _table_stride(sin),
         "UNIT": unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
-        "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+        "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "OVERLAPS": overlaps,
+        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages, **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip
     # One tile more than there may be pairs for: so there is one of no rows too, and none asks whether there are any.
     tiles = total * half // launch.block_n + 1
