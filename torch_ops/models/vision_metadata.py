@@ -150,6 +150,11 @@ def vision_metadata(
     Raises:
         ValueError: names the argument, what was wanted and what came.
     """
+    return metadata_of(images_of(grid_thw, sizes), sizes, device, padding)
+
+
+def images_of(grid_thw: Tensor, sizes: VisionSizes) -> tuple[Image, ...]:
+    """The rows of a grid on the host; refuses what is no grid of an encoder of these sizes."""
     op = "vision_metadata"
     if not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         got = f"shape {list(grid_thw.shape)}" if isinstance(grid_thw, Tensor) else type(grid_thw).__name__
@@ -164,7 +169,17 @@ def vision_metadata(
             if size < 0 or size % sizes.merge_size:
                 wanted = f"a multiple of {sizes.merge_size}, the encoder's spatial_merge_size"
                 refuse(op, f"grid_thw[{image}, {column}], the {name},", wanted, size)
-    return metadata_of(images, sizes, device, padding)
+    return images
+
+
+def filled_sizes(images: tuple[Image, ...], sizes: VisionSizes) -> Padding:
+    """The sizes of a batch without padding."""
+    windows = None
+    if sizes.window is not None:
+        side = sizes.window * sizes.merge_size
+        windows = sum(t * -(-h // side) * -(-w // side) for t, h, w in images)
+    frames = sum(t for t, _, _ in images)
+    return Padding(sum(t * h * w for t, h, w in images), len(images), frames, windows)
 
 
 def metadata_of(
@@ -338,6 +353,6 @@ def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
 
 
 __all__ = [
-    "Padding", "VisionMetadata", "VisionSizes", "gather_cells", "metadata_of", "precomputed_metadata",
-    "vision_metadata",
+    "Padding", "VisionMetadata", "VisionSizes", "filled_sizes", "gather_cells", "images_of", "metadata_of",
+    "precomputed_metadata", "vision_metadata",
 ]  # fmt: skip
