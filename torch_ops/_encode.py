@@ -55,7 +55,7 @@ def encode(
     graph: Annotated[
         bool,
         typer.Option(
-            "--graph", help="Time the call as a replay of a CUDA graph too; on a CPU, over its padded tensors."
+            "--graph", help="Time replays of a CUDA graph too; on a CPU, which has none, the call on static tensors."
         ),
     ] = False,
     chunk_tokens: Annotated[

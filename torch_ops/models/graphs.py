@@ -12,7 +12,7 @@ the CPU, where there are no graphs, the encoder is called on the same static ten
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._checks import refuse
+from torch_ops.models._recording import Recording
 from torch_ops.models.budgets import whole_budget, words_of
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import (
@@ -85,6 +86,8 @@ class EncoderGraphs:
 
     def warmup(self) -> "EncoderGraphs":
         """Captures the graphs of all budgets, the largest first, so that others fit into its memory."""
+        if (obstacle := _mode(self.encoder)) is not None:
+            refuse(OP, *obstacle)
         with self._lock, _device_of(self.encoder):
             for budget in reversed(self.budgets):
                 self._recording(budget)
@@ -184,14 +187,14 @@ class EncoderGraphs:
         """Without graphs and static tensors, once none is in use."""
         if (done := getattr(self, "_done", None)) is not None:
             done.synchronize()
-        self._recordings: dict[Padding, _Recording] = {}
+        self._recordings: dict[Padding, Recording] = {}
         self._state: object = None
         self._done: torch.cuda.Event | None = None
         self._pixels = torch.empty(0)
         self._filled = 0
         self._pool: Any = None
 
-    def _recording(self, budget: Padding) -> "_Recording":
+    def _recording(self, budget: Padding) -> "Recording":
         state = _state(self.encoder)
         if state != self._state:
             self._forget()
@@ -200,7 +203,7 @@ class EncoderGraphs:
         if budget not in self._recordings:
             # Tensors made in inference mode could not be filled outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                self._recordings[budget] = _Recording(self.encoder, self._pixels[: budget.rows], budget, self._pool)
+                self._recordings[budget] = Recording(self.encoder, self._pixels[: budget.rows], budget, self._pool)
         return self._recordings[budget]
 
     def _allocate(self) -> None:
@@ -232,44 +235,13 @@ class EncoderGraphs:
         self._filled = rows
 
 
-class _Recording:
-    """`encode_packed` on the static tensors of a budget."""
-
-    replay: Callable[[], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
-
-    def __init__(self, encoder: QwenVisionEncoder, pixels: Tensor, budget: Padding, pool: Any) -> None:
-        self.metadata = metadata_of((), encoder.sizes, pixels.device, budget).clone()
-
-        def encode() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            return encoder.encode_packed(pixels, self.metadata)
-
-        if not pixels.is_cuda:
-            outputs = encode()
-
-            @torch.no_grad()
-            def run() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-                last, pooled, taps = encode()
-                for static, fresh in zip((*outputs[:2], *outputs[2]), (last, pooled, *taps), strict=True):
-                    static.copy_(fresh)
-                return outputs
-
-            self.replay = run
-            return
-        # What compiles or allocates for good does so before the capture.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            encode()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            captured = encode()
-
-        def replay() -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            graph.replay()
-            return captured
-
-        self.replay = replay
+def _mode(encoder: QwenVisionEncoder) -> tuple[str, str, object] | None:
+    """What of the caller's modes no graph can have."""
+    if torch.is_autocast_enabled(encoder.device.type):
+        return "autocast", "off: cast the encoder instead", "on"
+    if settings.checked:
+        return "settings.checked", "False, since checks wait for the device", True
+    return None
 
 
 def _device_of(encoder: QwenVisionEncoder) -> Any:
@@ -284,7 +256,7 @@ def _weights(encoder: QwenVisionEncoder) -> Iterator[Tensor]:
         module = modules.pop()
         for held in (module._parameters, module._buffers):
             yield from (tensor for tensor in held.values() if tensor is not None)
-        modules.extend(module._modules.values())
+        modules.extend(child for child in module._modules.values() if child is not None)
 
 
 def _state(encoder: QwenVisionEncoder) -> object:
