@@ -115,7 +115,7 @@ def test_memory_of_chunks_does_not_grow_with_the_video() -> None:
 
     (short, few), (long, many), (whole, _) = peak(16, 4096), peak(64, 4096), peak(64, None)
     assert long - short <= 2.2 * (many - few), "it grows by the features alone"
-    assert whole > 2 * long
+    assert whole > 1.5 * long
 
 
 @pytest.fixture
