@@ -211,16 +211,16 @@ def test_features_that_are_not_finite(checkpoint: Path, small_image: Path, monke
 
 
 def test_out_of_memory(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any) -> Any:
+    def run(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
     monkeypatch.setattr(_encode, "_run", run)
     said = refused("encode", small_image, "--model", checkpoint, *CPU, code=1)
-    assert "cpu has not enough memory for 280 tokens in one call" in said
+    assert "cpu has not enough memory for 280 tokens in one call; give fewer or smaller images, or --chunk" in said
 
 
 def test_interrupt_is_quiet(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any) -> Any:
+    def run(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_encode, "_run", run)
@@ -229,7 +229,7 @@ def test_interrupt_is_quiet(checkpoint: Path, small_image: Path, monkeypatch: py
 
 
 def test_defects_keep_their_traceback(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any) -> Any:
+    def run(*_: Any, **__: Any) -> Any:
         raise ValueError("a defect")
 
     monkeypatch.setattr(_encode, "_run", run)

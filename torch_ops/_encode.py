@@ -1,9 +1,9 @@
-"""``vk encode``: image files through a Qwen3-VL vision encoder, timed and compared."""
+"""``vk encode``: image files, or the frames of a video, through a Qwen3-VL vision encoder, timed and compared."""
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,28 +15,18 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from torch_ops._checks import check_head_dim
 from torch_ops._device import out_of_memory
-from torch_ops._encode_report import Run, comparison, figures, print_report
+from torch_ops._encode_inputs import Advance, InputError, Inputs, Step, input_errors, read_frames, read_images
+from torch_ops._encode_report import Run, comparison, figures, print_report, replayed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Advance = Callable[[int, int], None]
-Step = Callable[[str], Advance]
-
-
-class InputError(Exception):
-    """What the user can put right, said in one line; ``exit_code`` is the command's."""
-
-    def __init__(self, message: str, exit_code: int = 2) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-    def format_message(self) -> str:
-        """The line, by the name that Typer's own errors have for it."""
-        return str(self)
 
 
 def encode(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Image files: PNG, JPEG, WebP, ...")],
+    frames: Annotated[
+        bool,
+        typer.Option("--frames", help="They are the frames of one video, in this order; also a folder or a pattern."),
+    ] = False,
     tower: Annotated[
         str | None,
         typer.Option(metavar="S|M|L", help="A tower with random weights; S unless given."),
@@ -62,6 +52,16 @@ def encode(
             "absolute, and relative to the largest value of its output.",
         ),
     ] = False,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph", help="Time replays of a CUDA graph too; on a CPU, which has none, the call on static tensors."
+        ),
+    ] = False,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="At most N tokens at once, cut between frames, for long videos."),
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls, after one that warms up.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -70,9 +70,9 @@ def encode(
     All images go through the encoder in one packed call, as a serving engine batches them. Grid,
     tokens and output shapes are each image's own; the time is the median of the packed call, from
     pixels on the device to features on the device, and an image's time is its share by tokens. A
-    token is a patch of 16 x 16 pixels.
+    token is a patch of 16 x 16 pixels, of two frames of a video.
     """
-    with _input_errors():
+    with input_errors():
         from torch_ops.models import qwen_vl
 
         if tower is not None and model is not None:
@@ -80,29 +80,35 @@ def encode(
         name = "S" if tower is None else tower
         if name not in qwen_vl.TOWERS:
             raise ValueError(f"unknown tower {tower!r}; choose one of {', '.join(qwen_vl.TOWERS)}")
+        if graph and compile_:
+            raise ValueError("--graph and --compile exclude each other: give one of them")
+        if chunk_tokens is not None and (graph or compile_):
+            raise ValueError("--chunk-tokens is for plain calls: leave out --graph and --compile")
         where = _device(device)
         kind = _dtype(dtype, where)
 
     with _progress() as step:
-        pixel_values, grid, sizes = _read_images(images, model, step)
+        inputs = (read_frames if frames else read_images)(images, model, step)
         advance = step("loading the vision tower" if model else "building the tower")
         try:
-            with _input_errors():
+            with input_errors():
                 if model is not None:
                     encoder = qwen_vl.load_tower(model, kind, where, advance)
                 else:
                     encoder = qwen_vl.build_tower(name, seed, kind, where, advance)
                 config = encoder.config
                 check_head_dim("vk::window_attn", "the tower", config.hidden_size // config.num_heads)
-                _check_patches(config, pixel_values)
-            pixels = pixel_values.to(where, kind)
-            runs = _run(encoder, pixels, grid, compile_, compare, repeat, step)
+                _check_patches(config, inputs.pixel_values)
+            runs = _run(
+                encoder, inputs, repeat, step,
+                compiled=compile_, compare=compare, graph=graph, chunk_tokens=chunk_tokens,
+            )  # fmt: skip
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             raise InputError(
-                f"{where} has not enough memory for {pixel_values.shape[0]} tokens in one call; "
-                f"give fewer or smaller images",
+                f"{where} has not enough memory for {inputs.pixel_values.shape[0]} tokens in one call; "
+                f"give fewer or smaller images, or --chunk-tokens",
                 exit_code=1,
             ) from error
 
@@ -116,21 +122,16 @@ def encode(
         "dtype": str(kind).removeprefix("torch."),
         "compiled": compile_,
         "repeat": repeat,
-        **figures(runs[0], images, sizes, grid),
-        "compare": comparison(*runs) if compare else None,
+        "frames": inputs.frames,
+        "chunk_tokens": chunk_tokens,
+        **figures(runs["plain"], inputs),
+        "graph": replayed(runs["graph"], runs["plain"]) if graph else None,
+        "compare": comparison(runs["plain"], runs["theirs"]) if compare else None,
     }
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         print_report(report)
-
-
-@contextmanager
-def _input_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        raise InputError(str(error)) from error
 
 
 @contextmanager
@@ -172,29 +173,6 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _read_images(
-    paths: list[Path], model: Path | None, step: Step
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
-    from torch_ops.models.qwen_vl import image_processor, open_image, preprocess
-
-    advance = step("reading images")
-    batches, sizes = [], []
-    with _input_errors():
-        processor = image_processor(model)
-    for done, path in enumerate(paths, start=1):
-        with _input_errors():
-            image = open_image(path)
-        try:
-            batches.append(preprocess([image], processor))
-        except ValueError as error:
-            width, height = image.size
-            raise InputError(f"{path} ({width} x {height} pixels) cannot be encoded: {error}; crop it first") from error
-        sizes.append(image.size)
-        advance(done, len(paths))
-    pixel_values, grids = zip(*batches, strict=True)
-    return torch.cat(pixel_values), torch.cat(grids), sizes
-
-
 def _check_patches(config: Any, pixel_values: torch.Tensor) -> None:
     wanted = config.in_channels * config.temporal_patch_size * config.patch_size**2
     if pixel_values.shape[1] != wanted:
@@ -206,45 +184,62 @@ def _check_patches(config: Any, pixel_values: torch.Tensor) -> None:
 
 def _run(
     encoder: Any,
-    pixel_values: torch.Tensor,
-    grid: torch.Tensor,
-    compiled: bool,
-    compare: bool,
+    inputs: Inputs,
     repeat: int,
     step: Step,
-) -> list[Run]:
-    """The run of our encoder on the tower's weights and, if asked for, the tower's own."""
+    *,
+    compiled: bool,
+    compare: bool,
+    graph: bool,
+    chunk_tokens: int | None,
+) -> dict[str, Run]:
+    """The plain run of our encoder on the tower's weights and, if asked for, replays of it and the tower's own."""
+    from torch_ops.models.graphs import EncoderGraphs
     from torch_ops.models.qwen_vl import from_transformers
+    from torch_ops.models.vision_metadata import filled_sizes, images_of
 
     ours = from_transformers(encoder)
+    pixels = inputs.pixel_values.to(ours.device, ours.dtype)
     step("compiling and encoding" if compiled else "encoding")
     try:
         call = torch.compile(ours, fullgraph=True) if compiled else ours
-        runs = [_timed("vk's encoder", call, pixel_values, grid, repeat)]
+        runs = {"plain": _timed("vk's encoder", call, pixels, inputs.grid, repeat, chunk_tokens)}
     except Exception as error:
         if not compiled or out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"torch.compile failed: {reason}; leave out --compile", 1) from error
-    if not runs[0].output.last_hidden_state.isfinite().all():
+    if not runs["plain"].output.last_hidden_state.isfinite().all():
         raise InputError(
-            f"the features are not finite in {str(pixel_values.dtype).removeprefix('torch.')}; give another --dtype",
+            f"the features are not finite in {str(pixels.dtype).removeprefix('torch.')}; give another --dtype",
             exit_code=1,
         )
+    if graph:
+        step("capturing and replaying" if pixels.is_cuda else "encoding over static tensors")
+        budget = filled_sizes(images_of("vk encode", inputs.grid, ours.sizes.merge_size), ours.sizes)
+        runner = EncoderGraphs(ours, [budget], fallback="refuse", copy_outputs=False)
+        runs["graph"] = _timed("a CUDA graph", runner, pixels, inputs.grid, repeat)
     if compare:
         step("encoding with Transformers' own encoder")
-        runs.append(_timed(encoder.config._attn_implementation, encoder, pixel_values, grid, repeat))
+        runs["theirs"] = _timed(encoder.config._attn_implementation, encoder, pixels, inputs.grid, repeat)
     return runs
 
 
 @torch.inference_mode()
-def _timed(attention: str, tower: Any, pixel_values: torch.Tensor, grid: torch.Tensor, repeat: int) -> Run:
+def _timed(
+    attention: str,
+    tower: Any,
+    pixel_values: torch.Tensor,
+    grid: torch.Tensor,
+    repeat: int,
+    chunk_tokens: int | None = None,
+) -> Run:
     from torch_ops.models.qwen_vl import encode as encode_packed
 
     seconds = []
     for _ in range(repeat + 1):
         start = time.perf_counter()
-        output = encode_packed(tower, pixel_values, grid)
+        output = encode_packed(tower, pixel_values, grid, chunk_tokens)
         if pixel_values.is_cuda:
             torch.cuda.synchronize(pixel_values.device)
         seconds.append(time.perf_counter() - start)

@@ -1,12 +1,13 @@
 """What ``vk encode`` reports: its figures as plain values, and the tables that show them."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from torch_ops._encode_inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,19 @@ class Run:
     warmup_seconds: float
 
 
-def figures(run: Run, paths: list[Path], sizes: list[tuple[int, int]], grid: torch.Tensor) -> dict[str, Any]:
-    """What is known of each image and of the packed call; ``grid`` is int64 ``[n, 3]``."""
+def figures(run: Run, inputs: Inputs) -> dict[str, Any]:
+    """What is known of each image and of the packed call."""
     from torch_ops.models.qwen_vl import split_by_image
 
+    grid = inputs.grid
     total = int(grid.prod(dim=1).sum())
     images = []
     features = split_by_image(run.output, grid)
-    for path, size, thw, own in zip(paths, sizes, grid.tolist(), features, strict=True):
+    for name, size, thw, own in zip(inputs.names, inputs.sizes, grid.tolist(), features, strict=True):
         tokens = own.last_hidden_state.shape[0]
         images.append(
             {
-                "file": str(path),
+                "file": name,
                 "size": list(size),
                 "grid_thw": thw,
                 "tokens": tokens,
@@ -76,6 +78,18 @@ def comparison(ours: Run, theirs: Run) -> dict[str, Any]:
     }
 
 
+def replayed(run: Run, plain: Run) -> dict[str, Any]:
+    """What replays of the same batch took, and the largest difference of their output from the plain call's."""
+    versus = comparison(run, plain)
+    return {
+        "captured": run.output.last_hidden_state.is_cuda,
+        "seconds": run.seconds,
+        "warmup_seconds": run.warmup_seconds,
+        "speedup": versus["speedup"],
+        "differences": versus["differences"],
+    }
+
+
 def print_report(report: dict[str, Any]) -> None:
     """The report of ``vk encode`` as a table and a few lines on stdout."""
     console = Console()
@@ -104,20 +118,36 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(table)
     console.print()
     count = len(report["images"])
+    what = f"{count} image{'s' * (count > 1)}" if report["frames"] is None else f"a video of {report['frames']} frames"
+    chunk = report["chunk_tokens"]
+    how = "in one packed call" if chunk is None else f"in chunks of at most {chunk}, or of a frame"
     source = report["model"] or f"tower {report['tower']}, random weights of seed {report['seed']}"
     lines = [
-        f"{count} image{'s' * (count > 1)}, {report['tokens']} tokens in one packed call: "
+        f"{what}, {report['tokens']} tokens {how}: "
         f"{_seconds(report['seconds'])}, {report['tokens_per_second']:.0f} tokens/s "
         f"(median of {report['repeat']}, warm-up {_seconds(report['warmup_seconds'])})",
         f"{source}; {report['parameters'] / 1e6:.1f} M parameters, {report['dtype']} on "
         f"{report['device_name']}{', compiled' * report['compiled']}; {report['attention']}"
         f"{' as ATen computes it on the CPU' * (report['device'] == 'cpu')}",
     ]
+    if report["graph"] is not None:
+        lines.append(_replays(report["graph"]))
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if report["compare"] is not None:
         console.print()
         _print_comparison(console, report["compare"])
+
+
+def _replays(graph: dict[str, Any]) -> str:
+    largest = max(difference["relative"] for difference in graph["differences"].values())
+    time = f"{_seconds(graph['seconds'])} (first call {_seconds(graph['warmup_seconds'])})"
+    if not graph["captured"]:
+        return f"no CUDA graph on a CPU; the same call over the runner's static tensors: {time}"
+    return (
+        f"replayed as a CUDA graph: {time}, {graph['speedup']:.2f} x as fast; "
+        f"largest difference from the plain call {largest:.2e} of the largest value"
+    )
 
 
 def _print_comparison(console: Console, compare: dict[str, Any]) -> None:

@@ -1,9 +1,12 @@
 """Encoders and models that run on the ops of this library."""
 
+from torch_ops.models.budgets import token_budgets
+from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import PackedEncoder, QwenVisionEncoder, VisionAttention, from_config, from_transformers
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, VisionSizes, vision_metadata
 
 __all__ = [
+    "EncoderGraphs",
     "PackedEncoder",
     "Padding",
     "QwenVisionEncoder",
@@ -12,5 +15,6 @@ __all__ = [
     "VisionSizes",
     "from_config",
     "from_transformers",
+    "token_budgets",
     "vision_metadata",
 ]

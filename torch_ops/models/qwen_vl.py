@@ -28,6 +28,7 @@ except ImportError as error:
     raise ImportError("torch_ops.models.qwen_vl needs transformers: pip install 'vk-ops[transformers]'") from error
 
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
+from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
 from torch_ops.models.vision_metadata import vision_metadata
 
@@ -188,18 +189,24 @@ def preprocess(
     return batch["pixel_values"], batch["image_grid_thw"]
 
 
-def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> Any:
-    """One packed call of ``tower`` (our encoder or Transformers' vision model, compiled or not) on all images.
+def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk_tokens: int | None = None) -> Any:
+    """One packed call of ``tower`` on all images: our encoder or Transformers', compiled or not, or `EncoderGraphs`.
 
     ``pixel_values`` ``[T, 1536]`` lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
     kept on the CPU: positions and segment borders are worked out there, so that the call itself
-    never waits for the device and compiles without graph breaks. Returns Transformers' output with
-    ``last_hidden_state`` ``[T, hidden_size]``, ``pooler_output`` ``[T / 4, out_hidden_size]`` and,
-    where the tower has taps, ``deepstack_features``.
+    never waits for the device and compiles without graph breaks. ``chunk_tokens`` is for our encoder
+    alone. Returns Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``,
+    ``pooler_output`` ``[T / 4, out_hidden_size]`` and, where the tower has taps,
+    ``deepstack_features``.
     """
     grid = grid_thw.cpu()
+    if isinstance(tower, EncoderGraphs):
+        return tower(pixel_values, grid, chunk_tokens=chunk_tokens)
     if isinstance(getattr(tower, "_orig_mod", tower), QwenVisionEncoder):
-        return tower(pixel_values, metadata=vision_metadata(grid, tower.sizes, pixel_values.device))
+        metadata = vision_metadata(grid, tower.sizes, pixel_values.device)
+        return tower(pixel_values, metadata=metadata, chunk_tokens=chunk_tokens)
+    if chunk_tokens is not None:
+        raise ValueError(f"chunk_tokens is for torch_ops' encoder, got {type(tower).__name__}")
     merge = tower.config.spatial_merge_size
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         grid,
@@ -208,7 +215,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> An
         align_corners=tower.interpolation_align_corners,
         spatial_merge_size=merge,
     )
-    metadata = {
+    precomputed = {
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
         "position_ids": vision_utils.get_vision_position_ids(grid, merge),
         "interp_indices": indices,
@@ -219,7 +226,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> An
         pixel_values,
         grid_thw=grid,
         max_seqlen=int((grid[:, 1] * grid[:, 2]).max()),
-        **{key: tensor.to(device, non_blocking=True) for key, tensor in metadata.items()},
+        **{key: tensor.to(device, non_blocking=True) for key, tensor in precomputed.items()},
     )
 
 

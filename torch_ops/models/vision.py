@@ -352,17 +352,14 @@ class QwenVisionEncoder(nn.Module):
             else:
                 learned = self.pos_embed is not None
                 metadata = precomputed_metadata(given, grid_thw, self.sizes, self.device, learned)
-        self._check(hidden_states, metadata)
+        self.check_pixels(hidden_states, metadata.cos.shape[0])
         keep = bool(output_hidden_states)
         if chunk_tokens is None:
             last, pooled, taps, kept = self._encode(hidden_states, metadata, keep)
         else:
             parts = [self._encode(*chunk, keep) for chunk in self._chunks(hidden_states, metadata, chunk_tokens)]
             last, pooled, taps, kept = (_concatenated(part) for part in zip(*parts, strict=True))
-        fields: dict[str, Any] = {"last_hidden_state": last, "pooler_output": pooled}
-        if self.family.taps:
-            fields["deepstack_features"] = list(taps)
-        output = self._output(**fields)
+        output = self.output_of(last, pooled, taps)
         if keep:
             output["hidden_states"] = (*kept, last)
         return output.to_tuple() if return_dict is False else output
@@ -377,13 +374,20 @@ class QwenVisionEncoder(nn.Module):
         """
         return self._encode(pixel_values, metadata, False)[:3]
 
-    def _check(self, pixel_values: Tensor, metadata: VisionMetadata) -> None:
+    def output_of(self, last: Tensor, pooled: Tensor, taps: Iterable[Tensor]) -> Any:
+        """Transformers' output of what `encode_packed` returns."""
+        fields: dict[str, Any] = {"last_hidden_state": last, "pooler_output": pooled}
+        if self.family.taps:
+            fields["deepstack_features"] = list(taps)
+        return self._output(**fields)
+
+    def check_pixels(self, pixel_values: Tensor, rows: int) -> None:
         columns = self.patch_embed.proj.weight[0].numel()
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
             refuse("vision encoder", "pixel values", f"of shape [T, {columns}], a row for each patch", got)
-        if pixel_values.shape[0] != metadata.cos.shape[0]:
-            wanted = f"of {metadata.cos.shape[0]} rows, the patches of the grid"
+        if pixel_values.shape[0] != rows:
+            wanted = f"of {rows} rows, the patches of the grid"
             refuse("vision encoder", "pixel values", wanted, pixel_values.shape[0])
 
     def _positions(self, patches: Tensor, metadata: VisionMetadata) -> Tensor:

@@ -172,6 +172,16 @@ def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
     return images
 
 
+def filled_sizes(images: tuple[Image, ...], sizes: VisionSizes) -> Padding:
+    """The sizes of a batch without padding."""
+    windows = None
+    if sizes.window is not None:
+        side = sizes.window * sizes.merge_size
+        windows = sum(t * -(-h // side) * -(-w // side) for t, h, w in images)
+    frames = sum(t for t, _, _ in images)
+    return Padding(sum(t * h * w for t, h, w in images), len(images), frames, windows)
+
+
 def metadata_of(
     images: tuple[Image, ...], sizes: VisionSizes, device: torch.device | str, padding: Padding | None = None
 ) -> VisionMetadata:
@@ -343,6 +353,6 @@ def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
 
 
 __all__ = [
-    "Padding", "VisionMetadata", "VisionSizes", "gather_cells", "images_of", "metadata_of",
+    "Padding", "VisionMetadata", "VisionSizes", "filled_sizes", "gather_cells", "images_of", "metadata_of",
     "precomputed_metadata", "vision_metadata",
 ]  # fmt: skip

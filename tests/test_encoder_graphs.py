@@ -1,0 +1,542 @@
+"""The encoder over budgets: padding, static tensors, weights that change; on a GPU the graphs themselves."""
+
+import copy
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import torch_ops
+from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower
+from tests.test_models import KINDS, about, frozen, tiny_model
+from torch_ops.integrations.transformers import accelerate
+from torch_ops.models import EncoderGraphs, Padding, QwenVisionEncoder, from_transformers, qwen_vl, token_budgets
+from torch_ops.models.vision_metadata import filled_sizes, vision_metadata
+from torch_ops.testing import check
+
+pytestmark = pytest.mark.no_interpret
+
+IMAGES = torch.tensor(GRID)
+# Batches of 280, 188, 4 and 0 patches; of a video and windows cut at an edge.
+BATCHES = (IMAGES, torch.tensor([[2, 8, 8], [1, 6, 10]]), torch.tensor([[1, 2, 2]]), torch.zeros((0, 3)).long())
+SMALL, LARGE = Padding(200, 4, 8, 30), Padding(400, 8, 12, 40)
+
+
+def runner_of(encoder: QwenVisionEncoder, **options: Any) -> EncoderGraphs:
+    return EncoderGraphs(encoder, [LARGE, SMALL], **{"fallback": "refuse", **options})
+
+
+def assert_equal_outputs(actual: Any, expected: Any) -> None:
+    ours, wanted = named_outputs(actual), named_outputs(expected)
+    assert type(actual) is type(expected) and list(ours) == list(wanted)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(ours[name], tensor, msg=about(name))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_outputs_are_those_of_the_encoder(model_type: str) -> None:
+    """Whatever was in the static tensors before."""
+    encoder = frozen(model_type)
+    runner = runner_of(encoder)
+    assert runner.budgets == tuple(
+        padding if encoder.sizes.window else dataclasses.replace(padding, windows=None) for padding in (SMALL, LARGE)
+    )
+    budgets = []
+    for seed, grid in enumerate((*BATCHES, *reversed(BATCHES), BATCHES[0].flip(0))):
+        pixels = draw_pixels(encoder, grid, torch.float64, seed=seed)
+        assert_equal_outputs(runner(pixels, grid), encoder(pixels, grid))
+        budgets.append(runner.budget_of(grid).rows)
+    assert budgets[:4] == [400, 200, 200, 200]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_outputs_by_the_rule(model_type: str, dtype: torch.dtype) -> None:
+    tower = tiny_tower(model_type, dtype)
+    exact = from_transformers(copy.deepcopy(tower).double())
+    encoder = from_transformers(tower)
+    runner = runner_of(encoder)
+    with torch.inference_mode():
+        for grid in BATCHES[:2]:
+            pixels = draw_pixels(tower, grid, dtype)
+            eager, actual = named_outputs(encoder(pixels, grid)), named_outputs(runner(pixels, grid))
+            check(actual, eager, named_outputs(exact(pixels.double(), grid)))
+            assert all(tensor.dtype is eager[name].dtype for name, tensor in actual.items())
+
+
+grids = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 6).map(lambda n: 2 * n), st.integers(0, 6).map(lambda n: 2 * n)),
+    max_size=6,
+)
+_fuzzed: dict[str, EncoderGraphs] = {}
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+@settings(max_examples=40)
+@given(images=grids)
+def test_any_batch_that_fits(model_type: str, images: list[tuple[int, int, int]]) -> None:
+    """One runner for all of them, so that each finds what the one before has left."""
+    if model_type not in _fuzzed:
+        _fuzzed[model_type] = EncoderGraphs(frozen(model_type), [64, 320, Padding(1024, 6, 18, 96)], fallback="refuse")
+    runner = _fuzzed[model_type]
+    grid = torch.tensor(images, dtype=torch.int64).view(-1, 3)
+    pixels = draw_pixels(runner.encoder, grid, torch.float64, seed=len(images))
+    wanted = filled_sizes(tuple(images), runner.encoder.sizes)
+    fits = wanted.rows <= 1024 and (wanted.windows or 0) <= 96
+    if not fits:
+        with pytest.raises(ValueError, match=f"a batch must be within.*got {wanted.rows} patches"):
+            runner(pixels, grid)
+        return
+    assert_equal_outputs(runner(pixels, grid), runner.encoder(pixels, grid))
+
+
+@given(images=grids)
+def test_sizes_of_a_batch(images: list[tuple[int, int, int]]) -> None:
+    encoder_sizes = frozen_sizes()
+    metadata = vision_metadata(torch.tensor(images, dtype=torch.int64).view(-1, 3), encoder_sizes)
+    assert metadata.grid is not None and metadata.cu_window_seqlens is not None
+    assert filled_sizes(tuple(images), encoder_sizes) == Padding(
+        metadata.cos.shape[0], len(images), len(metadata.cu_seqlens) - 1, len(metadata.cu_window_seqlens) - 1
+    )
+
+
+def frozen_sizes() -> Any:
+    return torch_ops.models.VisionSizes(80, window=4)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_what_is_left_in_static_tensors_is_harmless(model_type: str) -> None:
+    """0 times NaN is NaN: neither pixels of a batch before nor what else lies there may reach a row of the next."""
+    encoder = frozen(model_type)
+    runner = runner_of(encoder)
+    first, second = BATCHES[:2]
+    pixels = draw_pixels(encoder, second, torch.float64)
+    expected = encoder(pixels, second)
+    runner(torch.full_like(draw_pixels(encoder, first), torch.nan), first)
+    assert_equal_outputs(runner(pixels, second), expected)
+    padding = runner._pixels[pixels.shape[0] :]
+    assert not padding.any(), "rows of padding are zero"
+    # Even where rows of padding are not finite.
+    padding.fill_(torch.nan)
+    assert_equal_outputs(runner(pixels, second), expected)
+
+
+def test_copies_stay_and_views_are_overwritten() -> None:
+    encoder = frozen("qwen3_vl_vision")
+    one, other = (draw_pixels(encoder, IMAGES, torch.float64, seed) for seed in (1, 2))
+    runner = runner_of(encoder)
+    kept = runner(one, IMAGES)
+    before = {name: tensor.clone() for name, tensor in named_outputs(kept).items()}
+    runner(other, IMAGES)
+    for name, tensor in named_outputs(kept).items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "no more memory than its rows"
+    runner.copy_outputs = False
+    view = runner(one, IMAGES)
+    assert_equal_outputs(view, kept)
+    now = runner(other, IMAGES)
+    for name, tensor in named_outputs(view).items():
+        assert tensor.data_ptr() == named_outputs(now)[name].data_ptr()
+        assert not torch.equal(tensor, before[name])
+
+
+def test_weights_changed_in_place_count_and_replaced_ones_are_noticed() -> None:
+    encoder = frozen("qwen3_vl_vision")
+    runner = runner_of(encoder).warmup()
+    assert runner.captured == runner.budgets
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+
+    def agrees(captured: int) -> None:
+        assert_equal_outputs(runner(pixels, IMAGES), encoder(pixels, IMAGES))
+        assert len(runner.captured) == captured
+
+    layer = encoder.blocks[1].mlp.linear_fc1
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    agrees(2)
+    encoder.load_state_dict({name: tensor * 0.9 for name, tensor in encoder.state_dict().items()})
+    agrees(2)
+    layer.weight.data = layer.weight.data * 2
+    agrees(1)
+    runner.warmup()
+    layer.bias = nn.Parameter(layer.bias.detach() + 1, requires_grad=False)
+    agrees(1)
+    runner.warmup()
+    encoder.blocks[0].attn.proj = nn.Linear(144, 144, dtype=torch.float64).requires_grad_(False)
+    agrees(1)
+    runner.warmup()
+    encoder.float()
+    pixels = pixels.float()
+    agrees(1)
+    runner.warmup()
+    with torch_ops.settings(path="portable"):
+        agrees(1)
+    runner.warmup()
+    runner.clear()
+    assert runner.captured == ()
+    agrees(1)
+
+
+def test_pixels_of_another_dtype_are_cast() -> None:
+    encoder = frozen("qwen3_vl_vision", torch.bfloat16)
+    pixels = draw_pixels(encoder, IMAGES)
+    assert torch.equal(runner_of(encoder)(pixels, IMAGES)[1], runner_of(encoder)(pixels.bfloat16(), IMAGES)[1])
+
+
+def test_a_batch_that_fits_no_budget() -> None:
+    encoder = frozen("qwen2_5_vl_vision")
+    refusing, falling_back = runner_of(encoder), EncoderGraphs(encoder, [LARGE, SMALL])
+    for grid, got in (
+        (torch.tensor([[1, 20, 22]]), "440 patches, 1 images, 1 frames, 9 windows"),
+        (torch.tensor([[1, 2, 2]] * 9), "36 patches, 9 images, 9 frames, 9 windows"),
+        (torch.tensor([[13, 2, 2]]), "52 patches, 1 images, 13 frames, 13 windows"),
+        (torch.tensor([[1, 2, 2], [5, 2, 36]]), "364 patches, 2 images, 6 frames, 26 windows"),
+    ):
+        pixels = draw_pixels(encoder, grid, torch.float64)
+        assert (refusing.budget_of(grid) is None) is (got != "364 patches, 2 images, 6 frames, 26 windows")
+        if refusing.budget_of(grid) is None:
+            with pytest.raises(ValueError) as refusal:
+                refusing(pixels, grid)
+            assert str(refusal.value) == (
+                "EncoderGraphs: a batch must be within one of the budgets (200 patches, 4 images, 8 frames, 30 "
+                f"windows; 400 patches, 8 images, 12 frames, 40 windows), got {got}"
+            )
+            assert torch.equal(falling_back(pixels, grid)[1], encoder(pixels, grid)[1])
+            assert falling_back.captured == ()
+    assert refusing.budget_of(torch.tensor([[1, 2, 2]] * 5)) == LARGE
+
+
+def test_what_a_replay_does_not_take() -> None:
+    encoder = frozen("qwen3_vl_vision", torch.float32)
+    refusing, falling_back = runner_of(encoder), EncoderGraphs(encoder, [LARGE])
+    pixels = draw_pixels(encoder, IMAGES)
+    cu_seqlens = torch.tensor([0, pixels.shape[0]], dtype=torch.int32)
+    for named, message in (
+        ({"cu_seqlens": cu_seqlens}, "cu_seqlens must be None"),
+        ({"chunk_tokens": 64}, "chunk_tokens must be None"),
+        ({"output_hidden_states": True}, "output_hidden_states must be None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refusing(pixels, IMAGES, **named)
+        assert_equal_outputs(falling_back(pixels, IMAGES, **named), encoder(pixels, IMAGES, **named))
+    contexts: list[tuple[Callable[[], Any], str]] = [
+        (lambda: torch.autocast("cpu", torch.bfloat16), "autocast must be off"),
+        (lambda: torch_ops.settings(checked=True), "settings.checked must be False"),
+    ]
+    for context, message in contexts:
+        with context():
+            with pytest.raises(ValueError, match=message):
+                refusing(pixels, IMAGES)
+            with pytest.raises(ValueError, match=message):
+                falling_back.warmup()
+            assert_equal_outputs(falling_back(pixels, IMAGES), encoder(pixels, IMAGES))
+    with pytest.raises(ValueError, match="grid_thw must be given, or metadata whose images the host knows"):
+        refusing(pixels)
+    assert falling_back.captured == ()
+    falling_back(pixels, IMAGES, output_hidden_states=False, chunk_tokens=None, max_seqlen=180)
+    assert len(falling_back.captured) == 1
+
+
+def test_bad_arguments_are_refused() -> None:
+    encoder = frozen("qwen3_vl_vision")
+    pixels = draw_pixels(encoder, IMAGES)
+    for message, args, named in (
+        ("encoder must be a QwenVisionEncoder.*got Linear", (nn.Linear(2, 2), [4]), {}),
+        ("budgets must be at least one, got none", (encoder, []), {}),
+        (r"budgets\[1\] must be of a multiple of 4 patches, got 10", (encoder, [8, 10]), {}),
+        (r"budgets\[0\] must be of a multiple of 4 patches, got None", (encoder, [Padding(images=4)]), {}),
+        ("fallback must be 'eager' or 'refuse', got 'no'", (encoder, [8]), {"fallback": "no"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EncoderGraphs(*args, **named)
+    runner = runner_of(encoder)
+    with pytest.raises(ValueError, match="pixel values must be of 280 rows, the patches of the grid, got 279"):
+        runner(pixels[1:], IMAGES)
+    with pytest.raises(ValueError, match="the width, must be a multiple of 2"):
+        runner(pixels, torch.tensor([[1, 2, 3]]))
+
+
+def test_gradients_are_refused() -> None:
+    encoder = from_transformers(tiny_tower("qwen3_vl_vision"))
+    runner = EncoderGraphs(encoder, [LARGE])
+    pixels = draw_pixels(encoder, IMAGES)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in torch.inference_mode.. or torch.no_grad"):
+            runner(pixels.requires_grad_(), IMAGES)
+        encoder.requires_grad_(False)
+    runner(pixels.detach(), IMAGES)
+    with torch.no_grad():
+        assert not runner(pixels, IMAGES)[0].requires_grad
+
+
+def test_modes_take_turns() -> None:
+    """A graph that was captured in inference mode replays outside of it, and the other way round."""
+    encoder = from_transformers(tiny_tower("qwen2_5_vl_vision"))
+    pixels = draw_pixels(encoder, IMAGES)
+    runner = EncoderGraphs(encoder, [LARGE])
+    with torch.inference_mode():
+        first = runner(pixels, IMAGES)
+    with torch.no_grad():
+        second = runner(pixels, IMAGES)
+    with torch.inference_mode():
+        third = runner(pixels, IMAGES)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[0], third[0])
+    assert not second[0].is_inference()
+
+
+def test_called_like_the_encoder() -> None:
+    encoder = frozen("qwen3_vl_vision", torch.float32)
+    runner = runner_of(encoder)
+    pixels = draw_pixels(encoder, IMAGES)
+    expected = runner(pixels, IMAGES)
+    for args, named in (
+        ((), {"hidden_states": pixels, "grid_thw": IMAGES, "return_dict": True}),
+        ((pixels,), {"metadata": vision_metadata(IMAGES, encoder.sizes)}),
+    ):
+        assert torch.equal(runner(*args, **named).pooler_output, expected.pooler_output)
+    as_tuple = runner(pixels, IMAGES, return_dict=False)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[1], expected.pooler_output)
+    assert torch.equal(qwen_vl.encode(runner, pixels, IMAGES).pooler_output, expected.pooler_output)
+    compiled = torch.compile(lambda pixels: 2 * runner(pixels, IMAGES).pooler_output, backend="eager")
+    assert torch.equal(compiled(pixels), 2 * expected.pooler_output)
+
+
+def test_in_a_whole_model() -> None:
+    """As the forward of the encoder that stands there; what does not fit goes through the encoder itself."""
+    model = tiny_model()
+    names = list(model.state_dict())
+    tokens = torch.tensor([[token for t, h, w in GRID for token in (6, *[5] * (t * h * w // 4))]])
+    named = {
+        "input_ids": tokens,
+        "pixel_values": draw_pixels(model.model.visual, IMAGES),
+        "image_grid_thw": IMAGES,
+        "mm_token_type_ids": (tokens == 5).int(),
+    }
+    with torch.no_grad():
+        expected = model(**named).logits
+        encoder = from_transformers(accelerate(model))
+        for budgets, captured in (([400], 1), ([64], 0)):
+            encoder.forward = runner = EncoderGraphs(encoder, [Padding(rows, 8, 8) for rows in budgets])
+            torch.testing.assert_close(model(**named).logits, expected, rtol=1e-4, atol=1e-5)
+            assert len(runner.captured) == captured
+    assert list(model.state_dict()) == names
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = frozen("qwen3_vl_vision", torch.float32)
+    runner = runner_of(encoder)
+    batches = [(draw_pixels(encoder, grid, seed=seed), grid) for seed in range(2) for grid in BATCHES[:2]]
+    encode = encoder.encode_packed
+
+    def wait_and_encode(*args: Any) -> Any:
+        # For others to come in between.
+        time.sleep(0.005)
+        return encode(*args)
+
+    monkeypatch.setattr(encoder, "encode_packed", wait_and_encode)
+    expected = [runner(*batch).pooler_output for batch in batches]
+    wrong: list[int] = []
+
+    def call(index: int) -> None:
+        for _ in range(3):
+            if not torch.equal(runner(*batches[index]).pooler_output, expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_token_budgets() -> None:
+    assert token_budgets(4096) == [256, 512, 1024, 2048, 4096]
+    assert token_budgets(1500, 256, 2) == [256, 384, 512, 768, 1024, 1500]
+    assert token_budgets(601, 100) == [100, 200, 400, 604]
+    assert token_budgets(4, 1) == [4]
+    for message, args in (
+        ("min_tokens must be from 1 to max_tokens, 64, got 256", (64,)),
+        ("min_tokens must be from 1 to", (64, 0)),
+        ("per_doubling must be 1 or more, got 0", (512, 256, 0)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            token_budgets(*args)
+
+
+@given(smallest=st.integers(1, 600), more=st.integers(0, 5000), per_doubling=st.integers(1, 5))
+def test_token_budgets_waste_no_more_than_said(smallest: int, more: int, per_doubling: int) -> None:
+    budgets = token_budgets(smallest + more, smallest, per_doubling)
+    assert budgets == sorted(set(budgets)) and budgets[-1] >= smallest + more
+    assert all(budget % 4 == 0 for budget in budgets)
+    for below, above in zip(budgets, budgets[1:], strict=False):
+        assert above - (below + 1) <= above / (per_doubling + 1) + 4
+
+
+def test_budgets_have_bounds_on_everything() -> None:
+    encoder, windowed = frozen("qwen3_vl_vision"), frozen("qwen2_5_vl_vision")
+    assert EncoderGraphs(encoder, [4096, 256, 256]).budgets == (Padding(256, 2, 2), Padding(4096, 16, 16))
+    assert EncoderGraphs(windowed, [4096]).budgets == (Padding(4096, 16, 16, 132),)
+    assert EncoderGraphs(encoder, [Padding(256, segments=9)]).budgets == (Padding(256, 2, 9),)
+
+
+def tiny_l(dtype: torch.dtype = torch.bfloat16) -> tuple[QwenVisionEncoder, QwenVisionEncoder]:
+    """Of the L tower's head dimension, layers and taps, with few heads; and the same in fp64 on the CPU."""
+    tower = tiny_tower("qwen3_vl_vision", dtype, depth=9, deepstack_visual_indexes=[2, 5, 8], patch_size=16)
+    exact = from_transformers(copy.deepcopy(tower).double())
+    return from_transformers(tower).requires_grad_(False).cuda(), exact
+
+
+def padded(runner: EncoderGraphs, grid: Tensor, budget: Padding) -> list[Tensor]:
+    """What the graph of this budget computes, in an eager call on what it has last replayed."""
+    encoder, pixels = runner.encoder, runner._pixels[: budget.rows]
+    last, pooled, taps = encoder.encode_packed(pixels, vision_metadata(grid, encoder.sizes, "cuda", budget))
+    return [last, pooled, *taps]
+
+
+def assert_same_bits(actual: Any, whole: list[Tensor]) -> None:
+    for (name, ours), wanted in zip(named_outputs(actual).items(), whole, strict=True):
+        assert torch.equal(ours, wanted[: ours.shape[0]]), name
+
+
+# Segments on the Hopper kernels' side of the mean length and on the other.
+GPU_BATCHES = (
+    torch.tensor([[1, 32, 32]]),
+    torch.tensor([[1, 16, 16], [1, 24, 20]]),
+    torch.tensor([[3, 12, 14], [1, 2, 2]]),
+)
+
+
+def on_host(output: Any) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in named_outputs(output).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", (1, -1))
+@pytest.mark.parametrize("budget", (Padding(1024, 4, 4), Padding(2048, 8, 64)), ids=("hopper", "short"))
+def test_replays_equal_eager_calls(budget: Padding, order: int) -> None:
+    encoder, exact = tiny_l()
+    runner = EncoderGraphs(encoder, [budget], fallback="refuse")
+    for grid in GPU_BATCHES[::order]:
+        pixels = draw_pixels(encoder, grid, torch.bfloat16, seed=3).cuda()
+        actual, eager = runner(pixels, grid), encoder(pixels, grid)
+        truth = named_outputs(exact(pixels.double().cpu(), grid))
+        check(on_host(actual), on_host(eager), truth)
+        assert_same_bits(actual, padded(runner, grid, budget))
+    assert runner.captured == (budget,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", KINDS)
+def test_replays_of_every_family(model_type: str) -> None:
+    encoder = frozen(model_type, torch.float16).cuda()
+    exact = frozen(model_type, torch.float16).double()
+    runner = runner_of(encoder, copy_outputs=False).warmup()
+    with torch.inference_mode():
+        for grid in (*BATCHES[:3], *reversed(BATCHES)):
+            pixels = draw_pixels(encoder, grid, torch.float16)
+            actual = on_host(runner(pixels.cuda(), grid))
+            eager = on_host(encoder(pixels.cuda(), grid))
+            check(actual, eager, named_outputs(exact(pixels.double(), grid)))
+
+
+@pytest.mark.gpu
+def test_neither_the_encoder_nor_a_replay_waits() -> None:
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024, 2048], fallback="refuse").warmup()
+    grids = [torch.tensor([[1, 16, 16], [1, 24, 20]]), torch.tensor([[1, 32, 34]]), torch.tensor([[1, 20, 20]])]
+    batches = [(draw_pixels(encoder, grid, torch.bfloat16).cuda(), grid) for grid in grids]
+    metadata = [vision_metadata(grid, encoder.sizes, "cuda") for grid in grids]
+    for (pixels, _), each in zip(batches, metadata, strict=True):
+        encoder(pixels, metadata=each)
+    runner(*batches[0])
+    pinned, on_device = batches[2][0].cpu().pin_memory(), grids[0].cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for (pixels, grid), each in zip(batches, metadata, strict=True):
+            encoder(pixels, metadata=each)
+            # The metadata of the padded batch is made in the first call, and remembered in the second.
+            runner(pixels, grid)
+            runner(pixels, metadata=each)
+        runner(pinned, grids[2])
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            runner(batches[0][0], on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_memory_stays_flat_over_replays() -> None:
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, token_budgets(4096), fallback="refuse").warmup()
+    batches = []
+    for side in (16, 20, 28, 40, 60):
+        grid = torch.tensor([[1, side, side]])
+        batches.append((draw_pixels(encoder, grid, torch.bfloat16).cuda(), grid))
+
+    def replay() -> None:
+        for batch in (*batches, *reversed(batches)):
+            runner(*batch)
+
+    replay()
+    torch.cuda.synchronize()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(10):
+        replay()
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (allocated, reserved)
+    runner.clear()
+    assert torch.cuda.memory_allocated() < allocated
+
+
+@pytest.mark.gpu
+def test_graphs_notice_weights() -> None:
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024], fallback="refuse")
+    grid = GPU_BATCHES[0]
+    pixels = draw_pixels(encoder, grid, torch.bfloat16).cuda()
+    before = runner(pixels, grid).pooler_output
+    layer = encoder.blocks[4].mlp.linear_fc2
+    for change in (
+        lambda: layer.weight.data.mul_(3),
+        lambda: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 3, requires_grad=False)),
+        lambda: encoder.half(),
+    ):
+        change()
+        after = runner(pixels, grid)
+        assert after.pooler_output.dtype is encoder.dtype
+        assert_same_bits(after, padded(runner, grid, runner.budgets[0]))
+        assert (after.pooler_output.float() != before.float()).any()
+        before = after.pooler_output
+
+
+@pytest.mark.gpu
+def test_streams_and_threads_do_not_mix_batches() -> None:
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024, 2048], fallback="refuse").warmup()
+    batches = [(draw_pixels(encoder, grid, torch.bfloat16, seed).cuda(), grid) for seed, grid in enumerate(GPU_BATCHES)]
+    expected = [runner(*batch).pooler_output for batch in batches]
+    torch.cuda.synchronize()
+    results: list[tuple[int, Tensor]] = []
+
+    def call(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results.extend((index, runner(*batches[index]).pooler_output) for _ in range(10))
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(results) == 10 * len(batches)
+    for index, result in results:
+        assert torch.equal(result, expected[index])

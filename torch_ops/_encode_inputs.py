@@ -1,0 +1,122 @@
+"""What ``vk encode`` reads: image files, or the frames of a video, as pixels and their grid."""
+
+import glob
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+Advance = Callable[[int, int], None]
+Step = Callable[[str], Advance]
+
+
+class InputError(Exception):
+    """What the user can put right, said in one line; ``exit_code`` is the command's."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def format_message(self) -> str:
+        """The line, by the name that Typer's own errors have for it."""
+        return str(self)
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise InputError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Pixels of all images, or of one video; a name, a size in pixels and a row of the grid for each."""
+
+    pixel_values: torch.Tensor
+    grid: torch.Tensor
+    names: list[str]
+    sizes: list[tuple[int, int]]
+    frames: int | None = None  # of a video
+
+
+def read_images(paths: list[Path], model: Path | None, step: Step) -> Inputs:
+    from torch_ops.models.qwen_vl import image_processor, open_image, preprocess
+
+    advance = step("reading images")
+    batches, sizes = [], []
+    with input_errors():
+        processor = image_processor(model)
+    for done, path in enumerate(paths, start=1):
+        with input_errors():
+            image = open_image(path)
+        try:
+            batches.append(preprocess([image], processor))
+        except ValueError as error:
+            raise _not_encoded(path, image.size, error) from error
+        sizes.append(image.size)
+        advance(done, len(paths))
+    pixel_values, grids = zip(*batches, strict=True)
+    return Inputs(torch.cat(pixel_values), torch.cat(grids), [str(path) for path in paths], sizes)
+
+
+def read_frames(paths: list[Path], model: Path | None, step: Step) -> Inputs:
+    """One video of these files and of those in folders and patterns, in this order."""
+    from torch_ops.models.qwen_vl import image_processor, open_image
+    from torch_ops.models.video import preprocess_video
+
+    advance = step("reading frames")
+    with input_errors():
+        files = [file for path in paths for file in frame_files(path)]
+        processor = image_processor(model)
+    current, size = files[0], (0, 0)
+
+    def frames() -> Iterator[Image.Image]:
+        nonlocal current, size
+        for done, current in enumerate(files):
+            advance(done, len(files))
+            with input_errors():
+                image = open_image(current)
+            size = image.size
+            yield image
+
+    try:
+        pixel_values, grid = preprocess_video(frames(), processor)
+    except ValueError as error:
+        raise _not_encoded(current, size, error) from error
+    name = str(files[0]) if len(files) == 1 else f"{files[0]} .. {files[-1].name}"
+    return Inputs(pixel_values, grid, [name], [size], len(files))
+
+
+def frame_files(path: Path) -> list[Path]:
+    """The file itself; of a folder its images, of a pattern the files that match, both in the order of their names.
+
+    Numbers count by their value: frame2 comes before frame10. Raises ValueError where there is no file.
+    """
+    if path.is_dir():
+        kinds = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+        files = [file for file in path.iterdir() if file.suffix.lower() in kinds and not file.name.startswith(".")]
+        missing = "holds no image file; give a folder of frames, PNG, JPEG or WebP"
+    elif glob.has_magic(str(path)) and not path.exists():
+        files = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        missing = "matches no file; give the files, a folder or a pattern of frames"
+    else:
+        return [path]
+    if not (files := [file for file in files if file.is_file()]):
+        raise ValueError(f"{path} {missing}")
+    return sorted(files, key=_by_numbers)
+
+
+def _by_numbers(file: Path) -> tuple[Any, ...]:
+    parts = re.split(r"([0-9]+)", str(file))
+    return *((int(part), part) if part.isdigit() else (0, part) for part in parts), str(file)
+
+
+def _not_encoded(path: Path, size: tuple[int, int], error: ValueError) -> InputError:
+    return InputError(f"{path} ({size[0]} x {size[1]} pixels) cannot be encoded: {error}; crop it first")

@@ -1,0 +1,60 @@
+"""Budgets of patches: the fixed sizes that graphs of an encoder are captured for."""
+
+from dataclasses import replace
+
+from torch_ops._checks import refuse
+from torch_ops.models.vision_metadata import Padding, VisionSizes
+
+# Patches that an image or a frame has on average, where a budget does not say how many there may be: those of 256 x 256
+# pixels, the smallest image that Qwen3-VL's processor makes. Many more segments would make attention take its kernels
+# for short ones.
+PATCHES_OF_AN_IMAGE = 256
+# The same of a window: 64 but for those at the edges.
+PATCHES_OF_A_WINDOW = 32
+
+# Of a merged cell, in all families.
+UNIT = 4
+
+
+def token_budgets(max_tokens: int, min_tokens: int = 256, per_doubling: int = 1) -> list[int]:
+    """Numbers of patches from min_tokens to max_tokens, `per_doubling` of them from each to its double, evenly apart.
+
+    They are rounded up to multiples of 4. With one for each doubling up to half of a batch's rows are padding, with two
+    a third, with four a fifth.
+    """
+    op = "token_budgets"
+    if not 1 <= min_tokens <= max_tokens:
+        refuse(op, "min_tokens", f"from 1 to max_tokens, {max_tokens}", min_tokens)
+    if per_doubling < 1:
+        refuse(op, "per_doubling", "1 or more", per_doubling)
+    budgets, start = {max_tokens}, min_tokens
+    while start < max_tokens:
+        budgets.update(start + start * step // per_doubling for step in range(per_doubling))
+        start *= 2
+    return sorted({-(-budget // UNIT) * UNIT for budget in budgets if budget <= max_tokens})
+
+
+def whole_budget(op: str, name: str, budget: int | Padding, sizes: VisionSizes) -> Padding:
+    """With a bound on everything that has one."""
+    padding = budget if isinstance(budget, Padding) else Padding(rows=budget)
+    rows, unit = padding.rows or 0, sizes.merge_size**2
+    if rows < unit or rows % unit:
+        refuse(op, name, f"of a multiple of {unit} patches", padding.rows)
+    images = max(2, -(-rows // PATCHES_OF_AN_IMAGE))
+    windows = None
+    if sizes.window is not None:
+        windows = rows // PATCHES_OF_A_WINDOW + 4 if padding.windows is None else padding.windows
+    return replace(
+        padding,
+        images=images if padding.images is None else padding.images,
+        segments=images if padding.segments is None else padding.segments,
+        windows=windows,
+    )
+
+
+def words_of(sizes: Padding) -> str:
+    windows = "" if sizes.windows is None else f", {sizes.windows} windows"
+    return f"{sizes.rows} patches, {sizes.images} images, {sizes.segments} frames{windows}"
+
+
+__all__ = ["token_budgets", "whole_budget", "words_of"]

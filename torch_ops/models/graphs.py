@@ -1,0 +1,272 @@
+"""CUDA graphs of a vision encoder: one for each budget of patches, replayed for whatever batch fits it.
+
+    runner = EncoderGraphs(encoder, token_budgets(16384))
+    runner.warmup()
+    with torch.inference_mode():
+        output = runner(pixel_values, grid_thw)
+
+A graph has fixed shapes. A batch is copied into static tensors of the smallest budget that holds it, and the rest of
+them is made into nothing: images, frames and windows without patches, and rows past the last one, which no row sees. On
+the CPU, where there are no graphs, the encoder is called on the same static tensors instead.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ops._checks import refuse
+from torch_ops.models._recording import Recording
+from torch_ops.models.budgets import whole_budget, words_of
+from torch_ops.models.vision import QwenVisionEncoder
+from torch_ops.models.vision_metadata import (
+    PRECOMPUTED,
+    Image,
+    Padding,
+    VisionMetadata,
+    filled_sizes,
+    images_of,
+    metadata_of,
+)
+from torch_ops.settings import settings
+
+OP = "EncoderGraphs"
+
+# What the encoder takes and a replay does not.
+NOT_REPLAYED = ("chunk_tokens", "output_hidden_states", "output_attentions", *PRECOMPUTED)
+
+
+class EncoderGraphs:
+    """A `QwenVisionEncoder` in CUDA graphs, called as the encoder is, for inference.
+
+    Args:
+        encoder: whose weights the graphs read where they are. One that was changed in place counts from the next call
+            on; after weights were replaced, cast or moved, or `torch_ops.settings` changed, graphs are captured again.
+            What else a forward may depend on (hooks, switches of adapters, flags of PyTorch) is as it was at the
+            capture until `clear()`.
+        budgets: numbers of patches, as `token_budgets` makes them, or `Padding` for those who want other numbers of
+            images, segments (frames) and windows than about one for 256 patches, and one for 32.
+        fallback: "eager" calls the encoder itself for a batch that fits no budget, and for what replays do not offer:
+            chunk_tokens, output_hidden_states, what Transformers precomputes, autocast, settings(checked=True).
+            "refuse" raises ValueError instead.
+        copy_outputs: outputs are copies. Without, they are views of static tensors that the next call overwrites,
+            whichever its budget.
+
+    Budgets share one tensor of pixels and one memory pool; each has its own metadata and outputs. Calls of several
+    threads take turns, and calls on other streams wait for each other on the device; whoever reads views on another
+    stream has to see to the order. A replay never waits for the device, where the grid is on the CPU.
+    """
+
+    def __init__(
+        self,
+        encoder: QwenVisionEncoder,
+        budgets: Iterable[int | Padding],
+        *,
+        fallback: str = "eager",
+        copy_outputs: bool = True,
+    ) -> None:
+        if not isinstance(encoder, QwenVisionEncoder):
+            refuse(OP, "encoder", "a QwenVisionEncoder, as from_transformers makes it", type(encoder).__name__)
+        if fallback not in ("eager", "refuse"):
+            refuse(OP, "fallback", "'eager' or 'refuse'", repr(fallback))
+        complete = {whole_budget(OP, f"budgets[{i}]", budget, encoder.sizes) for i, budget in enumerate(budgets)}
+        if not complete:
+            refuse(OP, "budgets", "at least one", "none")
+        self.encoder = encoder
+        self.fallback = fallback
+        self.copy_outputs = copy_outputs
+        self.budgets = tuple(sorted(complete, key=astuple))
+        self._unit = encoder.sizes.merge_size**2
+        self._lock = threading.Lock()
+        self._forget()
+
+    def warmup(self) -> "EncoderGraphs":
+        """Captures the graphs of all budgets, the largest first, so that others fit into its memory."""
+        if (obstacle := _mode(self.encoder)) is not None:
+            refuse(OP, *obstacle)
+        with self._lock, _device_of(self.encoder):
+            for budget in reversed(self.budgets):
+                self._recording(budget)
+        return self
+
+    def clear(self) -> None:
+        """Frees all graphs and static tensors; the next call captures anew."""
+        with self._lock:
+            self._forget()
+
+    @property
+    def captured(self) -> tuple[Padding, ...]:
+        """The budgets that have a graph."""
+        return tuple(budget for budget in self.budgets if budget in self._recordings)
+
+    def budget_of(self, grid_thw: Tensor) -> Padding | None:
+        """The budget that a batch takes, None if it fits none."""
+        return self._budget(images_of("EncoderGraphs", grid_thw, self.encoder.sizes.merge_size))
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        grid_thw: Tensor | None = None,
+        *,
+        metadata: VisionMetadata | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The encoder's output of all images or videos of a batch, as `QwenVisionEncoder.forward` says it.
+
+        Pixel values of another dtype are cast to the encoder's; on the host, best in pinned memory, they are sent.
+        Raises ValueError where a gradient would be needed, for what the encoder refuses, and with fallback="refuse"
+        for what it does not replay.
+        """
+        _refuse_gradients(self.encoder, hidden_states)
+        images = self._images(grid_thw, metadata)
+        budget = None if images is None else self._budget(images)
+        if (obstacle := self._obstacle(images, budget, kwargs)) is not None:
+            if self.fallback == "refuse":
+                refuse(OP, *obstacle)
+            # Not by a call of the module, whose forward may be this object.
+            return QwenVisionEncoder.forward(
+                self.encoder, hidden_states, grid_thw, metadata=metadata, return_dict=return_dict, **kwargs
+            )
+        assert images is not None and budget is not None
+        rows = sum(t * h * w for t, h, w in images)
+        self.encoder.check_pixels(hidden_states, rows)
+        with self._lock, _device_of(self.encoder):
+            recording = self._recording(budget)
+            with self._in_order():
+                self._fill(hidden_states, rows)
+                recording.metadata.copy_(metadata_of(images, self.encoder.sizes, self._pixels.device, budget))
+                last, pooled, taps = recording.replay()
+                outputs = (last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps)))
+                if self.copy_outputs:
+                    outputs = tuple(each.clone() for each in outputs)
+        output = self.encoder.output_of(outputs[0], outputs[1], outputs[2:])
+        return output.to_tuple() if return_dict is False else output
+
+    def _images(self, grid_thw: Tensor | None, metadata: VisionMetadata | None) -> tuple[Image, ...] | None:
+        if metadata is not None:
+            return metadata.images
+        return None if grid_thw is None else images_of("EncoderGraphs", grid_thw, self.encoder.sizes.merge_size)
+
+    def _budget(self, images: tuple[Image, ...]) -> Padding | None:
+        filled = astuple(filled_sizes(images, self.encoder.sizes))
+        for budget in self.budgets:
+            if all(size is None or size <= most for size, most in zip(filled, astuple(budget), strict=True)):
+                return budget
+        return None
+
+    def _obstacle(
+        self, images: tuple[Image, ...] | None, budget: Padding | None, kwargs: dict[str, Any]
+    ) -> tuple[str, str, object] | None:
+        """Why this call is no replay: an argument, what was wanted and what came."""
+        for name in NOT_REPLAYED:
+            # Values may be tensors, which are not to be compared.
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                return name, "None, since a replay does not take it", "one"
+        if images is None:
+            return "grid_thw", "given, or metadata whose images the host knows", "none"
+        if torch.is_autocast_enabled(self.encoder.device.type):
+            return "autocast", "off: cast the encoder instead", "on"
+        if settings.checked:
+            return "settings.checked", "False, since checks wait for the device", True
+        if budget is None:
+            budgets = "; ".join(map(words_of, self.budgets))
+            return (
+                "a batch",
+                f"within one of the budgets ({budgets})",
+                words_of(filled_sizes(images, self.encoder.sizes)),
+            )
+        return None
+
+    def _forget(self) -> None:
+        """Without graphs and static tensors, once none is in use."""
+        if (done := getattr(self, "_done", None)) is not None:
+            done.synchronize()
+        self._recordings: dict[Padding, Recording] = {}
+        self._state: object = None
+        self._done: torch.cuda.Event | None = None
+        self._pixels = torch.empty(0)
+        self._filled = 0
+        self._pool: Any = None
+
+    def _recording(self, budget: Padding) -> "Recording":
+        state = _state(self.encoder)
+        if state != self._state:
+            self._forget()
+            self._allocate()
+            self._state = state
+        if budget not in self._recordings:
+            # Tensors made in inference mode could not be filled outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._recordings[budget] = Recording(self.encoder, self._pixels[: budget.rows], budget, self._pool)
+        return self._recordings[budget]
+
+    def _allocate(self) -> None:
+        weight = self.encoder.patch_embed.proj.weight
+        shape = (max(budget.rows or 0 for budget in self.budgets), weight[0].numel())
+        with torch.inference_mode(False):
+            self._pixels = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        if weight.is_cuda:
+            self._done = torch.cuda.Event()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """After the call before, which may have been on another stream."""
+        if self._done is None:
+            yield
+            return
+        torch.cuda.current_stream().wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record()
+
+    @torch.no_grad()
+    def _fill(self, pixel_values: Tensor, rows: int) -> None:
+        self._pixels[:rows].copy_(pixel_values, non_blocking=True)
+        # Rows of a batch before may hold anything, and padding is to be finite.
+        self._pixels[rows : self._filled].zero_()
+        self._filled = rows
+
+
+def _mode(encoder: QwenVisionEncoder) -> tuple[str, str, object] | None:
+    """What of the caller's modes no graph can have."""
+    if torch.is_autocast_enabled(encoder.device.type):
+        return "autocast", "off: cast the encoder instead", "on"
+    if settings.checked:
+        return "settings.checked", "False, since checks wait for the device", True
+    return None
+
+
+def _device_of(encoder: QwenVisionEncoder) -> Any:
+    device = encoder.device
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _weights(encoder: QwenVisionEncoder) -> Iterator[Tensor]:
+    # `parameters()` takes five times as long.
+    modules: list[Any] = [encoder]
+    while modules:
+        module = modules.pop()
+        for held in (module._parameters, module._buffers):
+            yield from (tensor for tensor in held.values() if tensor is not None)
+        modules.extend(child for child in module._modules.values() if child is not None)
+
+
+def _state(encoder: QwenVisionEncoder) -> object:
+    """What a graph was captured with: it reads weights where they were, and knows nothing of others."""
+    return settings.generation, encoder.device, [(weight.data_ptr(), weight.dtype) for weight in _weights(encoder)]
+
+
+def _refuse_gradients(encoder: QwenVisionEncoder, pixel_values: Tensor) -> None:
+    if torch.is_grad_enabled() and (pixel_values.requires_grad or any(w.requires_grad for w in _weights(encoder))):
+        refuse(OP, "a call", "in torch.inference_mode() or torch.no_grad(): a replay has no gradients", "gradients on")
+
+
+__all__ = ["EncoderGraphs"]
