@@ -637,7 +637,7 @@ def test_summary_sets_every_peer_against_ours() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/encoder.md"])
 def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path: Path) -> None:
     page = ROOT / name
     copy = tmp_path / name
