@@ -448,7 +448,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     document = json.loads(text)
     assert document["schema"] == 1
     assert list(document) == [
-        "schema", "provenance", "ceilings", "measurements", "profiles", "host",
+        "schema", "provenance", "ceilings", "measurements", "profiles", "host", "encoders",
     ]  # fmt: skip
     for other in ({**document, "schema": 2}, {}, [1], {**document, "host": [{"name": 1}]}):
         with pytest.raises(ValueError, match="schema 1"):

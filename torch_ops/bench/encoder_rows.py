@@ -5,11 +5,13 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from torch_ops.bench.room import find_named
 from torch_ops.models import VisionMetadata, from_transformers, vision_metadata
@@ -229,8 +231,9 @@ def truths(scene: Scene) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """By Transformers' tower: in fp64, and as it is. In training fp64 keeps only what enters a block."""
     exact = copy.deepcopy(scene.session.tower).double().train(scene.row.training)
     exact.patch_embed.forward = lambda pixels: linear_patches(exact.patch_embed, pixels)
-    if scene.row.training:
-        exact.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for block in exact.blocks if scene.row.training else ():
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
     ready = transformers_metadata(scene, segments_on_host=True)
     pixels = scene.pixels.double()
     reference = outcome(scene, exact, lambda: features_of(exact(pixels, grid_thw=scene.grid, **ready)))
