@@ -1,7 +1,8 @@
-"""The bench of the whole encoder: who is right, what is compiled how often, what tables and the timeline show."""
+"""The bench of the whole encoder: who is right, what is compiled how often, what the command writes."""
 
+import contextlib
 import dataclasses
-import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from compile_tests.models import tiny_tower
 from torch_ops import cli
-from torch_ops.bench import documents, encoder, encoder_contest, encoder_peers, timing
-from torch_ops.bench.app import app
+from torch_ops.bench import encoder, encoder_contest, encoder_peers, timing
 from torch_ops.bench.encoder_contenders import CONTENDERS, Bound, EncoderContender
 from torch_ops.bench.encoder_contest import contest_row
 from torch_ops.bench.encoder_peers import Assembly
@@ -35,8 +36,7 @@ from torch_ops.bench.encoder_rows import (
     transformers_metadata,
     truths,
 )
-from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Ceilings, EncoderRow, Provenance, Report, Timed
-from torch_ops.bench.timeline import KINDS, Lane, Timeline, bars, kernels_of, kind_of, read_timeline
+from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Ceilings, Report
 from torch_ops.testing import check, references
 
 pytestmark = pytest.mark.no_interpret
@@ -44,7 +44,6 @@ pytestmark = pytest.mark.no_interpret
 CPU = torch.device("cpu")
 TINY, TRAINED = SMOKE
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
-ORIGIN = Provenance("2030", "abc", "vk bench encoder", "NVIDIA H200", "580", {"torch": "2.11"}, {"vk": "ours"})
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +220,29 @@ def test_one_block_is_compiled_for_all_that_share_it(session: Session, stand_ins
     assert stand_ins[3:] == ["QwenVisionEncoder.encode_packed"] * 2, "one for all images, and one for one"
 
 
+def test_flash4_leaves_a_compiled_block_whole(session: Session, stand_ins: list[str], monkeypatch: Any) -> None:
+    """Its package stood in for by the reference."""
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, **named: Any) -> Any:
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        return references.window_attn(q, k, v, cu_seqlens_q)[0], None
+
+    def batched(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return functional.scaled_dot_product_attention(*heads_first).transpose(1, 2).contiguous(), None
+
+    interface = SimpleNamespace(flash_attn_func=batched, flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", encoder_peers.attend_flash4)
+    names = [name for name in BY_NAME if name.startswith("hf_flash4")]
+    peers = [dataclasses.replace(BY_NAME[name], refuses=lambda scene: "") for name in names]
+    for row in (TINY, Row("equal", ((1, 4, 4), (1, 4, 4))), TRAINED):
+        made = contest_row(make_scene(session, row), peers, 2, str)
+        assert {timed.name: timed.note for timed in made.uncaptured} == dict.fromkeys(names, "")
+        if not row.training:
+            assert set(stand_ins) == {"Qwen3VLVisionBlock.forward"} and len(stand_ins) == 1 + (row is not TINY)
+
+
 def test_twins_share_parameters_and_leave_the_tower_alone(session: Session, stand_ins: list[str]) -> None:
     made = encoder_peers.twin(session, "cudnn", compiled=True)
     theirs = dict(session.tower.named_parameters())
@@ -230,6 +252,33 @@ def test_twins_share_parameters_and_leave_the_tower_alone(session: Session, stan
     assert "forward" not in session.tower.blocks[0].__dict__
     make_scene(session, TRAINED)
     assert made.training and session.encoder.training
+
+
+@pytest.mark.parametrize("name", ["vk_graph", "graph_flash2"])
+def test_a_graph_that_writes_nothing_is_wrong(
+    session: Session, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """CUDA stood in for: a call copies its pixels in and replays, and what the capture left does not count."""
+    replayed: list[int] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    graph = SimpleNamespace(replay=lambda: replayed.append(1), pool=lambda: (0, 1))
+    for attribute, value in {
+        "Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph,
+        "stream": contextlib.nullcontext, "graph": lambda *args, **named: contextlib.nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, attribute, value)
+    scene = make_scene(session, TINY)
+    contender = dataclasses.replace(BY_NAME[name], refuses=lambda scene: "")
+    made = contest_row(scene, (contender,), 2, str)
+    (timed,) = (*made.ours, *made.assembled)
+    assert timed.status == WRONG and "entries are not finite" in timed.note and replayed
+    bound = contender.bind(scene)
+    static, *held = bound.held
+    assert static.data_ptr() != scene.pixels.data_ptr() and torch.equal(static, scene.pixels)
+    assert len(held) == (3 if name == "graph_flash2" else 0)
+    segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)
 
 
 @pytest.mark.gpu
@@ -279,107 +328,3 @@ def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(encoder, "CONTENDERS", (changed("vk", broken),))
     result = encoded("--rows", "tiny")
     assert result.exit_code == 1 and "vk: vk is failed on tiny: RuntimeError: no kernel" in result.stderr
-
-
-def timed(name: str, *ms: float, status: str = OK, note: str = "") -> Timed:
-    return Timed(name, status, note, ms, "wall", 2**30)
-
-
-def golden() -> Report:
-    ours = (
-        timed("vk", 4.0, 4.0, 5.0, 5.0),
-        timed("vk_compiled", 2.1, 2.1),
-        timed("vk_graph", 2.0, 2.0),
-    )
-    plain = timed("hf", 12.0, 12.0, 12.0, 12.0), timed("hf_flash4", 1.0, 1.0, 1.0, 1.0, status=WRONG, note="off")
-    assembled = timed("graph_cudnn", 3.0, 3.0, 2.5, 2.5), Timed("graph_flash4", UNAVAILABLE, "is not installed")
-    row = EncoderRow("448", "784", "forward", "bfloat16", "hopper", 800 * 10**9, ours, plain, assembled)
-    step = dataclasses.replace(row, row="train_8x896", direction="training step", assembled=())
-    return Report(ORIGIN, Ceilings(4000.0, 800.0, "bfloat16"), encoders=(row, step))
-
-
-def test_tables_set_the_best_of_each_group_against_ours(tmp_path: Path) -> None:
-    lines = documents.summary(golden()).splitlines()
-    assert lines[0].startswith("| batch | patches of each frame | best of ours, ms | TFLOP/s | of matmul | compiled /")
-    both = "2.00, 2.00 vk_graph | 400 | 50% | 1.05, 1.05 | 12.0, 12.0 hf | 6.00, 6.00"
-    assert lines[2:4] == [
-        f"| 448 | 784 | {both} | 3.00, 2.50 graph_cudnn | 1.50, 1.25 | 1024 / 1024 / 1024 |",
-        f"| train_8x896, training step | 784 | {both} | - | - | 1024 / 1024 / - |",
-    ]
-    assert any("a training step: forward, a scalar loss" in line for line in lines)
-    (tmp_path / "run.json").write_text(golden().to_json())
-    table = CliRunner().invoke(app, ["table", str(tmp_path / "run.json")]).stdout
-    assert "| vk | ours | 4.000 | 5.000 | 3.00, 2.40 | 0.75, 0.50 | 178 | 22% | 1024 |" in table
-    assert "| hf_flash4 wrong | (a) |" in table and "- hf_flash4: wrong, off" in table
-    assert "- graph_flash4: unavailable, is not installed" in table
-
-
-def test_places_that_wait_for_results_stay_empty(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    text = "<!-- vk bench table {}run.json -->\n<!-- vk bench table end -->\n"
-    for mark in ("--if-measured ", "--summary --if-measured "):
-        document.write_text(text.format(mark))
-        assert documents.refresh(document) and document.read_text() == text.format(mark)
-        (tmp_path / "run.json").write_text(golden().to_json())
-        assert documents.refresh(document) and "vk_graph" in document.read_text()
-        (tmp_path / "run.json").unlink()
-    document.write_text(text.format(""))
-    with pytest.raises(ValueError, match="there are no results"):
-        documents.refresh(document)
-
-
-NAMES = {
-    "void cutlass::device_kernel<flash::FlashAttnFwd>": "attention",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
-    "_attention_fwd_hopper_kernel": "attention",
-    "_gemm_hopper_kernel": "matmul",
-    "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_bias_TNT": "matmul",
-    "triton_per_fused_add_addmm_native_layer_norm_view_3": "norm",
-    "_norm_fwd_kernel": "norm",
-    "triton_poi_fused_addmm_gelu_view_4": "elementwise",
-    "_rope_kernel": "elementwise",
-    "void at::native::vectorized_elementwise_kernel<4>": "elementwise",
-    "Memcpy DtoD (Device -> Device)": "copy",
-}
-
-
-@pytest.mark.parametrize(("name", "kind"), NAMES.items())
-def test_kernels_have_kinds(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
-
-
-def made_up(pause: float) -> dict[str, Any]:
-    """Three layers of four kernels, and what ran on the host."""
-    events: list[dict[str, Any]] = [{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 900.0}]
-    now = 1000.0
-    for _ in range(3):
-        for name, duration in (("_norm_fwd_kernel", 2.0), ("gemm", 10.0), ("gemm", 5.0), ("flash_fwd", 20.0)):
-            events.insert(0, {"cat": "kernel", "name": name, "ts": now, "dur": duration})
-            now += duration + pause
-    return {"traceEvents": [*events, {"cat": "gpu_user_annotation", "name": "x", "ts": 0.0, "dur": 1.0}, {"ph": "M"}]}
-
-
-def test_a_timeline_is_stored_and_drawn(tmp_path: Path) -> None:
-    dense, sparse = kernels_of(made_up(0.0)), kernels_of(made_up(4.0))
-    assert [kernel.name for kernel in dense[:3]] == ["_norm_fwd_kernel", "gemm", "gemm"] and dense[0].start == 0.0
-    lanes = Lane("hf_compiled", "theirs", sparse), Lane("vk_graph", "ours", dense)
-    assert [lane.busy for lane in lanes] == [111.0, 111.0]
-    assert [lane.end for lane in lanes] == [155.0, 111.0]
-    assert lanes[1].end_of_layers(2) == 2 * 37.0 + 17.0
-    assert bars(dense, 0.5)["matmul"] == [(2.0, 15.0), (39.0, 15.0), (76.0, 15.0)]
-    assert len(bars(sparse, 0.5)["matmul"]) == 6
-    timeline = Timeline(ORIGIN, "896", lanes)
-    file = tmp_path / "timeline.json"
-    timeline.write(file)
-    assert read_timeline(file.read_text()) == timeline
-    assert json.loads(file.read_text())["names"] == ["_norm_fwd_kernel", "flash_fwd", "gemm"]
-    pictures = tmp_path / "one.svg", tmp_path / "two.svg"
-    for picture in pictures:
-        result = run("chart", file, picture)
-        assert result.exit_code == 0, result.output
-    one, two = (picture.read_text() for picture in pictures)
-    assert one == two and len(one) < 100_000
-    for word in (*KINDS, "gap", "hf_compiled", "vk_graph", "busy 72%", "0.111 ms, 12 kernels", "its first 2 layers"):
-        assert word in one, word
-    dataclasses.replace(timeline, lanes=()).write(file)
-    assert "no kernels" in run("chart", file, pictures[0]).stderr

@@ -165,7 +165,7 @@ def _with(attention: str) -> tuple[EncoderContender, ...]:
     names = (f"hf_{attention}", f"hf_{attention}_blocks", f"graph_{attention}")
     return (
         EncoderContender(
-            names[0], UNCAPTURED, f"Transformers' tower, eager, with {attention}",
+            names[0], UNCAPTURED, f"Transformers' tower, eager, with {attention} and a linear patch embedding",
             partial(_bind_twin, attention, False), refuses,
         ),
         EncoderContender(

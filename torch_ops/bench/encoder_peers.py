@@ -45,21 +45,31 @@ def attend_flash2(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Run
     return out
 
 
-# Dynamo has no business in what makes its kernels.
-@torch.compiler.disable
-def attend_flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Runs) -> Tensor:
+def _flash4(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: list[int], counts: list[int]
+) -> Tensor:  # fmt: skip
     """Equal segments go to its function for batches."""
     interface = importlib.import_module("flash_attn.cute.interface")
-    if len(runs) == 1:
-        ((length, count),) = runs
-        out = interface.flash_attn_func(*(tensor.unflatten(0, (count, length)) for tensor in (q, k, v)))
+    if len(lengths) == 1:
+        out = interface.flash_attn_func(*(tensor.unflatten(0, (counts[0], lengths[0])) for tensor in (q, k, v)))
     else:
-        longest = max(length for length, _ in runs)
         places: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        places |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        places |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
         out = interface.flash_attn_varlen_func(q, k, v, **places)
     out = out[0] if isinstance(out, tuple) else out
-    return out.view(q.shape)
+    return out.reshape(q.shape)
+
+
+# Dynamo cannot follow what makes its kernels. As an op it leaves a compiled block whole; gradients are its own.
+_flash4_op = torch.library.custom_op("vk_bench::flash4", _flash4, mutates_args=())
+_flash4_op.register_fake(lambda q, k, v, cu_seqlens, lengths, counts: q.new_empty(q.shape))
+_flash4_with_gradients = torch.compiler.disable(_flash4)
+
+
+def attend_flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Runs) -> Tensor:
+    flash4: Any = _flash4_with_gradients if torch.is_grad_enabled() else _flash4_op
+    out: Tensor = flash4(q, k, v, cu_seqlens, [length for length, _ in runs], [count for _, count in runs])
+    return out
 
 
 ATTENTIONS: dict[str, Attend] = {"cudnn": attend_cudnn, "flash2": attend_flash2, "flash4": attend_flash4}
@@ -83,7 +93,7 @@ def attention_class(attend: Attend) -> type[nn.Module]:
 
 
 def twin(session: Session, attention: str, compiled: bool) -> Any:
-    """The tower with this attention on the very same parameters, its blocks compiled by themselves or not.
+    """The tower on the same parameters with this attention and a linear patch embedding, its blocks compiled or not.
 
     All blocks, and all contenders with the same attention, share what is compiled: one block.
     """
@@ -92,6 +102,7 @@ def twin(session: Session, attention: str, compiled: bool) -> Any:
         tower = session.tower
         made = copy.deepcopy(tower, {id(kept): kept for kept in (*tower.parameters(), *tower.buffers())})
         kind = session.once(f"attention, {attention}", lambda: attention_class(ATTENTIONS[attention]))
+        made.patch_embed.forward = partial(linear_patches, made.patch_embed)
         for block in made.blocks:
             block.attn.__class__ = kind
             if compiled:
