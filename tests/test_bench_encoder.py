@@ -1,27 +1,24 @@
 """The bench of the whole encoder: who is right, what is compiled how often, what the command writes."""
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from compile_tests.models import tiny_tower
+from tests import encoder_bench
+from tests.encoder_bench import BY_NAME, CPU, TINY, TRAINED
 from torch_ops import cli
-from torch_ops.bench import encoder, encoder_contest, encoder_peers, timing
+from torch_ops.bench import encoder, encoder_peers
 from torch_ops.bench.encoder_contenders import CONTENDERS, Bound, EncoderContender
 from torch_ops.bench.encoder_contest import contest_row
-from torch_ops.bench.encoder_peers import Assembly
 from torch_ops.bench.encoder_rows import (
     ROWS,
     SMOKE,
@@ -31,66 +28,13 @@ from torch_ops.bench.encoder_rows import (
     count_flops,
     find_rows,
     make_scene,
-    make_tower,
-    named_features,
     transformers_metadata,
-    truths,
 )
-from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Ceilings, Report
-from torch_ops.testing import check, references
+from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.testing import references
 
 pytestmark = pytest.mark.no_interpret
-
-CPU = torch.device("cpu")
-TINY, TRAINED = SMOKE
-BY_NAME = {contender.name: contender for contender in CONTENDERS}
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
-    monkeypatch.setattr(encoder_contest, "MOST_CALLS", 1)
-    monkeypatch.setattr(encoder, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "float32"))
-    monkeypatch.setenv("COLUMNS", "200")
-    threads = torch.get_num_threads()
-    # What is so small has nothing to share out.
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def session() -> Session:
-    torch.manual_seed(0)
-    return Session(make_tower(CPU, torch.float32))
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """cuDNN's way of attention, by PyTorch's own, for all; compilers that only capture; whose graphs they were."""
-    captured: list[str] = []
-
-    class Captured:
-        def __init__(self, function: Any, fullgraph: bool, dynamic: bool | None) -> None:
-            self.compiled = compiler(function, backend=self.note, fullgraph=fullgraph, dynamic=dynamic)
-            self.name = getattr(function, "__qualname__", type(function).__name__)
-
-        def note(self, module: Any, inputs: Any) -> Any:
-            captured.append(self.name)
-            return module
-
-        def __call__(self, *args: Any, **named: Any) -> Any:
-            return self.compiled(*args, **named)
-
-    def compile_(function: Any, fullgraph: bool = False, dynamic: bool | None = None, mode: str | None = None) -> Any:
-        return Captured(function, fullgraph, dynamic)
-
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(encoder_peers, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=SDPBackend.MATH))
-    for name in encoder_peers.ATTENTIONS:
-        monkeypatch.setitem(encoder_peers.ATTENTIONS, name, encoder_peers.attend_cudnn)
-    return captured
+quick, session, stand_ins = encoder_bench.quick, encoder_bench.session, encoder_bench.stand_ins
 
 
 def run(*arguments: object) -> Any:
@@ -202,90 +146,13 @@ def test_whatever_is_not_captured_is_right(session: Session, stand_ins: list[str
     assert {timed.name: timed.note for timed in (*made.ours, *made.uncaptured)} == dict.fromkeys(names, "")
 
 
-def test_one_block_is_compiled_for_all_that_share_it(session: Session, stand_ins: list[str]) -> None:
-    with torch.no_grad():
-        scene = make_scene(session, TINY)
-        reference, eager = truths(scene)
-        BY_NAME["hf_flash2_blocks"].bind(scene).encode()
-        assert stand_ins == ["Qwen3VLVisionBlock.forward"], "of two blocks"
-        assembly = Assembly(scene, "flash2")
-        for _ in range(2):
-            check(named_features(assembly(scene.pixels)), eager, reference)
-        assert stand_ins[1:] == ["Qwen3VLVisionPatchMerger.forward"] * 2, "one before the shuffle, one after it"
-        ours = BY_NAME["vk_compiled"]
-        for grid in (TINY.grid, ((1, 8, 4), (1, 2, 2)), ((3, 2, 4),), ((1, 6, 6),)):
-            other = make_scene(session, Row("other", grid))
-            features = named_features(ours.bind(other).encode())
-            check(features, *reversed(truths(other)))
-    assert stand_ins[3:] == ["QwenVisionEncoder.encode_packed"] * 2, "one for all images, and one for one"
-
-
-def test_flash4_leaves_a_compiled_block_whole(session: Session, stand_ins: list[str], monkeypatch: Any) -> None:
-    """Its package stood in for by the reference."""
-
-    def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, **named: Any) -> Any:
-        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-        return references.window_attn(q, k, v, cu_seqlens_q)[0], None
-
-    def batched(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return functional.scaled_dot_product_attention(*heads_first).transpose(1, 2).contiguous(), None
-
-    interface = SimpleNamespace(flash_attn_func=batched, flash_attn_varlen_func=varlen)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", encoder_peers.attend_flash4)
-    names = [name for name in BY_NAME if name.startswith("hf_flash4")]
-    peers = [dataclasses.replace(BY_NAME[name], refuses=lambda scene: "") for name in names]
-    for row in (TINY, Row("equal", ((1, 4, 4), (1, 4, 4))), TRAINED):
-        made = contest_row(make_scene(session, row), peers, 2, str)
-        assert {timed.name: timed.note for timed in made.uncaptured} == dict.fromkeys(names, "")
-        if not row.training:
-            assert set(stand_ins) == {"Qwen3VLVisionBlock.forward"} and len(stand_ins) == 1 + (row is not TINY)
-
-
-def test_twins_share_parameters_and_leave_the_tower_alone(session: Session, stand_ins: list[str]) -> None:
-    made = encoder_peers.twin(session, "cudnn", compiled=True)
-    theirs = dict(session.tower.named_parameters())
-    for name, parameter in made.named_parameters():
-        assert parameter is theirs[name], name
-    assert type(session.tower.blocks[0].attn).__name__ == "Qwen3VLVisionAttention"
-    assert "forward" not in session.tower.blocks[0].__dict__
-    make_scene(session, TRAINED)
-    assert made.training and session.encoder.training
-
-
-@pytest.mark.parametrize("name", ["vk_graph", "graph_flash2"])
-def test_a_graph_that_writes_nothing_is_wrong(
-    session: Session, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """CUDA stood in for: a call copies its pixels in and replays, and what the capture left does not count."""
-    replayed: list[int] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    graph = SimpleNamespace(replay=lambda: replayed.append(1), pool=lambda: (0, 1))
-    for attribute, value in {
-        "Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph,
-        "stream": contextlib.nullcontext, "graph": lambda *args, **named: contextlib.nullcontext(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, attribute, value)
-    scene = make_scene(session, TINY)
-    contender = dataclasses.replace(BY_NAME[name], refuses=lambda scene: "")
-    made = contest_row(scene, (contender,), 2, str)
-    (timed,) = (*made.ours, *made.assembled)
-    assert timed.status == WRONG and "entries are not finite" in timed.note and replayed
-    bound = contender.bind(scene)
-    static, *held = bound.held
-    assert static.data_ptr() != scene.pixels.data_ptr() and torch.equal(static, scene.pixels)
-    assert len(held) == (3 if name == "graph_flash2" else 0)
-    segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_everyone_is_right_on_a_gpu() -> None:
     small = Row("small", ((1, 16, 16), (1, 16, 16))), Row("mixed", ((1, 16, 8), (2, 16, 16)))
-    tower = tiny_tower("qwen3_vl_vision", torch.bfloat16).cuda()
+    tower = tiny_tower("qwen3_vl_vision", torch.bfloat16)
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config)
+    tower = tower.cuda()
     session = Session(tower)
     for row in (*small, Row("train", small[0].grid, training=True)):
         made = contest_row(make_scene(session, row), CONTENDERS, 2, print)

@@ -87,7 +87,10 @@ def make_tower(device: torch.device, dtype: torch.dtype) -> Any:
             parameter.add_(
                 torch.randn_like(parameter), alpha=0.2 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
             )
-    return tower.to(device, dtype).eval()
+    tower = tower.to(device, dtype).eval()
+    # Its frequencies stay in fp32 whatever the dtype.
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config)
+    return tower
 
 
 class Session:
