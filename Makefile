@@ -84,7 +84,9 @@ VISION = 'qwen3vl_l_*,qwen25vl_*'
 DENSE = 'dense_*,qwen3vl_m_*'
 CLOSE = 'qwen25vl_4x4096,dense_d128_8x4096'
 MANY_ROUNDS = --peers cudnn,flash4 --rounds 120
-RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold
+BATCHES = '448,896,8x896,video*,mixed'
+TRAINING = 'train_*'
+RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-encoder figures-encoder-training
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
 	$(call FIGURES,host,1,host)
@@ -99,10 +101,18 @@ figures-vision-cold:
 	$(call FIGURES,window_attn_close_cold,3,window_attn --shapes $(CLOSE) $(MANY_ROUNDS) --cold)
 figures-dense-cold:
 	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS) --cold)
+# Each after another run on its GPU.
+figures-encoder: | figures-vision
+	$(call FIGURES,encoder,1,encoder --rows $(BATCHES))
+figures-encoder-training: | figures-dense
+	$(call FIGURES,encoder_training,2,encoder --rows $(TRAINING))
+	$(call FIGURES,encoder_timeline,2,timeline)
 
-tables: $(VENV)/.installed-test ## the tables and the picture of stored results, made anew
-	$(BIN)/vk bench table --into README.md docs/benchmarks.md
+tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
+	$(BIN)/vk bench table --into README.md docs/benchmarks.md docs/encoder.md
 	$(BIN)/vk bench chart $(RESULTS)/$(GPU)_window_attn.json $(RESULTS)/$(GPU)_window_attn.svg
+	$(if $(wildcard $(RESULTS)/$(GPU)_encoder_timeline.json),$(BIN)/vk bench chart \
+		$(RESULTS)/$(GPU)_encoder_timeline.json docs/encoder_timeline.svg)
 
 lint: $(VENV)/.installed-dev ## style, types, banned patterns, workflows
 	$(BIN)/ruff check .

@@ -448,7 +448,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     document = json.loads(text)
     assert document["schema"] == 1
     assert list(document) == [
-        "schema", "provenance", "ceilings", "measurements", "profiles", "host",
+        "schema", "provenance", "ceilings", "measurements", "profiles", "host", "encoders",
     ]  # fmt: skip
     for other in ({**document, "schema": 2}, {}, [1], {**document, "host": [{"name": 1}]}):
         with pytest.raises(ValueError, match="schema 1"):
@@ -637,7 +637,7 @@ def test_summary_sets_every_peer_against_ours() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/encoder.md"])
 def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path: Path) -> None:
     page = ROOT / name
     copy = tmp_path / name

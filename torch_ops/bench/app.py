@@ -22,6 +22,7 @@ from torch_ops.bench import (
     window_attn,
 )
 from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.encoder import encoder, timeline
 from torch_ops.bench.host import host_times
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
 from torch_ops.bench.options import say
@@ -29,6 +30,7 @@ from torch_ops.bench.profile import profile_case
 from torch_ops.bench.results import OK, WRONG, Measurement, Report, read_report
 from torch_ops.bench.room import Contender, Room
 from torch_ops.bench.tables import markdown, print_tables
+from torch_ops.bench.timeline import read_timeline
 from torch_ops.bench.tune import TUNED_PATHS, Journal, Measured, any_timed, find_points, in_words, provenance_of, search
 from torch_ops.settings import default_rows
 
@@ -138,6 +140,9 @@ def _exit_if_wrong(measurements: tuple[Measurement, ...]) -> None:
 
 for _op in ROOMS:
     app.command(_op)(_contest_command(_op))
+
+app.command("encoder")(encoder)
+app.command("timeline")(timeline)
 
 
 @app.command()
@@ -317,15 +322,20 @@ def chart(
     ],
     picture: Annotated[Path, typer.Argument(metavar="PICTURE", dir_okay=False, help="Where to, such as out.svg.")],
 ) -> None:
-    """Draw stored results: TFLOP/s of every contender, case by case, in SVG, PNG or PDF."""
+    """Draw stored results, in SVG, PNG or PDF: TFLOP/s of every contender, case by case; of a timeline its kernels."""
     try:
         from torch_ops.bench.chart import draw
+        from torch_ops.bench.timeline_chart import draw_timeline
     except ImportError as error:
         message = f"vk bench chart needs matplotlib: pip install 'vk-ops[bench]' ({error})"
         raise typer.BadParameter(message) from error
     options.check_output(picture, "PICTURE")
     with options.value_errors(str(results)):
-        draw(read_report(results), picture)
+        kernels = read_timeline(results.read_text())
+        if kernels is not None:
+            draw_timeline(kernels, picture)
+        else:
+            draw(read_report(results), picture)
 
 
 def _room_of(op: str) -> Room:

@@ -5,16 +5,21 @@ A document marks a table's place by a pair of comments, the first of which names
     <!-- vk bench table --summary docs/results/h200_window_attn.json -->
     ...
     <!-- vk bench table end -->
+
+`--if-measured` before the file's name leaves the place empty as long as there is no such file.
 """
 
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from torch_ops.bench.cells import NOTHING, Table, digits
+from torch_ops.bench.encoder_tables import encoder_summary
 from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Report, Timed, read_report, replace_text
-from torch_ops.bench.tables import NOTHING, Table, digits, markdown, markdown_table, origin
+from torch_ops.bench.tables import markdown, markdown_table, origin
 
-_BEGIN = r"(?P<begin><!-- vk bench table (?P<summary>--summary )?(?P<file>(?!end )\S+) -->\n)"
+_OPTIONS = r"(?P<summary>--summary )?(?P<pending>--if-measured )?"
+_BEGIN = rf"(?P<begin><!-- vk bench table {_OPTIONS}(?P<file>(?!end |--)\S+) -->\n)"
 _MARK = re.compile(_BEGIN)
 # Up to its own end: another table's would take what lies between.
 _PLACE = re.compile(
@@ -23,7 +28,11 @@ _PLACE = re.compile(
 
 
 def summary(report: Report) -> str:
-    """One row per case: our times, and every peer's time over ours, forward and backward."""
+    """One row per case: our times, and every peer's time over ours, forward and backward; of encoders, the best."""
+    if report.encoders:
+        table = encoder_summary(report)
+        lines = [markdown_table(table), "", *(f"- {note}" for note in (*table.notes, *origin(report, peers=False)))]
+        return "\n".join(lines) + "\n"
     names: dict[str, dict[str, None]] = {}
     for one in report.measurements:
         names.setdefault(one.direction, {}).update(dict.fromkeys(peer.name for peer in one.peers))
@@ -93,6 +102,8 @@ def refresh(document: Path) -> bool:
 def _make(folder: Path, place: re.Match[str]) -> str:
     path = folder / place["file"]
     if not path.is_file():
+        if place["pending"]:
+            return ""
         raise ValueError(f"there are no results at {path}")
     make: Callable[[Report], str] = summary if place["summary"] else markdown
     return make(read_report(path))

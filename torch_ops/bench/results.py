@@ -1,7 +1,7 @@
 """What a run measured, as frozen dataclasses and as JSON.
 
 A document is one `Report`: `{"schema": 1, "provenance": ..., "ceilings": ...,
-"measurements": [...], "profiles": [...], "host": [...]}`. Times are milliseconds, host times
+"measurements": [...], "profiles": [...], "host": [...], "encoders": [...]}`. Times are milliseconds, host times
 microseconds, memory and traffic bytes, rates GB/s (1e9) and TFLOP/s. What is derived from a figure
 (medians, ratios, rates) is computed here and never stored.
 """
@@ -193,6 +193,26 @@ class HostTime:
 
 
 @dataclass(frozen=True)
+class EncoderRow:
+    """All contenders on one batch through a whole encoder, forward or a training step.
+
+    Wall times of the user's call; of `rounds_ms` the second half is a second pass over everything. `uncaptured` are the
+    peers that a user of the model can run, `assembled` those put together by hand under a CUDA graph. Their
+    `peak_bytes` hold the weights and the input too, and of a CUDA graph its whole pool.
+    """
+
+    row: str
+    shape: str
+    direction: str
+    dtype: str
+    path: str
+    flops: int
+    ours: tuple[Timed, ...]
+    uncaptured: tuple[Timed, ...]
+    assembled: tuple[Timed, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything of one run."""
 
@@ -201,6 +221,7 @@ class Report:
     measurements: tuple[Measurement, ...] = ()
     profiles: tuple[Profile, ...] = ()
     host: tuple[HostTime, ...] = ()
+    encoders: tuple[EncoderRow, ...] = ()
 
     def to_json(self) -> str:
         document = {"schema": SCHEMA, **dataclasses.asdict(self)}
@@ -220,6 +241,7 @@ class Report:
                 measurements=tuple(map(_measurement, document["measurements"])),
                 profiles=tuple(_profile(entry) for entry in document["profiles"]),
                 host=tuple(HostTime(**entry) for entry in document["host"]),
+                encoders=tuple(map(_encoder_row, document.get("encoders", ()))),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a vk bench document of schema {SCHEMA}: {error}") from error
@@ -266,3 +288,8 @@ def _measurement(entry: dict[str, Any]) -> Measurement:
 
 def _profile(entry: dict[str, Any]) -> Profile:
     return Profile(**{**entry, "rounds_ms": tuple(entry["rounds_ms"])})
+
+
+def _encoder_row(entry: dict[str, Any]) -> EncoderRow:
+    groups = {name: tuple(map(_timed, entry[name])) for name in ("ours", "uncaptured", "assembled")}
+    return EncoderRow(**{**entry, **groups})

@@ -1,16 +1,16 @@
 """Tables of a report, for a terminal and as Markdown; both show the same cells."""
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from torch_ops.bench.cells import NOTHING, Table, digits
+from torch_ops.bench.encoder_tables import encoder_tables
 from torch_ops.bench.results import (
     FAILED,
     OK,
@@ -26,7 +26,6 @@ from torch_ops.bench.results import (
     Timed,
 )
 
-NOTHING = "-"
 _VERBS = {
     UNAVAILABLE: "cannot run",
     FAILED: "failed on",
@@ -35,17 +34,9 @@ _VERBS = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-
-
 def tables(report: Report) -> list[Table]:
-    """Measurements by op, direction and dtype, then profiles, then host times."""
-    made: list[Table] = []
+    """Measurements by op, direction and dtype, encoders, then profiles, then host times."""
+    made: list[Table] = encoder_tables(report)
     kinds: dict[tuple[str, ...], list[Measurement]] = {}
     for one in report.measurements:
         key = (one.op, one.direction, one.dtype, one.path, one.cache)
@@ -105,13 +96,14 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def origin(report: Report) -> list[str]:
-    """Machine, versions, peers, date, commit and command."""
+def origin(report: Report, peers: bool = True) -> list[str]:
+    """Machine, versions, peers if wanted, date, commit and command."""
     source = report.provenance
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     driver = f", driver {source.driver}" if source.driver else ""
     lines = [f"{source.device}{driver}; {versions}"]
-    lines += [f"{name}: {about}" for name, about in source.peers.items()]
+    if peers:
+        lines += [f"{name}: {about}" for name, about in source.peers.items()]
     if report.ceilings is not None:
         lines.append(
             f"measured in this run: copy {digits(report.ceilings.copy_gb_s)} GB/s, "
@@ -247,11 +239,3 @@ def _host_table(op: str, times: Sequence[HostTime]) -> Table:
     notes = dict.fromkeys(f"{time.name}: {time.note}" for time in times if time.note)
     headers = ("call", "host microseconds", "/ raw launch", "target")
     return Table(f"{op}, host time per call", headers, tuple(rows), tuple(notes))
-
-
-def digits(value: float | None, significant: int = 3) -> str:
-    """Plain decimals with so many significant digits, none of a large number cut."""
-    if value is None:
-        return NOTHING
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{max(0, significant - 1 - magnitude)}f}"

@@ -1,0 +1,197 @@
+"""The bench of the whole encoder: who is right, what is compiled how often, what the command writes."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from compile_tests.models import tiny_tower
+from tests import encoder_bench
+from tests.encoder_bench import BY_NAME, CPU, TINY, TRAINED
+from torch_ops import cli
+from torch_ops.bench import encoder, encoder_peers
+from torch_ops.bench.encoder_contenders import CONTENDERS, Bound, EncoderContender
+from torch_ops.bench.encoder_contest import contest_row
+from torch_ops.bench.encoder_rows import (
+    ROWS,
+    SMOKE,
+    Row,
+    Scene,
+    Session,
+    count_flops,
+    find_rows,
+    make_scene,
+    transformers_metadata,
+)
+from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.testing import references
+
+pytestmark = pytest.mark.no_interpret
+quick, session, stand_ins = encoder_bench.quick, encoder_bench.session, encoder_bench.stand_ins
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+
+
+def encoded(*arguments: object) -> Any:
+    return run("encoder", "--device", "cpu", "--rounds", 2, "--commit", "abc", *arguments)
+
+
+def changed(name: str, change: Callable[[Scene, Bound], Bound]) -> EncoderContender:
+    contender = BY_NAME[name]
+    return dataclasses.replace(contender, bind=lambda scene: change(scene, contender.bind(scene)))
+
+
+def test_batches_are_those_of_the_models() -> None:
+    patches = {row.name: sum(row.segments) for row in ROWS}
+    assert patches == {
+        "448": 784, "896": 3136, "8x896": 25088, "video16x448": 6272, "mixed": 12740, "video64x448": 25088,
+        "train_8x896": 25088,
+    }  # fmt: skip
+    assert [row.name for row in ROWS if row.training] == ["train_8x896"]
+    assert {row.name: row.shape for row in ROWS}["mixed"] == "784+1764+3136+7056"
+    assert find_rows((), torch.device("cuda")) == ROWS and find_rows((), CPU) == SMOKE
+    with pytest.raises(ValueError, match="no case is called '9x9'; give some of 448, 896"):
+        find_rows(["9x9"], CPU)
+
+
+def test_flops_are_those_of_the_products(session: Session) -> None:
+    scene = make_scene(session, TINY)
+    ready = transformers_metadata(scene)
+    # The CPU's own attention is not counted.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        session.tower(scene.pixels, grid_thw=scene.grid, **ready)
+    assert count_flops(scene) == counter.get_total_flops()
+    assert 3 * count_flops(scene) < count_flops(make_scene(session, TRAINED)) < 3.5 * count_flops(scene)
+
+
+@pytest.mark.parametrize("row", SMOKE, ids=lambda row: row.name)
+def test_a_cpu_runs_what_is_eager_and_says_of_the_rest_why_not(session: Session, row: Row) -> None:
+    said: list[str] = []
+    made = contest_row(make_scene(session, row), CONTENDERS, 2, said.append)
+    everyone = {timed.name: timed for timed in (*made.ours, *made.uncaptured, *made.assembled)}
+    assert everyone.keys() == BY_NAME.keys()
+    ran = {name for name, timed in everyone.items() if timed.status == OK}
+    assert ran == {"vk", "vk_ready", "hf", "hf_ready"}
+    for name, timed in everyone.items():
+        assert (len(timed.rounds_ms) == 4) == (name in ran) and timed.peak_bytes is None
+        if name not in ran:
+            assert timed.status == UNAVAILABLE and timed.note in ("needs a GPU", "is for inference")
+    assert made.path == "reference" and made.direction == row.direction and made.flops > 0
+    assert any("vk: ok, ready after" in line for line in said)
+    assert all(parameter.grad is None for parameter in session.tower.parameters()) != row.training
+
+
+def test_what_is_off_or_raises_is_marked(session: Session) -> None:
+    def off(scene: Scene, bound: Bound) -> Bound:
+        def encode() -> Any:
+            last, pooled, taps = bound.encode()
+            return last, pooled * 1.01, taps
+
+        return Bound(encode)
+
+    def broken(scene: Scene, bound: Bound) -> Bound:
+        raise RuntimeError("no kernel\nfor this")
+
+    made = contest_row(make_scene(session, TINY), (changed("vk", off), changed("vk_ready", broken)), 2, str)
+    wrong, failed = made.ours
+    assert wrong.status == WRONG and "1 of 3 tensors: pooler_output: outside the rule" in wrong.note and wrong.rounds_ms
+    assert failed.status == FAILED and failed.note == "RuntimeError: no kernel for this" and not failed.rounds_ms
+
+
+class _WrongQueryGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor) -> Tensor:
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor) -> Tensor:
+        return dq.flip(0)
+
+
+def test_a_wrong_gradient_of_queries_is_found_in_a_training_step(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FlashAttention-4 has it on Hopper."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Any) -> Tensor:
+        return references.window_attn(_WrongQueryGradient.apply(q), k, v, cu_seqlens)[0]
+
+    monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", attend)
+    peer = dataclasses.replace(BY_NAME["hf_flash4"], refuses=lambda scene: "")
+    statuses = {}
+    for row in SMOKE:
+        (timed,) = contest_row(make_scene(session, row), (peer,), 2, str).uncaptured
+        statuses[row.name] = timed.status
+    assert statuses == {"tiny": OK, "train_tiny": WRONG}
+    assert "d blocks" in timed.note and "qkv" in timed.note
+
+
+@pytest.mark.parametrize("row", SMOKE, ids=lambda row: row.name)
+def test_whatever_is_not_captured_is_right(session: Session, stand_ins: list[str], row: Row) -> None:
+    scene = make_scene(session, row)
+    names = [name for name in BY_NAME if "graph" not in name and "reduced" not in name]
+    if row.training:
+        names.remove("hf_compiled")
+    runnable = [dataclasses.replace(BY_NAME[name], refuses=lambda scene: "") for name in names]
+    made = contest_row(scene, runnable, 2, str)
+    assert {timed.name: timed.note for timed in (*made.ours, *made.uncaptured)} == dict.fromkeys(names, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_everyone_is_right_on_a_gpu() -> None:
+    small = Row("small", ((1, 16, 16), (1, 16, 16))), Row("mixed", ((1, 16, 8), (2, 16, 16)))
+    tower = tiny_tower("qwen3_vl_vision", torch.bfloat16)
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config)
+    tower = tower.cuda()
+    session = Session(tower)
+    for row in (*small, Row("train", small[0].grid, training=True)):
+        made = contest_row(make_scene(session, row), CONTENDERS, 2, print)
+        for timed in (*made.ours, *made.uncaptured, *made.assembled):
+            wrong_by_design = row.training and "flash4" in timed.name
+            assert timed.status in (OK, UNAVAILABLE) or wrong_by_design, timed
+            assert timed.status != UNAVAILABLE or "flash4" in timed.name or timed.note == "is for inference"
+            if timed.status == OK and "reduced" not in timed.name:
+                assert timed.peak_bytes is not None and timed.peak_bytes > sum(p.nbytes for p in tower.parameters())
+
+
+def test_command_writes_row_by_row_and_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    options = ("--contenders", "vk,hf*,graph_flash2", "--out", out)
+    result = encoded(*options, "--rows", "tiny", "--markdown")
+    assert result.exit_code == 0, result.output
+    report = Report.from_json(out.read_text())
+    (row,) = report.encoders
+    assert report.provenance.commit == "abc" and "flash2" in report.provenance.peers
+    assert Report.from_json(report.to_json()) == report
+    assert "| vk | ours |" in result.stdout and "graph_flash2: unavailable, needs a GPU" in result.stdout
+    again = encoded(*options, "--resume")
+    assert again.exit_code == 0, again.output
+    both = Report.from_json(out.read_text()).encoders
+    assert both[0] == row and [each.row for each in both] == ["tiny", "train_tiny"]
+    assert "tiny: kept" in again.stderr
+    other = run("encoder", "--device", "cpu", *options, "--resume", "--commit", "other")
+    assert other.exit_code == 2 and "of another commit, abc" in other.stderr
+
+
+def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "train_8x896" in encoded("--rows", "9").stderr
+    assert "hf_flash2_blocks" in encoded("--contenders", "flash9").stderr
+    assert "folder" in encoded("--out", tmp_path / "none" / "run.json").stderr
+    assert "a timeline needs a GPU" in run("timeline", "--device", "cpu", "--out", tmp_path / "t.json").stderr
+
+    def broken(scene: Scene, bound: Bound) -> Bound:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(encoder, "CONTENDERS", (changed("vk", broken),))
+    result = encoded("--rows", "tiny")
+    assert result.exit_code == 1 and "vk: vk is failed on tiny: RuntimeError: no kernel" in result.stderr

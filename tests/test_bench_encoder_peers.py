@@ -1,0 +1,103 @@
+"""The encoder's peers: what is compiled how often, which parameters they read, what a captured graph must write."""
+
+import contextlib
+import dataclasses
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests import encoder_bench
+from tests.encoder_bench import BY_NAME, TINY, TRAINED
+from torch_ops.bench import encoder_contest, encoder_peers
+from torch_ops.bench.encoder_contest import contest_row
+from torch_ops.bench.encoder_peers import Assembly
+from torch_ops.bench.encoder_rows import Row, Session, make_scene, named_features, truths
+from torch_ops.bench.results import WRONG
+from torch_ops.testing import check, references
+
+pytestmark = pytest.mark.no_interpret
+quick, session, stand_ins = encoder_bench.quick, encoder_bench.session, encoder_bench.stand_ins
+
+
+def test_one_block_is_compiled_for_all_that_share_it(session: Session, stand_ins: list[str]) -> None:
+    with torch.no_grad():
+        scene = make_scene(session, TINY)
+        reference, eager = truths(scene)
+        BY_NAME["hf_flash2_blocks"].bind(scene).encode()
+        assert stand_ins == ["Qwen3VLVisionBlock.forward"], "of two blocks"
+        assembly = Assembly(scene, "flash2")
+        for _ in range(2):
+            check(named_features(assembly(scene.pixels)), eager, reference)
+        assert stand_ins[1:] == ["Qwen3VLVisionPatchMerger.forward"] * 2, "one before the shuffle, one after it"
+        ours = BY_NAME["vk_compiled"]
+        for grid in (TINY.grid, ((1, 8, 4), (1, 2, 2)), ((3, 2, 4),), ((1, 6, 6),)):
+            other = make_scene(session, Row("other", grid))
+            features = named_features(ours.bind(other).encode())
+            check(features, *reversed(truths(other)))
+    assert stand_ins[3:] == ["QwenVisionEncoder.encode_packed"] * 2, "one for all images, and one for one"
+
+
+def test_flash4_leaves_a_compiled_block_whole(session: Session, stand_ins: list[str], monkeypatch: Any) -> None:
+    """Its package stood in for by the reference."""
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, **named: Any) -> Any:
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        return references.window_attn(q, k, v, cu_seqlens_q)[0], None
+
+    def batched(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return functional.scaled_dot_product_attention(*heads_first).transpose(1, 2).contiguous(), None
+
+    interface = SimpleNamespace(flash_attn_func=batched, flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", encoder_peers.attend_flash4)
+    names = [name for name in BY_NAME if name.startswith("hf_flash4")]
+    peers = [dataclasses.replace(BY_NAME[name], refuses=lambda scene: "") for name in names]
+    for row in (TINY, Row("equal", ((1, 4, 4), (1, 4, 4))), TRAINED):
+        made = contest_row(make_scene(session, row), peers, 2, str)
+        assert {timed.name: timed.note for timed in made.uncaptured} == dict.fromkeys(names, "")
+        if not row.training:
+            assert set(stand_ins) == {"Qwen3VLVisionBlock.forward"} and len(stand_ins) == 1 + (row is not TINY)
+
+
+def test_twins_share_parameters_and_leave_the_tower_alone(session: Session, stand_ins: list[str]) -> None:
+    made = encoder_peers.twin(session, "cudnn", compiled=True)
+    theirs = dict(session.tower.named_parameters())
+    for name, parameter in made.named_parameters():
+        assert parameter is theirs[name], name
+    assert type(session.tower.blocks[0].attn).__name__ == "Qwen3VLVisionAttention"
+    assert "forward" not in session.tower.blocks[0].__dict__
+    make_scene(session, TRAINED)
+    assert made.training and session.encoder.training
+
+
+@pytest.mark.parametrize("name", ["vk_graph", "graph_flash2"])
+def test_a_graph_that_writes_nothing_is_wrong(
+    session: Session, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """CUDA stood in for: a call copies its pixels in and replays, and what the capture left does not count."""
+    replayed: list[int] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    graph = SimpleNamespace(replay=lambda: replayed.append(1), pool=lambda: (0, 1))
+    for attribute, value in {
+        "Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph,
+        "stream": contextlib.nullcontext, "graph": lambda *args, **named: contextlib.nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, attribute, value)
+    scene = make_scene(session, TINY)
+    contender = dataclasses.replace(BY_NAME[name], refuses=lambda scene: "")
+    made = contest_row(scene, (contender,), 2, str)
+    (timed,) = (*made.ours, *made.assembled)
+    assert timed.status == WRONG and "entries are not finite" in timed.note and replayed
+    bound = contender.bind(scene)
+    static, *held = bound.held
+    assert static.data_ptr() != scene.pixels.data_ptr() and torch.equal(static, scene.pixels)
+    assert len(held) == (3 if name == "graph_flash2" else 0)
+    segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)

@@ -1,0 +1,226 @@
+"""A contest on one row: first the gate, then the wall time of every contender's call, in turns, everything twice."""
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_ops
+from torch_ops.bench.contest import MOST_COMPILED
+from torch_ops.bench.encoder_contenders import ASSEMBLED, OURS, UNCAPTURED, Bound, EncoderContender
+from torch_ops.bench.encoder_rows import Scene, count_flops, draw_directions, outcome, step, truths
+from torch_ops.bench.machine import dtype_name
+from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, EncoderRow, Timed
+from torch_ops.bench.room import one_line
+from torch_ops.bench.timing import Timer, Work, interleave, warm_up
+from torch_ops.testing import Report as GateReport
+from torch_ops.testing import compare
+
+PASSES = 2
+# A sample is the median of so many calls, or of as many as take this long.
+MOST_CALLS, SAMPLE_MS = 10, 30.0
+WARM_UP_SECONDS = 1.0
+# Of what breaks the rule; a training step has hundreds of gradients.
+SHOWN = 3
+
+
+@dataclass
+class Entry:
+    """A contender on the way through its contest."""
+
+    contender: EncoderContender
+    status: str = OK
+    note: str = ""
+    gate: tuple[GateReport, ...] = ()
+    bound: Bound | None = None
+    work: Work | None = None
+    peak: int | None = None
+
+    def fail(self, error: Exception, device: torch.device) -> None:
+        self.status, self.note, self.work, self.bound = FAILED, one_line(error), None, None
+        # Raises where the device is lost, and with it whatever would come next.
+        synchronize(device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def many_compiled() -> Iterator[None]:
+    """A block is one function to PyTorch, which else would stop compiling it anew after a few rows."""
+    with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED):
+        yield
+
+
+def contest_row(
+    scene: Scene, contenders: Sequence[EncoderContender], rounds: int, say: Callable[[str], None]
+) -> EncoderRow:
+    """One row; what fails or is wrong is marked, and no reason to stop."""
+    with many_compiled(), contextlib.nullcontext() if scene.row.training else torch.no_grad():
+        entries = _judged(scene, contenders, say)
+        for entry in entries:
+            if entry.work is not None:
+                try:
+                    entry.peak = _peak_bytes(scene, entry)
+                except Exception as error:
+                    entry.fail(error, scene.device)
+        figures = _timed(scene, entries, rounds, say)
+    groups: dict[str, list[Timed]] = {OURS: [], UNCAPTURED: [], ASSEMBLED: []}
+    for entry in entries:
+        name = entry.contender.name
+        kind = "wall" if name in figures else ""
+        timed = Timed(name, entry.status, entry.note, figures.get(name, ()), kind, entry.peak, entry.gate)
+        groups[entry.contender.group].append(timed)
+    return EncoderRow(
+        row=scene.row.name,
+        shape=scene.row.shape,
+        direction=scene.row.direction,
+        dtype=dtype_name(scene.dtype),
+        path=_path(scene),
+        flops=count_flops(scene),
+        ours=tuple(groups[OURS]),
+        uncaptured=tuple(groups[UNCAPTURED]),
+        assembled=tuple(groups[ASSEMBLED]),
+    )
+
+
+def _judged(scene: Scene, contenders: Sequence[EncoderContender], say: Callable[[str], None]) -> list[Entry]:
+    start = time.perf_counter()
+    reference, eager = truths(scene)
+    synchronize(scene.device)
+    say(f"  reference in fp64: {time.perf_counter() - start:.1f} s")
+    directions = draw_directions(scene) if scene.row.training else []
+    entries = []
+    for contender in contenders:
+        entry = Entry(contender)
+        entries.append(entry)
+        reason = contender.refuses(scene)
+        if not reason and scene.row.training and not contender.trains:
+            reason = "is for inference"
+        if reason:
+            entry.status, entry.note = UNAVAILABLE, reason
+            continue
+        start = time.perf_counter()
+        try:
+            entry.bound = contender.bind(scene)
+            results = outcome(scene, scene.session.tower, entry.bound.encode)
+            _judge(entry, results, reference, eager)
+            del results
+            entry.work = _work(scene, entry.bound, directions)
+        except Exception as error:
+            entry.fail(error, scene.device)
+        say(f"  {contender.name}: {entry.status}, ready after {time.perf_counter() - start:.1f} s {entry.note[:120]}")
+    return entries
+
+
+def _judge(entry: Entry, results: dict[str, Tensor], reference: dict[str, Tensor], eager: dict[str, Tensor]) -> None:
+    """By the tolerance rule; of the reports the worst are kept."""
+    if missing := reference.keys() - results.keys():
+        entry.status, entry.note = WRONG, f"nothing for {', '.join(sorted(missing)[:SHOWN])}"
+        return
+    reports = [compare(results[name], eager[name], reference[name], name) for name in reference]
+    broken = [report for report in reports if not report.passed]
+    shown = sorted(
+        broken or reports, key=lambda report: report.rms_error / max(report.rms_allowed, 1e-30), reverse=True
+    )
+    entry.gate = tuple(shown[:SHOWN])
+    if broken:
+        entry.status = WRONG
+        entry.note = f"{len(broken)} of {len(reports)} tensors: " + "; ".join(map(str, entry.gate))
+
+
+def _work(scene: Scene, bound: Bound, directions: Sequence[Tensor]) -> Work:
+    if not scene.row.training:
+        return bound.encode
+    parameters = list(scene.session.tower.parameters())
+    return lambda: step(bound.encode, parameters, directions)
+
+
+def _timed(
+    scene: Scene, entries: Sequence[Entry], rounds: int, say: Callable[[str], None]
+) -> dict[str, tuple[float, ...]]:
+    """Of every contender `rounds` samples in each pass, in the balanced orders of `interleave`."""
+    device, timers = scene.device, {}
+    for entry in entries:
+        if entry.work is None:
+            continue
+        try:
+            estimate = wall_ms(entry.work, device, 2)
+        except Exception as error:
+            entry.fail(error, device)
+            continue
+        calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_MS / max(estimate, 1e-3))))
+        timers[entry.contender.name] = _timer(entry.work, device, calls)
+    if device.type == "cuda":
+        warm_up(timers.values(), WARM_UP_SECONDS)
+    start = time.perf_counter()
+    found = [interleave(timers, rounds) for _ in range(PASSES)]
+    say(f"  timed in {time.perf_counter() - start:.1f} s")
+    return {name: sum((each[name] for each in found), ()) for name in timers}
+
+
+def _timer(work: Work, device: torch.device, calls: int) -> Timer:
+    return Timer("wall", lambda: wall_ms(work, device, calls))
+
+
+def wall_ms(work: Work, device: torch.device, calls: int) -> float:
+    """The median over calls, each from a device at rest until it is again."""
+    times = []
+    for _ in range(calls):
+        synchronize(device)
+        start = time.perf_counter()
+        result = work()
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+        del result
+    return statistics.median(times)
+
+
+def _peak_bytes(scene: Scene, entry: Entry) -> int | None:
+    """Weights, the input, and beyond them what a call asks for; of a graph also its pool and what it holds."""
+    bound, work = entry.bound, entry.work
+    if scene.device.type != "cuda" or bound is None or work is None or bound.pooled:
+        return None
+    tower = scene.session.tower
+    for parameter in tower.parameters():
+        parameter.grad = None
+    work()
+    gc.collect()
+    for parameter in tower.parameters():
+        parameter.grad = None
+    synchronize(scene.device)
+    before = torch.cuda.memory_allocated(scene.device)
+    torch.cuda.reset_peak_memory_stats(scene.device)
+    result = work()
+    synchronize(scene.device)
+    peak = torch.cuda.max_memory_allocated(scene.device) - before
+    del result
+    weights = sum(parameter.nbytes for parameter in tower.parameters())
+    return weights + scene.pixels.nbytes + peak + _held_bytes(bound)
+
+
+def _held_bytes(bound: Bound) -> int:
+    held = sum(tensor.nbytes for tensor in bound.held)
+    return held if bound.graph is None else held + _pool_bytes(tuple(bound.graph.pool()))
+
+
+def _pool_bytes(pool: tuple[int, int]) -> int:
+    segments: Any = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
+
+
+def _path(scene: Scene) -> str:
+    """Of ours, in attention."""
+    config, metadata = scene.session.tower.config, scene.metadata()
+    heads = config.num_heads
+    q, k, v = scene.pixels.new_empty((3, len(scene.pixels), heads, config.hidden_size // heads)).unbind()
+    return str(torch_ops.explain(torch_ops.window_attn, q, k, v, metadata.cu_seqlens)["path"])

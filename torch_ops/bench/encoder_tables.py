@@ -1,0 +1,109 @@
+"""Tables of the encoder's bench: the best of each group row by row, and every contender of a row."""
+
+import statistics
+from collections.abc import Sequence
+
+from torch_ops.bench.cells import NOTHING, Table, digits
+from torch_ops.bench.results import OK, UNAVAILABLE, EncoderRow, Report, Timed
+
+COMPILED = ("vk_compiled", "vk_reduced")
+_NOTES = (
+    "wall times of a call, warm, `torch.cuda.synchronize` around it: medians of two passes, one after the other, over "
+    "all contenders in turns",
+    "(a): Transformers' tower, also with other attention and compiled blocks. (b): put together by hand under one CUDA "
+    "graph. Each the fastest that the tolerance rule passes. Peer / ours: above 1 ours is faster",
+    "peak MiB: weights, input and what one call asks for at its peak; of a CUDA graph the whole of its memory pool",
+)
+_STEP = (
+    "a training step: forward, a scalar loss that is linear in pooler_output and the deepstack features, gradients of "
+    "all parameters; no optimizer, no activation checkpointing"
+)
+
+
+def passes(timed: Timed) -> tuple[float, ...]:
+    """The medians of both passes."""
+    half = len(timed.rounds_ms) // 2
+    return tuple(statistics.median(part) for part in (timed.rounds_ms[:half], timed.rounds_ms[half:]) if part)
+
+
+def best(group: Sequence[Timed]) -> Timed | None:
+    """The fastest that is right."""
+    right = [timed for timed in group if timed.status == OK and timed.ms is not None]
+    return min(right, key=lambda timed: timed.ms or 0.0, default=None)
+
+
+def encoder_tables(report: Report) -> list[Table]:
+    if not report.encoders:
+        return []
+    return [encoder_summary(report), *(_row_table(row, report) for row in report.encoders)]
+
+
+def encoder_summary(report: Report) -> Table:
+    """A row for each batch; what of ours is compiled stands next to the best of ours."""
+    headers = (
+        "batch", "patches of each frame", "best of ours, ms", "TFLOP/s", "of matmul", "compiled / best of ours",
+        "best (a), ms", "(a) / ours", "best (b), ms", "(b) / ours", "peak MiB, ours / (a) / (b)",
+    )  # fmt: skip
+    rows = []
+    for row in report.encoders:
+        ours, plain, assembled = map(best, (row.ours, row.uncaptured, row.assembled))
+        compiled = best([timed for timed in row.ours if timed.name in COMPILED])
+        name = f"{row.row}, {row.direction}" if row.direction != "forward" else row.row
+        rows.append(
+            (
+                name, row.shape, _best(ours), *_rate(row, ours, report), _over(compiled, ours),
+                _best(plain), _over(plain, ours), _best(assembled), _over(assembled, ours),
+                " / ".join(map(_mib, (ours, plain, assembled))),
+            )
+        )  # fmt: skip
+    trained = any(row.direction != "forward" for row in report.encoders)
+    first = report.encoders[0]
+    title = f"vision encoder, {first.dtype}, {first.path} path"
+    return Table(title, headers, tuple(rows), (*_NOTES, *((_STEP,) if trained else ())))
+
+
+def _row_table(row: EncoderRow, report: Report) -> Table:
+    references = [best(group) for group in (row.uncaptured, row.assembled)]
+    rows: list[tuple[str, ...]] = []
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for mark, group in (("ours", row.ours), ("(a)", row.uncaptured), ("(b)", row.assembled)):
+        for timed in group:
+            if timed.note:
+                reasons.setdefault((timed.status, timed.note), []).append(timed.name)
+            if timed.status == UNAVAILABLE:
+                continue
+            status = "" if timed.status == OK else f" {timed.status}"
+            ratios = (_over(reference, timed) for reference in references)
+            both = (digits(ms, 4) for ms in passes(timed))
+            cells = (*both, *([NOTHING] * (2 - len(passes(timed)))))
+            rows.append((f"{timed.name}{status}", mark, *cells, *ratios, *_rate(row, timed, report), _mib(timed)))
+    headers = (
+        "contender", "group", "ms, first pass", "second", "best (a) / it", "best (b) / it", "TFLOP/s", "of matmul",
+        "peak MiB",
+    )  # fmt: skip
+    notes = tuple(f"{', '.join(names)}: {status}, {note}" for (status, note), names in reasons.items())
+    return Table(f"{row.row}, {row.direction}, {row.shape}", headers, tuple(rows), notes)
+
+
+def _best(timed: Timed | None) -> str:
+    return NOTHING if timed is None else f"{', '.join(digits(ms) for ms in passes(timed))} {timed.name}"
+
+
+def _over(timed: Timed | None, reference: Timed | None) -> str:
+    """Time over the reference's, in both passes."""
+    if timed is None or reference is None:
+        return NOTHING
+    pairs = list(zip(passes(timed), passes(reference), strict=False))
+    return ", ".join(f"{mine / theirs:.2f}" for mine, theirs in pairs) or NOTHING
+
+
+def _rate(row: EncoderRow, timed: Timed | None, report: Report) -> tuple[str, str]:
+    if timed is None or not timed.ms:
+        return NOTHING, NOTHING
+    rate = row.flops / timed.ms / 1e9
+    share = f"{rate / report.ceilings.matmul_tflops:.0%}" if report.ceilings else NOTHING
+    return digits(rate), share
+
+
+def _mib(timed: Timed | None) -> str:
+    return NOTHING if timed is None or timed.peak_bytes is None else f"{timed.peak_bytes / 2**20:.0f}"
