@@ -65,6 +65,9 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# These multiply as sm_80 does, with less shared memory: a few builds for them are enough, those that need most of it.
+ALIKE = ("sm_86", "sm_89", "sm_120")
+APART = tuple(target for target in TARGETS if target not in ALIKE)
 # Runs an AOTInductor package on saved arguments, next to what was expected of them.
 RUN_PACKAGE = """
 import torch, torch_ops

@@ -12,6 +12,8 @@ from torch._library.triton import get_triton_kernels_for_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_tests.contract import (
+    ALIKE,
+    APART,
     RUN_PACKAGE,
     TARGETS,
     Build,
@@ -387,7 +389,8 @@ def _builds(target: str, variant: str, width: int) -> tuple[Build, ...]:
 
 
 POINTS = [
-    *((target, variant, 1152) for target in TARGETS for variant in ("plain", "half_pixel", "mean_of_raster", "fp32")),
+    *((target, variant, 1152) for target in APART for variant in ("plain", "half_pixel", "mean_of_raster", "fp32")),
+    *((target, "mean_of_raster", 1152) for target in ALIKE),
     *(("sm_90", "raster", width) for width in (40, 300, 768, 1024, 1280)),
     ("sm_90", "row_major", 1152),
 ]
