@@ -25,7 +25,7 @@ from compile_tests.contract import (
     fake_gpu,
     opcheck_fully,
     recompiling_fails,
-    run_python,
+    run_forked,
     sass,
     shared_memory,
     symbolic_size,
@@ -263,7 +263,7 @@ def test_aoti_package_runs_in_a_process_that_only_imports_the_library(tmp_path: 
     calls = [(arguments, _encode(*arguments)) for arguments in (_arguments(grids, "cpu") for grids in BATCHES)]
     torch.save(calls, tmp_path / "calls.pt")
     paths = (package, str(tmp_path / "calls.pt"))
-    assert run_python(RUN_PACKAGE.format(paths=paths)) == "equal\n"
+    assert run_forked(RUN_PACKAGE.format(paths=paths)) == "equal\n"
 
 
 @pytest.mark.gpu
@@ -378,7 +378,7 @@ print("equal")
     ids=("compiled", "compiled_with_backward", "torch.ops"),
 )
 def test_first_call_of_a_process_works(call: str, device: str) -> None:
-    assert run_python(FIRST_CALL.format(call=call, device=device)) == "equal\n"
+    assert run_forked(FIRST_CALL.format(call=call, device=device)) == "equal\n"
 
 
 @lru_cache

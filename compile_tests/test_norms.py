@@ -26,7 +26,6 @@ from compile_tests.contract import (
     fake_gpu,
     opcheck_fully,
     recompiling_fails,
-    run_python,
     shared_memory,
     symbolic_size,
     trace_kernels,
@@ -308,27 +307,6 @@ def test_exported_program_keeps_the_op_survives_saving_and_has_gradients(op: str
             return loaded(*(given[name] for name in names))
 
         _assert_same_bits(_results(call, inputs), _results(PUBLIC[op], inputs))
-
-
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
-    for actual, wanted in zip(model(*args), expected, strict=True):
-        assert torch.equal(actual, wanted), (actual - wanted).abs().max()
-print("equal")
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="loading any AOTInductor package fails on the GPU machines")
-def test_aoti_package_runs_in_a_process_that_only_imports_the_library(tmp_path: Any) -> None:
-    op = "add_layer_norm"
-    program = _export(op, _inputs(op, "cpu"))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "norm.pt2"))
-    calls = [tuple(_inputs(op, "cpu", rows=(rows,)).tensors.values()) for rows in ROWS]
-    torch.save([(args, _Norm(op)(*args)) for args in calls], tmp_path / "calls.pt")
-    assert run_python(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
 
 
 @pytest.mark.gpu

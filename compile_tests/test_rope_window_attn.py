@@ -28,7 +28,7 @@ from compile_tests.contract import (
     fake_gpu,
     opcheck_fully,
     recompiling_fails,
-    run_python,
+    run_forked,
     shared_memory,
     symbolic_size,
     trace_kernels,
@@ -312,7 +312,7 @@ def test_aoti_package_runs_in_a_process_that_only_imports_the_library(tmp_path: 
         program = torch.export.export(_Attention(), args)
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
     torch.save((args, _Attention()(*args)), tmp_path / "calls.pt")
-    assert run_python(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
+    assert run_forked(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
 
 
 @pytest.mark.gpu
