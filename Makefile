@@ -41,15 +41,21 @@ demo: $(VENV)/.installed-test ## encode the example image on this machine, no GP
 	$(BIN)/vk info
 	$(BIN)/vk encode examples/street.png --compare
 
-# The interpreter has a process of its own: ahead-of-time builds fail in it. It runs beside the rest, each on one core.
+# The interpreter has a process of its own: ahead-of-time builds fail in it. It runs beside the rest, each on one core;
+# after it, another process runs the rest from the end, until it meets the first.
+WITHOUT = env -u TRITON_INTERPRET $(BIN)/python -m pytest --meeting=$$shared/taken $(ARGS)
 test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Triton's interpreter
-	@output=$$(mktemp); status=0; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) >$$output 2>&1 & interpreted=$$!; \
-	trap 'kill $$interpreted 2>/dev/null; rm -f $$output' EXIT; trap 'exit 130' INT TERM; \
+	@shared=$$(mktemp -d); status=0; mkdir $$shared/taken; \
+	( trap 'kill $$!; exit 143' TERM; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) >$$shared/interpreted 2>&1 & \
+	wait $$! || status=1; \
+	$(WITHOUT) --backwards >$$shared/from_the_end 2>&1 & wait $$! || status=1; exit $$status ) & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null; rm -rf $$shared' EXIT; trap 'exit 130' INT TERM; \
 	echo "All tests, without the interpreter:"; \
-	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(ARGS) || status=1; \
-	wait $$interpreted || status=1; \
-	echo "Kernels in the interpreter:"; cat $$output; \
+	$(WITHOUT) --require-run || status=1; \
+	wait $$beside || status=1; \
+	echo "And from their end:"; cat $$shared/from_the_end; \
+	echo "Kernels in the interpreter:"; cat $$shared/interpreted; \
 	exit $$status
 
 # These run on what the machine has; without it the first import would say so at length.

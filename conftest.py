@@ -1,12 +1,14 @@
-"""Shards for tests/ and compile_tests/, and two guards against a run that proves nothing."""
+"""Shares of tests/ and compile_tests/, and two guards against a run that proves nothing."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import os
 import re
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,8 @@ def _shard(text: str) -> tuple[int, int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vk")
     group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N equal shares")
+    group.addoption("--meeting", type=Path, metavar="FOLDER", help="run what no other process of this folder runs")
+    group.addoption("--backwards", action="store_true", help="begin with the last test")
     group.addoption("--require-gpu", action="store_true", help="refuse to start without a GPU")
     group.addoption("--require-run", action="store_true", help="fail unless some test passed")
 
@@ -29,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("require_gpu") and _gpu() is None:
         raise pytest.UsageError("--require-gpu: torch sees no GPU on this machine")
+    if _gpu() is None:
+        _one_thread()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -43,14 +49,35 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard = config.getoption("shard")
-    if shard is None:
-        return
-    index, count = shard
+    if shard is not None:
+        _keep_shard(config, items, *shard)
+    if config.getoption("backwards"):
+        items.reverse()
+
+
+def _keep_shard(config: pytest.Config, items: list[pytest.Item], index: int, count: int) -> None:
     # A hash spreads slow neighbours over the shards and does not depend on the order of collection.
     ranked = sorted((zlib.crc32(item.nodeid.encode()), item.nodeid) for item in items)
     mine = {nodeid for _, nodeid in ranked[index - 1 :: count]}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
     items[:] = [item for item in items if item.nodeid in mine]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """One process begins with the first test and one with the last: where they meet both are done, and neither waited.
+
+    Neighbours share what they build, which only the two at the meeting lose.
+    """
+    meeting = item.config.getoption("meeting")
+    if meeting is None:
+        return None
+    taken = hashlib.sha256(item.nodeid.encode()).hexdigest()
+    try:
+        (meeting / taken).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return None
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -60,6 +87,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not reporter.getreports("passed"):
         reporter.write_line("\n--require-run: every test was skipped", red=True)
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _one_thread() -> None:
+    """Tensors are small here and other processes want the other cores: threads would wait for each other, and spin."""
+    import torch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _gpu() -> str | None:

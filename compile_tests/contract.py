@@ -3,11 +3,12 @@
 - `opcheck_fully` and `capture_graphs`: the op in torch's own eyes and in the graphs that Dynamo and AOTAutograd make.
 - `fake_gpu`, `trace_kernels`, `record_launches`, `build`: the CUDA path of an op with no GPU, from fake tensors to the
   machine code for any target.
-- `run_python`: fresh processes.
+- `run_python` and `run_forked`: fresh processes, the latter without the seconds that imports take.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,6 +66,9 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# These multiply as sm_80 does, with less shared memory: a few builds for them are enough, those that need most of it.
+ALIKE = ("sm_86", "sm_89", "sm_120")
+APART = tuple(target for target in TARGETS if target not in ALIKE)
 # Runs an AOTInductor package on saved arguments, next to what was expected of them.
 RUN_PACKAGE = """
 import torch, torch_ops
@@ -367,6 +371,63 @@ def _local_bytes(cubin: bytes) -> int:
 
 def _vgprs(amdgcn: str) -> int:
     return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)[0])
+
+
+# Imports the library and waits for code, which it runs in children: each as fresh as a process that has just imported.
+SERVER = """
+import json, os, signal, sys, tempfile, traceback
+import torch, torch_ops
+for line in sys.stdin:
+    code, environment = json.loads(line)
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.alarm(600)
+            os.environ.clear()
+            os.environ.update(environment)
+            for file, stream in ((os.open(os.devnull, os.O_RDONLY), 0), (out.fileno(), 1), (err.fileno(), 2)):
+                os.dup2(file, stream)
+            exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    texts = []
+    for file in (out, err):
+        file.seek(0)
+        texts.append(file.read().decode(errors="replace"))
+        file.close()
+    print(json.dumps([status, *texts]), flush=True)
+"""
+
+
+@lru_cache
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VK_ROWS": ""},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_forked(code: str) -> str:
+    """The output of `code` in a process of its own that has imported the library and done nothing else."""
+    server = _server()
+    assert server.stdin and server.stdout
+    server.stdin.write(json.dumps([code, {**os.environ, "PYTHONPATH": str(ROOT), "VK_ROWS": ""}]) + "\n")
+    server.stdin.flush()
+    status, out, err = json.loads(server.stdout.readline())
+    assert status == 0, f"exit status {status}\n{err[-6000:]}"
+    return out
 
 
 def run_python(code: str, *, path: Path = ROOT, **environment: str) -> str:

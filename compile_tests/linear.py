@@ -1,11 +1,9 @@
 """The graph contract of the projections, `qkv_rope` and `mlp`: what each of their test modules applies to its op."""
 
 import io
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from compile_tests.contract import (
     capture_graphs,
     opcheck_fully,
     recompiling_fails,
-    run_python,
+    run_forked,
 )
 from torch_ops.testing import check
 from torch_ops.testing.cases import outcome
@@ -93,17 +91,6 @@ def _layout(tensors: tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
     return [(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype) for tensor in tensors]
 
 
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
-    actual = model(*args)
-    actual = actual if isinstance(actual, (tuple, list)) else (actual,)
-    for one, wanted in zip(actual, expected, strict=True):
-        assert torch.equal(one, wanted), (one - wanted).abs().max()
-print("equal")
-"""
 FIRST_CALL = """
 import torch, torch_ops
 function = torch_ops.{name}
@@ -215,18 +202,6 @@ class GraphContract:
         called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
         assert [name for name in called if "getitem" not in name] == [f"vk.{self.subject.name}.default"]
 
-    @pytest.mark.skipif(GPU, reason="loading any AOTInductor package fails on the GPU machines")
-    def test_aoti_package_runs_in_a_process_that_only_imports_the_library(self, tmp_path: Path) -> None:
-        package = torch._inductor.aoti_compile_and_package(self._export(), package_path=str(tmp_path / "linear.pt2"))
-        with zipfile.ZipFile(package) as archive:
-            assert f"vk::{self.subject.name}".encode() in b"".join(map(archive.read, archive.namelist()))
-        calls = []
-        for rows in ROWS:
-            inputs = self.subject.inputs(rows)
-            calls.append((_tensors(inputs), _tuple(inputs.call(self.subject.function))))
-        torch.save(calls, tmp_path / "calls.pt")
-        assert run_python(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
-
     @pytest.mark.gpu
     def test_cuda_graph_replays_on_other_values(self) -> None:
         static, fresh = (self.subject.of_rows(512, torch.bfloat16, "cuda", seed=seed) for seed in range(2))
@@ -261,7 +236,7 @@ class GraphContract:
         code = FIRST_CALL.format(
             name=self.subject.name, source=self.subject.source, call=call, device=DEVICE, dtype=DTYPE
         )
-        assert run_python(code) == "equal\n"
+        assert run_forked(code) == "equal\n"
 
     def test_fake_and_meta_outputs_have_the_strides_of_real_ones(self) -> None:
         inputs = self.subject.inputs()

@@ -13,7 +13,7 @@ import torch
 
 from compile_tests import norms, rope
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
-from compile_tests.contract import SM90, TARGETS, Build, build, fake_gpu, sass, shared_memory
+from compile_tests.contract import APART, SM90, TARGETS, Build, build, fake_gpu, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
 from torch_ops import _attention_hopper, _attention_hopper_backward, settings
 from torch_ops._attention_hopper import PARTS, Descriptors, describe
@@ -49,21 +49,27 @@ class Point:
         return "-".join([*words, self.gpu, str(self.length)] if self.gpu in SHIPPED_GPUS else words)
 
 
+# By target one head dimension of long and one of short segments.
+SAMPLED = {"sm_86": (128, 72), "sm_89": (256, 72), "sm_120": (72, 128)}
+
+
 def _rule_points() -> list[Point]:
     return [
-        *(Point(target, head_dim) for target in TARGETS for head_dim in (72, 128)),
+        *(Point(target, head_dim) for target in APART for head_dim in (72, 128)),
+        *(Point(target, long) for target, (long, _) in SAMPLED.items()),
         *(Point("sm_90", head_dim) for head_dim in (16, 64, 80, 96, 160, 192, 256)),
         *(Point(target, 72, causal=True) for target in ("sm_80", "sm_90", "gfx942")),
         Point("sm_90", 128, causal=True),
-        Point("sm_89", 256),
+        # Of 208 columns a tile has 256, and masks besides.
         *(Point("sm_90", head_dim, torch.float32) for head_dim in (72, 104, 208)),
-        *(Point(target, 256, torch.float32) for target in ("sm_86", "sm_90", "gfx942")),
+        *(Point(target, 256, torch.float32) for target in ("sm_86", "gfx942")),
         Point("sm_90", 72, torch.float16),
         *(
             Point(target, head_dim, length=LONGEST_SHORT[TARGETS[target].backend])
-            for target in TARGETS
+            for target in APART
             for head_dim in (72, 128)
         ),
+        *(Point(target, short, length=LONGEST_SHORT["cuda"]) for target, (_, short) in SAMPLED.items()),
         *(Point("sm_90", head_dim, length=64) for head_dim in (16, 64, 80, 96)),
         Point("sm_90", 80, torch.float16, causal=True, length=64),
     ]
@@ -71,21 +77,17 @@ def _rule_points() -> list[Point]:
 
 def _shipped_points() -> list[Point]:
     """One per dtype, head dimension and range of lengths that has rows of its own, causal or not."""
-    points = {
-        Point(
-            SHIPPED_GPUS[gpu],
-            row.head_dim,
-            getattr(torch, row.dtype),
-            causal,
-            64 if row.kernel.endswith("_short") else max(row.min_length, 65),
-            gpu,
-        ): None
-        for gpu in SHIPPED_GPUS
-        for row in shipped_rows(gpu)
-        for causal in ((False, True) if row.causal is None else (row.causal,))
-        # fp16 builds to the code of bf16 but for its conversions.
-        if not (causal and row.dtype == "float16")
-    }
+    points: dict[Point, None] = {}
+    for gpu in SHIPPED_GPUS:
+        rows = set(shipped_rows(gpu))
+        for row in shipped_rows(gpu):
+            # fp16 builds to the code of bf16 but for its conversions; where rows are the same, bf16 stands for both.
+            if row.dtype == "float16" and replace(row, dtype="bfloat16") in rows:
+                continue
+            length = 64 if row.kernel.endswith("_short") else max(row.min_length, 65)
+            for causal in (False, True) if row.causal is None else (row.causal,):
+                point = Point(SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), causal, length, gpu)
+                points[point] = None
     return list(points)
 
 

@@ -10,6 +10,7 @@ from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
 from compile_tests.contract import (
+    APART,
     SM90,
     Build,
     Trace,
@@ -159,7 +160,8 @@ def _builds(target: str, variant: str) -> tuple[Build, ...]:
 
 
 POINTS = [
-    *((target, variant) for target in TARGETS for variant in ("plain", "swiglu", "fp32")),
+    *((target, variant) for target in APART for variant in ("plain", "swiglu", "fp32")),
+    *(("sm_86", "swiglu"), ("sm_86", "fp32"), ("sm_89", "plain"), ("sm_120", "swiglu")),
     *(("sm_90", variant) for variant in ("gelu", "silu", "bare", "forward_alone", "apart")),
     *((target, "silu") for target in ("sm_86", "gfx942")),
 ]

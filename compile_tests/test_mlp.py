@@ -1,4 +1,4 @@
-"""`vk::mlp` under torch.compile, torch.export, AOTInductor, CUDA graphs, autocast and checkpointing."""
+"""`vk::mlp` under torch.compile, torch.export, CUDA graphs, autocast and checkpointing."""
 
 from dataclasses import replace
 from functools import partial

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ops
 from compile_tests.contract import (
+    ALIKE,
+    APART,
     Build,
     assert_expected_inline,
     assert_kernels,
@@ -24,7 +26,6 @@ from compile_tests.contract import (
     fake_gpu,
     opcheck_fully,
     recompiling_fails,
-    run_python,
     shared_memory,
     symbolic_size,
     trace_kernels,
@@ -308,27 +309,6 @@ def test_exported_program_keeps_the_op_survives_saving_and_has_gradients(op: str
         _assert_same_bits(_results(call, inputs), _results(PUBLIC[op], inputs))
 
 
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
-    for actual, wanted in zip(model(*args), expected, strict=True):
-        assert torch.equal(actual, wanted), (actual - wanted).abs().max()
-print("equal")
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="loading any AOTInductor package fails on the GPU machines")
-def test_aoti_package_runs_in_a_process_that_only_imports_the_library(tmp_path: Any) -> None:
-    op = "add_layer_norm"
-    program = _export(op, _inputs(op, "cpu"))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "norm.pt2"))
-    calls = [tuple(_inputs(op, "cpu", rows=(rows,)).tensors.values()) for rows in ROWS]
-    torch.save([(args, _Norm(op)(*args)) for args in calls], tmp_path / "calls.pt")
-    assert run_python(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", NORMS)
 def test_cuda_graph_replays_other_values(op: str) -> None:
@@ -442,11 +422,12 @@ class Point:
 WIDTHS = (768, 1024, 1152, 1280, 4608)
 # Of all four `add_layer_norm` beside fp32 parameters holds most.
 POINTS = [
-    *(Point(target, width) for target in TARGETS for width in (72, 1152, 4608, 8192, 20000)),
+    *(Point(target, width) for target in APART for width in (72, 1152, 4608, 8192, 20000)),
+    *(Point(target, width) for target in ALIKE for width in (1152, 20000)),
     *(Point("sm_90", width) for width in (7, 331, 768, 1024, 1280, 2048, 3456, 4096, 5120, 16384)),
     *(Point("sm_90", width, op="rms_norm", parameters=torch.bfloat16) for width in (1152, 4608)),
     *(Point("sm_90", width, torch.float32) for width in (331, 1152, 5120, 6144, 16384)),
-    *(Point(target, 1152, torch.float32) for target in ("sm_80", "sm_120", "gfx942")),
+    *(Point(target, 1152, torch.float32) for target in ("sm_80", "gfx942")),
     *(Point("sm_90", 1152, torch.float16, op=op, rows=784) for op in NORMS),
 ]  # fmt: skip
 

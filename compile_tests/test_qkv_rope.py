@@ -1,4 +1,4 @@
-"""`vk::qkv_rope` under torch.compile, torch.export, AOTInductor, CUDA graphs, autocast and checkpointing."""
+"""`vk::qkv_rope` under torch.compile, torch.export, CUDA graphs, autocast and checkpointing."""
 
 from typing import Any
 

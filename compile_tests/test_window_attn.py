@@ -23,7 +23,7 @@ from compile_tests.contract import (
     fake_gpu,
     opcheck_fully,
     recompiling_fails,
-    run_python,
+    run_forked,
     trace_kernels,
 )
 from torch_ops import window_attn
@@ -265,7 +265,7 @@ def test_aoti_package_runs_in_a_process_that_only_imports_the_library(tmp_path: 
     calls = [(args, _Attention()(*args)) for args in (_call_args(lengths, "cpu") for lengths in LENGTHS)]
     torch.save(calls, tmp_path / "calls.pt")
     paths = (package, str(tmp_path / "calls.pt"))
-    assert run_python(RUN_PACKAGE.format(paths=paths)) == "equal\n"
+    assert run_forked(RUN_PACKAGE.format(paths=paths)) == "equal\n"
 
 
 @pytest.mark.gpu
@@ -344,7 +344,7 @@ print("equal")
 )
 def test_first_call_of_a_process_works(call: str, device: str) -> None:
     dtype = torch.float16 if device == "cuda" else torch.float32
-    assert run_python(FIRST_CALL.format(call=call, device=device, dtype=dtype)) == "equal\n"
+    assert run_forked(FIRST_CALL.format(call=call, device=device, dtype=dtype)) == "equal\n"
 
 
 def _layout(tensors: tuple[Tensor, ...]) -> list[tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """Shared by all numerical tests: where they run, and what may not leak between runs."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from hypothesis import settings
 import torch_ops
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+if INTERPRET:
+    from tests.interpreter import without_checks_of_int32, without_repetition
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
@@ -31,6 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where tests run: the GPU where there is one, else the CPU (the kernels themselves under the interpreter)."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> Iterator[None]:
+    with without_repetition() if INTERPRET else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _checks_of_int32(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The interpreter checks arithmetic where inputs are drawn from everything, and where they are wild."""
+    wanted = hasattr(request.function, "hypothesis") or "wild" in request.node.name
+    with without_checks_of_int32() if INTERPRET and not wanted else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""The tolerance rule itself: what it passes, what it refuses, and what it does not judge."""
+"""The tolerance rule itself: what it passes, what it refuses, and what it does not judge; and shares of a run."""
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,3 +56,14 @@ def test_nothing_is_judged_by_an_eager_result_that_overflowed_or_a_reference_of_
 
 def test_shapes_must_be_the_same() -> None:
     assert "shape [100] where the reference has [101]" in str(compare(EAGER[1:], EAGER, REFERENCE))
+
+
+def test_processes_that_meet_run_each_test_once(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if hasattr(each, "_keep_shard"))
+
+    def run(name: str, meeting: Path | None = tmp_path) -> bool:
+        item = SimpleNamespace(nodeid=name, config=SimpleNamespace(getoption={"meeting": meeting}.get))
+        return plugin.pytest_runtest_protocol(item) is None
+
+    assert [run(name) for name in ("a", "b", "a", "c", "b")] == [True, True, False, True, False]
+    assert run("a", None) and run("a", None)
