@@ -29,6 +29,7 @@ ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 TOWER, GATED, ODD = mlp_cases("smoke")
 APART = replace(GATED, name="apart", apart=True)
+APART_ODD = replace(APART, name="apart_odd", inner=85)
 
 pytestmark = pytest.mark.interpret
 
@@ -68,9 +69,8 @@ def test_agrees_where_a_row_leaves_products_to_pytorch(
         verify(inputs)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", mlp_cases("smoke"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART_ODD], ids=lambda case: case.name)
 def test_kernels_agree_where_pytorch_would_make_the_products(case: MlpCase, dtype: torch.dtype, device: str) -> None:
     with torch_ops.settings(path="portable"):
         verify(make_mlp_inputs(case, dtype, device))

@@ -97,13 +97,20 @@ def _pre_gradient(dh: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 
 @torch.autocast("cpu", enabled=False)
-def activation_backward_cpu(activation: str, dh: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
+def activation_backward_cpu(
+    activation: str, up_begins: int, dh: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor
+) -> None:
     """Fills dpre, h and partial, those that have rows, as the launch of `plan_activation_backward` does."""
     dtype = torch.promote_types(pre.dtype, torch.float32)
     pre = pre.to(dtype)
     if dpre.shape[0]:
         gradient = _pre_gradient(dh.to(dtype), pre, activation)
-        dpre[:, : gradient.shape[1]].copy_(gradient)
+        if activation == "swiglu":
+            of_gate, of_up = gradient.chunk(2, 1)
+            dpre[:, : of_gate.shape[1]].copy_(of_gate)
+            dpre[:, up_begins : up_begins + of_up.shape[1]].copy_(of_up)
+        else:
+            dpre[:, : gradient.shape[1]].copy_(gradient)
         if partial.shape[0]:
             partial.copy_(gradient.sum(0, keepdim=True))
     if h.shape[0]:
