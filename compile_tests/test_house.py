@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from compile_tests.contract import ROOT
-from torch_ops._registry import OPS
+from torch_ops._registry import OPS, KernelOp
 
 # An op lives in a module of its own name, or in that of a close relative, whose public functions it is among.
-OP_MODULES = {op.body.__module__ for op in OPS.values()}
+OP_MODULES = {op.body.__module__ for op in OPS.values() if isinstance(op, KernelOp)}
+COMPOSITIONS = {op.body.__module__ for op in OPS.values()} - OP_MODULES
 
 # From the ground up: a room imports from its own and from those before it.
 ROOMS = (
@@ -20,7 +21,7 @@ ROOMS = (
     ("kernels", r"csrc_free_ops(\..*)?"),
     ("foundations", r"torch_ops\.(_checks|_device|_registry|_versions|settings)"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
-    ("compositions", r"torch_ops\.patch_merger"),
+    ("compositions", "|".join(map(re.escape, COMPOSITIONS))),
     ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),
     ("models and integrations", r"torch_ops\.(models|integrations|compat|distributed)(\..*)?"),
     ("testing", r"torch_ops\.testing(\..*)?"),
@@ -33,7 +34,7 @@ ORDER = (
     "foundations",
     "launchers",
     "ops",
-    # Public functions of public ops, which are no ops of their own.
+    # Ops made of ops.
     "compositions",
     "the public face",
     "testing",

@@ -155,7 +155,7 @@ def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) 
     args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
     with torch_ops.settings(path="auto"):
         report = torch_ops.explain(torch_ops.patch_merger, *args)
-        assert report["op"] == "patch_merger" and report["path"] == "hopper"
+        assert report["op"] == "vk::patch_merger" and report["path"] == "hopper"
         assert list(report["kernels"]) == [
             "norm_fwd", "norm_bwd", "norm_bwd_sums", "gemm_hopper 4608x4608", "gemm 4096x4608"
         ]  # fmt: skip

@@ -29,7 +29,6 @@ from torch_ops._norms import norm_launches
 from torch_ops._registry import INTERPRET, OPS, runs_kernels
 from torch_ops._rope import rotation_launch, workspaces
 from torch_ops._scores import Scores
-from torch_ops.patch_merger import patch_merger
 from torch_ops.settings import settings
 
 # By the kernel that takes a direction where segments are short, those that take it elsewhere.
@@ -189,7 +188,7 @@ def _explain_patch_merger(
 ) -> dict[str, Any]:  # fmt: skip
     """Of its norm and its products; one projection is PyTorch's own."""
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        patch_merger(
+        OPS["patch_merger"](
             x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
         )  # fmt: skip
         merged = x.new_empty((x.shape[0] // merge_size**2, fc1_weight.shape[1]))
@@ -201,7 +200,7 @@ def _explain_patch_merger(
         products = [
             _Product("gemm", rows, fc1_weight, "gelu"), _Product("gemm", between, fc2_weight, "none")
         ]  # fmt: skip
-    report = {**_explain_products("patch_merger", merged, products), "op": "patch_merger"}
+    report = _explain_products("patch_merger", merged, products)
     if report["path"] == "reference" or norm_weight is None:
         return report
     norms = {
