@@ -1,6 +1,6 @@
 """`vk::pos_embed_interpolate`: a learned table of positions, resampled to every image of a batch, and its gradient.
 
-Kernels and maths: `csrc_free_ops.grids`.
+Kernels and maths: `csrc_free_ops.pos_embed_interpolate`.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.grids import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
+from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
 from torch_ops._checks import check_dense, check_float, refuse
 from torch_ops._grids import (
     Places,

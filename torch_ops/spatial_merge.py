@@ -1,6 +1,6 @@
 """`vk::spatial_merge`: the 2 x 2 merge of vision encoders over a packed batch of images, and its gradient.
 
-Kernels and maths: `csrc_free_ops.grids`.
+Kernels and maths: `csrc_free_ops.spatial_merge`.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.grids import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
+from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
 from torch_ops._checks import check_dense, check_float, refuse
 from torch_ops._grids import (
     check_grid,
