@@ -20,11 +20,8 @@ SHARED_MEMORY = {
     120: 101376,
 }
 
-INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 3)
-
-
 # What the interpreter stands in for.
-INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30)
+INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 3)
 
 
 @lru_cache
