@@ -12,13 +12,15 @@ from csrc_free_ops.candidates import CANDIDATES
 from torch_ops._device import out_of_memory
 from torch_ops.bench import (
     documents,
-    grids,
     mlp,
     norms,
     options,
     patch_merger,
+    pos_embed_interpolate,
     qkv_rope,
     rope_window_attn,
+    rotary_table,
+    spatial_merge,
     window_attn,
 )
 from torch_ops.bench.contest import Terms, contest
@@ -43,7 +45,9 @@ ROOMS: dict[str, Room] = {
         qkv_rope.ROOM,
         mlp.ROOM,
         patch_merger.ROOM,
-        *grids.ROOMS,
+        rotary_table.ROOM,
+        pos_embed_interpolate.ROOM,
+        spatial_merge.ROOM,
     )
 }
 
