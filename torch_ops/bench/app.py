@@ -19,6 +19,7 @@ from torch_ops.bench import (
     patch_merger,
     qkv_rope,
     rope_window_attn,
+    vision_attention,
     window_attn,
 )
 from torch_ops.bench.contest import Terms, contest
@@ -39,6 +40,7 @@ ROOMS: dict[str, Room] = {
     for room in (
         window_attn.ROOM,
         rope_window_attn.ROOM,
+        vision_attention.ROOM,
         *norms.ROOMS,
         qkv_rope.ROOM,
         mlp.ROOM,
