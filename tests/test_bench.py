@@ -21,7 +21,17 @@ from typer.testing import CliRunner
 
 from csrc_free_ops.configs import Gpu
 from torch_ops import _attention, _attention_portable, _attention_short, cli
-from torch_ops.bench import attention_peers, contest, documents, gate, machine, results, timing, window_attn
+from torch_ops.bench import (
+    attention_peers,
+    contest,
+    contest_command,
+    documents,
+    gate,
+    machine,
+    results,
+    timing,
+    window_attn,
+)
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.attention_peers import REFERENCE, packed_call
 from torch_ops.bench.contest import Terms
@@ -552,7 +562,7 @@ def test_a_case_too_large_for_the_memory_is_one_line(monkeypatch: pytest.MonkeyP
     def contest_without_memory(*_: Any) -> Any:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr(sys.modules["torch_ops.bench.app"], "contest", contest_without_memory)
+    monkeypatch.setattr(contest_command, "contest", contest_without_memory)
     result = bench("window_attn", "--shapes", TINY, "--device", "cpu")
     assert result.exit_code == 2 and result.stdout == ""
     assert f"{TINY} does not fit into the memory of CPU" in result.stderr.splitlines()[-1]

@@ -133,7 +133,7 @@ def _bind_alone(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Cal
     return Call(
         lambda: functional.scaled_dot_product_attention(leaves["q"], leaves["k"], leaves["v"]),
         leaves,
-        torch.randn_like(q),
+        q.flip(2),
     )
 
 
