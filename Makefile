@@ -67,10 +67,12 @@ needs-torch:
 needs-gpu: needs-torch
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || { echo "$(PYTHON) finds no GPU"; exit 1; }
 
+# The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
+TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
 gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD=i/n)
 	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
 	$(FROM_TREE) pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
-		$(wildcard tests/test_$(OP).py compile_tests/test_$(OP).py),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
+		$(wildcard $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(OP)).py)),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
 
 # Racecheck before CUDA 13.5 takes what Triton itself hands to the partitions of a kernel for races.
 sanitize: ## the attention kernels on small cases under compute-sanitizer, memcheck and racecheck (SHARD=i/n)

@@ -75,8 +75,10 @@ import torch, torch_ops
 package, file = {paths!r}
 model = torch._inductor.aoti_load_package(package)
 for args, expected in torch.load(file):
-    for actual, wanted in zip(model(*args), expected, strict=True):
-        assert torch.equal(actual, wanted), (actual - wanted).abs().max()
+    actual = model(*args)
+    actual = actual if isinstance(actual, (tuple, list)) else (actual,)
+    for one, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(one, wanted), (one - wanted).abs().max()
 print("equal")
 """
 
@@ -135,6 +137,19 @@ def capture_graphs(function: Callable[..., Any], **options: Any) -> tuple[Callab
         return aot(module, example_inputs)
 
     return torch.compile(function, backend=backend, fullgraph=True, **options), graphs
+
+
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of step(), after one call beside the current stream; and the results that replays write."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 @contextlib.contextmanager

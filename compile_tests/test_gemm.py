@@ -192,6 +192,39 @@ def test_every_kernel_of_the_core_is_built_here() -> None:
     assert found == set(GEMM_KERNELS)
 
 
+# Of 1365 and 3420 columns, so that rows of w2 do not begin at 16 bytes.
+ODD = ("silu", "swiglu", "apart", "apart_again")
+
+
+@pytest.mark.parametrize("way", ["h200", "other", "packaged", "portable"])
+@pytest.mark.parametrize("variant", ODD)
+def test_odd_weights_are_copied_only_where_pytorch_may_not_have_them(variant: str, way: str) -> None:
+    """Kernels take the layer in front, as of any weight."""
+    target = SM90 if way in ("h200", "packaged") else TARGETS["sm_80"]
+    path = "portable" if way == "portable" else "auto"
+    *first, second = OTHER_WRITES.get(("mlp", variant), WRITES["mlp"])
+    expected = {"h200": [], "portable": [*first, second]}.get(way, first)
+    for op in ("mlp", "mlp_backward"):
+        gpu = "h200" if target is SM90 else "no-such-gpu"
+        with fake_gpu(target, gpu, path) as mode, V.set_aot_compilation(way == "packaged"):
+            with mode:
+                args, options = gemm_calls(**GEMM_VARIANTS[variant])[op]
+            trace = trace_kernels(OPS[op].overload, args, options)
+        copies = sum(trace.targets.count(name) for name in ("constant_pad_nd", "clone", "aten.copy"))
+        assert copies == (op == "mlp" and way == "portable")
+        if op == "mlp":
+            assert_kernels(trace, expected)
+
+
+def test_gradients_of_two_weights_begin_at_16_bytes_each() -> None:
+    """So do the operands of their products; 3420 columns and what follows them do not."""
+    for variant, expected in (("apart", [3420, 6840, 3424, 6848]), ("swiglu", [3420, 6840, 3420, 6840])):
+        (launch,) = (
+            each for each in gemm_launches(**GEMM_VARIANTS[variant])["mlp_backward"] if each.name == GRADIENT[0]
+        )
+        assert [launch.arguments[name] for name in ("N", "STRIDE_PM", "UP_BEGINS", "STRIDE_DM")] == expected
+
+
 def test_an_odd_weight_is_copied_only_where_x_is_not_odd() -> None:
     """Rows of 1365 half types begin nowhere in particular; between the layers they are 1368 apart."""
     _, second = gemm_launches(**GEMM_VARIANTS["silu"])["mlp"]
@@ -318,8 +351,7 @@ def test_every_tile_that_may_be_chosen_is_built_here() -> None:
 # By op and variant, how many opaque launches stand in a graph for a Hopper GPU, and which kernels beside them.
 OPAQUE: dict[tuple[str, str], tuple[int, list[tuple[str, set[str]]]]] = {
     ("mlp", "plain"): (1, []),
-    # Of 3420 columns rows do not begin at 16 bytes: its second layer stays with the portable kernel.
-    ("mlp", "apart"): (1, [LINEAR]),
+    ("mlp", "apart"): (1, []),
     ("mlp", "forward_alone"): (1, []),
     ("mlp_backward", "plain"): (0, [GRADIENT]),
     ("mlp_backward", "apart_again"): (1, [GRADIENT]),
@@ -340,6 +372,8 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, variant: str,
             args, options = gemm_calls(rows=rows, **GEMM_VARIANTS[variant])[op]
         trace = trace_kernels(OPS[op].overload, args, options)
     launches, kernels = OPAQUE[op, variant] if way == "auto" else (0, OTHER_WRITES.get((op, variant), WRITES[op]))
+    if way == "packaged" and op == "mlp" and variant in ODD:
+        kernels = kernels[:-1]
     assert trace.targets.count("auto_functionalized") == launches
     assert_kernels(trace, kernels)
     assert not mode.shape_env.guards and not mode.shape_env.replacements

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,22 +11,24 @@ from pathlib import Path
 import pytest
 
 from compile_tests.contract import ROOT
-from torch_ops._registry import OPS
+from torch_ops._registry import OPS, KernelOp
+from torch_ops.bench.app import ROOMS as BENCH_ROOMS
 
 # An op lives in a module of its own name, or in that of a close relative, whose public functions it is among.
-OP_MODULES = {op.body.__module__ for op in OPS.values()}
+OP_MODULES = {op.body.__module__ for op in OPS.values() if isinstance(op, KernelOp)}
+COMPOSITIONS = {op.body.__module__ for op in OPS.values()} - OP_MODULES
 
 # From the ground up: a room imports from its own and from those before it.
 ROOMS = (
     ("tiles", r"csrc_free_ops\.tiles(\..*)?"),
     ("kernels", r"csrc_free_ops(\..*)?"),
-    ("foundations", r"torch_ops\.(_checks|_device|_registry|_versions|settings)"),
+    ("foundations", r"torch_ops\.(_checks|_device|_explanations|_registry|_versions|settings)"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
-    ("compositions", r"torch_ops\.patch_merger"),
+    ("compositions", "|".join(map(re.escape, COMPOSITIONS))),
     ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),
     ("models and integrations", r"torch_ops\.(models|integrations|compat|distributed)(\..*)?"),
     ("testing", r"torch_ops\.testing(\..*)?"),
-    ("the public face", r"torch_ops(\._explain)?"),
+    ("the public face", r"torch_ops(\._explain|\._warmup)?"),
     ("launchers", r"torch_ops\._\w+"),
 )
 ORDER = (
@@ -33,7 +37,7 @@ ORDER = (
     "foundations",
     "launchers",
     "ops",
-    # Public functions of public ops, which are no ops of their own.
+    # Ops made of ops.
     "compositions",
     "the public face",
     "testing",
@@ -77,6 +81,20 @@ def test_every_op_is_in_a_module_of_its_family() -> None:
         public = name.removesuffix("_backward")
         assert public in module.__all__, f"vk::{name} is in {module.__name__}, which has no public {public}"
         assert public.endswith(module.__name__.removeprefix("torch_ops.")), f"vk::{name} is in {module.__name__}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("op", sorted({name.removesuffix("_backward") for name in OPS}))
+def test_every_op_has_its_rooms(op: str) -> None:
+    """Of its own name or of its family's, and `make` and the benchmark find them by the op's."""
+    made = subprocess.run(
+        ["make", "-n", "gpu-test", f"OP={op}"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )  # fmt: skip
+    files = re.findall(r"((?:compile_)?tests)/test_(\w+)\.py", made.stdout)
+    assert [folder for folder, _ in files] == ["tests", "compile_tests"]
+    ((room,),) = ({name for _, name in files},)
+    assert op == room or op.endswith(room.removesuffix("s").split("_")[-1])
+    assert (ROOT / "torch_ops" / "bench" / f"{room}.py").is_file() and op in BENCH_ROOMS
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=_ids)

@@ -19,7 +19,7 @@ from compile_tests.contract import (
 from compile_tests.gemm import gemm_calls
 from compile_tests.linear import BACKENDS, DEVICE, DTYPE, GraphContract, Subject
 from torch_ops import mlp
-from torch_ops.testing import references
+from torch_ops.testing import check, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, outcome
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
@@ -81,14 +81,16 @@ def test_two_weights_enter_the_graph_as_they_are() -> None:
     assert_expected_inline(graphs.dynamo, "vk.mlp.default\n")
 
 
+def _assert_right(compiled: Any, inputs: Any) -> None:
+    check(outcome(compiled, inputs), outcome(mlp, inputs), outcome(references.mlp, inputs, torch.float64))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_weights_never_recompile(backend: str) -> None:
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
     with recompiling_fails():
         for rows in (63, 200, 7):
-            inputs = make_mlp_inputs(replace(APART, lead=(rows,)), DTYPE, DEVICE)
-            for name, tensor in outcome(compiled, inputs).items():
-                torch.testing.assert_close(tensor, outcome(mlp, inputs)[name])
+            _assert_right(compiled, make_mlp_inputs(replace(APART, lead=(rows,)), DTYPE, DEVICE))
 
 
 def test_two_weights_export(tmp_path: Path) -> None:
@@ -144,9 +146,7 @@ def test_compiled_with_leading_dimensions_never_recompiles(backend: str) -> None
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lead in ((3, 20), (5, 7), (2, 40)):
-            inputs = make_mlp_inputs(MlpCase("lead", "", lead, 24, 40), DTYPE, DEVICE)
-            for name, tensor in outcome(compiled, inputs).items():
-                torch.testing.assert_close(tensor, outcome(mlp, inputs)[name])
+            _assert_right(compiled, make_mlp_inputs(MlpCase("lead", "", lead, 24, 40), DTYPE, DEVICE))
 
 
 def test_graphs_for_cuda_hold_only_allocations_products_and_kernels() -> None:

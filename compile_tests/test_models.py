@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_tests.contract import run_forked
+from compile_tests.contract import capture_graphs, run_forked
 from compile_tests.models import draw_pixels, named_outputs, tiny_tower
 from torch_ops.models import PackedEncoder, QwenVisionEncoder, from_transformers, vision_metadata
 from torch_ops.models.vision_metadata import VisionMetadata
@@ -55,6 +55,25 @@ def test_fifty_batches_compile_at_most_twice(model_type: str, device: str) -> No
         for actual, expected in zip(flat(compiled(*args)), flat(encoder.encode_packed(*args)), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_mergers_are_one_op_each_where_their_layers_are_plain(model_type: str, device: str) -> None:
+    encoder = encoder_of(model_type).requires_grad_(False).to(device)
+    args = inputs(encoder, torch.tensor([[1, 6, 8], [2, 4, 4]]))
+    function, graphs = capture_graphs(encoder.encode_packed)
+    function(*args)
+    ops = [name for name in graphs.dynamo.split("\n") if name.startswith("vk.")]
+    mergers = 2 if encoder.family.taps else 1
+    assert ops.count("vk.patch_merger.default") == mergers
+    assert ops.count("vk.mlp.default") == ops.count("vk.qkv_rope.default") == len(encoder.blocks)
+    encoder.get_submodule(f"merger.{encoder.family.merger[1]}").register_forward_hook(lambda *_: None)
+    encoder.blocks[0].attn.qkv.register_forward_hook(lambda *_: None)
+    function, graphs = capture_graphs(encoder.encode_packed)
+    function(*args)
+    ops = [name for name in graphs.dynamo.split("\n") if name.startswith("vk.")]
+    assert ops.count("vk.patch_merger.default") == mergers - 1
+    assert ops.count("vk.rope_window_attn.default") == 1
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))

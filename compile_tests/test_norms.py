@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from compile_tests.contract import (
     assert_kernels,
     assert_plain_launch,
     build,
+    capture,
     capture_graphs,
     fake_gpu,
     opcheck_fully,
@@ -33,7 +34,7 @@ from compile_tests.contract import (
 from compile_tests.norms import KERNELS, NORMS, VARIANTS, WRITES, norm_calls, norm_launches
 from compile_tests.test_aot import TARGETS
 from torch_ops._registry import OPS
-from torch_ops.testing import check, references
+from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs
 
 PUBLIC: dict[str, Callable[..., Any]] = {name: getattr(torch_ops, name) for name in NORMS}
@@ -245,14 +246,15 @@ def test_compiled_equals_eager_of_few_rows(op: str, rows: tuple[int, ...], devic
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", NORMS)
 def test_compiled_block_agrees_with_ops_around(op: str, backend: str, device: str) -> None:
-    def block(**given: Any) -> tuple[Tensor, ...]:
-        results = PUBLIC[op](**{**given, "x": given["x"].sin()})
+    def block_of(norm: Any, **given: Any) -> tuple[Tensor, ...]:
+        results = norm(**{**given, "x": given["x"].sin()})
         return tuple(result.cos() for result in (results if isinstance(results, tuple) else (results,)))
 
     inputs = _inputs(op, device)
+    block = partial(block_of, PUBLIC[op])
     actual = _results(torch.compile(block, fullgraph=True, backend=backend), inputs)
-    for name, expected in _results(block, inputs).items():
-        torch.testing.assert_close(actual[name], expected)
+    truth = _results(partial(block_of, getattr(references, op)), inputs.exact)
+    check(actual, _results(block, inputs), truth)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -323,14 +325,7 @@ def test_cuda_graph_replays_other_values(op: str) -> None:
         named = dict(zip(("normed", "sum"), (result.detach() for result in results), strict=False))
         return named | dict(zip((f"d{name}" for name in leaves), grads, strict=True))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for name in (*inputs.tensors, "dout", "dsum"):
         getattr(inputs, name).copy_(getattr(fresh, name))
     for tensor in captured.values():
@@ -385,7 +380,8 @@ def test_frozen_parameters_cost_nothing_in_compiled_calls(op: str, device: str) 
     x = inputs.x.requires_grad_()
     results = inputs.call(function, x=x)
     (dx,) = torch.autograd.grad(results, x, (inputs.dout, inputs.dsum)[: len(results)])
-    torch.testing.assert_close(dx, _results(PUBLIC[op], inputs)["dx"])
+    truth = _results(getattr(references, op), inputs.exact)["dx"]
+    assert_close_to_reference(dx, _results(PUBLIC[op], inputs)["dx"], truth)
     if device == "cpu":
         assert graphs.backward == f"vk.{op}_backward.default\n"
 

@@ -1,76 +1,141 @@
-"""`patch_merger` under torch.compile, torch.export, CUDA graphs, and in traces: the graph of its parts."""
+"""`vk::patch_merger` under torch.compile, torch.export, AOTInductor, CUDA graphs, autocast and in traces.
+
+It is made of ops: whole in the graphs of Dynamo and torch.export, its parts in all others.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.flop_counter import FlopCounterMode
 
-from compile_tests.contract import (
-    assert_expected_inline,
-    assert_kernels,
-    capture_graphs,
-    fake_gpu,
-    recompiling_fails,
-    symbolic_size,
-    trace_kernels,
-)
-from compile_tests.linear import BACKENDS, DEVICE, DTYPE
+from compile_tests.contract import assert_kernels, fake_gpu, opcheck_fully, run_python, symbolic_size, trace_kernels
+from compile_tests.linear import BACKENDS, DEVICE, DTYPE, GraphContract, Subject
 from torch_ops import patch_merger
 from torch_ops.testing import check, references
-from torch_ops.testing.cases import MergerCase, make_merger_inputs, outcome
+from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, outcome
 
-CASE = MergerCase("contract", "", 140, 24, 40)
-TOTALS = (140, 28, 320, 64)
-
-
-def _of(total: int, dtype: torch.dtype = DTYPE, **changes: object) -> MergerCase:
-    return make_merger_inputs(MergerCase("contract", "", total, 24, 40, **changes), dtype, DEVICE)
-
-
-def test_graphs_hold_its_parts_and_views() -> None:
-    function, graphs = capture_graphs(patch_merger)
-    outcome(function, _of(140))
-    if DEVICE == "cpu":
-        assert_expected_inline(graphs.forward, "vk.layer_norm.default\naten.view.default\nvk.mlp.default\n")
-        assert_expected_inline(
-            graphs.backward, "vk.mlp_backward.default\naten.view.default\nvk.layer_norm_backward.default\n"
-        )
+FORMS: dict[str, dict[str, Any]] = {
+    "norm_after": {"norm_after": True},
+    "rms": {"norm": "rms"},
+    "no_norm": {"norm": "none"},
+    "one_projection": {"outer": None},
+    "three_to_a_side": {"merge_size": 3},
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_after": True}, {"norm": "rms"}, {"norm": "none"}], ids=str)
-def test_compiled_equals_eager(options: dict[str, object]) -> None:
-    inputs = _of(140, **options)
-    actual, expected = (
-        outcome(function, inputs) for function in (torch.compile(patch_merger, fullgraph=True), patch_merger)
-    )
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
+def _of_rows(rows: int, dtype: torch.dtype, device: str, seed: int = 0, **changes: Any) -> MergerInputs:
+    named = {"outer": 16, "inner": 40, **changes}
+    total = rows * named.get("merge_size", 2) ** 2
+    return make_merger_inputs(MergerCase("contract", "", total, 24, **named), dtype, device, seed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dynamic_shapes_never_recompile(backend: str) -> None:
-    compiled = torch.compile(patch_merger, fullgraph=True, dynamic=True, backend=backend)
-    with recompiling_fails():
-        for total in TOTALS:
-            inputs = _of(total)
-            results = (outcome(references.patch_merger, inputs, dtype) for dtype in (None, torch.float64))
-            check(outcome(compiled, inputs), *results)
+class TestPatchMerger(GraphContract):
+    subject = Subject(
+        "patch_merger", patch_merger, references.patch_merger, _of_rows, None, ("x",),
+        "args = (draw(252, 24), draw(24), draw(24), draw(40, 96), draw(40), draw(16, 40), draw(16))",
+        parts=("layer_norm", "mlp"),
+        forward_graph="vk.layer_norm.default\naten.view.default\nvk.mlp.default\n",
+        backward_graph="vk.mlp_backward.default\naten.view.default\nvk.layer_norm_backward.default\n",
+        step=4,
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("backend", (None, *BACKENDS), ids=("eager", *BACKENDS))
+    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+    def test_autocast_follows_the_dtype_of_its_region(self, dtype: torch.dtype, backend: str | None) -> None:
+        """The products do; the norm before them has x's dtype."""
+
+        def in_region(*args: Any) -> Any:
+            with torch.autocast(DEVICE, dtype):
+                return patch_merger(*args)
+
+        inputs = self.subject.inputs(dtype=torch.float32)
+        function = torch.compile(in_region, fullgraph=True, backend=backend) if backend else in_region
+        actual = outcome(function, inputs)
+        leaves = inputs.leaves
+        normed = torch.ops.vk.layer_norm(leaves["x"], leaves["norm_weight"], leaves["norm_bias"]).view(-1, 96)
+        layers = [leaves[name].to(dtype) for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")]
+        expected, _ = torch.ops.vk.mlp(normed.to(dtype), *layers, "gelu")
+        assert actual["out"].dtype is dtype and torch.equal(actual["out"], expected)
+        assert all(actual[f"d{name}"].dtype is torch.float32 for name in leaves)
 
 
-def test_exported_program_survives_saving_and_runs_at_other_sizes(tmp_path: Path) -> None:
-    class Merger(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-            return patch_merger(*tensors)
+@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
+def test_opcheck_passes_of_every_form(changes: dict[str, Any]) -> None:
+    inputs = _of_rows(20, torch.float32, DEVICE, **changes)
+    for leaf in inputs.leaves.values():
+        leaf.requires_grad_()
+    opcheck_fully(torch.ops.vk.patch_merger.default, inputs.call(lambda *args: args))
 
-    inputs = _of(140)
-    tensors = inputs.call(lambda *args: args[:7])
-    total = 4 * torch.export.Dim("quarter", min=2, max=4096)
-    program = torch.export.export(Merger(), tensors, dynamic_shapes=(({0: total}, *(None,) * 6),))
-    torch.export.save(program, tmp_path / "merger.pt2")
-    loaded = torch.export.load(tmp_path / "merger.pt2").module()
-    for rows in TOTALS:
-        x = _of(rows).x
-        assert torch.equal(loaded(x, *tensors[1:]), patch_merger(x, *tensors[1:]))
+
+@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
+def test_every_form_compiles(changes: dict[str, Any]) -> None:
+    inputs = _of_rows(20, DTYPE, DEVICE, **changes)
+    results = (outcome(references.patch_merger, inputs, dtype) for dtype in (None, torch.float64))
+    check(outcome(torch.compile(patch_merger, fullgraph=True), inputs), *results)
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_graphs_keep_the_first_product_only_for_a_gradient(trained: bool, grad_mode: bool) -> None:
+    """What `mlp` itself asks for once its arguments are known, though Dynamo did not look inside."""
+    shapes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (node,) = (node for node in graph.graph.nodes if node.target is torch.ops.vk.mlp.default)
+        shapes.append(tuple(node.meta["val"][1].shape))
+        return make_boxed_func(graph.forward)
+
+    inputs = _of_rows(20, DTYPE, DEVICE)
+    for leaf in inputs.leaves.values():
+        leaf.requires_grad_(trained)
+    aot = aot_autograd(fw_compiler=backend, bw_compiler=lambda graph, _: graph)
+    with torch.set_grad_enabled(grad_mode):
+        inputs.call(torch.compile(patch_merger, fullgraph=True, backend=aot))
+    assert shapes == [(20, 40 if trained and grad_mode else 0)]
+
+
+class Merger(torch.nn.Module):
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return patch_merger(*tensors)
+
+
+def test_an_empty_table_of_decompositions_leaves_it_whole() -> None:
+    tensors = _of_rows(20, DTYPE, DEVICE).call(lambda *args: args[:7])
+    graph = torch.export.export(Merger(), tensors).run_decompositions({}).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.vk.patch_merger.default]
+
+
+LOAD = """
+import torch, torch_ops
+program = torch.export.load({program!r}).module()
+args, expected = torch.load({calls!r})
+assert torch.equal(program(*args), expected)
+print("equal")
+"""
+
+
+def test_a_saved_program_runs_in_a_process_that_only_imports_the_library(tmp_path: Path) -> None:
+    tensors = _of_rows(20, DTYPE, DEVICE).call(lambda *args: args[:7])
+    program, calls = str(tmp_path / "merger.pt2"), str(tmp_path / "calls.pt")
+    torch.export.save(torch.export.export(Merger(), tensors), program)
+    torch.save((tensors, patch_merger(*tensors)), calls)
+    assert run_python(LOAD.format(program=program, calls=calls)) == "equal\n"
+
+
+def test_flops_are_those_of_its_products() -> None:
+    inputs = _of_rows(20, torch.float32, DEVICE)
+    product = 2 * 20 * (96 * 40 + 40 * 16)
+    leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
+    with FlopCounterMode(display=False) as counter:
+        out = inputs.call(patch_merger, **leaves)
+    assert counter.get_total_flops() == product
+    with FlopCounterMode(display=False) as counter:
+        out.backward(inputs.dout)
+    assert counter.get_total_flops() == 2 * product
 
 
 @pytest.mark.parametrize("path", ["portable", "auto"])
@@ -89,24 +154,3 @@ def test_traces_for_cuda_hold_the_kernels_of_its_parts(path: str) -> None:
     assert_kernels(trace, [normed, *products])
     assert trace.targets.count("auto_functionalized") == (path == "auto")
     assert "clone" not in trace.targets and "copy" not in trace.targets
-
-
-def test_meta_outputs_have_the_strides_of_real_ones() -> None:
-    inputs = _of(140)
-    out = inputs.call(patch_merger)
-    leaves = {name: leaf.to("meta") for name, leaf in inputs.leaves.items()}
-    meta = inputs.call(patch_merger, **leaves)
-    assert (meta.shape, meta.stride(), meta.dtype) == (out.shape, out.stride(), out.dtype)
-
-
-@pytest.mark.gpu
-def test_cuda_graph_replays_on_other_values() -> None:
-    inputs = make_merger_inputs(MergerCase("graph", "", 784, 1152, 4096), torch.bfloat16, "cuda")
-    inputs.call(patch_merger)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = inputs.call(patch_merger)
-    inputs.x.copy_(torch.randn_like(inputs.x))
-    captured.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(captured, inputs.call(patch_merger))

@@ -28,7 +28,7 @@ from compile_tests.contract import (
 )
 from compile_tests.gemm import GEMM
 from torch_ops import _registry, settings, window_attn
-from torch_ops._registry import OPS, remembered, vk_op
+from torch_ops._registry import OPS, KernelOp, composed_op, remembered, vk_op
 from torch_ops._versions import refuse_pair
 from torch_ops.settings import Settings
 
@@ -98,6 +98,7 @@ def test_every_op_with_kernels_is_traced_here() -> None:
     """The norms, those on image grids and what has a rotary embedding, in their own tests."""
     traced = {*WRITES, *GEMM, *norms.WRITES, *grids.WRITES, *rope.ROPE}
     assert traced == {name for name in OPS if get_triton_kernels_for_op(f"vk::{name}")}
+    assert {name for name, op in OPS.items() if not isinstance(op, KernelOp)} == {"patch_merger"}
 
 
 @pytest.mark.parametrize("op", WRITES)
@@ -168,6 +169,26 @@ def test_autocast_leaves_alone_the_arguments_that_keep_their_dtype() -> None:
         assert cast.tolist() == [1, 0, 1] and tables(*tensors).tolist() == [0, 0, 0]
     finally:
         del OPS["_test_tables"]
+
+
+def test_an_op_made_of_ops_is_taken_apart_above_autograd() -> None:
+    """So that its parts alone decide what it keeps, and each is seen by autocast."""
+
+    @composed_op("_test_composed")
+    def twice(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        return torch.ops.vk.rms_norm(torch.ops.vk.rms_norm(x, weight, eps), weight, eps)
+
+    try:
+        x = torch.randn(3, 8, requires_grad=True)
+        expected = torch.ops.vk.rms_norm(torch.ops.vk.rms_norm(x))
+        function, graphs = capture_graphs(lambda x: torch.ops.vk._test_composed.default(x))
+        for out in (twice(x), function(x)):
+            assert torch.equal(out, expected)
+            assert torch.equal(*(torch.autograd.grad(each.sum(), x, retain_graph=True)[0] for each in (out, expected)))
+        assert graphs.dynamo == "vk._test_composed.default\n"
+        assert graphs.forward == "vk.rms_norm.default\n" * 2
+    finally:
+        del OPS["_test_composed"]
 
 
 def test_launch_plans_are_remembered_until_a_setting_changes() -> None:

@@ -19,11 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from compile_tests.attention import assert_right, assert_same_bits, is_short, results
 from compile_tests.contract import (
     APART,
+    RUN_PACKAGE,
     Build,
     assert_expected_inline,
     assert_kernels,
     assert_plain_launch,
     build,
+    capture,
     capture_graphs,
     fake_gpu,
     opcheck_fully,
@@ -40,6 +42,7 @@ from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import Launch
 from torch_ops import rope_window_attn
 from torch_ops._registry import OPS
+from torch_ops.testing import check, references
 from torch_ops.testing.cases import (
     LAYOUTS,
     TABLES,
@@ -229,9 +232,9 @@ def test_compiled_equals_eager_in_half_types_and_without_lse(dtype: torch.dtype,
     assert torch.equal(inputs.call(without), inputs.call(with_lse)[0])
 
 
-def _block(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, cu: Tensor) -> Tensor:
+def _block_of(attend: Any, x: Tensor, weight: Tensor, *places: Tensor) -> Tensor:
     q, k, v = (x @ weight).unflatten(1, (3, 2, -1)).unbind(1)
-    out, lse = rope_window_attn(q, k, v, cos, sin, cu, return_lse=True)
+    out, lse = attend(q, k, v, *places)
     return x + torch.nn.functional.gelu(out.flatten(1)) * lse.mean(0)[:, None].sigmoid()
 
 
@@ -241,12 +244,15 @@ def test_compiled_block_agrees_with_ops_around(backend: str, device: str) -> Non
     angles = torch.randn(63, 8, device=device)
     places = angles.cos(), angles.sin(), cumulative((40, 23), device)
 
-    def run(block: Any) -> tuple[Tensor, ...]:
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    def run(block: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in tensors]
         out = block(*leaves, *places)
-        return out, *torch.autograd.grad(out.square().sum(), leaves)
+        dx, dweight = torch.autograd.grad(out.square().sum(), leaves)
+        return {"out": out, "dx": dx, "dweight": dweight}
 
-    torch.testing.assert_close(run(torch.compile(_block, fullgraph=True, backend=backend)), run(_block))
+    block = partial(_block_of, with_lse)
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    check(run(compiled), run(block), run(partial(_block_of, references.rope_window_attn), torch.float64))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -295,23 +301,13 @@ def test_exported_program_keeps_the_op_survives_saving_and_has_gradients(tables:
         assert all(torch.equal(exported, eager) for exported, eager in zip(*grads, strict=True))
 
 
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-args, expected = torch.load(file)
-assert torch.equal(model(*args), expected)
-print("equal")
-"""
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="loading any AOTInductor package fails on the GPU machines")
 def test_aoti_package_runs_in_a_process_that_only_imports_the_library(tmp_path: Any) -> None:
     args = _args(_inputs("cpu"))[:-1]
     with torch.no_grad():
         program = torch.export.export(_Attention(), args)
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
-    torch.save((args, _Attention()(*args)), tmp_path / "calls.pt")
+    torch.save([(args, (_Attention()(*args),))], tmp_path / "calls.pt")
     assert run_forked(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
 
 
@@ -325,14 +321,7 @@ def test_cuda_graph_replays_other_values_and_lengths() -> None:
         out = inputs.call(rope_window_attn, **leaves)
         return out.detach(), *torch.autograd.grad(out, tuple(leaves.values()), inputs.dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for name in ("q", "k", "v", "cos", "sin", "dout"):
         getattr(inputs, name).copy_(getattr(fresh, name))
     inputs.cu_seqlens.copy_(cumulative((200, 0, 1, 99, 12, 0, 150, 50), "cuda"))

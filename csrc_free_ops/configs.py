@@ -371,16 +371,18 @@ def pick_product(
     rows: int | None,
     user_rows: tuple[Row, ...] = (),
     aten: bool = True,
+    copies: bool = False,
 ) -> tuple[Launch, str]:
     """The launch of a kernel of the GEMM core, and where it comes from; only with `aten` may it be ATEN.
 
-    n x k is the weight, `rows` how many rows x has, None if unknown.
+    n x k is the weight, `rows` how many rows x has, None if unknown. `copies`: whether kernels read a padded copy of
+    the weight.
     """
     for row in (*user_rows, *shipped_rows(gpu.name)):
         usable = row.gpu in ("", gpu.name) and (aten or row.launch != ATEN)
         if usable and row.fits_product(kernel, dtype, n, k, rows):
             return row.launch, row.source
-    launch = product_rule(kernel, gpu, itemsize, aten)
+    launch = product_rule(kernel, gpu, itemsize, aten, copies)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 
@@ -388,12 +390,15 @@ def pick_product(
 _ELEMENTWISE = {"rotate": (32, 64), "qkv_rope_bwd": (16, 64), "activate": (16, 256), "mlp_bwd": (16, 128)}
 
 
-def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True) -> Launch:
+def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True, copies: bool = False) -> Launch:
     """Not measured. Tiles that spill no registers, and fit, on any target that compile_tests builds for."""
     if gpu.backend == "interpreter":
         return Launch(32, 16, 4, 1, 16 if kernel in PRODUCTS else 0)
     if kernel in _ELEMENTWISE:
         return Launch(*_ELEMENTWISE[kernel], 4, 1)
+    if copies and aten:
+        # Made anew on each call, and PyTorch's products need none.
+        return ATEN
     cols = 128 // (2 if kernel == "gemm_pair" else 1)
     if itemsize == 4:
         # Exact fp32 products take no tensor cores, and hold whole operands in registers: PyTorch's are faster.

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from csrc_free_ops.configs import Gpu
-from torch_ops.bench import norms, timing
+from torch_ops.bench import norms
 from torch_ops.bench.app import app
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.results import OK, YARDSTICK, Report
@@ -16,16 +16,11 @@ from torch_ops.bench.room import find_named
 from torch_ops.bench.tables import markdown
 from torch_ops.testing.cases import NormCase, make_norm_inputs
 
-pytestmark = pytest.mark.no_interpret
+pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 CPU = torch.device("cpu")
 ROOMS = {room.op: room for room in norms.ROOMS}
 TINY = NormCase("tiny", "a contest", (30,), 64)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
 
 
 @pytest.mark.parametrize("op", ROOMS)
@@ -81,8 +76,8 @@ def test_raw_launch_is_the_forward_kernel(op: str, monkeypatch: pytest.MonkeyPat
             return lambda *args, **options: launched.append((grid, len(args)))
 
     monkeypatch.setattr(norms, "_path", lambda op, inputs: "portable")
-    monkeypatch.setattr(norms._norms, "gpu", lambda: Gpu("stub", "cuda", 90, 232448))
-    monkeypatch.setattr(norms._norms, "wrap_triton", Kernel)
+    monkeypatch.setattr(norms._norms_portable, "gpu", lambda: Gpu("stub", "cuda", 90, 232448))
+    monkeypatch.setattr(norms._norms_portable, "wrap_triton", Kernel)
     launch, why = norms._raw_launch(op, make_norm_inputs(op, TINY, torch.bfloat16))
     assert launch is not None and not why and len(launched) == 1
 

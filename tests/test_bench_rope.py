@@ -8,24 +8,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torch_ops.bench import attention_peers, packed, timing
+from torch_ops.bench import attention_peers, packed
 from torch_ops.bench.app import app
 from torch_ops.bench.attention_peers import turned_first
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.results import OK, WRONG
 from torch_ops.bench.rope_window_attn import PEERS, ROOM, SHAPES
-from torch_ops.testing import references
+from torch_ops.testing import check, references
 from torch_ops.testing.cases import cumulative, make_projected_rope_inputs, rope_window_attn_cases
 
-pytestmark = pytest.mark.no_interpret
+pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 CPU = torch.device("cpu")
 TERMS = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
 
 
 def test_default_cases_are_those_of_the_models() -> None:
@@ -88,8 +83,7 @@ def test_cuts_of_a_case_take_their_rows_of_the_tables() -> None:
     assert len(trials) == 2, "the case is judged whole too"
     for trial in trials:
         actual = ROOM.ours.bind(trial.case, trial.inputs).results(True)
-        for name, expected in trial.reference.items():
-            torch.testing.assert_close(trial.look(name, actual[name]).double(), expected, atol=1e-4, rtol=1e-4)
+        check({name: trial.look(name, actual[name]) for name in trial.reference}, trial.eager, trial.reference)
 
 
 def test_tables_count_as_bytes_and_nothing_else_does() -> None:

@@ -1,8 +1,6 @@
 """Numerics, semantics and refusals of vk::mlp and its backward."""
 
 import itertools
-import json
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,27 +15,33 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from csrc_free_ops.configs import ATEN, Row, as_document
+from tests.projections import INTERPRET, Projection, ProjectionTests, left_to_pytorch
 from torch_ops import mlp
-from torch_ops.testing import check, poisoned, references
+from torch_ops.testing import check, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 GPU = torch.cuda.is_available()
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 # The interpreter computes in numpy, which has no bf16.
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 TOWER, GATED, ODD = mlp_cases("smoke")
 APART = replace(GATED, name="apart", apart=True)
+APART_ODD = replace(APART, name="apart_odd", inner=85)
 
 pytestmark = pytest.mark.interpret
 
 
+# Whether the first product is kept or made again.
+RECOMPUTES = ((False,), (True,))
+MLP = Projection(mlp, references.mlp, make_mlp_inputs, GATED, ("x", "w1", "b1", "w2", "b2", "dout"), RECOMPUTES)
+
+
+class TestMlp(ProjectionTests):
+    projection = MLP
+
+
 def verify(inputs: MlpInputs, recompute: bool = False) -> None:
-    """The op against the reference, by the tolerance rule, with unwritten memory poisoned."""
-    with poisoned():
-        actual = outcome(partial(mlp, recompute=recompute), inputs)
-    check(actual, outcome(references.mlp, inputs), outcome(references.mlp, inputs, torch.float64))
+    MLP.verify(inputs, recompute=recompute)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,19 +62,15 @@ def test_agrees_at_real_shapes(name: str, device: str) -> None:
 def test_agrees_where_a_row_leaves_products_to_pytorch(
     case: MlpCase, dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:
-    rows = [Row(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in ("gemm", "gemm_pair")]
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
     inputs = make_mlp_inputs(case, dtype, device)
-    with torch_ops.settings(path="auto", rows=str(file)):
+    with left_to_pytorch(("gemm", "gemm_pair"), dtype, tmp_path):
         if INTERPRET or GPU:
             assert inputs.call(lambda *args: torch_ops.explain(mlp, *args))["path"] == "aten"
         verify(inputs)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", mlp_cases("smoke"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART_ODD], ids=lambda case: case.name)
 def test_kernels_agree_where_pytorch_would_make_the_products(case: MlpCase, dtype: torch.dtype, device: str) -> None:
     with torch_ops.settings(path="portable"):
         verify(make_mlp_inputs(case, dtype, device))
@@ -263,29 +263,6 @@ def test_leading_dimensions_are_rows(device: str) -> None:
     assert torch.equal(out.view(30, 24), inputs.call(mlp, x=inputs.x.view(30, 24)))
 
 
-def test_every_call_sees_its_own_tensors(device: str) -> None:
-    for seed in range(3):
-        verify(make_mlp_inputs(GATED, torch.float16, device, seed))
-
-
-def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -> None:
-    inputs = make_mlp_inputs(GATED, torch.float16, device)
-    verify(inputs)
-    for name in ("x", "w1", "b1", "w2", "b2", "dout"):
-        aligned = getattr(inputs, name)
-        shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
-        verify(replace(inputs, **{name: shifted}))
-    verify(inputs)
-
-
-def test_nan_stays_in_its_row(device: str) -> None:
-    inputs = make_mlp_inputs(ODD, torch.float16, device)
-    clean = inputs.call(mlp)
-    inputs.x[5] = torch.nan
-    dirty = inputs.call(mlp)
-    assert dirty[5].isnan().all() and torch.equal(dirty[6:], clean[6:]) and torch.equal(dirty[:5], clean[:5])
-
-
 @pytest.mark.no_interpret
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -309,20 +286,6 @@ def _check_gradients(case: MlpCase, recompute: bool) -> None:
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 
 
-def test_a_second_derivative_is_refused(device: str) -> None:
-    inputs = make_mlp_inputs(TOWER, torch.float32, device)
-    x = inputs.x.requires_grad_()
-    (dx,) = torch.autograd.grad(inputs.call(mlp).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="vk::mlp_backward has no derivative"):
-        torch.autograd.grad(dx.sum(), x)
-
-
-def test_a_tangent_is_refused(device: str) -> None:
-    inputs = make_mlp_inputs(TOWER, torch.float32, device)
-    with pytest.raises(NotImplementedError, match="vk::mlp has no forward-mode derivative"):
-        torch.func.jvp(lambda x: inputs.call(mlp, x=x), (inputs.x,), (torch.ones_like(inputs.x),))
-
-
 @pytest.mark.parametrize("case", [TOWER, APART], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_follows_the_region(dtype: torch.dtype, case: MlpCase, device: str) -> None:
@@ -335,17 +298,6 @@ def test_autocast_follows_the_region(dtype: torch.dtype, case: MlpCase, device: 
     assert out.dtype == dtype and torch.equal(out, inputs.call(mlp, **cast))
     out.sum().backward()
     assert all(leaf.grad.dtype == torch.float32 and leaf.grad.isfinite().all() for leaf in leaves.values())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_backward_inside_an_autocast_region_computes_as_outside(recompute: bool, device: str) -> None:
-    inputs = make_mlp_inputs(TOWER, torch.float32, device)
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
-    out = inputs.call(mlp, recompute, **leaves)
-    outside = torch.autograd.grad(out, tuple(leaves.values()), inputs.dout, retain_graph=True)
-    with torch.autocast(device, dtype=torch.float16 if INTERPRET else torch.bfloat16):
-        inside = torch.autograd.grad(out, tuple(leaves.values()), inputs.dout)
-    assert all(torch.equal(one, other) for one, other in zip(inside, outside, strict=True))
 
 
 def _changed(**changes: Any) -> Any:
@@ -457,18 +409,6 @@ def test_flops_are_exact(recompute: bool, case: MlpCase, first: int, second: int
     with FlopCounterMode(display=False) as counter:
         out.backward(inputs.dout)
     assert counter.get_total_flops() == (3 if recompute else 2) * first + 2 * second
-
-
-@pytest.mark.gpu
-def test_no_call_waits_for_the_device(device: str) -> None:
-    inputs = make_mlp_inputs(ODD, torch.bfloat16, device)
-    outcome(mlp, inputs)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        outcome(mlp, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu

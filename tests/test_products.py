@@ -14,7 +14,7 @@ import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
 from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
-from torch_ops import _explain, _gemm, _gemm_portable, cli
+from torch_ops import _gemm, _gemm_explained, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
 from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
 from torch_ops.bench.contest import Terms, contest
@@ -106,10 +106,10 @@ def test_a_launch_that_no_product_takes_is_refused(kernel: str, launch: dict, me
 
 def _run_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are explained as if they ran there."""
-    for module in (_gemm_portable, _gemm, _explain):
+    for module in (_gemm_portable, _gemm, _gemm_explained):
         monkeypatch.setattr(module, "gpu", lambda: gpu)
     monkeypatch.setattr(_gemm, "programs", lambda index: 132)
-    monkeypatch.setattr(_explain, "runs_kernels", lambda tensor: True)
+    monkeypatch.setattr(_gemm_explained, "runs_kernels", lambda tensor: True)
 
 
 @pytest.fixture
@@ -150,12 +150,12 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ops._norms.gpu", lambda: H200)
+    monkeypatch.setattr("torch_ops._norms_portable.gpu", lambda: H200)
     case = MergerCase("explained", "", 784, 1152, 4096)
     args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
     with torch_ops.settings(path="auto"):
         report = torch_ops.explain(torch_ops.patch_merger, *args)
-        assert report["op"] == "patch_merger" and report["path"] == "hopper"
+        assert report["op"] == "vk::patch_merger" and report["path"] == "hopper"
         assert list(report["kernels"]) == [
             "norm_fwd", "norm_bwd", "norm_bwd_sums", "gemm_hopper 4608x4608", "gemm 4096x4608"
         ]  # fmt: skip

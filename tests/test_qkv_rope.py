@@ -1,7 +1,5 @@
 """Numerics, semantics and refusals of vk::qkv_rope and its backward."""
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from csrc_free_ops.configs import ATEN, Row, as_document
+from tests.projections import INTERPRET, Projection, ProjectionTests, left_to_pytorch
 from torch_ops import qkv_rope
-from torch_ops.testing import check, poisoned, references
+from torch_ops.testing import references
 from torch_ops.testing.cases import (
     LINEAR_LAYOUTS,
     QkvRopeCase,
@@ -28,7 +26,6 @@ from torch_ops.testing.cases import (
     qkv_rope_cases,
 )
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 GPU = torch.cuda.is_available()
 # The interpreter computes in numpy, which has no bf16.
 DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
@@ -37,11 +34,17 @@ TOWER = qkv_rope_cases("smoke")[0]
 pytestmark = pytest.mark.interpret
 
 
+QKV_ROPE = Projection(
+    qkv_rope, references.qkv_rope, make_qkv_rope_inputs, TOWER, ("x", "weight", "bias", "cos", "dq")
+)  # fmt: skip
+
+
+class TestQkvRope(ProjectionTests):
+    projection = QKV_ROPE
+
+
 def verify(inputs: QkvRopeInputs) -> None:
-    """The op against the reference, by the tolerance rule, with unwritten memory poisoned."""
-    with poisoned():
-        actual = outcome(qkv_rope, inputs)
-    check(actual, outcome(references.qkv_rope, inputs), outcome(references.qkv_rope, inputs, torch.float64))
+    QKV_ROPE.verify(inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,11 +65,8 @@ def test_agrees_at_real_shapes(name: str, device: str) -> None:
 def test_agrees_where_a_row_leaves_products_to_pytorch(
     case: QkvRopeCase, dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:
-    rows = [Row(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in ("gemm_pair",)]
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
     inputs = make_qkv_rope_inputs(case, dtype, device)
-    with torch_ops.settings(path="auto", rows=str(file)):
+    with left_to_pytorch(("gemm_pair",), dtype, tmp_path):
         if INTERPRET or GPU:
             assert inputs.call(lambda *args: torch_ops.explain(qkv_rope, *args))["path"] == "aten"
         verify(inputs)
@@ -212,30 +212,6 @@ def test_gradients_in_any_strides(layout: str, device: str) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
-def test_every_call_sees_its_own_tensors(device: str) -> None:
-    for seed in range(3):
-        verify(make_qkv_rope_inputs(TOWER, torch.float16, device, seed))
-
-
-def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -> None:
-    inputs = make_qkv_rope_inputs(TOWER, torch.float16, device)
-    verify(inputs)
-    for name in ("x", "weight", "bias", "cos", "dq"):
-        aligned = getattr(inputs, name)
-        shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
-        verify(replace(inputs, **{name: shifted}))
-    verify(inputs)
-
-
-def test_nan_stays_in_its_row(device: str) -> None:
-    inputs = make_qkv_rope_inputs(TOWER, torch.float16, device)
-    clean = inputs.call(qkv_rope)
-    inputs.x[5] = torch.nan
-    for dirty, result in zip(inputs.call(qkv_rope), clean, strict=True):
-        assert dirty[5].isnan().all()
-        assert torch.equal(dirty[6:], result[6:]) and torch.equal(dirty[:5], result[:5])
-
-
 @pytest.mark.no_interpret
 @pytest.mark.parametrize("half_table", [False, True])
 def test_gradcheck_in_fp64(half_table: bool) -> None:
@@ -244,20 +220,6 @@ def test_gradcheck_in_fp64(half_table: bool) -> None:
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
     call = lambda *given: inputs.call(qkv_rope, **dict(zip(leaves, given, strict=True)))  # noqa: E731
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
-
-
-def test_a_second_derivative_is_refused(device: str) -> None:
-    inputs = make_qkv_rope_inputs(TOWER, torch.float32, device)
-    x = inputs.x.requires_grad_()
-    (dx,) = torch.autograd.grad(inputs.call(qkv_rope)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="vk::qkv_rope_backward has no derivative"):
-        torch.autograd.grad(dx.sum(), x)
-
-
-def test_a_tangent_is_refused(device: str) -> None:
-    inputs = make_qkv_rope_inputs(TOWER, torch.float32, device)
-    with pytest.raises(NotImplementedError, match="vk::qkv_rope has no forward-mode derivative"):
-        torch.func.jvp(lambda x: inputs.call(qkv_rope, x=x), (inputs.x,), (torch.ones_like(inputs.x),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
@@ -271,16 +233,6 @@ def test_autocast_follows_the_region_and_leaves_tables_alone(dtype: torch.dtype,
         assert actual.dtype == dtype and torch.equal(actual, expected)
     sum(result.sum() for result in results).backward()
     assert weight.grad.dtype == torch.float32 and weight.grad.isfinite().all()
-
-
-def test_a_backward_inside_an_autocast_region_computes_as_outside(device: str) -> None:
-    inputs = make_qkv_rope_inputs(TOWER, torch.float32, device)
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
-    results, douts = inputs.call(qkv_rope, **leaves), tuple(inputs.douts.values())
-    outside = torch.autograd.grad(results, tuple(leaves.values()), douts, retain_graph=True)
-    with torch.autocast(device, dtype=torch.float16 if INTERPRET else torch.bfloat16):
-        inside = torch.autograd.grad(results, tuple(leaves.values()), douts)
-    assert all(torch.equal(one, other) for one, other in zip(inside, outside, strict=True))
 
 
 def _changed(**changes: Any) -> Any:
@@ -358,18 +310,6 @@ def test_flops_are_exact(device: str) -> None:
     with FlopCounterMode(display=False) as counter:
         torch.autograd.backward(results, tuple(inputs.douts.values()))
     assert counter.get_total_flops() == 2 * product
-
-
-@pytest.mark.gpu
-def test_no_call_waits_for_the_device(device: str) -> None:
-    inputs = make_qkv_rope_inputs(TOWER, torch.bfloat16, device)
-    outcome(qkv_rope, inputs)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        outcome(qkv_rope, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu

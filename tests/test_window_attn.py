@@ -227,22 +227,24 @@ def test_neighbours_may_hold_nan(device: str) -> None:
 def test_merging_halves_of_the_keys_gives_the_whole(device: str) -> None:
     """Context parallel: merge by lse, then differentiate each half with the merged out and lse."""
     inputs = make_inputs(WindowAttnCase("merge", "merged lse", (40,), 2, 64), torch.float32, device)
-    q, k, v, cu, dout = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.dout
-    half = cumulative((20,), device)
-    out, lse = torch.ops.vk.window_attn(q, k, v, cu)
-    parts = [torch.ops.vk.window_attn(q, k[rows], v[rows], cu, half) for rows in (slice(20), slice(20, 40))]
-    merged_lse = torch.logaddexp(parts[0][1], parts[1][1])
-    merged = sum(part * torch.exp(part_lse - merged_lse).T[..., None] for part, part_lse in parts)
-    dq, dk, dv = torch.ops.vk.window_attn_backward(dout, None, q, k, v, out, lse, cu)
-    grads = [
-        torch.ops.vk.window_attn_backward(dout, None, q, k[rows], v[rows], merged, merged_lse, cu, half)
-        for rows in (slice(20), slice(20, 40))
-    ]
-    torch.testing.assert_close(merged_lse, lse)
-    torch.testing.assert_close(merged, out)
-    torch.testing.assert_close(grads[0][0] + grads[1][0], dq)
-    torch.testing.assert_close(torch.cat([grads[0][1], grads[1][1]]), dk)
-    torch.testing.assert_close(torch.cat([grads[0][2], grads[1][2]]), dv)
+    cu, half = inputs.cu_seqlens, cumulative((20,), device)
+
+    def merged(ops: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        q, k, v, dout = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        halves = [(k[rows], v[rows]) for rows in (slice(20), slice(20, 40))]
+        parts = [ops.window_attn(q, *keys, cu, half) for keys in halves]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        out = sum(part * torch.exp(part_lse - lse).T[..., None] for part, part_lse in parts)
+        grads = [ops.window_attn_backward(dout, None, q, *keys, out, lse, cu, half) for keys in halves]
+        (one_dq, *one), (other_dq, *other) = grads
+        dk, dv = (torch.cat(pair) for pair in zip(one, other, strict=True))
+        return {"out": out, "lse": lse, "dq": one_dq + other_dq, "dk": dk, "dv": dv}
+
+    q, k, v, dout = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out, lse = references.window_attn(q, k, v, cu)
+    grads = references.window_attn_backward(dout, None, q, k, v, out, lse, cu)
+    whole = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+    check(merged(torch.ops.vk, torch.float32), merged(references, torch.float32), whole)
 
 
 @pytest.mark.parametrize("rows", [7, 40])
@@ -251,7 +253,11 @@ def test_rows_of_q_that_overlap(rows: int, device: str) -> None:
     q = torch.randn(2, rows + 15, device=device).unfold(1, 16, 1).transpose(0, 1)
     k, v = (torch.randn(rows, 2, 16, device=device) for _ in range(2))
     cu = torch.tensor([0, rows], dtype=torch.int32, device=device)
-    torch.testing.assert_close(window_attn(q, k, v, cu), window_attn(q.contiguous(), k, v, cu))
+    exact, eager = (
+        references.window_attn(*(tensor.contiguous().to(dtype) for tensor in (q, k, v)), cu)[0]
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_close_to_reference(window_attn(q, k, v, cu), eager, exact)
 
 
 def test_gradients_with_zero_strides(device: str) -> None:

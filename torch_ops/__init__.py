@@ -1,7 +1,8 @@
 """PyTorch operators written in Triton. Importing this registers all of `torch.ops.vk`."""
 
 from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
-from torch_ops._explain import explain, info, warmup
+from torch_ops._explain import explain, info
+from torch_ops._warmup import warmup
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.patch_merger import patch_merger

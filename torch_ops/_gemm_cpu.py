@@ -7,23 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torch_ops._rope_cpu import turned
+
 QUICK = 1.702
-
-
-def _angles(table: Tensor, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, 1, D / 2] for the first and the second half of a head."""
-    table = table.to(dtype)[:, None]
-    return table[..., :half], table[..., -half:]
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    half = x.shape[2] // 2
-    (cos_a, cos_b), (sin_a, sin_b) = (_angles(table, half, dtype) for table in (cos, sin))
-    a, b = x.to(dtype).split(half, 2)
-    if back:
-        return torch.cat([a * cos_a + b * sin_b, b * cos_b - a * sin_a], 2)
-    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b], 2)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -33,8 +19,8 @@ def qkv_rope_cpu(
     """Fills q, k and v, as the launch of `plan_rotary` does."""
     packed = functional.linear(x, weight, bias).unflatten(1, (-1, q.shape[2]))
     of_q, of_k, of_v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
-    q.copy_(_turn(of_q, cos, sin, False))
-    k.copy_(_turn(of_k, cos, sin, False))
+    q.copy_(turned(False, of_q, cos, sin))
+    k.copy_(turned(False, of_k, cos, sin))
     v.copy_(of_v)
 
 
@@ -43,7 +29,7 @@ def rotary_backward_cpu(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, packed: Tensor, partial: Tensor
 ) -> None:
     """Fills packed and partial, a row of sums, unless they have no rows, as the launch of `plan_rotary_backward`."""
-    wide = [_turn(dq, cos, sin, True), _turn(dk, cos, sin, True), dv.to(partial.dtype)]
+    wide = [turned(True, dq, cos, sin), turned(True, dk, cos, sin), dv.to(partial.dtype)]
     gradient = torch.cat([each.flatten(1) for each in wide], 1)
     if partial.shape[0]:
         partial.copy_(gradient.sum(0, keepdim=True))
@@ -97,13 +83,20 @@ def _pre_gradient(dh: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 
 @torch.autocast("cpu", enabled=False)
-def activation_backward_cpu(activation: str, dh: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
+def activation_backward_cpu(
+    activation: str, up_begins: int, dh: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor
+) -> None:
     """Fills dpre, h and partial, those that have rows, as the launch of `plan_activation_backward` does."""
     dtype = torch.promote_types(pre.dtype, torch.float32)
     pre = pre.to(dtype)
     if dpre.shape[0]:
         gradient = _pre_gradient(dh.to(dtype), pre, activation)
-        dpre[:, : gradient.shape[1]].copy_(gradient)
+        if activation == "swiglu":
+            of_gate, of_up = gradient.chunk(2, 1)
+            dpre[:, : of_gate.shape[1]].copy_(of_gate)
+            dpre[:, up_begins : up_begins + of_up.shape[1]].copy_(of_up)
+        else:
+            dpre[:, : gradient.shape[1]].copy_(gradient)
         if partial.shape[0]:
             partial.copy_(gradient.sum(0, keepdim=True))
     if h.shape[0]:

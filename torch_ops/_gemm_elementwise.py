@@ -73,21 +73,23 @@ def plan_activate(
 
 
 def plan_activation_backward(
-    rows: Rows, weight: Tensor, activation: str, widths: tuple[int, int], makes_h: bool, sums: bool,
+    rows: Rows, weight: Tensor, activation: str, columns: tuple[int, int, int], makes_h: bool, sums: bool,
     up: Tensor | None = None,
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dh, pre, dpre, h, partial) fills dpre, with `makes_h` h, and with `sums` partial [runs, n].
 
-    dh and pre are contiguous; `widths` are the columns of dpre's and h's rows.
+    dh and pre are contiguous; `columns` are where in dpre's rows what is of up begins, and how many they and h's have.
     """
     if rows.known == 0:
         return nothing_to_do
     n, _ = product_size(weight, up)
-    columns = n // (2 if activation == GATED else 1)
+    inner = n // (2 if activation == GATED else 1)
     launch, _ = choose_product("mlp_bwd", rows, weight, up)
-    grid = (_count_runs(rows.count), cdiv(columns, launch.block_n))
+    grid = (_count_runs(rows.count), cdiv(inner, launch.block_n))
+    up_begins, stride, stride_h = columns
     constants = {
-        "N": columns, "STRIDE_GM": columns, "STRIDE_PM": n, "STRIDE_DM": widths[0], "STRIDE_HM": widths[1],
+        "N": inner, "STRIDE_GM": inner, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
+        "STRIDE_HM": stride_h,
         "ACTIVATION": activation, "MAKES_H": makes_h, "SUMS": sums, "ROWS": RUN, **_blocks(launch),
     }  # fmt: skip
     relaunch = Relaunch(grid, (rows.count,))

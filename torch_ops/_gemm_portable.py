@@ -70,9 +70,10 @@ def choose_product(kernel: str, rows: Rows, weight: Tensor, up: Tensor | None = 
     device = INTERPRETED_GPU if INTERPRET else gpu()
     aten = settings.path != "portable"
     n, k = product_size(weight, up)
+    dtype, copies = weight.dtype, _Weight.of(weight, rows, up).pads
     return pick_product(
-        kernel, device, dtype_name(weight.dtype), weight.dtype.itemsize, n, k, rows.known, settings.rows, aten
-    )
+        kernel, device, dtype_name(dtype), dtype.itemsize, n, k, rows.known, settings.rows, aten, copies
+    )  # fmt: skip
 
 
 def partner_rows(weight: Tensor, up: Tensor | None) -> int:
@@ -101,11 +102,14 @@ def _constants(launch: Launch, rows: Rows, strides: tuple[int, int], k: int) -> 
 class _Weight:
     """How kernels read a weight, and beside it one of the same shape: as they lie, or with `copies` in padded rows.
 
-    Copied to rows that begin at 16 bytes where those of x do and their own do not, and where two lie differently.
+    Copied to rows that begin at 16 bytes where those of x do and their own do not, and where two lie differently. The
+    first, for which rows are longer than they were with `pads`, only where a row or a setting has it so: the rule
+    leaves such a product to PyTorch.
     """
 
     strides: tuple[int, int]
     copies: bool
+    pads: bool = False
 
     @staticmethod
     def of(weight: Tensor, rows: Rows, up: Tensor | None = None) -> "_Weight":
@@ -115,7 +119,8 @@ class _Weight:
         odd = padded(rows.stride, weight.dtype) != rows.stride
         if alike and (weight.stride(1) != 1 or aligned or odd):
             return _Weight(strides, False)
-        return _Weight((padded(weight.shape[1], weight.dtype), 1), True)
+        stride = padded(weight.shape[1], weight.dtype)
+        return _Weight((stride, 1), True, stride != weight.shape[1])
 
     def __call__(self, weight: Tensor) -> Tensor:
         if not self.copies:

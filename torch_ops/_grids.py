@@ -13,13 +13,20 @@ from torch import Tensor
 from csrc_free_ops.configs import Launch, pick
 from torch_ops._checks import check_dense, check_device, dtype_name, refuse
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, is_eager
+from torch_ops._explanations import by_reference, called_on_fakes, describe
+from torch_ops._registry import INTERPRET, KernelOp, is_eager, runs_kernels
 from torch_ops.settings import settings
 
 # Row numbers are 32-bit in the kernels.
 MOST_ROWS = 2**30
 MOST_MERGED = 16
 LONGEST_SIDE = 2**20
+# By op.
+GRID_KERNELS = {
+    "rotary_table": ("rotary_table",),
+    "pos_embed_interpolate": ("pos_embed_fwd", "pos_embed_bwd"),
+    "spatial_merge": ("spatial_merge_fwd", "spatial_merge_bwd"),
+}
 
 
 def check_grid(
@@ -112,6 +119,27 @@ def row_stride(rows: Tensor) -> int:
     return int(rows.stride(0) if rows.stride(1) == 1 else rows.shape[1])
 
 
+def register_gathered(op: KernelOp, backward: KernelOp, sizes: Callable[[Tensor, int], tuple[int, ...]]) -> None:
+    """The gradient of op(leaf, grid, total, ...), backward(dout, grid, *sizes(leaf, total), ...)."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        leaf, grid, total, *options = inputs
+        ctx.save_for_backward(grid)
+        ctx.sizes = sizes(leaf, total)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+
+    def gather(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
+        nothing = (None,) * (2 + len(ctx.options))
+        if dout is None:
+            return None, *nothing
+        (grid,) = ctx.saved_tensors
+        return backward(dout, grid, *ctx.sizes, *ctx.options), *nothing
+
+    backward.refuse_autograd()
+    op.register_autograd(gather, setup_context=setup_context)
+
+
 @dataclass(frozen=True)
 class Places:
     """Of each of `total` rows: whether it belongs to an image, and if so where.
@@ -147,3 +175,15 @@ def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
     row = block // across * merge_size + index // merge_size % merge_size
     col = block % across * merge_size + index % merge_size
     return Places(inside, rows - index, row, col, h, w)
+
+
+def explain_on_grids(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    outputs = called_on_fakes(op, *args, **kwargs)
+    first = args[0] if args else next(iter(kwargs.values()))
+    out = outputs[0] if isinstance(outputs, tuple) else outputs
+    if not (runs_kernels(out) or INTERPRET and op == "rotary_table"):
+        return by_reference(op, first.device)
+    # A merge is tiled by the columns of x.
+    width = (first if op == "spatial_merge" else out).shape[1]
+    kernels = {kernel: grid_launch(kernel, out.dtype, width) for kernel in GRID_KERNELS[op]}
+    return describe(op, first.device, "portable", "it is the only one", kernels)

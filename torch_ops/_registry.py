@@ -10,6 +10,11 @@
 - Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros.
 - FLOPs are registered for `torch.utils.flop_counter`.
 
+`composed_op` is for an op made of ops: a schema and one implementation for every key (CompositeImplicitAutograd), the
+composition itself. The dispatcher takes it apart above autograd, so that its gradient, its fake, autocast, what it
+keeps and what it launches are those of its parts. Dynamo and torch.export keep it whole; AOTAutograd, Inductor,
+AOTInductor and `run_decompositions()` see the parts.
+
 Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name: only such kernels
 enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_kernels` reads the source).
 """
@@ -49,6 +54,15 @@ class Op:
     name: str
     overload: Any
     body: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+
+@dataclass(frozen=True)
+class KernelOp(Op):
+    """One whose body launches kernels, with a gradient of its own."""
+
     register_autograd: Callable[..., None]
 
     def refuse_autograd(self) -> None:
@@ -58,9 +72,6 @@ class Op:
             raise NotImplementedError(f"{NAMESPACE}::{self.name} has no derivative: there are no second derivatives")
 
         self.register_autograd(refuse)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.overload(*args)
 
 
 OPS: dict[str, Op] = {}
@@ -181,7 +192,7 @@ def vk_op(
     autocast: bool = False,
     keeps_dtype: tuple[str, ...] = (),
     flops: Callable[..., int] | None = None,
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[Callable[..., Any]], KernelOp]:
     """Registers the decorated body as `vk::<name>`; its annotations are the schema.
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
@@ -190,7 +201,7 @@ def vk_op(
     `keeps_dtype`: tables that are of fp32 on purpose. `flops(*args)` counts a call.
     """
 
-    def register(body: Callable[..., Any]) -> Op:
+    def register(body: Callable[..., Any]) -> KernelOp:
         definition: Any = triton_op(f"{NAMESPACE}::{name}", body, mutates_args=())
         definition.register_fake(fake)
         overload = definition._opoverload
@@ -210,8 +221,21 @@ def vk_op(
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
             )
-        OPS[name] = Op(name, overload, body, definition.register_autograd)
-        return OPS[name]
+        op = OPS[name] = KernelOp(name, overload, body, definition.register_autograd)
+        return op
+
+    return register
+
+
+def composed_op(name: str) -> Callable[[Callable[..., Any]], Op]:
+    """Registers the decorated function of other ops as `vk::<name>`. Its annotations are the schema."""
+
+    def register(body: Callable[..., Any]) -> Op:
+        schema = torch.library.infer_schema(body, mutates_args=())
+        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, body, "CompositeImplicitAutograd")
+        op = OPS[name] = Op(name, getattr(torch.ops.vk, name).default, body)
+        return op
 
     return register
 

@@ -1,6 +1,6 @@
-"""The launcher of the rotary embedding of q and k, and the same in ATen on the CPU.
+"""The launcher of the rotary embedding of q and k.
 
-Ops call `plan_rotation` and `rotate_cpu` by bare name. A plan depends on metadata alone; it returns the function that
+Ops call `plan_rotation` by bare name. A plan depends on metadata alone; it returns the function that
 launches, which writes into tensors that its caller allocated.
 """
 
@@ -80,32 +80,3 @@ def plan_rotation(
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_rotation
-
-
-def _inside(x: Tensor, cu: Tensor) -> slice:
-    """Rows from the first boundary to the last, clamped."""
-    begin, end = (min(max(int(cu[index]), 0), x.shape[0]) for index in (0, -1))
-    return slice(begin, max(begin, end))
-
-
-@torch.autocast("cpu", enabled=False)
-def rotate_cpu(
-    back: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None,
-    q_out: Tensor, k_out: Tensor,
-) -> None:  # fmt: skip
-    """Fills q_out and k_out, as the launch of `plan_rotation` does."""
-    half = q.shape[2] // 2
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    for x, out, cu in ((q, q_out, cu_q), (k, k_out, cu_q if cu_k is None else cu_k)):
-        rows = _inside(x, cu)
-        (cos_a, cos_b), (sin_a, sin_b) = (
-            (table[rows, None, :half].to(dtype), table[rows, None, -half:].to(dtype)) for table in (cos, sin)
-        )
-        a, b = x[rows].to(dtype).split(half, 2)
-        if back:
-            turned = a * cos_a + b * sin_b, b * cos_b - a * sin_a
-        else:
-            turned = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-        turned_rows = torch.cat(turned, 2)
-        out.zero_()
-        out[rows] = turned_rows.to(out.dtype)

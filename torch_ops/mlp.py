@@ -8,76 +8,18 @@ The halves of "swiglu" may have weights of their own: pre = [x w1^T + b1, x w_up
 Kernels: `csrc_free_ops.gemm`. The gradients' products are PyTorch's own.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ops._checks import check_bias, check_dense, check_float, check_like, check_matrix, refuse
-from torch_ops._gemm import ACTIVATIONS, plan_linear
-from torch_ops._gemm_cpu import activation_backward_cpu, linear_cpu
-from torch_ops._gemm_elementwise import new_sums, plan_activate, plan_activation_backward, sum_runs
-from torch_ops._gemm_portable import GATED, Rows, padded, product_size, rows_of
-from torch_ops._registry import needs_of, remembered, runs_kernels, vk_op
+from torch_ops._gemm_elementwise import new_sums, sum_runs
+from torch_ops._gemm_portable import Rows, padded, product_size, rows_of
+from torch_ops._mlp import check_mlp, check_mlp_backward, gradient_columns, prepare_mlp, prepare_mlp_backward
+from torch_ops._registry import needs_of, vk_op
 
-Layer = Callable[..., None]
 # Of x, w1, b1, w2, b2, w_up and b_up; empty where none is wanted.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _check_weights(
-    op: str, like: Tensor, like_name: str, columns: int | None, w1: Tensor, b1: Tensor | None, w2: Tensor,
-    activation: str, w_up: Tensor | None, b_up: Tensor | None,
-) -> None:  # fmt: skip
-    if activation not in ACTIVATIONS:
-        refuse(op, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
-    packed = activation == GATED and w_up is None
-    check_matrix(op, "w1", w1, f"[{'2 I' if packed else 'I'}, C]", (None, columns))
-    check_like(op, "w1", w1, like_name, like)
-    if packed and w1.shape[0] % 2 != 0:
-        refuse(op, "the number of rows of w1", "even: gates, then what they gate", w1.shape[0])
-    check_bias(op, "b1", b1, w1.shape[0], like_name, like)
-    _check_up(op, like, like_name, w1, b1, activation, w_up, b_up)
-    check_matrix(op, "w2", w2, "[N, I]", (None, _width(w1, activation, w_up)))
-    check_like(op, "w2", w2, like_name, like)
-    if 0 in w1.shape or 0 in w2.shape:
-        refuse(op, "the sizes of w1 and w2", "1 or more", [*w1.shape, *w2.shape])
-
-
-def _check_up(
-    op: str, like: Tensor, like_name: str, w1: Tensor, b1: Tensor | None, activation: str, w_up: Tensor | None,
-    b_up: Tensor | None,
-) -> None:  # fmt: skip
-    if w_up is None:
-        if b_up is not None:
-            refuse(op, "b_up", "None where w_up is", "a tensor")
-        return
-    if activation != GATED:
-        refuse(op, "w_up", f"None with activation {activation!r}, since only {GATED!r} gates", "a tensor")
-    check_matrix(op, "w_up", w_up, "[I, C]", (w1.shape[0], w1.shape[1]))
-    check_like(op, "w_up", w_up, like_name, like)
-    if (b1 is None) != (b_up is None):
-        refuse(op, "b_up", "given where b1 is, and only there", "None" if b_up is None else "a tensor")
-    check_bias(op, "b_up", b_up, w1.shape[0], like_name, like)
-
-
-def _check_mlp(
-    op: str, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str,
-    w_up: Tensor | None, b_up: Tensor | None,
-) -> None:  # fmt: skip
-    check_dense(op, "x", x)
-    if x.dim() == 0:
-        refuse(op, "x", "of shape [..., C]", list(x.shape))
-    check_float(op, "x", x)
-    _check_weights(op, x, "x", x.shape[-1], w1, b1, w2, activation, w_up, b_up)
-    check_bias(op, "b2", b2, w2.shape[0], "x", x)
-
-
-def _width(w1: Tensor, activation: str, w_up: Tensor | None) -> int:
-    """I, the columns of h."""
-    return w1.shape[0] // (2 if activation == GATED and w_up is None else 1)
 
 
 def _outputs(x: Tensor, w1: Tensor, w2: Tensor, w_up: Tensor | None, return_hidden: bool) -> tuple[Tensor, Tensor]:
@@ -90,7 +32,7 @@ def _mlp_fake(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
     return_hidden: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_mlp("mlp", x, w1, b1, w2, b2, activation, w_up, b_up)
+    check_mlp("mlp", x, w1, b1, w2, b2, activation, w_up, b_up)
     return _outputs(x, w1, w2, w_up, return_hidden)
 
 
@@ -103,34 +45,12 @@ def _mlp_flops(
     return 2 * Rows.of(x).count * (n * k + w2.numel())
 
 
-def _plan_layer(
-    rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int, up: Tensor | None = None
-) -> Layer:
-    if runs_kernels(weight):
-        return plan_linear(rows, weight, has_bias, activation, keeps_pre, width, up)
-    return partial(linear_cpu, activation)
-
-
-@remembered
-def _prepare_mlp(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str, return_hidden: bool,
-    w_up: Tensor | None, b_up: Tensor | None,
-) -> tuple[Layer, Layer, int]:  # fmt: skip
-    """Both layers, and the columns of the rows between them, which begin at 16 bytes."""
-    _check_mlp("mlp", x, w1, b1, w2, b2, activation, w_up, b_up)
-    rows = Rows.of(x)
-    width = padded(w2.shape[1], x.dtype)
-    first = _plan_layer(rows, w1, b1 is not None, activation, return_hidden, width, w_up)
-    second = _plan_layer(Rows(rows.count, width), w2, b2 is not None, "none", False, w2.shape[0])
-    return first, second, width
-
-
 @vk_op("mlp", fake=_mlp_fake, autocast=True, flops=_mlp_flops)
 def mlp_op(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
     return_hidden: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    first, second, width = _prepare_mlp(x, w1, b1, w2, b2, activation, return_hidden, w_up, b_up)
+    first, second, width = prepare_mlp(x, w1, b1, w2, b2, activation, return_hidden, w_up, b_up)
     out, hidden = _outputs(x, w1, w2, w_up, return_hidden)
     rows = rows_of(x)
     h = x.new_empty((rows.shape[0], width))
@@ -138,33 +58,6 @@ def mlp_op(
     out_rows = out if out.dim() == 2 else out.view(rows.shape[0], w2.shape[0])
     second(h.narrow(1, 0, w2.shape[1]), w2, b2, out_rows, None)
     return out, hidden
-
-
-def _check_mlp_backward(
-    dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor, activation: str,
-    w_up: Tensor | None, b_up: Tensor | None, needs_rows: bool, needs_hidden: bool, needs_up: bool,
-) -> None:  # fmt: skip
-    """needs_rows: whether x is wanted for the gradient of a weight; needs_up: whether one of w_up or b_up is."""
-    op = "mlp_backward"
-    check_dense(op, "dout", dout)
-    check_float(op, "dout", dout)
-    _check_weights(op, dout, "dout", None, w1, b1, w2, activation, w_up, b_up)
-    if needs_up and w_up is None:
-        refuse(op, "needs_w_up and needs_b_up", "False without w_up", True)
-    if dout.dim() == 0 or dout.shape[-1] != w2.shape[0]:
-        refuse(op, "dout", f"of shape [..., N] with N = {w2.shape[0]}", list(dout.shape))
-    check_dense(op, "hidden", hidden)
-    check_like(op, "hidden", hidden, "dout", dout)
-    n, _ = product_size(w1, w_up)
-    made = hidden.dim() == 2 and hidden.shape[1] == n
-    if hidden.dim() != 2 or hidden.shape[0] != Rows.of(dout).count or hidden.shape[1] not in (0, n):
-        refuse(op, "hidden", f"of shape {[Rows.of(dout).count, n]}, or without columns", list(hidden.shape))
-    if needs_rows or (needs_hidden and not made):
-        check_dense(op, "x", x)
-    if x is not None:
-        check_like(op, "x", x, "dout", dout)
-        if x.shape != (*dout.shape[:-1], w1.shape[1]):
-            refuse(op, "x", f"of shape {[*dout.shape[:-1], w1.shape[1]]}", list(x.shape))
 
 
 def _mlp_backward_fake(
@@ -175,7 +68,7 @@ def _mlp_backward_fake(
 ) -> Gradients:  # fmt: skip
     needs_up = needs_w_up or needs_b_up
     needs_hidden = needs_x or needs_w1 or needs_b1 or needs_w2 or needs_up
-    _check_mlp_backward(
+    check_mlp_backward(
         dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_w1 or needs_w_up, needs_hidden, needs_up
     )
     return (
@@ -212,34 +105,6 @@ def _mlp_backward_flops(
     return 2 * Rows.of(dout).count * count
 
 
-@remembered
-def _prepare_mlp_backward(
-    dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor, activation: str,
-    w_up: Tensor | None, b_up: Tensor | None, needs_rows: bool, inner: bool, needs_h: bool, sums: bool, needs_up: bool,
-) -> tuple[Layer | None, Layer | None]:  # fmt: skip
-    """What makes hidden again, and what makes of it dpre and h, or h alone."""
-    _check_mlp_backward(
-        dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_rows, inner or needs_h, needs_up
-    )  # fmt: skip
-    n, _ = product_size(w1, w_up)
-    rows = Rows(Rows.of(dout).count, 0)
-    widths = padded(n, dout.dtype), padded(w2.shape[1], dout.dtype)
-    again = None
-    if x is not None and hidden.shape[1] == 0:
-        if w_up is None:
-            again = _plan_layer(Rows.of(x), w1, b1 is not None, "none", False, n)
-        else:
-            again = _plan_layer(Rows.of(x), w1, b1 is not None, activation, True, widths[1], w_up)
-    if not (inner or needs_h):
-        return None, None
-    if not runs_kernels(dout):
-        return again, partial(activation_backward_cpu, activation)
-    if inner:
-        return again, plan_activation_backward(rows, w1, activation, widths, needs_h, sums, w_up)
-    activate = plan_activate(rows, w1, activation, n, widths[1], w_up)
-    return again, lambda dh, pre, dpre, h, sums: activate(pre, h)
-
-
 @vk_op("mlp_backward", fake=_mlp_backward_fake, flops=_mlp_backward_flops)
 def mlp_backward_op(
     dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor,
@@ -250,7 +115,7 @@ def mlp_backward_op(
     needs_up = needs_w_up or needs_b_up
     inner = needs_x or needs_w1 or needs_b1 or needs_up
     sums_wanted = needs_b1 or needs_b_up
-    again, differentiate = _prepare_mlp_backward(
+    again, differentiate = prepare_mlp_backward(
         dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_w1 or needs_w_up, inner, needs_w2, sums_wanted,
         needs_up,
     )  # fmt: skip
@@ -259,7 +124,8 @@ def mlp_backward_op(
     gradient = rows_of(dout)
     rows = gradient.shape[0]
     makes_pair = again is not None and w_up is not None
-    dpre = dout.new_empty((rows if inner else 0, padded(n, dout.dtype)))
+    up_begins, stride = gradient_columns(w1, w_up)
+    dpre = dout.new_empty((rows if inner else 0, stride))
     h = dout.new_empty((rows if needs_w2 or makes_pair else 0, padded(width, dout.dtype)))
     sums = new_sums(dout, rows if sums_wanted else 0, n)
     with torch._C._DisableAutocast():
@@ -274,7 +140,7 @@ def mlp_backward_op(
             dh = torch.mm(gradient, w2) if inner else gradient
             differentiate(dh, hidden.contiguous(), dpre, h, sums)
         of_w1 = _columns(dpre, 0, own)
-        of_up = of_w1 if w_up is None else _columns(dpre, own, own)
+        of_up = of_w1 if w_up is None else _columns(dpre, up_begins, own)
         dx = torch.mm(of_w1, w1) if needs_x else dout.new_empty((0,))
         if needs_x and w_up is not None:
             dx = torch.addmm(dx, of_up, w_up)

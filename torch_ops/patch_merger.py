@@ -1,10 +1,10 @@
-"""`patch_merger`: the merger at the end of Qwen-VL's vision encoders, from `layer_norm` or `rms_norm` and `mlp`.
+"""`vk::patch_merger`: the merger at the end of Qwen-VL's vision encoders, from `layer_norm` or `rms_norm` and `mlp`.
 
     rows = norm(x) with merge_size^2 rows in one, or the norm of such rows
     out = gelu(rows fc1^T + b1) fc2^T + b2, or rows fc1^T + b1 alone
 
-It is no op of its own: rows in merge-block order become one row of a product without a copy, so that a norm and `mlp`
-after each other launch what one op would, and keep for the backward what it would.
+It is made of ops and has no kernels of its own: rows in merge-block order become one row of a product without a copy,
+so that a norm and `mlp` after each other launch what one op would, and keep for the backward what it would.
 """
 
 import torch
@@ -22,6 +22,7 @@ from torch_ops._checks import (
     dtype_name,
     refuse,
 )
+from torch_ops._registry import composed_op
 from torch_ops.layer_norm import layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.rms_norm import rms_norm
@@ -50,6 +51,49 @@ def _check_layer(x: Tensor, names: tuple[str, str], weight: Tensor, bias: Tensor
         return
     check_like(OP, names[0], weight, "x", x)
     check_bias(OP, names[1], bias, weight.shape[0], "x", x)
+
+
+def _check_patch_merger(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int, norm_after: bool, rms: bool,
+) -> int:  # fmt: skip
+    """The columns of a merged row."""
+    check_matrix(OP, "x", x, "[T, C]", (None, None))
+    check_float(OP, "x", x)
+    if merge_size < 1:
+        refuse(OP, "merge_size", "1 or more", merge_size)
+    patches, (total, columns) = merge_size**2, x.shape
+    if columns == 0:
+        refuse(OP, "the number of columns of x", "1 or more", 0)
+    if total % patches != 0:
+        refuse(OP, "the number of rows of x", f"a multiple of merge_size^2 = {patches}", total)
+    width = patches * columns
+    _check_norm(x, norm_weight, norm_bias, width if norm_after else columns, rms)
+    _check_layer(x, ("fc1_weight", "fc1_bias"), fc1_weight, fc1_bias, width)
+    if fc2_weight is not None:
+        _check_layer(x, ("fc2_weight", "fc2_bias"), fc2_weight, fc2_bias, fc1_weight.shape[0])
+    elif fc2_bias is not None:
+        refuse(OP, "fc2_bias", "None where fc2_weight is", "a tensor")
+    return width
+
+
+@composed_op(OP)
+def patch_merger_op(
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int = 2, norm_after: bool = False,
+    eps: float = 1e-6, rms: bool = False,
+) -> Tensor:  # fmt: skip
+    width = _check_patch_merger(
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, rms
+    )
+    merged = x.shape[0] // merge_size**2, width
+    rows = x.reshape(merged) if norm_after else x
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight, eps) if rms else layer_norm(rows, norm_weight, norm_bias, eps)
+    rows = rows.reshape(merged)
+    if fc2_weight is None:
+        return functional.linear(rows, fc1_weight, fc1_bias)
+    return mlp(rows, fc1_weight, fc1_bias, fc2_weight, fc2_bias, "gelu")
 
 
 def patch_merger(
@@ -93,30 +137,10 @@ def patch_merger(
     Transformers: Qwen3VLVisionPatchMerger, Qwen2_5_VLPatchMerger, PatchMerger of Qwen2-VL.
     """
     check_number(OP, "eps", eps)
-    check_matrix(OP, "x", x, "[T, C]", (None, None))
-    check_float(OP, "x", x)
-    if merge_size < 1:
-        refuse(OP, "merge_size", "1 or more", merge_size)
-    patches, (total, columns) = merge_size**2, x.shape
-    if columns == 0:
-        refuse(OP, "the number of columns of x", "1 or more", 0)
-    if total % patches != 0:
-        refuse(OP, "the number of rows of x", f"a multiple of merge_size^2 = {patches}", total)
-    width = patches * columns
-    _check_norm(x, norm_weight, norm_bias, width if norm_after else columns, rms)
-    _check_layer(x, ("fc1_weight", "fc1_bias"), fc1_weight, fc1_bias, width)
-    if fc2_weight is not None:
-        _check_layer(x, ("fc2_weight", "fc2_bias"), fc2_weight, fc2_bias, fc1_weight.shape[0])
-    elif fc2_bias is not None:
-        refuse(OP, "fc2_bias", "None where fc2_weight is", "a tensor")
-
-    rows = x.reshape(total // patches, width) if norm_after else x
-    if norm_weight is not None:
-        rows = rms_norm(rows, norm_weight, eps) if rms else layer_norm(rows, norm_weight, norm_bias, eps)
-    rows = rows.reshape(total // patches, width)
-    if fc2_weight is None:
-        return functional.linear(rows, fc1_weight, fc1_bias)
-    return mlp(rows, fc1_weight, fc1_bias, fc2_weight, fc2_bias, "gelu")
+    out: Tensor = patch_merger_op(
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
+    )
+    return out
 
 
 __all__ = ["patch_merger"]

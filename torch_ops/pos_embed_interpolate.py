@@ -1,6 +1,6 @@
 """`vk::pos_embed_interpolate`: a learned table of positions, resampled to every image of a batch, and its gradient.
 
-Kernels and maths: `csrc_free_ops.grids`.
+Kernels and maths: `csrc_free_ops.pos_embed_interpolate`.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.grids import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
+from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
 from torch_ops._checks import check_dense, check_float, refuse
 from torch_ops._grids import (
     Places,
@@ -20,6 +20,7 @@ from torch_ops._grids import (
     constants_of,
     grid_launch,
     place_rows,
+    register_gathered,
     row_stride,
     send_grid,
     tiles_of,
@@ -193,26 +194,7 @@ def pos_embed_interpolate_backward_op(
     return dtable
 
 
-pos_embed_interpolate_backward_op.refuse_autograd()
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    table, grid, _, *options = inputs
-    ctx.save_for_backward(grid)
-    ctx.entries = table.shape[0]
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * (2 + len(ctx.options))
-    if dout is None:
-        return None, *nothing
-    (grid,) = ctx.saved_tensors
-    return pos_embed_interpolate_backward_op(dout, grid, ctx.entries, *ctx.options), *nothing
-
-
-pos_embed_interpolate_op.register_autograd(_backward, setup_context=_setup_context)
+register_gathered(pos_embed_interpolate_op, pos_embed_interpolate_backward_op, lambda table, total: (table.shape[0],))
 
 
 def pos_embed_interpolate(

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch_ops._checks import (
     check_bias,
     check_dense,
-    check_device,
     check_float,
     check_head_dim,
     check_like,
     check_matrix,
     check_num_heads,
     check_packed,
-    dtype_name,
+    check_tables,
     refuse,
 )
 from torch_ops._gemm import plan_rotary
@@ -50,20 +49,6 @@ def _check_weight(op: str, weight: Tensor, num_heads: int, num_k_heads: int, col
     return weight.shape[0] // heads
 
 
-def _check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, like_name: str, like: Tensor) -> None:
-    """[T, D] or [T, D / 2], in fp32 or the dtype of `like`."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_matrix(op, name, table, "[T, D] or [T, D / 2]", (total, None))
-        if table.shape[1] not in (head_dim, head_dim // 2):
-            refuse(op, name, f"of {head_dim} or {head_dim // 2} columns", table.shape[1])
-        if table.dtype not in (torch.float32, like.dtype):
-            refuse(op, name, f"float32 or {dtype_name(like.dtype)} as {like_name} is", dtype_name(table.dtype))
-        check_device(op, name, table, like_name, like)
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
-        got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
-        refuse(op, "sin", f"as cos is, {list(cos.shape)} in {dtype_name(cos.dtype)}", got)
-
-
 def _check_qkv_rope(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
     num_k_heads: int | None,
@@ -77,7 +62,7 @@ def _check_qkv_rope(
     head_dim = _check_weight(op, weight, num_heads, num_k_heads, x.shape[1])
     check_like(op, "weight", weight, "x", x)
     check_bias(op, "bias", bias, weight.shape[0], "x", x)
-    _check_tables(op, cos, sin, x.shape[0], head_dim, "x", x)
+    check_tables(op, cos, sin, x.shape[0], head_dim, "x", x)
     return num_k_heads, head_dim
 
 
@@ -140,7 +125,7 @@ def _check_qkv_rope_backward(
     check_like(op, "weight", weight, "dq", dq)
     if head_dim != dq.shape[2]:
         refuse(op, "the head dimension of weight", f"{dq.shape[2]} as that of dq is", head_dim)
-    _check_tables(op, cos, sin, dq.shape[0], head_dim, "dq", dq)
+    check_tables(op, cos, sin, dq.shape[0], head_dim, "dq", dq)
     if needs_weight:
         check_dense(op, "x", x)
     if x is not None:

@@ -35,7 +35,8 @@ from torch_ops._attention_calls import (
 from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
 from torch_ops._checks import check_number, check_tables, refuse
 from torch_ops._registry import remembered, runs_kernels, vk_op
-from torch_ops._rope import plan_rotation, rotate_cpu, workspaces
+from torch_ops._rope import plan_rotation, workspaces
+from torch_ops._rope_cpu import rotate_cpu
 from torch_ops._scores import Scores
 
 

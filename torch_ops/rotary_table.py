@@ -1,6 +1,6 @@
 """`vk::rotary_table`: cos and sin of the two-dimensional rotary embedding of every patch of a batch of images.
 
-Kernel and maths: `csrc_free_ops.grids`.
+Kernel and maths: `csrc_free_ops.rotary_table`.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from csrc_free_ops.grids import _rotary_table_kernel
+from csrc_free_ops.rotary_table import _rotary_table_kernel
 from torch_ops._checks import check_head_dim, refuse
 from torch_ops._grids import (
     check_grid,

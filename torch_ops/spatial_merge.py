@@ -1,15 +1,14 @@
 """`vk::spatial_merge`: the 2 x 2 merge of vision encoders over a packed batch of images, and its gradient.
 
-Kernels and maths: `csrc_free_ops.grids`.
+Kernels and maths: `csrc_free_ops.spatial_merge`.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from csrc_free_ops.grids import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
+from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
 from torch_ops._checks import check_dense, check_float, refuse
 from torch_ops._grids import (
     check_grid,
@@ -18,6 +17,7 @@ from torch_ops._grids import (
     constants_of,
     grid_launch,
     place_rows,
+    register_gathered,
     row_stride,
     send_grid,
     tiles_of,
@@ -201,27 +201,7 @@ def spatial_merge_backward_op(
     return dx
 
 
-spatial_merge_backward_op.refuse_autograd()
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, grid, total, *options = inputs
-    ctx.save_for_backward(grid)
-    ctx.rows = x.shape[0]
-    ctx.total = total
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * (2 + len(ctx.options))
-    if dout is None:
-        return None, *nothing
-    (grid,) = ctx.saved_tensors
-    return spatial_merge_backward_op(dout, grid, ctx.total, ctx.rows, *ctx.options), *nothing
-
-
-spatial_merge_op.register_autograd(_backward, setup_context=_setup_context)
+register_gathered(spatial_merge_op, spatial_merge_backward_op, lambda x, total: (total, x.shape[0]))
 
 
 def spatial_merge(

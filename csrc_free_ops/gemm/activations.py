@@ -44,11 +44,14 @@ def _activate_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def _mlp_bwd_kernel(
     dh_ptr, pre_ptr, dpre_ptr, h_ptr, sums_ptr, num_rows,
-    N: tl.constexpr, STRIDE_GM: tl.constexpr, STRIDE_PM: tl.constexpr, STRIDE_DM: tl.constexpr,
-    STRIDE_HM: tl.constexpr, ACTIVATION: tl.constexpr, MAKES_H: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    N: tl.constexpr, STRIDE_GM: tl.constexpr, STRIDE_PM: tl.constexpr, UP_BEGINS: tl.constexpr,
+    STRIDE_DM: tl.constexpr, STRIDE_HM: tl.constexpr, ACTIVATION: tl.constexpr, MAKES_H: tl.constexpr,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are."""
+    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are.
+
+    UP_BEGINS: the column of dpre from which on the gradient of what is gated lies.
+    """
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
@@ -62,7 +65,7 @@ def _mlp_bwd_kernel(
         pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
         if ACTIVATION == "swiglu":
             h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh, EXACT)
-            store_block(dpre_ptr, b, rows, cols + N, mask, STRIDE_DM)
+            store_block(dpre_ptr, b, rows, cols + UP_BEGINS, mask, STRIDE_DM)
             if SUMS:
                 sum_b += tl.sum(b, 0)
         else:

@@ -6,6 +6,9 @@ each (block row, block column, row in it, column in it). MERGE = 1 is raster ord
 
 Rows past the last image belong to none. Sizes are clamped, a frame's rows and an image's to `total`, the rows that
 there are, so that wild ones do not overflow 32 bits; where a row's address comes from them, kernels clamp it too.
+
+Kernels that find their rows' images here serve all images in one launch: programs take fixed tiles of output rows, so
+the addresses they write depend on their number alone.
 """
 
 import triton
@@ -15,6 +18,8 @@ import triton.language as tl
 IMAGES = tl.constexpr(128)
 # No image is higher or wider.
 LONGEST_SIDE = tl.constexpr(2**20)
+# Sizes that only count: for those of another divisibility Triton would build the same code again.
+COUNTS = ("total", "num_images")
 
 
 @triton.jit

@@ -10,13 +10,15 @@ import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from torch_ops.bench import (
     documents,
-    grids,
     mlp,
     norms,
     options,
     patch_merger,
+    pos_embed_interpolate,
     qkv_rope,
     rope_window_attn,
+    rotary_table,
+    spatial_merge,
     vision_attention,
     window_attn,
 )
@@ -43,14 +45,16 @@ ROOMS: dict[str, Room] = {
         qkv_rope.ROOM,
         mlp.ROOM,
         patch_merger.ROOM,
-        *grids.ROOMS,
+        rotary_table.ROOM,
+        pos_embed_interpolate.ROOM,
+        spatial_merge.ROOM,
     )
 }
 
 # Rooms that are also measured one after the other, into one document.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norms": tuple(room.op for room in norms.ROOMS),
-    "grids": tuple(room.op for room in grids.ROOMS),
+    "grids": tuple(room.op for room in (rotary_table.ROOM, pos_embed_interpolate.ROOM, spatial_merge.ROOM)),
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)

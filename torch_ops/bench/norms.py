@@ -11,8 +11,8 @@ from torch import Tensor
 
 import torch_ops
 from csrc_free_ops import norms as kernels
-from torch_ops import _norms
-from torch_ops._norms import norm_launches, plan_forward
+from torch_ops import _norms_portable
+from torch_ops._norms_portable import norm_launches, plan_forward
 from torch_ops.bench import results
 from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.room import (
@@ -155,7 +155,7 @@ def _raw_launch(op: str, inputs: NormInputs) -> tuple[Callable[[], object] | Non
     out = inputs.call(getattr(torch_ops, op))
     total = out[1] if len(out) > 1 else None
     tensors = (inputs.x, inputs.residual, inputs.weight, inputs.bias)
-    with recorded_launches((_norms,)) as launches:
+    with recorded_launches((_norms_portable,)) as launches:
         plan_forward("layer" in op, *tensors, inputs.eps)(*tensors, out[0], total)
     return launches.replay, ""
 

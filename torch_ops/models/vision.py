@@ -11,7 +11,8 @@ both ways. What differs is how a block is computed:
 - The activation of an MLP is computed with its first product.
 
 An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
-quantised layer) or has hooks is called as the module it is, with PyTorch's own activation or rotation after it.
+quantised layer) or has hooks is called as the module it is, with PyTorch's own activation after it, or with attention
+that turns q and k itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,16 +37,18 @@ from torch_ops.models.vision_metadata import (
     precomputed_metadata,
     vision_metadata,
 )
+from torch_ops.patch_merger import patch_merger
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
+from torch_ops.rope_window_attn import rope_window_attn
 from torch_ops.window_attn import window_attn
 
 
-def plain(layer: Any) -> bool:
-    """Whether calling this layer is no more than its weight and bias on the input."""
+def plain(layer: Any, kinds: tuple[type, ...] = (nn.Linear, nn.Conv3d)) -> bool:
+    """Whether calling this layer, of one of these kinds, is no more than its weight and bias on the input."""
     return (
-        type(layer) in (nn.Linear, nn.Conv3d)
+        type(layer) in kinds
         # Some adapters replace the forward of the instance.
         and "forward" not in layer.__dict__
         and not (layer._forward_hooks or layer._forward_pre_hooks)
@@ -140,20 +143,12 @@ class VisionAttention(nn.Module):
             cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
         if plain(self.qkv):
             q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
+            out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
         else:
             q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
+            out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
         assert isinstance(out, Tensor)
         return self.proj(out.flatten(1))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] turned as `qkv_rope` does it, rounded once."""
-    wide = torch.promote_types(x.dtype, cos.dtype)
-    first, second = x.to(wide).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -243,8 +238,9 @@ class PatchMerger(nn.Module):
         super().__init__()
         self._names = family.merger
         self.after_shuffle = after_shuffle
+        self.merge_size = config.spatial_merge_size
         patch = getattr(config, family.width)
-        self.width = patch * config.spatial_merge_size**2
+        self.width = patch * self.merge_size**2
         norm, first, second = self._names
         self.add_module(norm, _norm(family, self.width if after_shuffle else patch))
         for name, out_width in ((first, self.width), (second, getattr(config, family.out_width))):
@@ -254,7 +250,14 @@ class PatchMerger(nn.Module):
             self.get_submodule(owner).add_module(leaf, nn.Linear(self.width, out_width))
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, *layers = [self.get_submodule(name) for name in self._names]
+        modules: list[Any] = [self.get_submodule(name) for name in self._names]
+        norm, *layers = modules
+        if plain(norm, (LayerNorm, RMSNorm)) and all([plain(layer) for layer in layers]):
+            first, second = layers
+            return patch_merger(
+                x, norm.weight, getattr(norm, "bias", None), first.weight, first.bias, second.weight, second.bias,
+                self.merge_size, self.after_shuffle, 1e-6, isinstance(norm, RMSNorm),
+            )  # fmt: skip
         x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
         return _layers(x, layers, "gelu")
 

@@ -4,19 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As Transformers' vision encoders do it: in fp32 or wider, rounded once."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (table[:, None].to(wide) for table in (cos, sin))
-    if cos.shape[-1] != x.shape[-1]:
-        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    return (x.to(wide) * cos + _rotate_half(x.to(wide)) * sin).to(x.dtype)
+from torch_ops.testing.references.rope import rotated
 
 
 def qkv_rope(
@@ -27,7 +15,7 @@ def qkv_rope(
     num_k_heads = num_heads if num_k_heads is None else num_k_heads
     packed = functional.linear(x, weight, bias).unflatten(1, (num_heads + 2 * num_k_heads, -1))
     q, k, v = packed.split([num_heads, num_k_heads, num_k_heads], 1)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+    return rotated(q, cos, sin), rotated(k, cos, sin), v
 
 
 def activated(pre: Tensor, activation: str) -> Tensor:

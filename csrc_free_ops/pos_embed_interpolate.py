@@ -1,18 +1,9 @@
-"""What vision encoders work out from image grids: rotary tables, learned positions, 2 x 2 merges. Memory-bound.
+"""Learned positions, resampled to image grids, and their gradient. Memory-bound.
 
-Rows, images and merge-block order: `tiles/images.py`. One launch serves all images: programs take fixed tiles of output
-rows, so the addresses they write depend on their number alone, and find the image of each row by themselves.
+Rows, images, merge-block order, and one launch for all images: `tiles/images.py`.
 
-Rotary table (Qwen2-VL, arXiv 2409.12191, section 2.1; `rotary_pos_emb` of Transformers): the patch at (i, j) has
-
-    cos, sin of [i f_0 .. i f_(D/4-1) | j f_0 .. j f_(D/4-1)],    f_k = 1 / theta^(2k / (D/2))
-
-with powers, reciprocals and angles rounded to fp32 where Transformers rounds them. Each is worked out in fp64 before,
-and so is the angle's remainder by pi/2, exactly enough for any position that fp32 holds; polynomials in fp32 then give
-both (S. L. Moshier, Cephes, sinf.c). The device functions that Triton's sin and cos call would take local memory.
-
-Learned positions: a table of S x S entries is resampled to each h x w frame, bilinearly and separably. Along an axis of
-`size` patches, patch i lies at
+A table of S x S entries is resampled to each h x w frame, bilinearly and separably. Along an axis of `size` patches,
+patch i lies at
 
     src = i (S - 1) / max(size - 1, 1)    or, of half-pixel centres,    src = (i + 1/2) S / size - 1/2
 
@@ -24,16 +15,13 @@ the last also from all that were clamped to them), which is an interval of i wit
 addends from an image are frames x (rows of an interval) x (columns of an interval), their number is known, and with a
 running sum over images the k-th addend of all is found by its number: BLOCK_M of them are added at a time, into fp32
 accumulators that are summed at the end. No atomics, and the order depends on the grid alone.
-
-Merge: row q of the merged order is row q of x, or, where x is in raster order, the row at that patch; `concat` of M^2
-such rows is a copy in memory, `mean` their fp32 sum over M^2. Rows that belong to no image stay in place in either
-order. Gradients are gathered too.
 """
 
 import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.images import (
+    COUNTS,
     IMAGES,
     find_bounds,
     from_merged,
@@ -41,54 +29,6 @@ from csrc_free_ops.tiles.images import (
     place_rows_in_frames,
     to_merged,
 )
-
-# Sizes that only count: for those of another divisibility Triton would build the same code again.
-COUNTS = ("total", "num_images", "num_rows")
-
-
-@triton.jit
-def _cos_sin(angle):
-    """cos and sin of fp32 angles, each within about an ulp."""
-    exact = angle.to(tl.float64)
-    turns = tl.floor(exact * tl.full((), 0.6366197723675814, tl.float64) + tl.full((), 0.5, tl.float64))
-    rest = (exact - turns * tl.full((), 1.5707963267948966, tl.float64)).to(tl.float32)
-    quadrant = turns.to(tl.int64) & 3
-    square = rest * rest
-    sin = ((-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1) * square * rest + rest
-    cos = ((2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2) * square * square
-    cos = cos - 0.5 * square + 1.0
-    swapped = (quadrant & 1) == 1
-    cosine = tl.where(swapped, sin, cos)
-    sine = tl.where(swapped, cos, sin)
-    cosine = tl.where((quadrant == 1) | (quadrant == 2), -cosine, cosine)
-    return cosine, tl.where(quadrant >= 2, -sine, sine)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _rotary_table_kernel(
-    grid_ptr, cos_ptr, sin_ptr, total, num_images,
-    LOG2_THETA: tl.constexpr, HALF: tl.constexpr, MERGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of BLOCK_M rows, tiles of BLOCK_N of HALF = D/2 columns)."""
-    total = tl.cast(total, tl.int32)
-    first = tl.program_id(0) * BLOCK_M
-    rows = first + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside, _, index, _, w = place_rows_in_frames(
-        grid_ptr, rows, tl.minimum(first + BLOCK_M, total) - 1, num_images, total
-    )
-    row, col = from_merged(index, w, MERGE)
-    vertical = cols < HALF // 2
-    exponent = (2 * tl.where(vertical, cols, cols - HALF // 2)).to(tl.float64) / tl.full((), HALF, tl.float64)
-    power = tl.exp2(exponent.to(tl.float32).to(tl.float64) * tl.full((), LOG2_THETA, tl.float64)).to(tl.float32)
-    frequency = (tl.full((), 1.0, tl.float64) / power.to(tl.float64)).to(tl.float32)
-    position = tl.where(vertical[None, :], row[:, None], col[:, None])
-    position = tl.where(inside[:, None], position, 0)
-    cos, sin = _cos_sin(position.to(tl.float32) * frequency[None, :])  # [BLOCK_M, BLOCK_N]
-    at = rows.to(tl.int64)[:, None] * HALF + cols[None, :]
-    mask = (rows < total)[:, None] & (cols < HALF)[None, :]
-    tl.store(cos_ptr + at, cos, mask=mask)
-    tl.store(sin_ptr + at, sin, mask=mask)
 
 
 @triton.jit
@@ -251,71 +191,3 @@ def _pos_embed_bwd_kernel(
         index += IMAGES
     place = dtable_ptr + tl.cast(entry, tl.int64) * WIDTH + cols
     tl.store(place, tl.sum(acc, 0).to(dtable_ptr.dtype.element_ty), mask=cols < WIDTH)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _spatial_merge_fwd_kernel(
-    x_ptr, grid_ptr, out_ptr, total, num_images,
-    STRIDE_X: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of BLOCK_M blocks of MERGE x MERGE patches, tiles of BLOCK_N of WIDTH columns)."""
-    UNIT: tl.constexpr = MERGE * MERGE
-    total = tl.cast(total, tl.int32)
-    first = tl.program_id(0) * BLOCK_M
-    blocks = first + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    corner = blocks * UNIT
-    mask = (corner < total)[:, None] & (cols < WIDTH)[None, :]
-    below = MERGE
-    if RASTER:
-        inside, frame, index, _, w = place_rows_in_frames(
-            grid_ptr, corner, tl.minimum((first + BLOCK_M) * UNIT, total) - 1, num_images, total
-        )
-        row, col = from_merged(index, w, MERGE)
-        corner = tl.where(inside, frame + row * w + col, corner)
-        below = tl.where(inside, w, MERGE)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for part in tl.static_range(UNIT):
-        source = corner + part // MERGE * below + part % MERGE
-        source = tl.minimum(tl.maximum(source, 0), total - 1).to(tl.int64)
-        x = tl.load(x_ptr + source[:, None] * STRIDE_X + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
-        if MEAN:
-            acc += x.to(tl.float32)
-        else:
-            merged = blocks.to(tl.int64) * UNIT + part
-            tl.store(out_ptr + merged[:, None] * WIDTH + cols[None, :], x, mask=mask)
-    if MEAN:
-        place = out_ptr + blocks.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-        tl.store(place, (acc / UNIT).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _spatial_merge_bwd_kernel(
-    dout_ptr, grid_ptr, dx_ptr, total, num_images, num_rows,
-    STRIDE_D: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of BLOCK_M of num_rows rows of x, tiles of BLOCK_N of WIDTH columns)."""
-    UNIT: tl.constexpr = MERGE * MERGE
-    total = tl.cast(total, tl.int32)
-    first = tl.program_id(0) * BLOCK_M
-    rows = first + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    merged = rows
-    if RASTER:
-        inside, frame, index, _, w = place_rows_in_frames(
-            grid_ptr, rows, tl.minimum(first + BLOCK_M, total) - 1, num_images, total
-        )
-        across = tl.maximum(w, 1)
-        merged = tl.where(inside, frame + to_merged(index // across, index % across, w, MERGE), rows)
-        merged = tl.minimum(tl.maximum(merged, 0), total - 1)
-    source = (merged // UNIT).to(tl.int64) * STRIDE_D
-    if not MEAN:
-        source += merged % UNIT * WIDTH
-    there = (cols < WIDTH)[None, :]
-    dout = tl.load(dout_ptr + source[:, None] + cols[None, :], mask=(rows < total)[:, None] & there, other=0.0)
-    if MEAN:
-        dout = (dout.to(tl.float32) / UNIT).to(dx_ptr.dtype.element_ty)
-    place = dx_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    tl.store(place, dout, mask=(rows < num_rows)[:, None] & there)

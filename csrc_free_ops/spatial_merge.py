@@ -1,0 +1,86 @@
+"""Merges of M x M patches of image grids, and their gradient. Memory-bound.
+
+Rows, images, merge-block order, and one launch for all images: `tiles/images.py`.
+
+Row q of the merged order is row q of x, or, where x is in raster order, the row at that patch; `concat` of M^2 such
+rows is a copy in memory, `mean` their fp32 sum over M^2. Rows that belong to no image stay in place in either order.
+Gradients are gathered too.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.tiles.images import (
+    COUNTS,
+    from_merged,
+    place_rows_in_frames,
+    to_merged,
+)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _spatial_merge_fwd_kernel(
+    x_ptr, grid_ptr, out_ptr, total, num_images,
+    STRIDE_X: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M blocks of MERGE x MERGE patches, tiles of BLOCK_N of WIDTH columns)."""
+    UNIT: tl.constexpr = MERGE * MERGE
+    total = tl.cast(total, tl.int32)
+    first = tl.program_id(0) * BLOCK_M
+    blocks = first + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    corner = blocks * UNIT
+    mask = (corner < total)[:, None] & (cols < WIDTH)[None, :]
+    below = MERGE
+    if RASTER:
+        inside, frame, index, _, w = place_rows_in_frames(
+            grid_ptr, corner, tl.minimum((first + BLOCK_M) * UNIT, total) - 1, num_images, total
+        )
+        row, col = from_merged(index, w, MERGE)
+        corner = tl.where(inside, frame + row * w + col, corner)
+        below = tl.where(inside, w, MERGE)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for part in tl.static_range(UNIT):
+        source = corner + part // MERGE * below + part % MERGE
+        source = tl.minimum(tl.maximum(source, 0), total - 1).to(tl.int64)
+        x = tl.load(x_ptr + source[:, None] * STRIDE_X + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
+        if MEAN:
+            acc += x.to(tl.float32)
+        else:
+            merged = blocks.to(tl.int64) * UNIT + part
+            tl.store(out_ptr + merged[:, None] * WIDTH + cols[None, :], x, mask=mask)
+    if MEAN:
+        place = out_ptr + blocks.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+        tl.store(place, (acc / UNIT).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "num_rows"))
+def _spatial_merge_bwd_kernel(
+    dout_ptr, grid_ptr, dx_ptr, total, num_images, num_rows,
+    STRIDE_D: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M of num_rows rows of x, tiles of BLOCK_N of WIDTH columns)."""
+    UNIT: tl.constexpr = MERGE * MERGE
+    total = tl.cast(total, tl.int32)
+    first = tl.program_id(0) * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    merged = rows
+    if RASTER:
+        inside, frame, index, _, w = place_rows_in_frames(
+            grid_ptr, rows, tl.minimum(first + BLOCK_M, total) - 1, num_images, total
+        )
+        across = tl.maximum(w, 1)
+        merged = tl.where(inside, frame + to_merged(index // across, index % across, w, MERGE), rows)
+        merged = tl.minimum(tl.maximum(merged, 0), total - 1)
+    source = (merged // UNIT).to(tl.int64) * STRIDE_D
+    if not MEAN:
+        source += merged % UNIT * WIDTH
+    there = (cols < WIDTH)[None, :]
+    dout = tl.load(dout_ptr + source[:, None] + cols[None, :], mask=(rows < total)[:, None] & there, other=0.0)
+    if MEAN:
+        dout = (dout.to(tl.float32) / UNIT).to(dx_ptr.dtype.element_ty)
+    place = dx_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    tl.store(place, dout, mask=(rows < num_rows)[:, None] & there)

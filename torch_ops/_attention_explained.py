@@ -1,0 +1,82 @@
+"""How calls of packed attention run, in the words of `torch_ops.explain`."""
+
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from torch_ops._attention import why_portable
+from torch_ops._attention_hopper import addressable, forward_launch
+from torch_ops._attention_hopper_backward import APART, fits_apart
+from torch_ops._attention_portable import choose, mean_length
+from torch_ops._attention_short import short_launch
+from torch_ops._device import gpu
+from torch_ops._explanations import by_reference, called_on_fakes, describe
+from torch_ops._registry import runs_kernels
+from torch_ops._rope import rotation_launch, workspaces
+from torch_ops._scores import Scores
+
+# By the kernel that takes a direction where segments are short, those that take it elsewhere.
+KERNELS = {
+    "attention_fwd_short": ("attention_fwd",),
+    "attention_bwd_short": ("attention_bwd_dq", "attention_bwd_dkdv"),
+}
+# By the same, the one that takes it on the Hopper path.
+HOPPER = {"attention_fwd_short": "attention_fwd_hopper", "attention_bwd_short": "attention_bwd_hopper"}
+
+
+def explain_attention(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = True,
+    return_lse: bool = False,
+) -> dict[str, Any]:
+    called_on_fakes(
+        "window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap,
+        deterministic, return_lse,
+    )  # fmt: skip
+    if not runs_kernels(q):
+        return by_reference(op, q.device)
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
+    segments = cu_seqlens.shape[0] - 1
+    length = mean_length(q.shape[0], segments)
+    why = why_portable(softcap, length, q=q, k=k, v=v)
+    if not why and not isinstance(q, FakeTensor) and not addressable(q, k, v):
+        why = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
+    path = "portable" if why else "hopper"
+    kernels = {}
+    for short, general in KERNELS.items():
+        if not why and short == "attention_fwd_short":
+            kernels[HOPPER[short]] = forward_launch(q, scores, segments)
+        elif not why and fits_apart(q, k, segments, scores):
+            kernels["attention_bwd_apart"] = APART, "one segment that leaves room for dq beside dk and dv"
+        elif not why:
+            kernels[HOPPER[short]] = choose(HOPPER[short], q, scores, length)
+        elif chosen := short_launch(short, q, k, cu_seqlens_k, scores, length):
+            kernels[short] = chosen
+        else:
+            for name in general:
+                total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
+                kernels[name] = choose(name, q, scores, mean_length(total, segments))
+    return describe(op, q.device, path, why or f"{gpu().name} is a Hopper GPU", kernels)
+
+
+def explain_turned_attention(
+    op: str, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, *args: Any, **options: Any
+) -> dict[str, Any]:
+    """That of the attention core on what q and k are turned into, and the pass that turns them."""
+    called_on_fakes(op, q, k, v, cos, sin, cu_seqlens, *args, **options)
+    report = explain_attention(op, *workspaces(q, k), v, cu_seqlens, *args, **options)
+    if report["path"] == "reference":
+        return report
+    turning = describe(op, q.device, report["path"], report["why"], {"rope": rotation_launch(q)})
+    return {**report, "kernels": turning["kernels"] | report["kernels"]}

@@ -1,0 +1,77 @@
+"""How calls of the GEMM core run, in the words of `torch_ops.explain`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from csrc_free_ops.configs import ATEN, Launch
+from csrc_free_ops.gemm.hopper_launch import rotary_launch
+from torch_ops._device import gpu
+from torch_ops._explanations import by_reference, called_on_fakes, describe
+from torch_ops._gemm import hopper_launch, why_portable
+from torch_ops._gemm_hopper import addressable
+from torch_ops._gemm_portable import Rows, choose_product, padded, product_kernel, product_size
+from torch_ops._registry import runs_kernels
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the GEMM core's, with the kernel that takes it on the portable path."""
+
+    kernel: str
+    rows: Rows
+    weight: Tensor
+    activation: str = ""
+    head_dim: int = 0
+    up: Tensor | None = None
+
+    def describe(self, x: Tensor) -> tuple[str, Launch, str]:
+        """Its kernel and the size of its weight, as in "gemm 4304x1152"; its launch, and where that comes from."""
+        n, k = product_size(self.weight, self.up)
+        tensors = (x, self.weight) if self.up is None else (x, self.weight, self.up)
+        why = why_portable(self.rows, self.weight, self.head_dim, self.up)
+        if not why and not isinstance(x, FakeTensor) and not addressable(*tensors):
+            why = "TMA cannot address tensors that do not begin at 16 bytes"
+        if why:
+            launch, source = choose_product(self.kernel, self.rows, self.weight, self.up)
+            return f"{self.kernel} {n}x{k}", launch, source
+        if self.activation == "none":
+            return f"{self.kernel} {n}x{k}", ATEN, "PyTorch's products are as fast where nothing follows them"
+        tile = rotary_launch(self.head_dim) if self.head_dim else hopper_launch(
+            self.rows, self.weight, self.activation, self.up
+        )  # fmt: skip
+        return f"gemm_hopper {n}x{k}", tile, "the tile whose rounds take the least time"
+
+
+def explain_products(op: str, x: Tensor, products: list[Product]) -> dict[str, Any]:
+    if not runs_kernels(x):
+        return by_reference(op, x.device)
+    chosen = [product.describe(x) for product in products]
+    left = [name for name, launch, _ in chosen if launch == ATEN]
+    words = [f"left to PyTorch: {', '.join(left)}"] if left else []
+    path = "aten" if len(left) == len(chosen) else "portable"
+    if any(name.startswith("gemm_hopper") for name, *_ in chosen):
+        path, words = "hopper", [f"{gpu().name} is a Hopper GPU", *words]
+    why = "; ".join(words) or "every product has a launch of its own"
+    return describe(op, x.device, path, why, {name: (launch, source) for name, launch, source in chosen})
+
+
+def explain_qkv_rope(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
+    num_k_heads: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    q, _, _ = called_on_fakes(op, x, weight, bias, cos, sin, num_heads, num_k_heads)
+    return explain_products(op, x, [Product("gemm_pair", Rows.of(x), weight, head_dim=q.shape[2])])
+
+
+def explain_mlp(
+    op: str, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
+    recompute: bool = False, w_up: Tensor | None = None, b_up: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    called_on_fakes(op, x, w1, b1, w2, b2, activation, not recompute, w_up, b_up)
+    rows = Rows.of(x)
+    between = Rows(rows.count, padded(w2.shape[1], x.dtype))
+    first = Product(product_kernel(activation), rows, w1, activation, up=w_up)
+    return explain_products(op, x, [first, Product("gemm", between, w2, "none")])
