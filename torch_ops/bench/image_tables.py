@@ -1,5 +1,5 @@
-"""The table of single images: attention with its rotary embedding, next to FlashAttention-2 after a rotation in eager
-PyTorch, as vision encoders of Transformers and vLLM call it."""
+"""The table of single images: attention with its rotary embedding, next to a rotation in eager PyTorch, as Transformers
+has it, and FlashAttention-2 after it."""
 
 import re
 
