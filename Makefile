@@ -75,10 +75,10 @@ gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD
 		$(wildcard $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(OP)).py)),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
 
 # Racecheck before CUDA 13.5 takes what Triton itself hands to the partitions of a kernel for races.
-sanitize: ## the attention kernels on small cases under compute-sanitizer, memcheck and racecheck (SHARD=i/n)
+sanitize: ## attention kernels and Hopper products on small cases under compute-sanitizer, memcheck and racecheck (SHARD=i/n)
 	@for tool in memcheck racecheck; do echo $$tool; \
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
-	$(SANITIZER) --tool $$tool --kernel-name regex=_attention --show-backtrace no --error-exitcode 1 \
+	$(SANITIZER) --tool $$tool --kernel-name 'regex=_attention|_gemm' --show-backtrace no --error-exitcode 1 \
 	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/test_sanitized.py $(ARGS) || exit 1; done
 
 bench: ## time an op next to its peers (OP=..., default window_attn)

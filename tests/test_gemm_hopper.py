@@ -237,7 +237,7 @@ def _projected(
     return make_qkv_rope_inputs(made, dtype, "cuda")
 
 
-def _verify_projection(inputs: QkvRopeInputs) -> None:
+def verify_projection(inputs: QkvRopeInputs) -> None:
     found = [
         outcome(function, inputs, dtype, backward=False)
         for function, dtype in (
@@ -251,7 +251,7 @@ def _verify_projection(inputs: QkvRopeInputs) -> None:
 @pytest.mark.parametrize("case", ROTATED)
 def test_heads_are_rotated(case: str, half: bool, launches: list[dict[str, Any]]) -> None:
     for rows in ROWS:
-        _verify_projection(_projected(case, rows, half=half))
+        verify_projection(_projected(case, rows, half=half))
     assert len(launches) == len(ROWS)
 
 
@@ -259,7 +259,7 @@ def test_heads_are_rotated(case: str, half: bool, launches: list[dict[str, Any]]
     "options", [{"dtype": torch.float16}, {"own": True}, {"own": True, "half": True}, {"bias": False}], ids=str
 )
 def test_projections_in_general(options: dict[str, Any], launches: list[dict[str, Any]]) -> None:
-    _verify_projection(_projected("d72_gqa", 777, **options))
+    verify_projection(_projected("d72_gqa", 777, **options))
     assert len(launches) == 1
 
 

@@ -1,10 +1,11 @@
-"""Small cases that reach the branches of the attention kernels, on each path.
+"""Small cases that reach the branches of the attention kernels, on each path, and of the Hopper path's products.
 
 They are cheap enough for compute-sanitizer, which `make sanitize` runs them under. Of the Hopper kernels there are few
 programs, so that each draws several tiles and hands its places in shared memory over from one to the next; but for
 gradients that are made apart, whose programs have one tile each.
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
+from csrc_free_ops.gemm.hopper_launch import ROUND, tile_launch
+from tests.test_gemm_hopper import Layer, verify_projection
 from tests.test_window_attn import verify
-from torch_ops import _attention_hopper, _attention_hopper_backward, explain, settings, window_attn
-from torch_ops.testing.cases import WindowAttnCase, make_inputs
+from torch_ops import _attention_hopper, _attention_hopper_backward, _gemm_hopper, explain, settings, window_attn
+from torch_ops.testing.cases import QkvRopeCase, WindowAttnCase, make_inputs, make_qkv_rope_inputs
 
 pytestmark = pytest.mark.gpu
 PROGRAMS = 4
@@ -81,3 +84,25 @@ def test_both_modes_are_right(case: WindowAttnCase, path: str, device: str) -> N
             stack.enter_context(mock.patch.object(module, "programs", lambda index: PROGRAMS))
         for deterministic in (True, False):
             verify(replace(inputs, options={**inputs.options, "deterministic": deterministic}))
+
+
+@pytest.fixture
+def few_programs() -> Iterator[None]:
+    with settings(path="hopper"), mock.patch.object(_gemm_hopper, "programs", lambda index: PROGRAMS):
+        yield
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tile", ROUND, ids=str)
+def test_products_are_right(tile: tuple[int, int], bias: bool) -> None:
+    for activation in ("gelu_tanh", "swiglu") if tile[1] % 128 == 0 else ("gelu_tanh",):
+        Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_launch(*tile))
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_projections_are_right(head_dim: int, half: bool) -> None:
+    case = QkvRopeCase("turned", "sanitizer", 300, 200, 6, head_dim, num_k_heads=2, half_table=half)
+    verify_projection(make_qkv_rope_inputs(case, torch.bfloat16, "cuda"))
