@@ -18,6 +18,7 @@ from torch_ops.bench.encoder_contest import contest_row
 from torch_ops.bench.encoder_peers import Assembly
 from torch_ops.bench.encoder_rows import Row, Session, make_scene, named_features, truths
 from torch_ops.bench.results import WRONG
+from torch_ops.models import _recording
 from torch_ops.testing import check, references
 
 pytestmark = pytest.mark.no_interpret
@@ -76,9 +77,37 @@ def test_twins_share_parameters_and_leave_the_tower_alone(session: Session, stan
     assert made.training and session.encoder.training
 
 
-@pytest.mark.parametrize("name", ["vk_graph", "graph_flash2"])
+def test_our_graph_has_no_room_but_for_the_batch(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no graphs the encoder on the same static tensors stands in."""
+    with torch.no_grad():
+        scene = make_scene(session, TINY)
+        bound = BY_NAME["vk_graph"].bind(scene)
+        for _ in range(2):
+            check(named_features(bound.encode()), *reversed(truths(scene)))
+    assert bound.pool is None
+    pixels, grid, cu_seqlens, cos, sin = bound.held
+    assert pixels.shape == scene.pixels.shape and pixels.data_ptr() != scene.pixels.data_ptr()
+    assert torch.equal(grid, scene.grid) and cos.shape == sin.shape == (len(pixels), 16)
+    assert cu_seqlens.diff().tolist() == list(TINY.segments)
+    bound = dataclasses.replace(bound, pool=(0, 1))
+    segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)
+
+
+def test_our_graph_that_writes_nothing_is_wrong(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured_alone(encode: Any) -> Any:
+        with torch.no_grad():
+            outputs = encode()
+        return lambda: outputs
+
+    monkeypatch.setattr(_recording, "_repeated", captured_alone)
+    (timed,) = contest_row(make_scene(session, TINY), (BY_NAME["vk_graph"],), 2, str).ours
+    assert timed.status == WRONG and "entries are not finite" in timed.note
+
+
 def test_a_graph_that_writes_nothing_is_wrong(
-    session: Session, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+    session: Session, stand_ins: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA stood in for: a call copies its pixels in and replays, and what the capture left does not count."""
     replayed: list[int] = []
@@ -90,14 +119,14 @@ def test_a_graph_that_writes_nothing_is_wrong(
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, attribute, value)
     scene = make_scene(session, TINY)
-    contender = dataclasses.replace(BY_NAME[name], refuses=lambda scene: "")
+    contender = dataclasses.replace(BY_NAME["graph_flash2"], refuses=lambda scene: "")
     made = contest_row(scene, (contender,), 2, str)
-    (timed,) = (*made.ours, *made.assembled)
+    (timed,) = made.assembled
     assert timed.status == WRONG and "entries are not finite" in timed.note and replayed
     bound = contender.bind(scene)
     static, *held = bound.held
     assert static.data_ptr() != scene.pixels.data_ptr() and torch.equal(static, scene.pixels)
-    assert len(held) == (3 if name == "graph_flash2" else 0)
+    assert len(held) == 3
     segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)
