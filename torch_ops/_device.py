@@ -20,8 +20,8 @@ SHARED_MEMORY = {
     120: 101376,
 }
 
-# What the interpreter stands in for: of few processors, so that programs which share out tiles have several each.
-INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 3)
+# What the interpreter stands in for: of few processors, so that programs which share tiles out have several each.
+INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 8)
 
 
 @lru_cache
