@@ -34,7 +34,7 @@ help: ## this list
 	@echo "  OP=window_attn    gpu-test, bench: this op alone"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
-	@echo "  RESULTS=FOLDER    figures: where they go; GPU=h200, how their files begin; COMMIT=..., the commit to note"
+	@echo "  RESULTS=FOLDER    figures, figures-ops: where they go; GPU=h200, how their files begin; COMMIT=..., the commit to note"
 	@echo "  ARGS='...'        more arguments for test, gpu-test, sanitize, bench"
 
 demo: $(VENV)/.installed-test ## encode the example image on this machine, no GPU needed
@@ -116,8 +116,29 @@ figures-encoder-training: | figures-dense
 	$(call FIGURES,encoder_training,2,encoder --rows $(TRAINING))
 	$(call FIGURES,encoder_timeline,2,timeline)
 
+# Of the other ops: parts of some minutes, each on a GPU of its own.
+QKV = 'qkv_1152_*,qkv_1024_*,qkv_1280_*'
+MLPS = 'mlp_*_4096,mlp_*_25088,mlp_1152_*'
+NORMS = 'qwen_l_*,qwen_m_25088,qwen_qwen25_25088,merger_6272,decoder_4096'
+OP_RUNS = figures-projections figures-norms figures-rope figures-vision-attention
+.PHONY: figures-ops $(OP_RUNS)
+figures-ops: $(OP_RUNS) ## the same of the other ops; make -j4 figures-ops GPUS='0 1 2 3'
+$(OP_RUNS): | needs-gpu
+figures-projections:
+	$(call FIGURES,qkv_rope,1,qkv_rope --shapes $(QKV) --rounds 8)
+	$(call FIGURES,mlp,1,mlp --shapes $(MLPS) --rounds 8)
+	$(call FIGURES,patch_merger,1,patch_merger --rounds 8)
+figures-norms:
+	$(call FIGURES,norms,2,norms --shapes $(NORMS) --backward)
+figures-rope:
+	$(call FIGURES,rope_window_attn,3,rope_window_attn --backward --rounds 10)
+	$(call FIGURES,grids,3,grids)
+figures-vision-attention:
+	$(call FIGURES,vision_attention,4,vision_attention --backward --rounds 8)
+	$(call FIGURES,host_ops,4,host qkv_rope mlp patch_merger norms rope_window_attn vision_attention grids)
+
 tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
-	$(BIN)/vk bench table --into README.md docs/benchmarks.md docs/encoder.md
+	$(BIN)/vk bench table --into README.md $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))
 	$(BIN)/vk bench chart $(RESULTS)/$(GPU)_window_attn.json $(RESULTS)/$(GPU)_window_attn.svg
 	$(if $(wildcard $(RESULTS)/$(GPU)_encoder_timeline.json),$(BIN)/vk bench chart \
 		$(RESULTS)/$(GPU)_encoder_timeline.json docs/encoder_timeline.svg)

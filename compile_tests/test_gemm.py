@@ -1,6 +1,8 @@
 """The kernels of the GEMM core as torch and GPUs that are not here take them: traces, launches, builds."""
 
+import gc
 import re
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +36,8 @@ from compile_tests.gemm import (
 )
 from compile_tests.test_aot import TARGETS
 from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, tile_launch
+from torch_ops import _gemm
+from torch_ops._gemm_portable import Rows
 from torch_ops._registry import OPS
 
 LINEAR = ("_gemm_kernel", {"out_ptr"})
@@ -328,7 +332,8 @@ def test_hopper_products_fit_and_overlap(point: str) -> None:
     assert len(loops) == consumers
     for instructions in loops.values():
         assert sum("HGMMA" in text for text in instructions) == 4
-    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+    assert code.count("PREEXIT") == code.count("ACQBULK") == 1
+    assert code.index("ACQBULK") < code.index("UTMALDG")
     assert built.shared <= shared_memory(SM90), str(built)
     assert built.spilled == 0, str(built)
 
@@ -377,3 +382,22 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, variant: str,
     assert trace.targets.count("auto_functionalized") == launches
     assert_kernels(trace, kernels)
     assert not mode.shape_env.guards and not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are remembered; the launch itself is left out here."""
+    for name in ("plan_linear_hopper", "plan_rotary_hopper"):
+        monkeypatch.setattr(_gemm, name, lambda *args: lambda *tensors: None)
+    for name in ("why_portable", "hopper_launch", "rotary_launch"):
+        monkeypatch.setattr(_gemm, name, lambda *args, **options: None)
+    x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
+    rows = Rows.of(x)
+    plans = [
+        _gemm.plan_linear(rows, weight, False, "swiglu", False, 24, up if apart else None),
+        _gemm.plan_rotary(rows, weight, False, cos, sin, 4, 1),
+    ]
+    kept = [weakref.ref(tensor) for tensor in (x, weight, up, cos, sin)]
+    del x, weight, up, cos, sin
+    gc.collect()
+    assert plans and not [each for each in kept if each() is not None]

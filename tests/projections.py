@@ -1,8 +1,10 @@
 """What the tests of `mlp` and `qkv_rope` have in common: each module applies it to its op."""
 
 import contextlib
+import gc
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +69,22 @@ class ProjectionTests:
     def test_every_call_sees_its_own_tensors(self, device: str) -> None:
         for seed in range(3):
             self.projection.verify(self._inputs(torch.float16, device, seed))
+
+    def test_nothing_of_a_call_is_kept(self, device: str) -> None:
+        """Plans are, and a graph's memory refuses whatever lives on in it."""
+        inputs = self._inputs(torch.float16, device)
+        with torch.no_grad():
+            _results(self.projection, inputs)
+        tensors = [weakref.ref(value) for value in vars(inputs).values() if isinstance(value, Tensor)]
+        del inputs
+        gc.collect()
+        assert len(tensors) > 3 and not [each for each in tensors if each() is not None]
+
+    def test_rows_in_one_place(self, device: str) -> None:
+        """Which TMA cannot address."""
+        inputs = self._inputs(torch.float16, device)
+        one = inputs.x.new_tensor(1.0) * inputs.x[:1].clone()
+        self.projection.verify(replace(inputs, x=one.expand(inputs.x.shape)))
 
     def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(self, device: str) -> None:
         inputs = self._inputs(torch.float16, device)

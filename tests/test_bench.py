@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.bench import TINY, bench, broken, refused, spoiled
+from torch_ops.bench import contest_command
 from torch_ops.bench.app import ROOMS
 from torch_ops.bench.results import FAILED, WRONG, Report
 from torch_ops.bench.room import Contender
@@ -24,7 +25,7 @@ def test_a_case_too_large_for_the_memory_is_one_line(monkeypatch: pytest.MonkeyP
     def contest_without_memory(*_: Any) -> Any:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr(sys.modules["torch_ops.bench.app"], "contest", contest_without_memory)
+    monkeypatch.setattr(contest_command, "contest", contest_without_memory)
     result = bench("window_attn", "--shapes", TINY, "--device", "cpu")
     assert result.exit_code == 2 and result.stdout == ""
     assert f"{TINY} does not fit into the memory of CPU" in result.stderr.splitlines()[-1]

@@ -77,6 +77,7 @@ def test_raw_launch_is_the_forward_kernel(op: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(norms, "_path", lambda op, inputs: "portable")
     monkeypatch.setattr(norms._norms_portable, "gpu", lambda: Gpu("stub", "cuda", 90, 232448))
+    monkeypatch.setattr(norms._norms_portable, "can_overlap", lambda: False)
     monkeypatch.setattr(norms._norms_portable, "wrap_triton", Kernel)
     launch, why = norms._raw_launch(op, make_norm_inputs(op, TINY, torch.bfloat16))
     assert launch is not None and not why and len(launched) == 1

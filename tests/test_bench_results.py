@@ -182,7 +182,10 @@ def test_summary_sets_every_peer_against_ours() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/encoder.md"])
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope"))]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path: Path) -> None:
     page = ROOT / name
     copy = tmp_path / name

@@ -4,12 +4,15 @@ Where there is a Hopper GPU, tests/test_mlp.py and tests/test_qkv_rope.py run on
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from triton import cdiv
 
 import torch_ops
 from csrc_free_ops.gemm.hopper_launch import ROUND, tile_launch
@@ -46,7 +49,7 @@ def hopper(device: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """The options of the Hopper kernel's launches, but of those that plans kept."""
     kernel, seen = _gemm_hopper._gemm_hopper_kernel, []
 
@@ -59,7 +62,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             return launch
 
     monkeypatch.setattr(_gemm_hopper, "_gemm_hopper_kernel", Noting())
-    return seen
+    # Plans that earlier tests left are made anew where a setting changes.
+    with settings(path="portable"), settings(path="auto"):
+        yield seen
 
 
 class Layer:
@@ -138,9 +143,14 @@ def test_tails_of_rows_and_columns(size: str, rows: int, launches: list[dict[str
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile", ROUND)
 def test_every_tile(tile: tuple[int, int], bias: bool, keeps_pre: bool) -> None:
+    """Of one program's last tile, which consumers finish, and of others, which they hand over."""
     for activation in ("gelu_tanh", "swiglu") if tile[1] % 128 == 0 else ("gelu_tanh",):
         for rows in (63, 1000):
-            Layer(activation, 1365, 200, rows, bias=bias, keeps_pre=keeps_pre).verify(tile_launch(*tile))
+            layer = Layer(activation, 1365, 200, rows, bias=bias, keeps_pre=keeps_pre)
+            layer.verify(tile_launch(*tile))
+            with mock.patch.object(_gemm_hopper, "programs", lambda index: 4):
+                assert cdiv(rows, tile[0]) * cdiv(1365, tile[1]) > 4 or rows == 63
+                layer.verify(tile_launch(*tile))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -290,9 +300,17 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("call", ["mlp", "gated", "qkv_rope"])
 def test_same_bits_every_time(call: str) -> None:
+    """Of two inputs in turn, so that memory which a call reads too early holds the other's numbers."""
     inputs = _calls()[call]
-    first = _results(call, inputs)
-    assert all(_equal(_results(call, inputs), first) for _ in range(20))
+    both = [inputs, replace(inputs, x=inputs.x.flip(0).contiguous())]
+    expected = []
+    for each in both:
+        expected.append(_results(call, each))
+        torch.cuda.synchronize()
+    assert not _equal(*expected)
+    for _ in range(10):
+        found = [_results(call, each) for each in both]
+        assert all(_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("call", ["mlp", "gated", "qkv_rope"])
@@ -315,6 +333,8 @@ def test_streams_do_not_disturb_each_other() -> None:
     expected = {name: _results(name, inputs) for name, inputs in calls.items()}
     torch.cuda.synchronize()
     streams = {name: torch.cuda.Stream() for name in calls}
+    for stream in streams.values():
+        stream.wait_stream(torch.cuda.current_stream())
     found: dict[str, list[dict[str, Tensor]]] = {name: [] for name in calls}
     for _ in range(20):
         for name, inputs in calls.items():
@@ -323,6 +343,38 @@ def test_streams_do_not_disturb_each_other() -> None:
     torch.cuda.synchronize()
     for name, results in found.items():
         assert all(_equal(one, expected[name]) for one in results), name
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("call", ["mlp", "gated", "qkv_rope"])
+def test_another_stream_is_waited_for(call: str, captured: bool) -> None:
+    """What comes before the launch in its stream is an event, and no kernel."""
+    inputs = _calls()[call]
+    expected, x = _results(call, inputs), inputs.x.clone()
+    torch.cuda.synchronize()
+    other, event = torch.cuda.Stream(), torch.cuda.Event()
+
+    def step() -> dict[str, Tensor]:
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(2_000_000)
+            inputs.x.copy_(x)
+            event.record()
+        torch.cuda.current_stream().wait_event(event)
+        return _results(call, inputs)
+
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+    for _ in range(3):
+        inputs.x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        if captured:
+            graph.replay()
+        else:
+            found = step()
+        assert _equal(found, expected)
 
 
 @pytest.mark.parametrize("rows", [64, 784, 3136])

@@ -62,15 +62,16 @@ def plan_linear(
     n, _ = product_size(weight, up)
     width = n if width is None else width
 
-    # In here, since torch looks for the kernels of an op five calls deep (torch_ops/_registry.py).
-    def plan_stock() -> Callable[..., None]:
+    # In here, since torch looks for the kernels of an op five calls deep (torch_ops/_registry.py). Of the tensors it
+    # is given: a plan is remembered, and what it named of its own call would be kept.
+    def plan_stock(weight: Tensor, up: Tensor | None = None) -> Callable[..., None]:
         launch, _ = choose_product(product_kernel(activation), rows, weight, up)
         if launch == ATEN:
             return _plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
         return plan_linear_portable(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
 
     if why_portable(rows, weight, up=up):
-        return plan_stock()
+        return plan_stock(weight, up)
     if activation == "none":
         # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/gemm/hopper_launch.py).
         return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
@@ -78,7 +79,9 @@ def plan_linear(
         return partial(_launch_linear_in_graph, activation)
     launch = hopper_launch(rows, weight, activation, up)
     hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
-    return _where_addressable(hopper, plan_stock, (0, 1) if up is None else (0, 1, 5))
+    if up is None:
+        return _where_addressable(hopper, lambda args: plan_stock(args[1]), (0, 1))
+    return _where_addressable(hopper, lambda args: plan_stock(args[1], args[5]), (0, 1, 5))
 
 
 def plan_rotary(
@@ -87,26 +90,27 @@ def plan_rotary(
     """launch(x, weight, bias, cos, sin, q, k, v) fills q, k and v, contiguous; x, weight and bias as above."""
     head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
 
-    def plan_stock() -> Callable[..., None]:
+    def plan_stock(weight: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., None]:
         launch, _ = choose_product("gemm_pair", rows, weight)
         if launch == ATEN:
             return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
         return plan_rotary_portable(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
 
     if why_portable(rows, weight, head_dim):
-        return plan_stock()
+        return plan_stock(weight, cos, sin)
     if not is_eager():
         return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
     hopper = plan_rotary_hopper(
         rotary_launch(head_dim), rows, weight, has_bias, cos, sin, num_heads, num_k_heads
     )  # fmt: skip
-    return _where_addressable(hopper, plan_stock, (0, 1))
+    return _where_addressable(hopper, lambda args: plan_stock(args[1], *args[3:5]), (0, 1))
 
 
 def _where_addressable(
-    hopper: Callable[..., None], plan_stock: Callable[[], Callable[..., None]], operands: tuple[int, ...]
-) -> Callable[..., None]:
-    """The Hopper launch; for calls whose `operands`, by place, TMA cannot address, what `plan_stock` makes, once."""
+    hopper: Callable[..., None], plan_stock: Callable[[tuple[Any, ...]], Callable[..., None]],
+    operands: tuple[int, ...],
+) -> Callable[..., None]:  # fmt: skip
+    """The Hopper launch; for calls whose `operands`, by place, TMA cannot address, `plan_stock` of the first such."""
     stock: list[Callable[..., None]] = []
 
     def launch_either(*args: Any) -> None:
@@ -114,7 +118,7 @@ def _where_addressable(
             hopper(*args)
             return
         if not stock:
-            stock.append(plan_stock())
+            stock.append(plan_stock(args))
         stock[0](*args)
 
     return launch_either

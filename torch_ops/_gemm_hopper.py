@@ -31,6 +31,8 @@ def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor 
     weights = (weight,) if up is None else (weight, up)
     if rows.stride % 8 or any(each.stride(1) != 1 or each.stride(0) % 8 for each in weights):
         return "TMA cannot address rows that do not begin at 16 bytes"
+    if rows.stride == 0 or any(each.stride(0) == 0 for each in weights):
+        return "TMA cannot address rows that lie in one place"
     if head_dim > WIDEST_ROTATED or head_dim % 8:
         return f"the Hopper path rotates heads of up to {WIDEST_ROTATED} columns, in steps of 8"
     return ""

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu
+from torch_ops._registry import is_eager
 
 # The versions that kernels were built and measured with. They rely on where Triton puts shared memory, see
 # csrc_free_ops/tiles/hopper.py.
@@ -30,8 +31,8 @@ def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
 
 
 def is_packaged() -> bool:
-    """Whether AOTInductor makes a package, which runs without Python and so without opaque launches."""
-    if "torch._inductor.virtualized" not in sys.modules:
+    """Whether AOTInductor makes a package of this, which runs without Python and so without opaque launches."""
+    if is_eager() or "torch._inductor.virtualized" not in sys.modules:
         return False
     return bool(sys.modules["torch._inductor.virtualized"].V.aot_compilation)
 

@@ -1,15 +1,13 @@
 """`vk bench`: ops next to their peers, against the machine's ceilings, and their host time."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
-from torch_ops._device import out_of_memory
 from torch_ops.bench import (
     documents,
     mlp,
@@ -21,17 +19,18 @@ from torch_ops.bench import (
     rope_window_attn,
     rotary_table,
     spatial_merge,
+    vision_attention,
     window_attn,
 )
-from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.contest import Terms
+from torch_ops.bench.contest_command import contest_command, show
 from torch_ops.bench.encoder import encoder, timeline
 from torch_ops.bench.host import host_times
-from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
+from torch_ops.bench.machine import measure_ceilings, provenance
 from torch_ops.bench.options import say
 from torch_ops.bench.profile import profile_case
-from torch_ops.bench.results import OK, WRONG, Measurement, Report, read_report
-from torch_ops.bench.room import Contender, Room
-from torch_ops.bench.tables import markdown, print_tables
+from torch_ops.bench.results import Report, read_report
+from torch_ops.bench.room import Room
 from torch_ops.bench.timeline import read_timeline
 from torch_ops.bench.tune import TUNED_PATHS, Journal, Measured, any_timed, find_points, in_words, provenance_of, search
 from torch_ops.settings import default_rows
@@ -41,6 +40,7 @@ ROOMS: dict[str, Room] = {
     for room in (
         window_attn.ROOM,
         rope_window_attn.ROOM,
+        vision_attention.ROOM,
         *norms.ROOMS,
         qkv_rope.ROOM,
         mlp.ROOM,
@@ -49,6 +49,12 @@ ROOMS: dict[str, Room] = {
         pos_embed_interpolate.ROOM,
         spatial_merge.ROOM,
     )
+}
+
+# Rooms that are also measured one after the other, into one document.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "norms": tuple(room.op for room in norms.ROOMS),
+    "grids": tuple(room.op for room in (rotary_table.ROOM, pos_embed_interpolate.ROOM, spatial_merge.ROOM)),
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
@@ -66,84 +72,10 @@ def bench(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def _contest_command(op: str) -> Callable[..., None]:
-    def command(
-        shapes: options.Shapes = None,
-        backward: options.Backward = False,
-        dtype: options.DtypeName = None,
-        device: options.DeviceName = None,
-        path: options.PathName = None,
-        peers: options.PeerNames = None,
-        rounds: options.Rounds = 4,
-        cold: options.Cold = False,
-        out: options.Out = None,
-        show_markdown: options.Markdown = False,
-        commit: options.Commit = None,
-    ) -> None:
-        room = ROOMS[op]
-        where = options.find_device(device)
-        terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold)
-        rivals = options.find_peers(room, peers or (), where)
-        changes = options.find_path(path)
-        with options.value_errors("--shapes"):
-            cases = room.cases(shapes or (), where)
-        options.check_output(out, "--out")
-        with torch_ops.settings(**changes):
-            report = _contests(room, cases, rivals, terms, out, commit)
-        _show(report, show_markdown)
-        _exit_if_wrong(report.measurements)
-
-    peer_names = ", ".join(peer.name for peer in ROOMS[op].peers)
-    command.__doc__ = f"""Time vk::{op} next to its peers, {peer_names}.
-
-    First the gate: on each case every contender is held against the fp64 reference by the tolerance
-    rule, forward and, with --backward, every gradient; what is wrong is marked and never counts as
-    the best peer. Then every contender is timed in every round, in balanced order. Peak memory is
-    what one call asks for, its results included.
-    """
-    return command
-
-
-def _contests(
-    room: Room, cases: tuple[Any, ...], rivals: tuple[Contender, ...], terms: Terms,
-    out: Path | None, commit: str | None,
-) -> Report:  # fmt: skip
-    contenders = (room.ours, *rivals)
-    about = {rival.name: rival.about() for rival in rivals}
-    report = Report(provenance(terms.device, commit, about))
-    say(f"measuring the copy and {dtype_name(terms.dtype)} matmul rates of {report.provenance.device}")
-    report = dataclasses.replace(report, ceilings=measure_ceilings(terms.device, terms.dtype))
-    with options.progress(len(cases) * terms.steps(len(contenders))) as step:
-        for case in cases:
-            say(f"{room.op} {case.name} {room.shape(case)}")
-
-            def on_step(doing: str, name: str = case.name) -> None:
-                step(f"{name}: {doing}")
-
-            try:
-                measured = contest(room, case, contenders, terms, on_step)
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                message = f"{case.name} does not fit into the memory of {report.provenance.device}"
-                raise options.bad("--shapes", message) from error
-            report = dataclasses.replace(report, measurements=(*report.measurements, *measured))
-            if out is not None:
-                report.write(out)
-    return report
-
-
-def _exit_if_wrong(measurements: tuple[Measurement, ...]) -> None:
-    bad = [one for one in measurements if one.ours.status != OK]
-    for one in bad:
-        what = "is wrong" if one.ours.status == WRONG else one.ours.status
-        say(f"vk: {one.op} {what} on {one.case}, {one.direction}: {one.ours.note}")
-    if bad:
-        raise typer.Exit(1)
-
-
 for _op in ROOMS:
-    app.command(_op)(_contest_command(_op))
+    app.command(_op)(contest_command(ROOMS, _op, (_op,)))
+for _family, _ops in FAMILIES.items():
+    app.command(_family)(contest_command(ROOMS, _family, _ops))
 
 app.command("encoder")(encoder)
 app.command("timeline")(timeline)
@@ -256,20 +188,23 @@ def profile(
             if trace is not None and len(calls) > 1:
                 target = trace.with_name(f"{trace.stem}.{case.name}.{direction}{trace.suffix}")
 
-            def show(table: str, title: str = title) -> None:
+            def show_table(table: str, title: str = title) -> None:
                 if not show_markdown:
                     typer.echo(f"{title}\n{table}")
 
-            profiled = profile_case(room, case, direction, terms, target, show)
+            profiled = profile_case(room, case, direction, terms, target, show_table)
             report = dataclasses.replace(report, profiles=(*report.profiles, profiled))
     if out is not None:
         report.write(out)
-    _show(report, show_markdown)
+    show(report, show_markdown)
 
 
 @app.command()
 def host(
-    op: OpName = "window_attn",
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OP]...", help=f"Of {', '.join((*ROOMS, *FAMILIES))}; window_attn unless given."),
+    ] = None,
     dtype: options.DtypeName = None,
     device: options.DeviceName = None,
     path: options.PathName = None,
@@ -281,18 +216,20 @@ def host(
 
     The least over repetitions. On a CPU a call computes its result too, and there is no raw launch.
     """
-    room = _room_of(op)
+    rooms = [_room_of(op) for name in ops or ["window_attn"] for op in FAMILIES.get(name, (name,))]
     where = options.find_device(device)
     kind = options.find_dtype(dtype, where)
     changes = options.find_path(path)
     options.check_output(out, "--out")
+    report = Report(provenance(where, commit, {}))
     with torch_ops.settings(**changes):
-        times = host_times(room.op, room.host_calls(kind, where), where)
-    origin = provenance(where, commit, {})
-    report = Report(origin, host=times)
-    if out is not None:
-        report.write(out)
-    _show(report, show_markdown)
+        for room in rooms:
+            say(f"host time of {room.op}")
+            times = host_times(room.op, room.host_calls(kind, where), where)
+            report = dataclasses.replace(report, host=(*report.host, *times))
+            if out is not None:
+                report.write(out)
+    show(report, show_markdown)
 
 
 @app.command()
@@ -302,20 +239,22 @@ def table(
         typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="JSON from --out; with --into, documents."),
     ],
     short: Annotated[bool, typer.Option("--summary", help="One row per case, every peer's time over ours.")] = False,
+    images: Annotated[bool, typer.Option("--images", help="Attention of single images, by their size.")] = False,
     into: Annotated[bool, typer.Option("--into", help="Make the tables anew that these Markdown files mark.")] = False,
 ) -> None:
     """Make Markdown tables again from stored JSON.
 
-    A document marks a table by `<!-- vk bench table [--summary] RESULTS.json -->` and `<!-- vk bench table end -->`.
+    A document marks a table by `<!-- vk bench table [--summary|--images] [--if-measured] RESULTS.json -->` and
+    `<!-- vk bench table end -->`.
     """
+    make = documents.MAKERS["images" if images else "summary" if short else None]
     for index, file in enumerate(files):
         with options.value_errors(str(file)):
             if into:
                 if not documents.refresh(file):
                     raise ValueError("it marks no table: see vk bench table --help")
                 continue
-            report = read_report(file)
-        text = documents.summary(report) if short else markdown(report)
+            text = make(read_report(file))
         typer.echo("\n" * bool(index) + text, nl=False)
 
 
@@ -346,10 +285,3 @@ def _room_of(op: str) -> Room:
     if op not in ROOMS:
         raise typer.BadParameter(f"no op {op!r} has a bench room; give one of {', '.join(ROOMS)}", param_hint="'OP'")
     return ROOMS[op]
-
-
-def _show(report: Report, as_markdown: bool) -> None:
-    if as_markdown:
-        typer.echo(markdown(report), nl=False)
-    else:
-        print_tables(report)

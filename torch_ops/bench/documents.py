@@ -6,19 +6,21 @@ A document marks a table's place by a pair of comments, the first of which names
     ...
     <!-- vk bench table end -->
 
-`--if-measured` before the file's name leaves the place empty as long as there is no such file.
+`--if-measured` before the file's name leaves the place empty as long as there is no such file. `--images` instead of
+`--summary` makes the table of single images.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_ops.bench.cells import NOTHING, Table, digits
 from torch_ops.bench.encoder_tables import encoder_summary
+from torch_ops.bench.image_tables import image_tables
 from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Report, Timed, read_report, replace_text
 from torch_ops.bench.tables import markdown, markdown_table, origin
 
-_OPTIONS = r"(?P<summary>--summary )?(?P<pending>--if-measured )?"
+_OPTIONS = r"(?:--(?P<kind>summary|images) )?(?P<pending>--if-measured )?"
 _BEGIN = rf"(?P<begin><!-- vk bench table {_OPTIONS}(?P<file>(?!end |--)\S+) -->\n)"
 _MARK = re.compile(_BEGIN)
 # Up to its own end: another table's would take what lies between.
@@ -33,29 +35,50 @@ def summary(report: Report) -> str:
         table = encoder_summary(report)
         lines = [markdown_table(table), "", *(f"- {note}" for note in (*table.notes, *origin(report, peers=False)))]
         return "\n".join(lines) + "\n"
-    names: dict[str, dict[str, None]] = {}
+    ops: dict[str, list[Measurement]] = {}
     for one in report.measurements:
-        names.setdefault(one.direction, {}).update(dict.fromkeys(peer.name for peer in one.peers))
-    cases: dict[tuple[str, str, str], dict[str, Measurement]] = {}
-    for one in report.measurements:
-        cases.setdefault((one.op, one.case, one.shape), {})[one.direction] = one
-    headers = ["case", "shape"]
-    for direction, peers in names.items():
-        headers += [f"{direction} ms", *peers]
-    rows = []
-    for (_, case, shape), found in cases.items():
-        row = [case, shape]
-        for direction, peers in names.items():
-            row += _cells(found.get(direction), list(peers))
-        rows.append(tuple(row))
+        ops.setdefault(one.op, []).append(one)
+    lines = []
+    for op, measurements in ops.items():
+        lines += [f"**{op}**", ""] if len(ops) > 1 else []
+        lines += [markdown_table(_summary_of(measurements)), ""]
     notes = (
         "Under a peer's name: its time over ours, so that above 1 ours is faster. "
         "*wrong*: its result breaks the tolerance rule. -: it cannot run the case.",
         *yardsticks(report),
         *origin(report),
     )
-    lines = [markdown_table(Table("", tuple(headers), tuple(rows))), "", *(f"- {note}" for note in notes)]
-    return "\n".join(lines) + "\n"
+    return "\n".join((*lines, *(f"- {note}" for note in notes))) + "\n"
+
+
+def _summary_of(measurements: Sequence[Measurement]) -> Table:
+    names: dict[str, dict[str, None]] = {}
+    for one in measurements:
+        names.setdefault(one.direction, {}).update(dict.fromkeys(peer.name for peer in one.peers))
+    cases: dict[tuple[str, str], dict[str, Measurement]] = {}
+    for one in measurements:
+        cases.setdefault((one.case, one.shape), {})[one.direction] = one
+    headers = ["case", "shape"]
+    for direction, peers in names.items():
+        headers += [f"{direction} ms", *peers]
+    rows = []
+    for (case, shape), found in cases.items():
+        row = [case, shape]
+        for direction, peers in names.items():
+            row += _cells(found.get(direction), list(peers))
+        rows.append(tuple(row))
+    return Table("", tuple(headers), tuple(rows))
+
+
+def images(report: Report) -> str:
+    """Attention of single images, by their size."""
+    parts = [f"{table.title}:\n\n{markdown_table(table)}" for table in image_tables(report)]
+    notes = (
+        "attention only, of one layer, forward: the rotary embedding of q and k, and attention; projections, MLPs and "
+        "norms of an encoder are not in it, so that a whole encoder gains less",
+        *origin(report),
+    )
+    return "\n\n".join((*parts, "\n".join(f"- {note}" for note in notes))) + "\n"
 
 
 def yardsticks(report: Report) -> list[str]:
@@ -83,6 +106,9 @@ def _over_ours(peer: Timed | None, ours: float) -> str:
     return f"{peer.ms / ours:.2f}" if peer.status == OK else f"{peer.ms / ours:.2f} *{peer.status}*"
 
 
+MAKERS: dict[str | None, Callable[[Report], str]] = {None: markdown, "summary": summary, "images": images}
+
+
 def refresh(document: Path) -> bool:
     """Makes the document's marked tables anew; returns whether it had any, and leaves an equal one untouched.
 
@@ -105,5 +131,4 @@ def _make(folder: Path, place: re.Match[str]) -> str:
         if place["pending"]:
             return ""
         raise ValueError(f"there are no results at {path}")
-    make: Callable[[Report], str] = summary if place["summary"] else markdown
-    return make(read_report(path))
+    return MAKERS[place["kind"]](read_report(path))

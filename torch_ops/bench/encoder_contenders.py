@@ -3,7 +3,7 @@
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch_ops.bench.encoder_peers import ATTENTIONS, PEERS, Assembly, twin
 from torch_ops.bench.encoder_rows import Features, Scene, features_of, transformers_metadata
 from torch_ops.bench.room import find_named
+from torch_ops.models import EncoderGraphs
+from torch_ops.models.vision_metadata import filled_sizes
 from torch_ops.testing.cases import WindowAttnCase
 
 GROUPS = OURS, UNCAPTURED, ASSEMBLED = "ours", "uncaptured", "assembled"
@@ -26,13 +28,13 @@ ALL_TABLES = "segments, rotary tables and interpolated position embeddings"
 
 @dataclass(frozen=True)
 class Bound:
-    """A contender on a scene. Its memory beyond a call's is that of `held` and of the pool of `graph`.
+    """A contender on a scene. Its memory beyond a call's is that of `held` and of the CUDA graphs' memory pool, `pool`.
 
     Where `pooled`, it lies in pools that keep all rows so far, and is not known.
     """
 
     encode: Callable[[], Features]
-    graph: Any = None
+    pool: tuple[int, ...] | None = None
     held: tuple[Tensor, ...] = ()
     pooled: bool = False
 
@@ -63,9 +65,7 @@ def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[T
             encode(static)
         with torch.cuda.graph(graph, stream=stream):
             result = encode(static)
-        # What no replay writes shows.
-        for feature in (result[0], result[1], *result[2]):
-            feature.fill_(torch.nan)
+        _spoil(result)
     torch.cuda.current_stream().wait_stream(stream)
 
     def call() -> Features:
@@ -73,7 +73,13 @@ def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[T
         graph.replay()
         return result
 
-    return Bound(call, graph, (static, *held))
+    return Bound(call, tuple(graph.pool()), (static, *held))
+
+
+def _spoil(result: Features) -> None:
+    """So that what no replay writes shows."""
+    for feature in (result[0], result[1], *result[2]):
+        feature.fill_(torch.nan)
 
 
 # Ours.
@@ -128,8 +134,22 @@ def _stepped(encode: Callable[[], Features], mode: str | None, held: tuple[Tenso
 
 
 def _bind_ours_graph(scene: Scene) -> Bound:
-    metadata = scene.metadata()
-    return captured(lambda pixels: scene.session.encoder.encode_packed(pixels, metadata), scene.pixels)
+    encoder = scene.session.encoder
+    # Room for the batch and no more: segments of nothing could change which kernels attention takes.
+    budget = filled_sizes(scene.row.grid, encoder.sizes)
+    graphs = EncoderGraphs(encoder, [budget], copy_outputs=False, fallback="refuse").warmup()
+
+    def call() -> Features:
+        return features_of(graphs(scene.pixels, scene.grid))
+
+    with torch.no_grad():
+        _spoil(call())
+    return Bound(call, graphs.pool, graphs.static_tensors)
+
+
+def _bind_ours_graph_new(scene: Scene) -> Bound:
+    bound = _bind_ours_graph(scene)
+    return replace(bound, encode=on_new_grid(bound.encode))
 
 
 # Transformers as it is.
@@ -239,8 +259,12 @@ CONTENDERS = (
         partial(_bind_ours_compiled, "reduce-overhead"), _needs_gpu, trains=False,
     ),
     EncoderContender(
-        "vk_graph", OURS, "our encoder under one CUDA graph, metadata made before the call", _bind_ours_graph,
-        _needs_gpu, trains=False,
+        "vk_graph", OURS, "EncoderGraphs with a budget of just this batch, of a grid on the CPU", _bind_ours_graph,
+        _anywhere, trains=False,
+    ),
+    EncoderContender(
+        "vk_graph_new", OURS, "vk_graph of a grid whose metadata is not remembered", _bind_ours_graph_new, _anywhere,
+        trains=False, ready=NO_TABLES,
     ),
     EncoderContender(
         "hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, _anywhere, ready=NO_TABLES

@@ -259,10 +259,10 @@ def _peak_bytes(scene: Scene, entry: Entry) -> int | None:
 
 def _held_bytes(bound: Bound) -> int:
     held = sum(tensor.nbytes for tensor in bound.held)
-    return held if bound.graph is None else held + _pool_bytes(tuple(bound.graph.pool()))
+    return held if bound.pool is None else held + _pool_bytes(bound.pool)
 
 
-def _pool_bytes(pool: tuple[int, int]) -> int:
+def _pool_bytes(pool: tuple[int, ...]) -> int:
     segments: Any = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
 

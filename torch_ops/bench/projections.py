@@ -15,9 +15,9 @@ from torch_ops import _gemm_elementwise, _gemm_portable
 from torch_ops.bench import results
 from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
-from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, outcome
+from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, VisionAttentionInputs, outcome
 
-Inputs = QkvRopeInputs | MlpInputs | MergerInputs
+Inputs = QkvRopeInputs | MlpInputs | MergerInputs | VisionAttentionInputs
 LAUNCHERS: tuple[ModuleType, ...] = (_gemm_portable, _gemm_elementwise)
 JITS = tuple(
     kernel
@@ -37,7 +37,7 @@ def bind(function: Callable[..., Any], inputs: Inputs) -> Call:
 
 def contender(name: str, function: Callable[..., Any], about: str, **rest: Any) -> Contender:
     """One that takes whatever the op takes."""
-    return Contender(name, lambda case, inputs: bind(function, inputs), _runs_anywhere, lambda: about, **rest)
+    return Contender(name, lambda case, inputs: bind(function, inputs), runs_anywhere, lambda: about, **rest)
 
 
 def _compiled(reference: Callable[..., Any], about: str) -> Contender:
@@ -46,20 +46,20 @@ def _compiled(reference: Callable[..., Any], about: str) -> Contender:
     def bind_compiled(case: Any, inputs: Inputs) -> Call:
         return bind(torch.compile(reference, fullgraph=True, dynamic=False), inputs)
 
-    return Contender("compiled", bind_compiled, _runs_anywhere, lambda: about)
+    return Contender("compiled", bind_compiled, runs_anywhere, lambda: about)
 
 
-def _runs_anywhere(case: Any, dtype: torch.dtype, device: torch.device) -> str:
+def runs_anywhere(case: Any, dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def _trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Trial]:
+def whole_trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Trial]:
     """Every result and gradient of the case itself."""
     truth = outcome(reference, inputs, torch.float64, backward)
     return [Trial(label, case, inputs, lambda name, tensor: tensor, truth, outcome(reference, inputs, None, backward))]
 
 
-def _cost(count: Callable[..., int], inputs: Inputs, backward: bool) -> Cost:
+def linear_cost(count: Callable[..., int], inputs: Inputs, backward: bool) -> Cost:
     """The backward makes two products for each of the forward's, reads the upstream gradients, and writes all."""
     flops = int(inputs.call(count))
     read = sum(tensor.nbytes for tensor in vars(inputs).values() if isinstance(tensor, Tensor))
@@ -144,7 +144,7 @@ def make_room(
         return find_cases(wanted or ([profiled] if device.type == "cuda" else ["tower"]), device)
 
     def make_trials(case: Any, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
-        return _trials(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
+        return whole_trials(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
 
     def default_peers(device: torch.device) -> tuple[str, ...]:
         return tuple(peer.name for peer in everyone if device.type == "cuda" or peer.name != "compiled")
@@ -156,7 +156,7 @@ def make_room(
         shape=shape,
         inputs=inputs,
         trials=make_trials,
-        cost=lambda drawn, backward: _cost(count, drawn, backward),
+        cost=lambda drawn, backward: linear_cost(count, drawn, backward),
         path=lambda drawn: str(_explained(function, drawn)["path"]),
         ours=contender(results.OURS, function, f"vk::{name}" if op else f"torch_ops.{name}"),
         peers=everyone,

@@ -103,6 +103,17 @@ class EncoderGraphs:
         """The budgets that have a graph."""
         return tuple(budget for budget in self.budgets if budget in self._recordings)
 
+    @property
+    def static_tensors(self) -> tuple[Tensor, ...]:
+        """What calls are copied into, outside of the memory pool: the pixels, and the metadata of each graph."""
+        metadata = (tensor for each in self._recordings.values() for _, tensor in each.metadata.tensors())
+        return (self._pixels, *metadata)
+
+    @property
+    def pool(self) -> tuple[int, int] | None:
+        """The memory pool of all graphs, as `torch.cuda.memory_snapshot` knows it; None where there are no graphs."""
+        return None if self._pool is None else (self._pool[0], self._pool[1])
+
     def budget_of(self, grid_thw: Tensor) -> Padding | None:
         """The budget that a batch takes, None if it fits none."""
         return self._budget(images_of("EncoderGraphs", grid_thw, self.encoder.sizes.merge_size))

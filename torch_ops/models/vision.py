@@ -134,19 +134,17 @@ class VisionAttention(nn.Module):
         """
         if (cos is None) != (sin is None):
             refuse("VisionAttention", "cos and sin", "given together", "one without the other")
-        if cos is None or sin is None:
-            cos, sin = (
-                torch.full((x.shape[0], self.head_dim // 2), angle, dtype=torch.float32, device=x.device)
-                for angle in (1.0, 0.0)
-            )
         if cu_seqlens is None:
             cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
-        if plain(self.qkv):
+        if cos is not None and sin is not None and plain(self.qkv):
             q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
             out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
         else:
             q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
-            out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
+            if cos is None or sin is None:
+                out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
+            else:
+                out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
         assert isinstance(out, Tensor)
         return self.proj(out.flatten(1))
 

@@ -60,6 +60,13 @@ from torch_ops.testing.cases.rope import (
     make_rope_inputs,
     rope_window_attn_cases,
 )
+from torch_ops.testing.cases.vision_attention import (
+    VISION_ATTENTION,
+    VisionAttentionCase,
+    VisionAttentionInputs,
+    make_vision_attention_inputs,
+    vision_attention_cases,
+)
 
 __all__ = [
     "GRIDS",
@@ -74,6 +81,7 @@ __all__ = [
     "ROPE_WINDOW_ATTN",
     "ROW_LAYOUTS",
     "TABLES",
+    "VISION_ATTENTION",
     "WINDOW_ATTN",
     "GridCase",
     "GridInputs",
@@ -86,6 +94,8 @@ __all__ = [
     "QkvRopeCase",
     "QkvRopeInputs",
     "RopeWindowAttnInputs",
+    "VisionAttentionCase",
+    "VisionAttentionInputs",
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
@@ -99,11 +109,13 @@ __all__ = [
     "make_projected_rope_inputs",
     "make_qkv_rope_inputs",
     "make_rope_inputs",
+    "make_vision_attention_inputs",
     "merger_cases",
     "mlp_cases",
     "norm_cases",
     "outcome",
     "qkv_rope_cases",
     "rope_window_attn_cases",
+    "vision_attention_cases",
     "window_attn_cases",
 ]

@@ -220,6 +220,14 @@ def make_mlp_inputs(case: MlpCase, dtype: torch.dtype, device: torch.device | st
 
 TOWERS = ((1152, 16, 72), (1024, 16, 64), (1280, 16, 80), (768, 12, 64))
 TOKENS = (784, 3136, 4096, 25088)
+# (width, inner, activation, tokens) of the towers of Qwen3-VL and Qwen2.5-VL, and of a narrow one.
+LAYERS = (
+    (1152, 4304, "gelu_tanh", TOKENS),
+    (1024, 4096, "gelu_tanh", TOKENS),
+    (1280, 3420, "swiglu", TOKENS),
+    (1280, 3456, "swiglu", (4096, 25088)),
+    (512, 1365, "silu", (4096, 25088, 204800)),
+)
 
 QKV_ROPE = (
     QkvRopeCase("tower", "heads of 72, several tiles of each of q, k, v", 40, 40, 2, 72, tags=BOTH),
@@ -269,12 +277,8 @@ MLP = (
     MlpCase("row_strided_lead", "leading dimensions that are no view of rows", (3, 9), 24, 40, layout="row_strided"),
     *(
         MlpCase(f"mlp_{width}_{inner}_{rows}", f"{rows} tokens", (rows,), width, inner, activation, tags=BENCH)
-        for width, inner, activation in ((1152, 4304, "gelu_tanh"), (1024, 4096, "gelu_tanh"), (1280, 3420, "swiglu"))
-        for rows in TOKENS
-    ),
-    *(
-        MlpCase(f"mlp_512_1365_{rows}", f"{rows} tokens", (rows,), 512, 1365, "silu", tags=BENCH)
-        for rows in (*TOKENS, 204800)
+        for width, inner, activation, tokens in LAYERS
+        for rows in tokens
     ),
 )  # fmt: skip
 

@@ -31,6 +31,9 @@ from torch_ops.testing.references.rope import (
     rope_window_attn_backward,
     rotated,
 )
+from torch_ops.testing.references.vision_attention import (
+    vision_attention,
+)
 
 __all__ = [
     "add_layer_norm",
@@ -46,6 +49,7 @@ __all__ = [
     "rotary_table",
     "rotated",
     "spatial_merge",
+    "vision_attention",
     "window_attn",
     "window_attn_backward",
 ]
