@@ -1,9 +1,11 @@
 """The bench of the whole encoder: who is right, what is compiled how often, what the command writes."""
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -245,6 +247,24 @@ def test_peers_without_a_chance_are_not_timed_in_all_rounds(session: Session, mo
             "hf": 2,
             "hf_ready": count,
         }
+
+
+def test_weighing_looks_for_new_garbage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, stood in for: what fails is marked, and afterwards everything is looked through again."""
+    frozen: list[int] = []
+
+    def weighed(scene: Any, entry: Entry) -> int:
+        frozen.append(gc.get_freeze_count())
+        if entry.contender.name == "hf":
+            raise RuntimeError("out of memory")
+        return 5
+
+    monkeypatch.setattr(encoder_contest, "_peak_bytes", weighed)
+    monkeypatch.setattr(encoder_contest, "synchronize", lambda device: None)
+    entries = [Entry(BY_NAME[name], work=lambda: None) for name in ("vk", "hf", "hf_ready")]
+    encoder_contest._weigh(cast(Scene, SimpleNamespace(device=torch.device("cuda"))), entries)
+    assert [(entry.status, entry.peak) for entry in entries] == [(OK, 5), (FAILED, None), (OK, 5)]
+    assert min(frozen) > 0 and gc.get_freeze_count() == 0
 
 
 def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
