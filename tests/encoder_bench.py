@@ -41,6 +41,8 @@ def session() -> Session:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """cuDNN's way of attention, by PyTorch's own, for all; compilers that only capture; whose graphs they were."""
     captured: list[str] = []
+    # What other tests have compiled of the same functions counts to the limit, past which they are left uncompiled.
+    torch.compiler.reset()
 
     class Captured:
         def __init__(self, function: Any, fullgraph: bool, dynamic: bool | None) -> None:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from torch_ops.bench import documents
 from torch_ops.bench.app import app
+from torch_ops.bench.encoder_tables import encoder_summary
 from torch_ops.bench.results import OK, UNAVAILABLE, WRONG, Ceilings, EncoderRow, Provenance, Report, Timed
 
 pytestmark = pytest.mark.no_interpret
@@ -27,7 +28,8 @@ def golden() -> Report:
     )
     plain = timed("hf", 12.0, 12.0, 12.0, 12.0), timed("hf_flash4", 1.0, 1.0, 1.0, 1.0, status=WRONG, note="off")
     assembled = timed("graph_cudnn", 3.0, 3.0, 2.5, 2.5), Timed("graph_flash4", UNAVAILABLE, "is not installed")
-    row = EncoderRow("448", "784", "forward", "bfloat16", "hopper", 800 * 10**9, ours, plain, assembled)
+    ready = {"vk": "nothing", "hf": "nothing", "vk_graph": "tables", "graph_cudnn": "tables", "graph_flash4": "tables"}
+    row = EncoderRow("448", "784", "forward", "bfloat16", "hopper", 800 * 10**9, ours, plain, assembled, ready)
     step = dataclasses.replace(row, row="train_8x896", direction="training step", assembled=())
     return Report(ORIGIN, Ceilings(4000.0, 800.0, "bfloat16"), encoders=(row, step))
 
@@ -46,6 +48,19 @@ def test_tables_set_the_best_of_each_group_against_ours(tmp_path: Path) -> None:
     assert "| vk | ours | 4.000 | 5.000 | 3.00, 2.40 | 0.75, 0.50 | 178 | 22% | 1024 |" in table
     assert "| hf_flash4 wrong | (a) |" in table and "- hf_flash4: wrong, off" in table
     assert "- graph_flash4: unavailable, is not installed" in table
+    note = "- of a batch's grid is made before the call, or remembered from the one before: "
+    assert f"{note}nothing for vk, hf; tables for vk_graph, graph_cudnn\n" in table
+    assert f"{note}tables for vk_graph, graph_cudnn; nothing for hf" in lines
+
+
+def test_rows_of_another_dtype_or_path_are_told_apart() -> None:
+    report = golden()
+    assert encoder_summary(report).title == "vision encoder, bfloat16, hopper path"
+    row = dataclasses.replace(report.encoders[0], dtype="float32", path="portable")
+    mixed = encoder_summary(dataclasses.replace(report, encoders=(report.encoders[0], row)))
+    assert mixed.title == "vision encoder"
+    assert [cells[0] for cells in mixed.rows] == ["448, bfloat16, hopper path", "448, float32, portable path"]
+    assert [cells[4] for cells in mixed.rows] == ["50%", "-"], "of a matrix product of their dtype"
 
 
 def test_places_that_wait_for_results_stay_empty(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import typer
 import torch_ops
 from torch_ops._device import out_of_memory
 from torch_ops.bench import options
-from torch_ops.bench.encoder_contenders import CONTENDERS, EncoderContender
-from torch_ops.bench.encoder_contest import contest_row, many_compiled
+from torch_ops.bench.encoder_contenders import CONTENDERS, GROUPS, UNCAPTURED, EncoderContender, find_contenders
+from torch_ops.bench.encoder_contest import PASSES, contest_row, many_compiled, path_of
 from torch_ops.bench.encoder_peers import PEERS
-from torch_ops.bench.encoder_rows import ROWS, Row, Session, find_rows, make_scene, make_tower
+from torch_ops.bench.encoder_rows import ROWS, Row, Scene, Session, find_rows, make_scene, make_tower
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
 from torch_ops.bench.results import OK, UNAVAILABLE, EncoderRow, Provenance, Report, read_report
 from torch_ops.bench.room import find_named
@@ -31,10 +31,24 @@ RowNames = Annotated[
 ]
 ContenderNames = Annotated[
     list[str] | None,
-    typer.Option("--contenders", metavar="NAME", help="Contenders by name or pattern, such as 'vk*,graph_*'."),
+    typer.Option(
+        "--contenders",
+        metavar="NAME",
+        help=f"Contenders by name or pattern, such as 'vk*,graph_*', or groups: {', '.join(GROUPS)}.",
+    ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Keep the rows that --out holds already, of the same commit and machine.")
+    bool,
+    typer.Option(
+        "--resume",
+        help="Keep the rows that --out holds of the same commit, machine, dtype and path, and of all contenders.",
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="A first look: one round in each pass, of ours and of what is assembled unless named."
+    ),
 ]
 Rounds = Annotated[
     int, typer.Option("--rounds", min=2, help="How often each contender is timed in each of two passes.")
@@ -45,6 +59,7 @@ def encoder(
     rows: RowNames = None,
     contenders: ContenderNames = None,
     rounds: Rounds = 6,
+    quick: Quick = False,
     dtype: options.DtypeName = None,
     device: options.DeviceName = None,
     path: options.PathName = None,
@@ -65,7 +80,10 @@ def encoder(
     with options.value_errors("--rows"):
         chosen = find_rows(rows or (), where)
     with options.value_errors("--contenders"):
-        running = find_named(CONTENDERS, contenders) if contenders else CONTENDERS
+        running = find_contenders(CONTENDERS, contenders) if contenders else CONTENDERS
+    if quick:
+        rounds = 1
+        running = running if contenders else tuple(each for each in running if each.group != UNCAPTURED)
     options.check_output(out, "--out")
     origin = provenance(where, commit, _about(running))
     report = Report(origin)
@@ -132,24 +150,38 @@ def _measure(
     device: torch.device, rounds: int, out: Path | None,
 ) -> Report:  # fmt: skip
     begin = time.perf_counter()
-    done = {row.row for row in report.encoders}
-    if report.ceilings is None:
+    if report.ceilings is None or report.ceilings.matmul_dtype != dtype_name(dtype):
         options.say(f"measuring the copy and {dtype_name(dtype)} matmul rates of {report.provenance.device}")
         report = dataclasses.replace(report, ceilings=measure_ceilings(device, dtype))
     session = _session(device, dtype)
     for row in rows:
-        if row.name in done:
+        there = [each for each in report.encoders if each.row == row.name]
+        if there and _is_whole(there[0], make_scene(session, row), running, rounds):
             options.say(f"{row.name}: kept")
             continue
+        if there:
+            options.say(
+                f"{row.name}: measured anew, what is there is of another dtype, path, contenders or a quick look"
+            )
         options.say(f"{row.name}, {row.direction}, {row.shape}; {time.perf_counter() - begin:.0f} s so far")
         measured = _row(session, row, running, rounds, report.provenance.device)
-        report = dataclasses.replace(report, encoders=_in_order((*report.encoders, measured)))
+        others = (each for each in report.encoders if each.row != row.name)
+        report = dataclasses.replace(report, encoders=_in_order((*others, measured)))
         if out is not None:
             report.write(out)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     options.say(f"{time.perf_counter() - begin:.0f} s in all")
     return report
+
+
+def _is_whole(there: EncoderRow, scene: Scene, running: tuple[EncoderContender, ...], rounds: int) -> bool:
+    """Whether a stored row is what would be measured now."""
+    same = (there.shape, there.dtype, there.path) == (scene.row.shape, dtype_name(scene.dtype), path_of(scene))
+    samples = max((len(timed.rounds_ms) for timed in there.everyone), default=0)
+    # After a quick look each has one sample in each pass.
+    enough = samples >= PASSES * min(rounds, 2)
+    return same and enough and {each.name for each in running} <= {timed.name for timed in there.everyone}
 
 
 def _session(device: torch.device, dtype: torch.dtype) -> Session:

@@ -1,9 +1,10 @@
 """Who encodes: ours, what a user of Transformers can run (a), and the strongest put together by hand (b)."""
 
+import importlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -11,12 +12,18 @@ from torch import Tensor
 
 from torch_ops.bench.encoder_peers import ATTENTIONS, PEERS, Assembly, twin
 from torch_ops.bench.encoder_rows import Features, Scene, features_of, transformers_metadata
+from torch_ops.bench.room import find_named
 from torch_ops.models import EncoderGraphs
 from torch_ops.models.vision_metadata import filled_sizes
 from torch_ops.testing.cases import WindowAttnCase
 
-OURS, UNCAPTURED, ASSEMBLED = "ours", "uncaptured", "assembled"
+GROUPS = OURS, UNCAPTURED, ASSEMBLED = "ours", "uncaptured", "assembled"
 WARM_UP_CALLS = 3
+# What of a batch's grid is made before the call.
+NO_TABLES = "nothing"
+OUR_TABLES = "segments and rotary tables"
+THEIR_TABLES = "segments, position ids, indices and weights of the interpolation"
+ALL_TABLES = "segments, rotary tables and interpolated position embeddings"
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class EncoderContender:
-    """`bind` makes its call on a scene; `refuses` says in words why it cannot run there, "" if it can."""
+    """`bind` makes its call on a scene; `refuses` says in words why it cannot run there, "" if it can.
+
+    `ready` says in words what of the grid is made before the call, or remembered from the call before.
+    """
 
     name: str
     group: str
@@ -42,6 +52,7 @@ class EncoderContender:
     bind: Callable[[Scene], Bound]
     refuses: Callable[[Scene], str]
     trains: bool = True
+    ready: str = OUR_TABLES
 
 
 def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[Tensor, ...] = ()) -> Bound:
@@ -76,12 +87,29 @@ def _spoil(result: Features) -> None:
 
 def _bind_ours(scene: Scene) -> Bound:
     encoder = scene.session.encoder
-    return Bound(lambda: features_of(encoder(scene.pixels, grid_thw=scene.grid)))
+    return Bound(on_new_grid(lambda: features_of(encoder(scene.pixels, grid_thw=scene.grid))))
+
+
+def on_new_grid(encode: Callable[[], Features]) -> Callable[[], Features]:
+    """A call that does not find the metadata of the call before; what others remember stays as it is."""
+    module = importlib.import_module("torch_ops.models.vision_metadata")
+    remembering = module._remembered
+    forgetful = lru_cache(maxsize=0)(remembering.__wrapped__)
+
+    def call() -> Features:
+        module._remembered = forgetful  # type: ignore[attr-defined]
+        try:
+            return encode()
+        finally:
+            module._remembered = remembering  # type: ignore[attr-defined]
+
+    return call
 
 
 def _bind_ours_ready(scene: Scene) -> Bound:
     encoder, metadata = scene.session.encoder, scene.metadata()
-    return Bound(lambda: features_of(encoder(scene.pixels, metadata=metadata)))
+    held = tuple(tensor for _, tensor in metadata.tensors())
+    return Bound(lambda: features_of(encoder(scene.pixels, metadata=metadata)), held=held)
 
 
 def _bind_ours_compiled(mode: str | None, scene: Scene) -> Bound:
@@ -89,19 +117,20 @@ def _bind_ours_compiled(mode: str | None, scene: Scene) -> Bound:
         return torch.compile(scene.session.encoder.encode_packed, fullgraph=True, dynamic=True, mode=mode)
 
     encode, metadata = scene.session.once(f"ours compiled, {mode}", compile_it), scene.metadata()
-    return _stepped(lambda: encode(scene.pixels, metadata), mode)
+    held = tuple(tensor for _, tensor in metadata.tensors())
+    return _stepped(lambda: encode(scene.pixels, metadata), mode, held)
 
 
-def _stepped(encode: Callable[[], Features], mode: str | None) -> Bound:
+def _stepped(encode: Callable[[], Features], mode: str | None, held: tuple[Tensor, ...]) -> Bound:
     """Where a mode makes CUDA graphs it is told that the last call's results are no longer needed."""
     if mode is None:
-        return Bound(encode)
+        return Bound(encode, held=held)
 
     def call() -> Features:
         torch.compiler.cudagraph_mark_step_begin()
         return encode()
 
-    return Bound(call, pooled=True)
+    return Bound(call, held=held, pooled=True)
 
 
 def _bind_ours_graph(scene: Scene) -> Bound:
@@ -118,6 +147,11 @@ def _bind_ours_graph(scene: Scene) -> Bound:
     return Bound(call, graphs.pool, graphs.static_tensors)
 
 
+def _bind_ours_graph_new(scene: Scene) -> Bound:
+    bound = _bind_ours_graph(scene)
+    return replace(bound, encode=on_new_grid(bound.encode))
+
+
 # Transformers as it is.
 
 
@@ -128,16 +162,24 @@ def _bind_plain(scene: Scene) -> Bound:
 
 def _bind_ready(scene: Scene) -> Bound:
     tower, ready = scene.session.tower, transformers_metadata(scene, segments_on_host=True)
-    return Bound(lambda: features_of(tower(scene.pixels, grid_thw=scene.grid, **ready)))
+    encode = partial(tower, scene.pixels, grid_thw=scene.grid, **ready)
+    return Bound(lambda: features_of(encode()), held=_there(scene, ready.values()))
 
 
-def _bind_compiled(mode: str | None, scene: Scene) -> Bound:
+def _there(scene: Scene, values: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors on the scene's device."""
+    return tuple(value for value in values if isinstance(value, Tensor) and value.device == scene.device)
+
+
+def _bind_compiled(mode: str | None, segments_on_host: bool, scene: Scene) -> Bound:
+    """Each layer of sdpa attention reads its segments back, which waits where they are on the device."""
+
     def compile_it() -> Any:
         return torch.compile(scene.session.tower, dynamic=False, mode=mode)
 
-    tower, ready = scene.session.once(f"compiled, {mode}", compile_it), transformers_metadata(scene)
-    grid = scene.grid.to(scene.device)
-    return _stepped(lambda: features_of(tower(scene.pixels, grid_thw=grid, **ready)), mode)
+    tower, ready = scene.session.once(f"compiled, {mode}", compile_it), transformers_metadata(scene, segments_on_host)
+    encode = partial(tower, scene.pixels, grid_thw=scene.grid.to(scene.device), **ready)
+    return _stepped(lambda: features_of(encode()), mode, _there(scene, ready.values()))
 
 
 # Transformers with another attention, and the encoder put together of its blocks.
@@ -145,13 +187,15 @@ def _bind_compiled(mode: str | None, scene: Scene) -> Bound:
 
 def _bind_twin(attention: str, compiled: bool, scene: Scene) -> Bound:
     made, ready = twin(scene.session, attention, compiled), transformers_metadata(scene)
-    grid, runs = scene.grid.to(scene.device), scene.row.runs
-    return Bound(lambda: features_of(made(scene.pixels, grid_thw=grid, runs=runs, **ready)))
+    encode = partial(made, scene.pixels, grid_thw=scene.grid.to(scene.device), runs=scene.row.runs, **ready)
+    return Bound(lambda: features_of(encode()), held=_there(scene, ready.values()))
 
 
 def _bind_assembly(attention: str, scene: Scene) -> Bound:
     assembly = Assembly(scene, attention)
-    return captured(assembly, scene.pixels, (assembly.positions, *assembly.block_inputs["position_embeddings"]))
+    inputs = assembly.block_inputs
+    held = (assembly.positions, inputs["cu_seqlens"], *inputs["position_embeddings"])
+    return captured(assembly, scene.pixels, held)
 
 
 # Who runs where.
@@ -181,17 +225,17 @@ def _with(attention: str) -> tuple[EncoderContender, ...]:
     return (
         EncoderContender(
             names[0], UNCAPTURED, f"Transformers' tower, eager, with {attention} and a linear patch embedding",
-            partial(_bind_twin, attention, False), refuses,
+            partial(_bind_twin, attention, False), refuses, ready=THEIR_TABLES,
         ),
         EncoderContender(
             names[1], UNCAPTURED, f"{names[0]}, its blocks compiled (dynamic=False)",
-            partial(_bind_twin, attention, True), refuses,
+            partial(_bind_twin, attention, True), refuses, ready=THEIR_TABLES,
         ),
         EncoderContender(
             names[2], ASSEMBLED,
             f"the blocks of {names[1]}, compiled mergers, a linear patch embedding, position embeddings and rotary "
             "tables made before the call, all under one CUDA graph",
-            partial(_bind_assembly, attention), refuses, trains=False,
+            partial(_bind_assembly, attention), refuses, trains=False, ready=ALL_TABLES,
         ),
     )  # fmt: skip
 
@@ -199,7 +243,10 @@ def _with(attention: str) -> tuple[EncoderContender, ...]:
 _SDPA = "Transformers' tower with its sdpa attention"
 
 CONTENDERS = (
-    EncoderContender("vk", OURS, "our encoder, eager, of a grid on the CPU", _bind_ours, _anywhere),
+    EncoderContender(
+        "vk", OURS, "our encoder, eager, of a grid on the CPU whose metadata is not remembered", _bind_ours, _anywhere,
+        ready=NO_TABLES,
+    ),
     EncoderContender(
         "vk_ready", OURS, "our encoder, eager, of metadata made before the call", _bind_ours_ready, _anywhere
     ),
@@ -215,18 +262,36 @@ CONTENDERS = (
         "vk_graph", OURS, "EncoderGraphs with a budget of just this batch, of a grid on the CPU", _bind_ours_graph,
         _anywhere, trains=False,
     ),
-    EncoderContender("hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, _anywhere),
+    EncoderContender(
+        "vk_graph_new", OURS, "vk_graph of a grid whose metadata is not remembered", _bind_ours_graph_new, _anywhere,
+        trains=False, ready=NO_TABLES,
+    ),
+    EncoderContender(
+        "hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, _anywhere, ready=NO_TABLES
+    ),
     EncoderContender(
         "hf_ready", UNCAPTURED, f"{_SDPA}, eager, all its metadata made before the call, segments on the CPU",
-        _bind_ready, _anywhere,
+        _bind_ready, _anywhere, ready=THEIR_TABLES,
     ),
     EncoderContender(
-        "hf_compiled", UNCAPTURED, f"torch.compile (dynamic=False) of {_SDPA}, metadata made before the call",
-        partial(_bind_compiled, None), _needs_gpu,
+        "hf_compiled", UNCAPTURED,
+        f"torch.compile (dynamic=False) of {_SDPA}, metadata made before the call, segments on the CPU",
+        partial(_bind_compiled, None, True), _needs_gpu, ready=THEIR_TABLES,
     ),
     EncoderContender(
-        "hf_reduced", UNCAPTURED, "hf_compiled with mode='reduce-overhead'",
-        partial(_bind_compiled, "reduce-overhead"), _needs_gpu, trains=False,
+        "hf_reduced", UNCAPTURED, "hf_compiled with mode='reduce-overhead', segments on the device",
+        partial(_bind_compiled, "reduce-overhead", False), _needs_gpu, trains=False, ready=THEIR_TABLES,
+    ),
+    EncoderContender(
+        "hf_reduced_host", UNCAPTURED, "hf_compiled with mode='reduce-overhead'",
+        partial(_bind_compiled, "reduce-overhead", True), _needs_gpu, trains=False, ready=THEIR_TABLES,
     ),
     *itertools.chain.from_iterable(map(_with, ATTENTIONS)),
 )  # fmt: skip
+
+
+def find_contenders(contenders: Sequence[EncoderContender], wanted: Sequence[str]) -> tuple[EncoderContender, ...]:
+    """By names, patterns of names and groups, separated by commas; ValueError names the contenders."""
+    texts = [text.strip() for item in wanted for text in item.split(",")]
+    named = find_named(contenders, [text for text in texts if text not in GROUPS])
+    return tuple(each for each in contenders if each.group in texts or each in named)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torch_ops
 from torch_ops.bench.contest import MOST_COMPILED
-from torch_ops.bench.encoder_contenders import ASSEMBLED, OURS, UNCAPTURED, Bound, EncoderContender
+from torch_ops.bench.encoder_contenders import ASSEMBLED, OURS, UNCAPTURED, WARM_UP_CALLS, Bound, EncoderContender
 from torch_ops.bench.encoder_rows import Scene, count_flops, draw_directions, outcome, step, truths
 from torch_ops.bench.machine import dtype_name
 from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, EncoderRow, Timed
@@ -26,6 +26,12 @@ from torch_ops.testing import compare
 PASSES = 2
 # A sample is the median of so many calls, or of as many as take this long.
 MOST_CALLS, SAMPLE_MS = 10, 30.0
+# The first look at a contender is at most so many calls.
+LOOK_CALLS = 5
+# A peer that is wrong, or takes so many times the best of its group at the first look, has one round in each pass.
+HOPELESS = 1.3
+# Where a call takes so long, so many rounds are enough.
+SLOW_MS, SLOW_ROUNDS = 50.0, 3
 WARM_UP_SECONDS = 1.0
 # Of what breaks the rule; a training step has hundreds of gradients.
 SHOWN = 3
@@ -67,12 +73,7 @@ def contest_row(
     """One row; what fails or is wrong is marked, and no reason to stop."""
     with many_compiled(), contextlib.nullcontext() if scene.row.training else torch.no_grad():
         entries = _judged(scene, contenders, say)
-        for entry in entries:
-            if entry.work is not None:
-                try:
-                    entry.peak = _peak_bytes(scene, entry)
-                except Exception as error:
-                    entry.fail(error, scene.device)
+        _weigh(scene, entries)
         figures = _timed(scene, entries, rounds, say)
     groups: dict[str, list[Timed]] = {OURS: [], UNCAPTURED: [], ASSEMBLED: []}
     for entry in entries:
@@ -85,11 +86,12 @@ def contest_row(
         shape=scene.row.shape,
         direction=scene.row.direction,
         dtype=dtype_name(scene.dtype),
-        path=_path(scene),
+        path=path_of(scene),
         flops=count_flops(scene),
         ours=tuple(groups[OURS]),
         uncaptured=tuple(groups[UNCAPTURED]),
         assembled=tuple(groups[ASSEMBLED]),
+        ready={contender.name: contender.ready for contender in contenders},
     )
 
 
@@ -148,24 +150,54 @@ def _work(scene: Scene, bound: Bound, directions: Sequence[Tensor]) -> Work:
 def _timed(
     scene: Scene, entries: Sequence[Entry], rounds: int, say: Callable[[str], None]
 ) -> dict[str, tuple[float, ...]]:
-    """Of every contender `rounds` samples in each pass, in the balanced orders of `interleave`."""
-    device, timers = scene.device, {}
+    """Of each that may be the best `rounds` samples in each pass, in the balanced orders of `interleave`; else one."""
+    device, looks, timers = scene.device, {}, {}
     for entry in entries:
-        if entry.work is None:
+        if entry.work is None or entry.bound is None:
             continue
+        name = entry.contender.name
         try:
-            estimate = wall_ms(entry.work, device, 2)
+            looks[name] = _look(entry.work, device, entry.bound.pooled)
         except Exception as error:
             entry.fail(error, device)
             continue
-        calls = max(1, min(MOST_CALLS, math.ceil(SAMPLE_MS / max(estimate, 1e-3))))
-        timers[entry.contender.name] = _timer(entry.work, device, calls)
+        timers[name] = _timer(entry.work, device, _calls(looks[name], MOST_CALLS))
+    chosen = may_win(entries, looks)
+    likely = {name: timer for name, timer in timers.items() if name in chosen}
+    others = {name: timer for name, timer in timers.items() if name not in chosen}
+    if any(looks[name] > SLOW_MS for name in likely):
+        rounds = min(rounds, SLOW_ROUNDS)
     if device.type == "cuda":
         warm_up(timers.values(), WARM_UP_SECONDS)
     start = time.perf_counter()
-    found = [interleave(timers, rounds) for _ in range(PASSES)]
-    say(f"  timed in {time.perf_counter() - start:.1f} s")
+    found = [interleave(likely, rounds) | interleave(others, 1) for _ in range(PASSES)]
+    say(f"  timed in {time.perf_counter() - start:.1f} s, {len(likely)} of {len(timers)} in {rounds} rounds")
     return {name: sum((each[name] for each in found), ()) for name in timers}
+
+
+def may_win(entries: Sequence[Entry], looks: dict[str, float]) -> set[str]:
+    """Ours, and the peers that the first look leaves a chance to be the best of their group."""
+    seen = [(entry, looks[entry.contender.name]) for entry in entries if entry.contender.name in looks]
+    best: dict[str, float] = {}
+    for entry, look in seen:
+        if entry.status == OK:
+            best[entry.contender.group] = min(look, best.get(entry.contender.group, math.inf))
+    return {
+        entry.contender.name
+        for entry, look in seen
+        if entry.contender.group == OURS or entry.status == OK and look <= HOPELESS * best[entry.contender.group]
+    }
+
+
+def _look(work: Work, device: torch.device, pooled: bool) -> float:
+    # The first calls record graphs.
+    for _ in range(WARM_UP_CALLS if pooled else 0):
+        work()
+    return wall_ms(work, device, _calls(wall_ms(work, device, 1), LOOK_CALLS))
+
+
+def _calls(estimate: float, most: int) -> int:
+    return max(1, min(most, math.ceil(SAMPLE_MS / max(estimate, 1e-3))))
 
 
 def _timer(work: Work, device: torch.device, calls: int) -> Timer:
@@ -185,10 +217,27 @@ def wall_ms(work: Work, device: torch.device, calls: int) -> float:
     return statistics.median(times)
 
 
+def _weigh(scene: Scene, entries: Sequence[Entry]) -> None:
+    if scene.device.type != "cuda":
+        return
+    # What lives by now would be looked through for garbage again for every contender, a third of a second each time.
+    gc.collect()
+    gc.freeze()
+    try:
+        for entry in entries:
+            if entry.work is not None:
+                try:
+                    entry.peak = _peak_bytes(scene, entry)
+                except Exception as error:
+                    entry.fail(error, scene.device)
+    finally:
+        gc.unfreeze()
+
+
 def _peak_bytes(scene: Scene, entry: Entry) -> int | None:
     """Weights, the input, and beyond them what a call asks for; of a graph also its pool and what it holds."""
     bound, work = entry.bound, entry.work
-    if scene.device.type != "cuda" or bound is None or work is None or bound.pooled:
+    if bound is None or work is None or bound.pooled:
         return None
     tower = scene.session.tower
     for parameter in tower.parameters():
@@ -218,7 +267,7 @@ def _pool_bytes(pool: tuple[int, ...]) -> int:
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
 
 
-def _path(scene: Scene) -> str:
+def path_of(scene: Scene) -> str:
     """Of ours, in attention."""
     config, metadata = scene.session.tower.config, scene.metadata()
     heads = config.num_heads

@@ -60,14 +60,17 @@ def _flash4(
     return out.reshape(q.shape)
 
 
-# Dynamo cannot follow what makes its kernels. As an op it leaves a compiled block whole; gradients are its own.
+# Dynamo cannot follow what makes its kernels. As an op it leaves a compiled block whole; gradients are its own. Only
+# compiled code pays for either.
 _flash4_op = torch.library.custom_op("vk_bench::flash4", _flash4, mutates_args=())
 _flash4_op.register_fake(lambda q, k, v, cu_seqlens, lengths, counts: q.new_empty(q.shape))
 _flash4_with_gradients = torch.compiler.disable(_flash4)
 
 
 def attend_flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Runs) -> Tensor:
-    flash4: Any = _flash4_with_gradients if torch.is_grad_enabled() else _flash4_op
+    flash4: Any = _flash4
+    if torch.compiler.is_compiling():
+        flash4 = _flash4_with_gradients if torch.is_grad_enabled() else _flash4_op
     out: Tensor = flash4(q, k, v, cu_seqlens, [length for length, _ in runs], [count for _, count in runs])
     return out
 

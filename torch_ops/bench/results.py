@@ -198,7 +198,8 @@ class EncoderRow:
 
     Wall times of the user's call; of `rounds_ms` the second half is a second pass over everything. `uncaptured` are the
     peers that a user of the model can run, `assembled` those put together by hand under a CUDA graph. Their
-    `peak_bytes` hold the weights and the input too, and of a CUDA graph its whole pool.
+    `peak_bytes` hold the weights and the input too, and of a CUDA graph its whole pool. `ready` says by name what of
+    the batch's grid each has before the call.
     """
 
     row: str
@@ -210,6 +211,11 @@ class EncoderRow:
     ours: tuple[Timed, ...]
     uncaptured: tuple[Timed, ...]
     assembled: tuple[Timed, ...]
+    ready: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def everyone(self) -> tuple[Timed, ...]:
+        return (*self.ours, *self.uncaptured, *self.assembled)
 
 
 @dataclass(frozen=True)
