@@ -25,8 +25,8 @@ from torch_ops.integrations.transformers import (
     unregister_encoders,
     use_window_attn,
 )
-from torch_ops.models import QwenVisionEncoder, vision_metadata
-from torch_ops.models.vision import VisionBlock
+from torch_ops.models import QwenVisionEncoder, vision, vision_metadata
+from torch_ops.models.vision import LayerNorm, RMSNorm, VisionBlock
 from torch_ops.testing import assert_close_to_reference, check
 
 pytestmark = pytest.mark.no_interpret
@@ -263,6 +263,70 @@ def test_mode_frozen_parameters_and_checkpointing(monkeypatch: pytest.MonkeyPatc
     assert not (tower.blocks[1].gradient_checkpointing or tower.training)
 
 
+@pytest.mark.parametrize("enable", (("before", "inside"), ("before",), ("inside",)))
+@pytest.mark.parametrize("frozen", ("all but attention", "the first block too"))
+@whole
+def test_reentrant_checkpoints_of_a_frozen_model_have_gradients(
+    family: str, frozen: str, enable: tuple[str, ...]
+) -> None:
+    model = build(family)
+    model.requires_grad_(False)
+    for block in model.model.visual.blocks[frozen == "the first block too" :]:
+        block.attn.qkv.weight.requires_grad_(True)
+    eager, truth = results(model), exact(model)
+    model.train()
+
+    def checkpointed() -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+
+    if "before" in enable:
+        checkpointed()
+    accelerate(model)
+    if "inside" in enable:
+        checkpointed()
+    actual = results(model)
+    assert actual.keys() == eager.keys() and len(actual) == (4 if frozen == "all but attention" else 3)
+    check(actual, eager, truth)
+    restore(model)
+    # Transformers' own towers take their part in this in Qwen2-VL and Qwen2.5-VL alone.
+    if family == "qwen2_5_vl":
+        check(results(model), eager, truth)
+
+
+def test_checkpoints_ask_for_no_gradient_that_is_not_wanted() -> None:
+    encoder = accelerate(tiny_tower("qwen2_5_vl_vision")).train().requires_grad_(False)
+    block, seen = encoder.blocks[0], []
+    block.norm1.register_forward_hook(lambda _, args, __: seen.append(args[0].requires_grad))
+    # A reentrant checkpoint computes without gradients first, and with those of its inputs in the backward.
+    for reentrant, trained, wanted in (
+        (True, False, [False]),
+        (False, True, [False, False]),
+        (True, True, [True, True]),
+    ):
+        encoder.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        block.requires_grad_(trained)
+        seen.clear()
+        output = encoder(draw_pixels(encoder, IMAGES), IMAGES).pooler_output
+        assert output.requires_grad is trained
+        if trained:
+            output.sum().backward()
+        assert seen == wanted
+    with torch.no_grad():
+        assert not encoder(draw_pixels(encoder, IMAGES), IMAGES).pooler_output.requires_grad
+
+
+@whole
+def test_output_attentions_are_the_texts(family: str) -> None:
+    model = build(family)
+    model.set_attn_implementation({"text_config": "eager"})
+    expected = model(**inputs(model), output_attentions=True).attentions
+    actual = accelerate(model)(**inputs(model), output_attentions=True).attentions
+    assert len(actual) == len(expected) == 1 and actual[0].shape == expected[0].shape
+    torch.testing.assert_close(actual, expected)
+    output = model.model.visual(draw_pixels(model.model.visual, IMAGES), IMAGES, output_attentions=True)
+    assert output.attentions is None
+
+
 def test_autocast() -> None:
     model = build()
     truth = exact(model)
@@ -366,6 +430,55 @@ def test_replaced_forwards_and_hooks_of_layers_are_seen() -> None:
     layer._forward_hooks.clear()
     layer.forward = lambda x: nn.functional.linear(x, 2 * layer.weight, layer.bias)
     assert (encoder(pixels, IMAGES).pooler_output - eager).abs().max() > 1e-3
+
+
+class Forward(nn.Module):
+    """A module with nothing but a forward."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+def test_replaced_norms_and_hooks_of_norms_are_seen(model_type: str) -> None:
+    tower = tiny_tower(model_type)
+    eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
+    encoder = accelerate(tower)
+    names = [name for name, module in encoder.named_modules() if type(module) in (LayerNorm, RMSNorm)]
+    seen = []
+    for name in names:
+        encoder.get_submodule(name).register_forward_hook(lambda module, *rest: seen.append(module))
+    hooked = run(encoder, torch.float32)
+    check(hooked, eager, truth)
+    assert len(seen) == len(names) == len(set(seen)) >= 3 * 2 + 1
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(encoder.get_submodule(owner), leaf, Forward(encoder.get_submodule(name)))
+    seen.clear()
+    replaced = run(encoder, torch.float32)
+    assert len(seen) == len(names)
+    check(dict(zip(hooked, replaced.values(), strict=True)), eager, truth)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "op"), [("qwen2_5_vl_vision", "add_rms_norm"), ("qwen3_vl_vision", "add_layer_norm")]
+)
+def test_norms_as_they_are_made_sum_too(model_type: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, calls = accelerate(tiny_tower(model_type)), []
+    summing = getattr(vision, op)
+    monkeypatch.setattr(vision, op, lambda *args: calls.append(args) or summing(*args))
+    pixels = draw_pixels(encoder, IMAGES)
+    encoder(pixels, IMAGES)
+    whole = 3 * 2 if encoder.pos_embed is not None else 3 * 2 - 1
+    assert len(calls) == whole
+    encoder.blocks[1].norm2.register_forward_hook(lambda *rest: None)
+    calls.clear()
+    encoder(pixels, IMAGES)
+    assert len(calls) == whole - 1
 
 
 def test_compiles_with_adapters() -> None:

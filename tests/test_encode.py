@@ -19,6 +19,7 @@ from torch_ops.models.qwen_vl import (
     Tower,
     build_tower,
     encode,
+    from_transformers,
     image_processor,
     open_image,
     preprocess,
@@ -188,6 +189,15 @@ def test_split_by_image(tiny: str) -> None:
     assert [part.deepstack_features[0].shape[0] for part in parts] == [6, 18, 1]
 
 
+@pytest.mark.parametrize("grid", (torch.zeros(0, 3, dtype=torch.int64), torch.tensor([[0, 2, 2], [0, 4, 2]])))
+def test_split_by_image_of_no_patches(tiny: str, grid: torch.Tensor) -> None:
+    encoder = from_transformers(build_tower(tiny))
+    parts = split_by_image(encoder(torch.zeros(0, 1536), grid), grid)
+    assert len(parts) == len(grid)
+    for part in parts:
+        assert {name: tensor.shape[0] for name, tensor in tensors(part).items()} == dict.fromkeys(tensors(part), 0)
+
+
 def normalised(levels: Any, dtype: torch.dtype) -> torch.Tensor:
     return (torch.as_tensor(levels).to(dtype) * (1 / 255) - 0.5) / 0.5
 
@@ -261,6 +271,15 @@ def test_sixteen_bits_per_pixel_are_scaled_and_not_clipped(tmp_path: Path) -> No
     pixels = np.array([[0, 257, 128 * 257, 65535]], dtype=np.uint16)
     Image.fromarray(pixels).save(tmp_path / "deep.png")
     assert np.asarray(open_image(tmp_path / "deep.png"))[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def test_floats_per_pixel_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 0.25, 0.5, 1]], dtype=np.float32)).save(tmp_path / "float.tiff")
+    assert np.asarray(open_image(tmp_path / "float.tiff"))[0, :, 0].tolist() == [0, 64, 128, 255]
+    for levels, said in (([0, 255.0], "from 0 to 255 as"), ([-0.5, 1], "from -0.5 to 1 as"), ([0, np.nan], "nan")):
+        Image.fromarray(np.array([levels], dtype=np.float32)).save(tmp_path / "float.tiff")
+        with pytest.raises(ValueError, match=f"float.tiff has floats .*{said}.*give it with floats from 0 to 1"):
+            open_image(tmp_path / "float.tiff")
 
 
 def test_open_image_refuses(tmp_path: Path) -> None:

@@ -252,6 +252,12 @@ def test_bad_arguments_are_refused() -> None:
         ("budgets must be at least one, got none", (encoder, []), {}),
         (r"budgets\[1\] must be of a multiple of 4 patches, got 10", (encoder, [8, 10]), {}),
         (r"budgets\[0\] must be of a multiple of 4 patches, got None", (encoder, [Padding(images=4)]), {}),
+        (
+            r"budgets\[0\] must be of integers, none of them negative, got Padding\(rows=8, images=-1",
+            (encoder, [Padding(rows=8, images=-1)]),
+            {},
+        ),
+        (r"budgets\[1\] must be of integers, none of them negative, got 64.0", (encoder, [64, 64.0]), {}),
         ("fallback must be 'eager' or 'refuse', got 'no'", (encoder, [8]), {"fallback": "no"}),
     ):
         with pytest.raises(ValueError, match=message):
@@ -361,9 +367,13 @@ def test_token_budgets() -> None:
     assert token_budgets(4096) == [256, 512, 1024, 2048, 4096]
     assert token_budgets(1500, 256, 2) == [256, 384, 512, 768, 1024, 1500]
     assert token_budgets(601, 100) == [100, 200, 400, 604]
-    assert token_budgets(4, 1) == [4]
+    assert token_budgets(4, 1) == token_budgets(4) == [4]
     for message, args in (
-        ("min_tokens must be from 1 to max_tokens, 64, got 256", (64,)),
+        ("min_tokens must be from 1 to max_tokens, 64, got 256", (64, 256)),
+        ("max_tokens must be an integer, got 1000.0", (1000.0,)),
+        ("min_tokens must be an integer, got 0.5", (64, 0.5)),
+        ("per_doubling must be an integer, got 1.5", (512, 256, 1.5)),
+        ("max_tokens must be 1 or more, got 0", (0,)),
         ("min_tokens must be from 1 to", (64, 0)),
         ("per_doubling must be 1 or more, got 0", (512, 256, 0)),
     ):

@@ -355,7 +355,7 @@ def test_bad_calls_are_refused() -> None:
         ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),
         (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
         ("pixel values must be of 280 rows, the patches of the grid, got 279", (pixels[1:], IMAGES), {}),
-        ("output_attentions must be False", (pixels, IMAGES), {"output_attentions": True}),
+        ("metadata must be of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
         ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
         ("chunk_tokens must be None where the host", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
         (

@@ -15,7 +15,7 @@ from tests.test_cli import CPU, STREET, checkpoint, refused, vk  # noqa: F401  (
 from tests.test_encode import draw_image
 from torch_ops._encode_inputs import frame_files
 from torch_ops.models import from_transformers, vision_metadata
-from torch_ops.models.qwen_vl import image_processor, preprocess
+from torch_ops.models.qwen_vl import image_processor, open_frames, open_image, preprocess
 from torch_ops.models.video import preprocess_video
 
 pytestmark = pytest.mark.no_interpret
@@ -134,11 +134,47 @@ def test_files_of_frames(clip: Path, tmp_path: Path) -> None:
     names = [f"frame{number}.png" for number in range(3, 12)]
     assert [file.name for file in frame_files(clip)] == names
     assert [file.name for file in frame_files(clip / "frame*.png")] == names
+    assert [file.name for file in frame_files(clip / "**")] == names
     assert [file.name for file in frame_files(clip / "frame[45].png")] == names[1:3]
     # Files that are named are taken as they are, whatever they are called.
     odd = tmp_path / "odd[1].png"
     odd.write_text("")
     assert frame_files(odd) == [odd] and frame_files(clip / "notes.txt") == [clip / "notes.txt"]
+
+
+def animate(path: Path, frames: int, **options: Any) -> list[Image.Image]:
+    first, *others = [draw_image(300, 200, number) for number in range(frames)]
+    first.save(path, save_all=True, append_images=others, **options)
+    return [first, *others]
+
+
+@pytest.mark.parametrize("suffix", ("png", "tiff", "webp"))
+def test_frames_of_an_animation(tmp_path: Path, suffix: str) -> None:
+    options = {"lossless": True} if suffix == "webp" else {}
+    drawn = animate(tmp_path / f"anim.{suffix}", 4, **options)
+    read = list(open_frames(tmp_path / f"anim.{suffix}"))
+    assert [frame.tobytes() for frame in read] == [frame.tobytes() for frame in drawn]
+    assert open_image(tmp_path / f"anim.{suffix}").tobytes() == drawn[0].tobytes()
+
+
+def test_a_picture_before_an_animation_is_no_frame(tmp_path: Path) -> None:
+    drawn = animate(tmp_path / "anim.png", 3, default_image=True)
+    assert [frame.tobytes() for frame in open_frames(tmp_path / "anim.png")] == [each.tobytes() for each in drawn[1:]]
+
+
+def test_other_views_of_a_photo_are_no_frames(tmp_path: Path) -> None:
+    animate(tmp_path / "photo.mpo", 2, format="MPO")
+    with Image.open(tmp_path / "photo.mpo") as image:
+        assert getattr(image, "n_frames", 1) == 2
+    assert len(list(open_frames(tmp_path / "photo.mpo"))) == 1
+
+
+def test_frames_that_cannot_be_read(tmp_path: Path) -> None:
+    animate(tmp_path / "anim.png", 4)
+    whole = (tmp_path / "anim.png").read_bytes()
+    (tmp_path / "anim.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"anim\.png cannot be decoded"):
+        list(open_frames(tmp_path / "anim.png"))
 
 
 def report(*arguments: object) -> Any:
@@ -158,6 +194,15 @@ def test_encode_frames(clip: Path, checkpoint: Path) -> None:  # noqa: F811
     files = sorted(clip.glob("frame*.png"), key=lambda file: int(file.stem.removeprefix("frame")))
     assert report(*files, "--frames", "--model", checkpoint)["images"][0]["grid_thw"] == [5, 14, 20]
     assert len(report(*files, "--model", checkpoint)["images"]) == 9
+
+
+def test_encode_frames_of_an_animation(tmp_path: Path, checkpoint: Path) -> None:  # noqa: F811
+    animate(tmp_path / "anim.gif", 5)
+    found = report(tmp_path / "anim.gif", "--frames", "--model", checkpoint)
+    assert found["frames"] == 5 and found["images"][0]["grid_thw"] == [3, 14, 20]
+    animate(tmp_path / "still.gif", 1)
+    result = vk("encode", tmp_path / "still.gif", "--frames", "--model", checkpoint, *CPU)
+    assert "a video of 1 frame, 280 tokens" in result.stdout
 
 
 def test_encode_frames_in_chunks(clip: Path, checkpoint: Path) -> None:  # noqa: F811
@@ -198,7 +243,7 @@ def test_frames_that_vk_encode_refuses(clip: Path, tmp_path: Path) -> None:
     draw_image(200, 300).save(clip / "frame7.png")
     for paths, said in (
         ([empty], f"{empty} holds no image file; give a folder of frames"),
-        ([empty / "*.png"], f"{empty}/*.png matches no file; give the files, a folder or a pattern"),
+        ([empty / "*.png"], f"{empty}/*.png matches no image file; give the files, a folder or a pattern"),
         ([clip], "frame7.png (200 x 300 pixels) cannot be encoded: frames of a video must be of one size: 200 x 300"),
         ([clip / "frame3.png", clip / "none.png"], "none.png does not exist"),
         ([clip / "notes.txt"], "notes.txt is not an image"),

@@ -25,7 +25,10 @@ def encode(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Image files: PNG, JPEG, WebP, ...")],
     frames: Annotated[
         bool,
-        typer.Option("--frames", help="They are the frames of one video, in this order; also a folder or a pattern."),
+        typer.Option(
+            "--frames",
+            help="They are the frames of one video, in this order; also a folder, a pattern or an animation.",
+        ),
     ] = False,
     tower: Annotated[
         str | None,

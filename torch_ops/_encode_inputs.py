@@ -67,48 +67,48 @@ def read_images(paths: list[Path], model: Path | None, step: Step) -> Inputs:
 
 
 def read_frames(paths: list[Path], model: Path | None, step: Step) -> Inputs:
-    """One video of these files and of those in folders and patterns, in this order."""
-    from torch_ops.models.qwen_vl import image_processor, open_image
+    """One video of these files and of those in folders and patterns, in this order; of an animation all frames."""
+    from torch_ops.models.qwen_vl import image_processor, open_frames
     from torch_ops.models.video import preprocess_video
 
     advance = step("reading frames")
     with input_errors():
         files = [file for path in paths for file in frame_files(path)]
         processor = image_processor(model)
-    current, size = files[0], (0, 0)
+    current, size, count = files[0], (0, 0), 0
 
     def frames() -> Iterator[Image.Image]:
-        nonlocal current, size
+        nonlocal current, size, count
         for done, current in enumerate(files):
             advance(done, len(files))
             with input_errors():
-                image = open_image(current)
-            size = image.size
-            yield image
+                for image in open_frames(current):
+                    size, count = image.size, count + 1
+                    yield image
 
     try:
         pixel_values, grid = preprocess_video(frames(), processor)
     except ValueError as error:
         raise _not_encoded(current, size, error) from error
     name = str(files[0]) if len(files) == 1 else f"{files[0]} .. {files[-1].name}"
-    return Inputs(pixel_values, grid, [name], [size], len(files))
+    return Inputs(pixel_values, grid, [name], [size], count)
 
 
 def frame_files(path: Path) -> list[Path]:
-    """The file itself; of a folder its images, of a pattern the files that match, both in the order of their names.
+    """The file itself; the images, by their suffix, of a folder or a pattern, both in the order of their names.
 
-    Numbers count by their value: frame2 comes before frame10. Raises ValueError where there is no file.
+    Numbers count by their value: frame2 comes before frame10. Raises ValueError where there is no image.
     """
     if path.is_dir():
-        kinds = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-        files = [file for file in path.iterdir() if file.suffix.lower() in kinds and not file.name.startswith(".")]
+        files = [file for file in path.iterdir() if not file.name.startswith(".")]
         missing = "holds no image file; give a folder of frames, PNG, JPEG or WebP"
     elif glob.has_magic(str(path)) and not path.exists():
         files = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        missing = "matches no file; give the files, a folder or a pattern of frames"
+        missing = "matches no image file; give the files, a folder or a pattern of frames"
     else:
         return [path]
-    if not (files := [file for file in files if file.is_file()]):
+    kinds = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    if not (files := [file for file in files if file.suffix.lower() in kinds and file.is_file()]):
         raise ValueError(f"{path} {missing}")
     return sorted(files, key=_by_numbers)
 

@@ -118,7 +118,11 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(table)
     console.print()
     count = len(report["images"])
-    what = f"{count} image{'s' * (count > 1)}" if report["frames"] is None else f"a video of {report['frames']} frames"
+    what = (
+        f"{count} image{'s' * (count > 1)}"
+        if report["frames"] is None
+        else f"a video of {report['frames']} frame{'s' * (report['frames'] > 1)}"
+    )
     chunk = report["chunk_tokens"]
     how = "in one packed call" if chunk is None else f"in chunks of at most {chunk}, or of a frame"
     source = report["model"] or f"tower {report['tower']}, random weights of seed {report['seed']}"

@@ -134,6 +134,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
         tower.gradient_checkpointing = encoder.is_gradient_checkpointing
+    _let_gradients_enter(tower)
     # Its frequencies are in no state dict, and did not move with the parameters.
     rotary = tower.rotary_pos_emb
     if any(buffer.device != encoder.device for buffer in rotary.buffers()):
@@ -147,6 +148,15 @@ def _copy_checkpointing(source: Any, target: Any) -> None:
         ours.gradient_checkpointing = theirs.gradient_checkpointing
         if theirs.gradient_checkpointing:
             ours._gradient_checkpointing_func = theirs._gradient_checkpointing_func
+
+
+def _let_gradients_enter(tower: Any) -> None:
+    """The hook that Transformers would have set, where checkpoints are reentrant: without it they lose gradients."""
+    functions = [block._gradient_checkpointing_func for block in tower.blocks if block.gradient_checkpointing]
+    reentrant = any(getattr(each, "keywords", {}).get("use_reentrant") is not False for each in functions)
+    if reentrant and hasattr(tower, getattr(tower, "_input_embed_layer", "")):
+        tower.disable_input_require_grads()
+        tower.enable_input_require_grads()
 
 
 def _replaced(model: nn.Module, replacements: dict[int, Any]) -> nn.Module:

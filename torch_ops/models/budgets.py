@@ -1,6 +1,7 @@
 """Budgets of patches: the fixed sizes that graphs of an encoder are captured for."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
+from numbers import Integral
 
 from torch_ops._checks import refuse
 from torch_ops.models.vision_metadata import Padding, VisionSizes
@@ -16,13 +17,19 @@ PATCHES_OF_A_WINDOW = 32
 UNIT = 4
 
 
-def token_budgets(max_tokens: int, min_tokens: int = 256, per_doubling: int = 1) -> list[int]:
+def token_budgets(max_tokens: int, min_tokens: int | None = None, per_doubling: int = 1) -> list[int]:
     """Numbers of patches from min_tokens to max_tokens, `per_doubling` of them from each to its double, evenly apart.
 
-    They are rounded up to multiples of 4. With one for each doubling up to half of a batch's rows are padding, with two
-    a third, with four a fifth.
+    min_tokens is 256 where it is not given, or max_tokens if that is less. Numbers are rounded up to multiples of 4.
+    With one for each doubling up to half of a batch's rows are padding, with two a third, with four a fifth.
     """
     op = "token_budgets"
+    min_tokens = min(256, max_tokens) if min_tokens is None else min_tokens
+    for name, number in (("max_tokens", max_tokens), ("min_tokens", min_tokens), ("per_doubling", per_doubling)):
+        if not isinstance(number, Integral):
+            refuse(op, name, "an integer", number)
+    if max_tokens < 1:
+        refuse(op, "max_tokens", "1 or more", max_tokens)
     if not 1 <= min_tokens <= max_tokens:
         refuse(op, "min_tokens", f"from 1 to max_tokens, {max_tokens}", min_tokens)
     if per_doubling < 1:
@@ -37,6 +44,8 @@ def token_budgets(max_tokens: int, min_tokens: int = 256, per_doubling: int = 1)
 def whole_budget(op: str, name: str, budget: int | Padding, sizes: VisionSizes) -> Padding:
     """With a bound on everything that has one."""
     padding = budget if isinstance(budget, Padding) else Padding(rows=budget)
+    if not all(size is None or (isinstance(size, Integral) and int(size) >= 0) for size in astuple(padding)):
+        refuse(op, name, "of integers, none of them negative", budget)
     rows, unit = padding.rows or 0, sizes.merge_size**2
     if rows < unit or rows % unit:
         refuse(op, name, f"of a multiple of {unit} patches", padding.rows)

@@ -10,7 +10,8 @@ them, so its output has a quarter as many rows.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transfo
 from torch_ops.models.vision_metadata import vision_metadata
 
 Progress = Callable[[int, int], None]
+
+# Formats whose further images follow the first in time. Those of other formats, such as the MPO of some cameras, are
+# other views, layers or sizes of one picture.
+_ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF", "TIFF", "FLI")
 
 # The preprocessor_config.json that the Qwen3-VL and Qwen3.5 checkpoints share.
 _PROCESSOR_DEFAULTS: dict[str, Any] = {
@@ -142,15 +147,48 @@ def load_tower(
 def open_image(path: str | Path) -> Image.Image:
     """The image at ``path`` as RGB of 8 bits, upright (EXIF), first frame of an animation, without transparency.
 
-    Raises OSError for a file that cannot be read and ValueError for one that is not an image.
+    Pixels of 16 bits, and floats from 0 to 1, are scaled. Raises OSError for a file that cannot be read and ValueError
+    for one that is not an image, or has other floats.
     """
+    with _readable(path), Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image)
+    return _of_8_bits(path, upright)
+
+
+def open_frames(path: str | Path) -> Iterator[Image.Image]:
+    """All frames of the animation or the pages at ``path``, each as `open_image` reads an image; of an image itself."""
+    with ExitStack() as stack:
+        with _readable(path):
+            image = stack.enter_context(Image.open(path))
+            count = getattr(image, "n_frames", 1) if image.format in _ANIMATIONS else 1
+            # An APNG may begin with a picture for those who cannot play it.
+            first = 1 if image.info.get("default_image") and count > 1 else 0
+        for place in range(first, count):
+            with _readable(path):
+                image.seek(place)
+                upright = ImageOps.exif_transpose(image)
+            yield _of_8_bits(path, upright)
+
+
+def _of_8_bits(path: str | Path, image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # 16 bits per pixel; convert would clip at 255.
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+    elif image.mode == "F":
+        levels = np.asarray(image)
+        if not (levels.min() >= 0 and levels.max() <= 1):
+            raise ValueError(
+                f"{path} has floats from {levels.min():g} to {levels.max():g} as pixels; "
+                f"give it with floats from 0 to 1, or with 8 or 16 bits"
+            )
+        image = Image.fromarray((255 * levels).round().astype(np.uint8))
+    return image.convert("RGB")
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
     try:
-        with Image.open(path) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):
-                # 16 bits per pixel; convert would clip at 255.
-                upright = Image.fromarray((np.asarray(upright).clip(0, 65535) // 257).astype(np.uint8))
-            return upright.convert("RGB")
+        yield
     except UnidentifiedImageError as error:
         raise ValueError(f"{path} is not an image that Pillow can read; give a PNG, JPEG or WebP file") from error
     except FileNotFoundError as error:
@@ -159,7 +197,7 @@ def open_image(path: str | Path) -> Image.Image:
         raise IsADirectoryError(f"{path} is a directory; give the images in it one by one") from error
     except PermissionError as error:
         raise PermissionError(f"{path} cannot be read: permission denied") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be decoded ({error}); give an intact image") from error
 
 
@@ -233,7 +271,8 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
 def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
     """Each image's rows of the output of ``encode``, as views; ``grid_thw`` is int64 ``[n, 3]``."""
     tokens = grid_thw.prod(dim=1).tolist()
-    merge = output.last_hidden_state.shape[0] // output.pooler_output.shape[0]
+    # Of a batch without patches any number will do.
+    merge = output.last_hidden_state.shape[0] // max(1, output.pooler_output.shape[0]) or 1
     merged = [count // merge for count in tokens]
     taps = [tap.split(merged) for tap in getattr(output, "deepstack_features", None) or ()]
     rows = zip(output.last_hidden_state.split(tokens), output.pooler_output.split(merged), strict=True)
@@ -282,6 +321,7 @@ __all__ = [
     "from_transformers",
     "image_processor",
     "load_tower",
+    "open_frames",
     "open_image",
     "preprocess",
     "split_by_image",

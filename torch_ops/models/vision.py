@@ -12,7 +12,7 @@ both ways. What differs is how a block is computed:
 
 An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
 quantised layer) or has hooks is called as the module it is, with PyTorch's own activation after it, or with attention
-that turns q and k itself.
+that turns q and k itself. So is a norm, after PyTorch's own sum.
 """
 
 from collections.abc import Callable, Iterable
@@ -89,6 +89,14 @@ class RMSNorm(nn.Module):
 
 def _norm(family: Family, hidden_size: int) -> Any:
     return RMSNorm(hidden_size) if family.rms_norm else LayerNorm(hidden_size)
+
+
+def _after_sum(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and the sum."""
+    if plain(norm, (LayerNorm, RMSNorm)):
+        return norm.after_sum(x, residual)
+    total = x + residual
+    return norm(total), total
 
 
 class PatchEmbed(nn.Module):
@@ -210,9 +218,19 @@ class VisionBlock(nn.Module):
         if self.gradient_checkpointing and self.training:
             # Summed before, since what goes in is kept: one tensor instead of two.
             entered = branch if residual is None else branch + residual
-            branch, residual = self._gradient_checkpointing_func(self._compute, entered, None, cos, sin, cu_seqlens)[:2]
+            start = self._started_from(entered)
+            branch, residual = self._gradient_checkpointing_func(self._compute, start, None, cos, sin, cu_seqlens)[:2]
             return branch, residual, entered
         return self._compute(branch, residual, cos, sin, cu_seqlens)
+
+    def _started_from(self, entered: Tensor) -> Tensor:
+        """What a checkpoint is given: where it is reentrant, its parameters have gradients only if an input has one."""
+        options = getattr(self._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant") is False or torch.compiler.is_compiling():
+            return entered
+        if entered.requires_grad or not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return entered
+        return entered.detach().requires_grad_()
 
     def _compute(
         self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor
@@ -220,8 +238,8 @@ class VisionBlock(nn.Module):
         if residual is None:
             normed, entered = self.norm1(branch), branch
         else:
-            normed, entered = self.norm1.after_sum(branch, residual)
-        normed, residual = self.norm2.after_sum(self.attn(normed, cos, sin, cu_seqlens), entered)
+            normed, entered = _after_sum(self.norm1, branch, residual)
+        normed, residual = _after_sum(self.norm2, self.attn(normed, cos, sin, cu_seqlens), entered)
         return self.mlp(normed), residual, entered
 
 
@@ -335,7 +353,8 @@ class QwenVisionEncoder(nn.Module):
                 not see each other. A frame of more patches is a chunk of its own.
             output_hidden_states, return_dict: as in Transformers.
             kwargs: cu_seqlens, position_ids, interp_indices with interp_weights, and window_index with
-                cu_window_seqlens are used where given, as Transformers' helpers make them. Others have no effect.
+                cu_window_seqlens are used where given, as Transformers' helpers make them. Others have no effect, such
+                as output_attentions, which whole models hand on: no attention weights are made.
 
         Returns:
             Transformers' output: last_hidden_state [T, C], of an encoder with windows in their order; pooler_output
@@ -344,8 +363,8 @@ class QwenVisionEncoder(nn.Module):
         Raises:
             ValueError: names the argument, what was wanted and what came.
         """
-        if kwargs.get("output_attentions"):
-            refuse("vision encoder", "output_attentions", "False, since attention weights are not made", True)
+        if metadata is not None and not isinstance(metadata, VisionMetadata):
+            refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
         if metadata is None:
             given = {name: kwargs.get(name) for name in PRECOMPUTED}
             if grid_thw is not None and all(value is None for value in given.values()):
