@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import torch_ops
 from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower
 from tests.test_models import KINDS, about, frozen, tiny_model
 from torch_ops.integrations.transformers import accelerate
 from torch_ops.models import EncoderGraphs, Padding, QwenVisionEncoder, from_transformers, qwen_vl, token_budgets
+from torch_ops.models._recording import Recording, Statics, Weights
 from torch_ops.models.vision_metadata import filled_sizes, vision_metadata
 from torch_ops.testing import check
 
@@ -31,6 +34,11 @@ SMALL, LARGE = Padding(200, 4, 8, 30), Padding(400, 8, 12, 40)
 
 def runner_of(encoder: QwenVisionEncoder, **options: Any) -> EncoderGraphs:
     return EncoderGraphs(encoder, [LARGE, SMALL], **{"fallback": "refuse", **options})
+
+
+def statics_of(runner: EncoderGraphs) -> Any:
+    assert runner._statics is not None
+    return runner._statics
 
 
 def assert_equal_outputs(actual: Any, expected: Any) -> None:
@@ -121,7 +129,7 @@ def test_what_is_left_in_static_tensors_is_harmless(model_type: str) -> None:
     expected = encoder(pixels, second)
     runner(torch.full_like(draw_pixels(encoder, first), torch.nan), first)
     assert_equal_outputs(runner(pixels, second), expected)
-    padding = runner._pixels[pixels.shape[0] :]
+    padding = statics_of(runner).pixels[pixels.shape[0] :]
     assert not padding.any(), "rows of padding are zero"
     # Even where rows of padding are not finite.
     padding.fill_(torch.nan)
@@ -320,13 +328,140 @@ def test_in_a_whole_model() -> None:
         "mm_token_type_ids": (tokens == 5).int(),
     }
     with torch.no_grad():
-        expected = model(**named).logits
+        eager = {"logits": model(**named).logits}
+        exact = copy.deepcopy(model).double()
+        truth = {"logits": exact(**{**named, "pixel_values": named["pixel_values"].double()}).logits}
         encoder = from_transformers(accelerate(model))
         for budgets, captured in (([400], 1), ([64], 0)):
             encoder.forward = runner = EncoderGraphs(encoder, [Padding(rows, 8, 8) for rows in budgets])
-            torch.testing.assert_close(model(**named).logits, expected, rtol=1e-4, atol=1e-5)
+            check({"logits": model(**named).logits}, eager, truth)
             assert len(runner.captured) == captured
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    "clone", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("copy", "pickle")
+)
+def test_copies_of_a_model_have_runners_of_their_own(clone: Callable[[Any], Any]) -> None:
+    """Of their own weights, and without graphs yet."""
+    encoder = frozen("qwen3_vl_vision")
+    encoder.forward = runner = runner_of(encoder, copy_outputs=False)
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = named_outputs(encoder(pixels, IMAGES))
+    twin = clone(encoder)
+    assert twin.forward.encoder is twin and twin.forward.captured == () and len(runner.captured) == 1
+    assert (twin.forward.budgets, twin.forward.fallback, twin.forward.copy_outputs) == (runner.budgets, "refuse", False)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.25)
+    assert not torch.equal(twin(pixels, IMAGES).pooler_output, expected["pooler_output"])
+    assert_equal_outputs(twin(pixels, IMAGES), QwenVisionEncoder.forward(twin, pixels, IMAGES))
+    assert all(torch.equal(value, expected[name]) for name, value in named_outputs(encoder(pixels, IMAGES)).items())
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    encoder = frozen("qwen3_vl_vision")
+    runner = EncoderGraphs(encoder, [LARGE])
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = runner(pixels, IMAGES)
+    encoder.config.return_dict = False
+    as_tuple = runner(pixels, IMAGES)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[1], expected.pooler_output)
+    assert_equal_outputs(runner(pixels, IMAGES, return_dict=True), expected)
+    assert isinstance(runner(pixels, IMAGES, chunk_tokens=64), tuple)
+    encoder.config.return_dict, encoder.config.output_hidden_states = True, True
+    assert len(runner(pixels, IMAGES).hidden_states) == len(encoder.blocks) + 1
+    assert "hidden_states" not in runner(pixels, IMAGES, output_hidden_states=False)
+    runner.fallback = "refuse"
+    with pytest.raises(ValueError, match="output_hidden_states must be None"):
+        runner(pixels, IMAGES)
+
+
+def test_weights_are_looked_at_once_pixels_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And modules are not walked again, with gradients on neither."""
+    encoder = frozen("qwen3_vl_vision")
+    runner = runner_of(encoder).warmup()
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = runner(pixels, IMAGES)
+    seen: list[str] = []
+    for owner, name in ((Statics, "fill"), (Weights, "unchanged"), (Recording, "__init__")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), name, seen))
+    for name in ("modules", "parameters", "named_modules", "named_parameters"):
+        monkeypatch.setattr(nn.Module, name, noting(getattr(nn.Module, name), name, seen))
+    with torch.enable_grad():
+        assert_equal_outputs(runner(pixels, IMAGES), expected)
+    assert seen == ["fill", "unchanged"]
+
+
+def noting(function: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **named: Any) -> Any:
+        seen.append(name)
+        return function(*args, **named)
+
+    return noted
+
+
+def replace_data(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+def reinterpret(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.view(torch.int32)
+
+
+def drop_bias(layer: Any) -> None:
+    layer.bias = None
+
+
+def mask(layer: Any) -> None:
+    prune.identity(layer, "weight")
+
+
+def add_buffer(layer: Any) -> None:
+    layer.register_buffer("more", torch.zeros(1))
+
+
+def add_module(layer: Any) -> None:
+    layer.more = nn.Identity()
+
+
+@pytest.mark.parametrize("change", (replace_data, reinterpret, drop_bias, mask, add_buffer, add_module))
+def test_changes_of_weights_are_found(change: Callable[[Any], None]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)).requires_grad_(False)
+    weights = Weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.train(False)
+    assert weights.unchanged() and len(weights.tensors()) == 6
+    change(model[0][1])
+    assert not weights.unchanged()
+
+
+class _Event:
+    """As of CUDA, where there is none; `seen` is the order of what was asked of it."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.record, self.synchronize = (lambda: seen.append("record")), (lambda: seen.append("synchronize"))
+        self.wait_event = lambda event: seen.append("wait" if event is self else "wait for another")
+
+
+def test_calls_wait_for_the_one_before_and_record_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = frozen("qwen3_vl_vision")
+    runner = runner_of(encoder).warmup()
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    seen: list[str] = []
+    event = _Event(seen)
+    statics_of(runner)._done = event
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: event)
+    monkeypatch.setattr(Statics, "fill", noting(Statics.fill, "fill", seen))
+    monkeypatch.setattr(encoder, "encode_packed", noting(encoder.encode_packed, "replay", seen))
+    runner(pixels, IMAGES)
+    assert seen == ["wait", "fill", "replay", "record"]
+    seen.clear()
+    with pytest.raises(ValueError, match="gradients"):
+        runner(pixels.requires_grad_(), IMAGES)
+    assert seen == ["wait", "fill", "record"]
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +531,7 @@ def tiny_l(dtype: torch.dtype = torch.bfloat16) -> tuple[QwenVisionEncoder, Qwen
 
 def padded(runner: EncoderGraphs, grid: Tensor, budget: Padding) -> list[Tensor]:
     """What the graph of this budget computes, in an eager call on what it has last replayed."""
-    encoder, pixels = runner.encoder, runner._pixels[: budget.rows]
+    encoder, pixels = runner.encoder, statics_of(runner).pixels[: budget.rows]
     last, pooled, taps = encoder.encode_packed(pixels, vision_metadata(grid, encoder.sizes, "cuda", budget))
     return [last, pooled, *taps]
 
