@@ -517,9 +517,31 @@ def test_token_budgets_waste_no_more_than_said(smallest: int, more: int, per_dou
 
 def test_budgets_have_bounds_on_everything() -> None:
     encoder, windowed = frozen("qwen3_vl_vision"), frozen("qwen2_5_vl_vision")
-    assert EncoderGraphs(encoder, [4096, 256, 256]).budgets == (Padding(256, 2, 2), Padding(4096, 16, 16))
-    assert EncoderGraphs(windowed, [4096]).budgets == (Padding(4096, 16, 16, 132),)
+    single = Padding(256, 1, 1), Padding(4096, 1, 1)
+    several = Padding(256, 2, 2), Padding(4096, 16, 16)
+    assert EncoderGraphs(encoder, [4096, 256, 256]).budgets == (single[0], several[0], single[1], several[1])
+    assert EncoderGraphs(windowed, [4096]).budgets == (Padding(4096, 1, 1, 132), Padding(4096, 16, 16, 132))
     assert EncoderGraphs(encoder, [Padding(256, segments=9)]).budgets == (Padding(256, 2, 9),)
+    assert EncoderGraphs(encoder, [Padding(256, images=9)]).budgets == (single[0], Padding(256, 9, 2))
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+@pytest.mark.parametrize(
+    ("image", "segments"),
+    [((1, 16, 16), 1), ((1, 10, 18), 1), ((2, 8, 16), 2), ((0, 4, 4), 1), ((1, 16, 18), 1)],
+    ids=str,
+)
+def test_one_frame_is_one_segment(model_type: str, image: tuple[int, int, int], segments: int) -> None:
+    """Whether it fills its budget or not: attention has a schedule for one segment."""
+    encoder = frozen(model_type)
+    runner = EncoderGraphs(encoder, [256, 512], fallback="refuse")
+    grid = torch.tensor([image])
+    pixels = draw_pixels(encoder, grid, torch.float64)
+    assert_equal_outputs(runner(pixels, grid), encoder(pixels, grid))
+    (budget,) = runner.captured
+    assert budget == runner.budget_of(grid) and (budget.images, budget.segments) == (segments, segments)
+    recording = statics_of(runner).recordings[budget]
+    assert recording.metadata.cu_seqlens.shape[0] == segments + 1
 
 
 def tiny_l(dtype: torch.dtype = torch.bfloat16) -> tuple[QwenVisionEncoder, QwenVisionEncoder]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_ops._checks import refuse
 from torch_ops.models._recording import Statics
-from torch_ops.models.budgets import whole_budget, words_of
+from torch_ops.models.budgets import whole_budgets, words_of
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
@@ -49,7 +49,8 @@ class EncoderGraphs:
             What else a forward may depend on (hooks, switches of adapters, flags of PyTorch) is as it was at the
             capture until `clear()`.
         budgets: numbers of patches, as `token_budgets` makes them, or `Padding` for those who want other numbers of
-            images, segments (frames) and windows than about one for 256 patches, and one for 32.
+            images, segments (frames) and windows than about one for 256 patches, and one for 32. Unless segments are
+            given, each stands for two: of a single frame, for which attention is faster, and of several.
         fallback: "eager" calls the encoder itself for a batch that fits no budget, and for what replays do not offer:
             chunk_tokens, output_hidden_states, what Transformers precomputes, autocast, settings(checked=True).
             "refuse" raises ValueError instead.
@@ -73,7 +74,8 @@ class EncoderGraphs:
             refuse(OP, "encoder", "a QwenVisionEncoder, as from_transformers makes it", type(encoder).__name__)
         if fallback not in ("eager", "refuse"):
             refuse(OP, "fallback", "'eager' or 'refuse'", repr(fallback))
-        complete = {whole_budget(OP, f"budgets[{i}]", budget, encoder.sizes) for i, budget in enumerate(budgets)}
+        named = [(f"budgets[{i}]", budget) for i, budget in enumerate(budgets)]
+        complete = set[Padding]().union(*(whole_budgets(OP, *each, encoder.sizes) for each in named))
         if not complete:
             refuse(OP, "budgets", "at least one", "none")
         self.encoder = encoder
