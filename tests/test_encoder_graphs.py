@@ -18,6 +18,8 @@ from torch.nn.utils import prune
 import torch_ops
 from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower
 from tests.test_models import KINDS, about, frozen, tiny_model
+from torch_ops import _attention_hopper
+from torch_ops._device import gpu
 from torch_ops.integrations.transformers import accelerate
 from torch_ops.models import EncoderGraphs, Padding, QwenVisionEncoder, from_transformers, qwen_vl, token_budgets
 from torch_ops.models._recording import Recording, Statics, Weights
@@ -697,3 +699,115 @@ def test_streams_and_threads_do_not_mix_batches() -> None:
     assert len(results) == 10 * len(batches)
     for index, result in results:
         assert torch.equal(result, expected[index])
+
+
+# Cycles for which a stream is held, some tenths of a second: far longer than what tests queue meanwhile.
+HELD = 10**9
+
+
+@pytest.mark.gpu
+def test_a_call_waits_for_one_on_another_stream() -> None:
+    """A replay that is held up still finds its own pixels and metadata."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [Padding(1024, 4, 4)], fallback="refuse").warmup()
+    batches = [(draw_pixels(encoder, grid, torch.bfloat16, seed).cuda(), grid) for seed, grid in enumerate(GPU_BATCHES)]
+    streams = [torch.cuda.Stream() for _ in batches]
+    torch.cuda.synchronize()
+
+    def results() -> list[Tensor]:
+        pooled = []
+        for batch, stream in zip(batches, streams, strict=True):
+            with torch.cuda.stream(stream):
+                pooled.append(runner(*batch).pooler_output)
+        return pooled
+
+    # The first time each stream's metadata is made, which may wait.
+    expected = results()
+    torch.cuda.synchronize()
+    (recording,) = statics_of(runner).recordings.values()
+    replay = recording.replay
+
+    def late() -> Any:
+        torch.cuda._sleep(HELD)
+        return replay()
+
+    recording.replay = late
+    actual = results()
+    assert not streams[0].query(), "nothing was held"
+    torch.cuda.synchronize()
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(actual, expected, strict=True))
+    assert not torch.equal(expected[0][:1], expected[1][:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cleared", (True, False))
+def test_letting_go_of_graphs_waits_for_the_last_call(cleared: bool) -> None:
+    """Their tensors belong to the stream of the first call, which knows nothing of the others."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024], fallback="refuse").warmup()
+    grid = GPU_BATCHES[0]
+    pixels = draw_pixels(encoder, grid, torch.bfloat16).cuda()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        runner(pixels, grid)
+        torch.cuda._sleep(HELD)
+        runner(pixels, grid)
+    last = statics_of(runner)._done
+    assert not last.query(), "nothing was held"
+    if cleared:
+        runner.clear()
+    del runner
+    assert last.query()
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for each stream for good."""
+    encoder, _ = tiny_l()
+    encode, streams = encoder.encode_packed, set()
+
+    def noted(*args: Any) -> Any:
+        streams.add((torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing()))
+        return encode(*args)
+
+    monkeypatch.setattr(encoder, "encode_packed", noted)
+    runner = EncoderGraphs(encoder, [256, 512, 1024]).warmup()
+    assert len(runner.captured) == 6
+    stream = statics_of(runner).stream.cuda_stream
+    assert streams == {(stream, False), (stream, True)} and stream != torch.cuda.current_stream().cuda_stream
+
+
+@pytest.mark.gpu
+def test_counters_of_the_hopper_path_come_back() -> None:
+    if gpu().arch != 90:
+        pytest.skip("needs a Hopper GPU")
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024]).warmup()
+    tickets = _attention_hopper.tickets(statics_of(runner).pixels.device)
+
+    def left() -> int:
+        # Each runner has a stream, and that a counter for good.
+        return len(tickets._fresh) + len(tickets._of_stream)
+
+    runner.clear()
+    before = left()
+    # Of one frame and of several.
+    taken = 2 * len(encoder.blocks)
+    runner.warmup()
+    assert before - left() == taken == len(statics_of(runner).counters)
+    encoder.half()
+    runner.warmup()
+    assert before - left() == taken
+    del runner
+    assert left() == before
+
+
+@pytest.mark.gpu
+def test_one_frame_that_fills_its_budget_is_the_eager_call() -> None:
+    """Of the same shapes throughout, so that every kernel and schedule is the same."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [256, 1024], fallback="refuse")
+    for grid in (torch.tensor([[1, 32, 32]]), torch.tensor([[1, 16, 16]])):
+        pixels = draw_pixels(encoder, grid, torch.bfloat16).cuda()
+        assert_same_bits(runner(pixels, grid), list(named_outputs(encoder(pixels, grid)).values()))
