@@ -1,5 +1,6 @@
 """The vision encoder in graphs: compiled once for all images, exported, packaged."""
 
+import copy
 import random
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from compile_tests.contract import capture_graphs, run_forked
 from compile_tests.models import draw_pixels, named_outputs, tiny_tower
 from torch_ops.models import PackedEncoder, QwenVisionEncoder, from_transformers, vision_metadata
 from torch_ops.models.vision_metadata import VisionMetadata
+from torch_ops.testing import check
 
 # With windows, and with learned positions and taps.
 KINDS = ("qwen2_5_vl_vision", "qwen3_vl_vision")
@@ -182,3 +184,48 @@ def test_aoti_package_runs_in_a_fresh_process(model_type: str, tmp_path: Path) -
     batches = [inputs(encoder, torch.cat([draw_grid(source), draw_grid(source)])) for _ in range(3)]
     torch.save([(args, flat(encoder.encode_packed(*args))) for args in batches], tmp_path / "calls.pt")
     assert run_forked(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
+
+
+# What stands in such packages for the ops, which have no place there.
+KERNELS = {
+    "qwen2_5_vl_vision": ("_attention_fwd_kernel", "_gemm_kernel", "_gemm_pair_kernel", "_norm_fwd_kernel"),
+    "qwen3_vl_vision": (
+        "_attention_fwd_kernel", "_gemm_kernel", "_gemm_pair_kernel", "_norm_fwd_kernel", "_pos_embed_fwd_kernel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", KINDS)
+def test_aoti_package_for_cuda_holds_kernels_and_no_op(model_type: str, tmp_path: Path) -> None:
+    """Built alone: loading any package fails on the GPU machines."""
+    encoder = encoder_of(model_type).requires_grad_(False).to("cuda", torch.float16)
+    package = torch._inductor.aoti_compile_and_package(export(encoder), package_path=str(tmp_path / "encoder.pt2"))
+    with zipfile.ZipFile(package) as archive:
+        contents = b"".join(map(archive.read, archive.namelist()))
+    assert not [name for name in KERNELS[model_type] if name.encode() not in contents]
+    assert not [name for name in (*PACKAGED[model_type], "patch_merger") if f"vk::{name}".encode() in contents]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", KINDS)
+def test_fifty_batches_compile_at_most_twice_by_inductor(model_type: str) -> None:
+    """What users run, by the tolerance rule over the rows of all batches."""
+    encoder = encoder_of(model_type).requires_grad_(False).to("cuda", torch.bfloat16)
+    exact = copy.deepcopy(encoder).to("cpu", torch.float64)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, backend=counter)
+    source = random.Random(0)
+    batches = [inputs(encoder, draw_grid(source)) for _ in range(50)]
+    assert len({(len(metadata.cu_seqlens), len(pixels)) for pixels, metadata in batches}) > 40
+    actual, eager = (rows_of_all(call, batches) for call in (compiled, encoder.encode_packed))
+    assert counter.frame_count <= 2
+    on_host = [(pixels.cpu().double(), vision_metadata(m.grid.cpu(), exact.sizes)) for pixels, m in batches]
+    check(actual, eager, rows_of_all(exact.encode_packed, on_host))
+
+
+def rows_of_all(call: Any, batches: list[tuple[Tensor, VisionMetadata]]) -> dict[str, Tensor]:
+    """Each output, that of all batches in one tensor."""
+    outputs = [[each.cpu() for each in flat(call(*args))] for args in batches]
+    return {f"output {place}": torch.cat(each) for place, each in enumerate(zip(*outputs, strict=True))}

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import torch_ops
 from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower
 from tests.test_models import KINDS, about, frozen, tiny_model
+from torch_ops import _attention_hopper
+from torch_ops._device import gpu
 from torch_ops.integrations.transformers import accelerate
 from torch_ops.models import EncoderGraphs, Padding, QwenVisionEncoder, from_transformers, qwen_vl, token_budgets
+from torch_ops.models._recording import Recording, Statics, Weights
 from torch_ops.models.vision_metadata import filled_sizes, vision_metadata
 from torch_ops.testing import check
 
@@ -31,6 +36,11 @@ SMALL, LARGE = Padding(200, 4, 8, 30), Padding(400, 8, 12, 40)
 
 def runner_of(encoder: QwenVisionEncoder, **options: Any) -> EncoderGraphs:
     return EncoderGraphs(encoder, [LARGE, SMALL], **{"fallback": "refuse", **options})
+
+
+def statics_of(runner: EncoderGraphs) -> Any:
+    assert runner._statics is not None
+    return runner._statics
 
 
 def assert_equal_outputs(actual: Any, expected: Any) -> None:
@@ -121,7 +131,7 @@ def test_what_is_left_in_static_tensors_is_harmless(model_type: str) -> None:
     expected = encoder(pixels, second)
     runner(torch.full_like(draw_pixels(encoder, first), torch.nan), first)
     assert_equal_outputs(runner(pixels, second), expected)
-    padding = runner._pixels[pixels.shape[0] :]
+    padding = statics_of(runner).pixels[pixels.shape[0] :]
     assert not padding.any(), "rows of padding are zero"
     # Even where rows of padding are not finite.
     padding.fill_(torch.nan)
@@ -326,13 +336,140 @@ def test_in_a_whole_model() -> None:
         "mm_token_type_ids": (tokens == 5).int(),
     }
     with torch.no_grad():
-        expected = model(**named).logits
+        eager = {"logits": model(**named).logits}
+        exact = copy.deepcopy(model).double()
+        truth = {"logits": exact(**{**named, "pixel_values": named["pixel_values"].double()}).logits}
         encoder = from_transformers(accelerate(model))
         for budgets, captured in (([400], 1), ([64], 0)):
             encoder.forward = runner = EncoderGraphs(encoder, [Padding(rows, 8, 8) for rows in budgets])
-            torch.testing.assert_close(model(**named).logits, expected, rtol=1e-4, atol=1e-5)
+            check({"logits": model(**named).logits}, eager, truth)
             assert len(runner.captured) == captured
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    "clone", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("copy", "pickle")
+)
+def test_copies_of_a_model_have_runners_of_their_own(clone: Callable[[Any], Any]) -> None:
+    """Of their own weights, and without graphs yet."""
+    encoder = frozen("qwen3_vl_vision")
+    encoder.forward = runner = runner_of(encoder, copy_outputs=False)
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = named_outputs(encoder(pixels, IMAGES))
+    twin = clone(encoder)
+    assert twin.forward.encoder is twin and twin.forward.captured == () and len(runner.captured) == 1
+    assert (twin.forward.budgets, twin.forward.fallback, twin.forward.copy_outputs) == (runner.budgets, "refuse", False)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.25)
+    assert not torch.equal(twin(pixels, IMAGES).pooler_output, expected["pooler_output"])
+    assert_equal_outputs(twin(pixels, IMAGES), QwenVisionEncoder.forward(twin, pixels, IMAGES))
+    assert all(torch.equal(value, expected[name]) for name, value in named_outputs(encoder(pixels, IMAGES)).items())
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    encoder = frozen("qwen3_vl_vision")
+    runner = EncoderGraphs(encoder, [LARGE])
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = runner(pixels, IMAGES)
+    encoder.config.return_dict = False
+    as_tuple = runner(pixels, IMAGES)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[1], expected.pooler_output)
+    assert_equal_outputs(runner(pixels, IMAGES, return_dict=True), expected)
+    assert isinstance(runner(pixels, IMAGES, chunk_tokens=64), tuple)
+    encoder.config.return_dict, encoder.config.output_hidden_states = True, True
+    assert len(runner(pixels, IMAGES).hidden_states) == len(encoder.blocks) + 1
+    assert "hidden_states" not in runner(pixels, IMAGES, output_hidden_states=False)
+    runner.fallback = "refuse"
+    with pytest.raises(ValueError, match="output_hidden_states must be None"):
+        runner(pixels, IMAGES)
+
+
+def test_weights_are_looked_at_once_pixels_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And modules are not walked again, with gradients on neither."""
+    encoder = frozen("qwen3_vl_vision")
+    runner = runner_of(encoder).warmup()
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    expected = runner(pixels, IMAGES)
+    seen: list[str] = []
+    for owner, name in ((Statics, "fill"), (Weights, "unchanged"), (Recording, "__init__")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), name, seen))
+    for name in ("modules", "parameters", "named_modules", "named_parameters"):
+        monkeypatch.setattr(nn.Module, name, noting(getattr(nn.Module, name), name, seen))
+    with torch.enable_grad():
+        assert_equal_outputs(runner(pixels, IMAGES), expected)
+    assert seen == ["fill", "unchanged"]
+
+
+def noting(function: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **named: Any) -> Any:
+        seen.append(name)
+        return function(*args, **named)
+
+    return noted
+
+
+def replace_data(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+def reinterpret(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.view(torch.int32)
+
+
+def drop_bias(layer: Any) -> None:
+    layer.bias = None
+
+
+def mask(layer: Any) -> None:
+    prune.identity(layer, "weight")
+
+
+def add_buffer(layer: Any) -> None:
+    layer.register_buffer("more", torch.zeros(1))
+
+
+def add_module(layer: Any) -> None:
+    layer.more = nn.Identity()
+
+
+@pytest.mark.parametrize("change", (replace_data, reinterpret, drop_bias, mask, add_buffer, add_module))
+def test_changes_of_weights_are_found(change: Callable[[Any], None]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)).requires_grad_(False)
+    weights = Weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.train(False)
+    assert weights.unchanged() and len(weights.tensors()) == 6
+    change(model[0][1])
+    assert not weights.unchanged()
+
+
+class _Event:
+    """As of CUDA, where there is none; `seen` is the order of what was asked of it."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.record, self.synchronize = (lambda: seen.append("record")), (lambda: seen.append("synchronize"))
+        self.wait_event = lambda event: seen.append("wait" if event is self else "wait for another")
+
+
+def test_calls_wait_for_the_one_before_and_record_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = frozen("qwen3_vl_vision")
+    runner = runner_of(encoder).warmup()
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    seen: list[str] = []
+    event = _Event(seen)
+    statics_of(runner)._done = event
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: event)
+    monkeypatch.setattr(Statics, "fill", noting(Statics.fill, "fill", seen))
+    monkeypatch.setattr(encoder, "encode_packed", noting(encoder.encode_packed, "replay", seen))
+    runner(pixels, IMAGES)
+    assert seen == ["wait", "fill", "replay", "record"]
+    seen.clear()
+    with pytest.raises(ValueError, match="gradients"):
+        runner(pixels.requires_grad_(), IMAGES)
+    assert seen == ["wait", "fill", "record"]
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +529,31 @@ def test_token_budgets_waste_no_more_than_said(smallest: int, more: int, per_dou
 
 def test_budgets_have_bounds_on_everything() -> None:
     encoder, windowed = frozen("qwen3_vl_vision"), frozen("qwen2_5_vl_vision")
-    assert EncoderGraphs(encoder, [4096, 256, 256]).budgets == (Padding(256, 2, 2), Padding(4096, 16, 16))
-    assert EncoderGraphs(windowed, [4096]).budgets == (Padding(4096, 16, 16, 132),)
+    single = Padding(256, 1, 1), Padding(4096, 1, 1)
+    several = Padding(256, 2, 2), Padding(4096, 16, 16)
+    assert EncoderGraphs(encoder, [4096, 256, 256]).budgets == (single[0], several[0], single[1], several[1])
+    assert EncoderGraphs(windowed, [4096]).budgets == (Padding(4096, 1, 1, 132), Padding(4096, 16, 16, 132))
     assert EncoderGraphs(encoder, [Padding(256, segments=9)]).budgets == (Padding(256, 2, 9),)
+    assert EncoderGraphs(encoder, [Padding(256, images=9)]).budgets == (single[0], Padding(256, 9, 2))
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+@pytest.mark.parametrize(
+    ("image", "segments"),
+    [((1, 16, 16), 1), ((1, 10, 18), 1), ((2, 8, 16), 2), ((0, 4, 4), 1), ((1, 16, 18), 1)],
+    ids=str,
+)
+def test_one_frame_is_one_segment(model_type: str, image: tuple[int, int, int], segments: int) -> None:
+    """Whether it fills its budget or not: attention has a schedule for one segment."""
+    encoder = frozen(model_type)
+    runner = EncoderGraphs(encoder, [256, 512], fallback="refuse")
+    grid = torch.tensor([image])
+    pixels = draw_pixels(encoder, grid, torch.float64)
+    assert_equal_outputs(runner(pixels, grid), encoder(pixels, grid))
+    (budget,) = runner.captured
+    assert budget == runner.budget_of(grid) and (budget.images, budget.segments) == (segments, segments)
+    recording = statics_of(runner).recordings[budget]
+    assert recording.metadata.cu_seqlens.shape[0] == segments + 1
 
 
 def tiny_l(dtype: torch.dtype = torch.bfloat16) -> tuple[QwenVisionEncoder, QwenVisionEncoder]:
@@ -406,7 +565,7 @@ def tiny_l(dtype: torch.dtype = torch.bfloat16) -> tuple[QwenVisionEncoder, Qwen
 
 def padded(runner: EncoderGraphs, grid: Tensor, budget: Padding) -> list[Tensor]:
     """What the graph of this budget computes, in an eager call on what it has last replayed."""
-    encoder, pixels = runner.encoder, runner._pixels[: budget.rows]
+    encoder, pixels = runner.encoder, statics_of(runner).pixels[: budget.rows]
     last, pooled, taps = encoder.encode_packed(pixels, vision_metadata(grid, encoder.sizes, "cuda", budget))
     return [last, pooled, *taps]
 
@@ -550,3 +709,115 @@ def test_streams_and_threads_do_not_mix_batches() -> None:
     assert len(results) == 10 * len(batches)
     for index, result in results:
         assert torch.equal(result, expected[index])
+
+
+# Cycles for which a stream is held, some tenths of a second: far longer than what tests queue meanwhile.
+HELD = 10**9
+
+
+@pytest.mark.gpu
+def test_a_call_waits_for_one_on_another_stream() -> None:
+    """A replay that is held up still finds its own pixels and metadata."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [Padding(1024, 4, 4)], fallback="refuse").warmup()
+    batches = [(draw_pixels(encoder, grid, torch.bfloat16, seed).cuda(), grid) for seed, grid in enumerate(GPU_BATCHES)]
+    streams = [torch.cuda.Stream() for _ in batches]
+    torch.cuda.synchronize()
+
+    def results() -> list[Tensor]:
+        pooled = []
+        for batch, stream in zip(batches, streams, strict=True):
+            with torch.cuda.stream(stream):
+                pooled.append(runner(*batch).pooler_output)
+        return pooled
+
+    # The first time each stream's metadata is made, which may wait.
+    expected = results()
+    torch.cuda.synchronize()
+    (recording,) = statics_of(runner).recordings.values()
+    replay = recording.replay
+
+    def late() -> Any:
+        torch.cuda._sleep(HELD)
+        return replay()
+
+    recording.replay = late
+    actual = results()
+    assert not streams[0].query(), "nothing was held"
+    torch.cuda.synchronize()
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(actual, expected, strict=True))
+    assert not torch.equal(expected[0][:1], expected[1][:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cleared", (True, False))
+def test_letting_go_of_graphs_waits_for_the_last_call(cleared: bool) -> None:
+    """Their tensors belong to the stream of the first call, which knows nothing of the others."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024], fallback="refuse").warmup()
+    grid = GPU_BATCHES[0]
+    pixels = draw_pixels(encoder, grid, torch.bfloat16).cuda()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        runner(pixels, grid)
+        torch.cuda._sleep(HELD)
+        runner(pixels, grid)
+    last = statics_of(runner)._done
+    assert not last.query(), "nothing was held"
+    if cleared:
+        runner.clear()
+    del runner
+    assert last.query()
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for each stream for good."""
+    encoder, _ = tiny_l()
+    encode, streams = encoder.encode_packed, set()
+
+    def noted(*args: Any) -> Any:
+        streams.add((torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing()))
+        return encode(*args)
+
+    monkeypatch.setattr(encoder, "encode_packed", noted)
+    runner = EncoderGraphs(encoder, [256, 512, 1024]).warmup()
+    assert len(runner.captured) == 6
+    stream = statics_of(runner).stream.cuda_stream
+    assert streams == {(stream, False), (stream, True)} and stream != torch.cuda.current_stream().cuda_stream
+
+
+@pytest.mark.gpu
+def test_counters_of_the_hopper_path_come_back() -> None:
+    if gpu().arch != 90:
+        pytest.skip("needs a Hopper GPU")
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024]).warmup()
+    tickets = _attention_hopper.tickets(statics_of(runner).pixels.device)
+
+    def left() -> int:
+        # Each runner has a stream, and that a counter for good.
+        return len(tickets._fresh) + len(tickets._of_stream)
+
+    runner.clear()
+    before = left()
+    # Of one frame and of several.
+    taken = 2 * len(encoder.blocks)
+    runner.warmup()
+    assert before - left() == taken == len(statics_of(runner).counters)
+    encoder.half()
+    runner.warmup()
+    assert before - left() == taken
+    del runner
+    assert left() == before
+
+
+@pytest.mark.gpu
+def test_one_frame_that_fills_its_budget_is_the_eager_call() -> None:
+    """Of the same shapes throughout, so that every kernel and schedule is the same."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [256, 1024], fallback="refuse")
+    for grid in (torch.tensor([[1, 32, 32]]), torch.tensor([[1, 16, 16]])):
+        pixels = draw_pixels(encoder, grid, torch.bfloat16).cuda()
+        assert_same_bits(runner(pixels, grid), list(named_outputs(encoder(pixels, grid)).values()))

@@ -41,8 +41,11 @@ def token_budgets(max_tokens: int, min_tokens: int | None = None, per_doubling: 
     return sorted({-(-budget // UNIT) * UNIT for budget in budgets if budget <= max_tokens})
 
 
-def whole_budget(op: str, name: str, budget: int | Padding, sizes: VisionSizes) -> Padding:
-    """With a bound on everything that has one."""
+def whole_budgets(op: str, name: str, budget: int | Padding, sizes: VisionSizes) -> set[Padding]:
+    """With a bound on everything that has one; and one more for a single frame, where segments have none.
+
+    Attention has a schedule for one segment, which it takes by their number, empty ones included.
+    """
     padding = budget if isinstance(budget, Padding) else Padding(rows=budget)
     if not all(size is None or (isinstance(size, Integral) and int(size) >= 0) for size in astuple(padding)):
         refuse(op, name, "of integers, none of them negative", budget)
@@ -53,12 +56,10 @@ def whole_budget(op: str, name: str, budget: int | Padding, sizes: VisionSizes) 
     windows = None
     if sizes.window is not None:
         windows = rows // PATCHES_OF_A_WINDOW + 4 if padding.windows is None else padding.windows
-    return replace(
-        padding,
-        images=images if padding.images is None else padding.images,
-        segments=images if padding.segments is None else padding.segments,
-        windows=windows,
-    )
+    padding = replace(padding, images=images if padding.images is None else padding.images, windows=windows)
+    if padding.segments is not None:
+        return {padding}
+    return {replace(padding, images=1, segments=1), replace(padding, segments=images)}
 
 
 def words_of(sizes: Padding) -> str:
@@ -66,4 +67,4 @@ def words_of(sizes: Padding) -> str:
     return f"{sizes.rows} patches, {sizes.images} images, {sizes.segments} frames{windows}"
 
 
-__all__ = ["token_budgets", "whole_budget", "words_of"]
+__all__ = ["token_budgets", "whole_budgets", "words_of"]

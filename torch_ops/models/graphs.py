@@ -12,7 +12,7 @@ the CPU, where there are no graphs, the encoder is called on the same static ten
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import astuple
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from torch_ops._checks import refuse
-from torch_ops.models._recording import Recording
-from torch_ops.models.budgets import whole_budget, words_of
+from torch_ops.models._recording import Statics
+from torch_ops.models.budgets import whole_budgets, words_of
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
@@ -49,7 +49,8 @@ class EncoderGraphs:
             What else a forward may depend on (hooks, switches of adapters, flags of PyTorch) is as it was at the
             capture until `clear()`.
         budgets: numbers of patches, as `token_budgets` makes them, or `Padding` for those who want other numbers of
-            images, segments (frames) and windows than about one for 256 patches, and one for 32.
+            images, segments (frames) and windows than about one for 256 patches, and one for 32. Unless segments are
+            given, each stands for two: of a single frame, for which attention is faster, and of several.
         fallback: "eager" calls the encoder itself for a batch that fits no budget, and for what replays do not offer:
             chunk_tokens, output_hidden_states, what Transformers precomputes, autocast, settings(checked=True).
             "refuse" raises ValueError instead.
@@ -73,7 +74,8 @@ class EncoderGraphs:
             refuse(OP, "encoder", "a QwenVisionEncoder, as from_transformers makes it", type(encoder).__name__)
         if fallback not in ("eager", "refuse"):
             refuse(OP, "fallback", "'eager' or 'refuse'", repr(fallback))
-        complete = {whole_budget(OP, f"budgets[{i}]", budget, encoder.sizes) for i, budget in enumerate(budgets)}
+        named = [(f"budgets[{i}]", budget) for i, budget in enumerate(budgets)]
+        complete = set[Padding]().union(*(whole_budgets(OP, *each, encoder.sizes) for each in named))
         if not complete:
             refuse(OP, "budgets", "at least one", "none")
         self.encoder = encoder
@@ -82,26 +84,31 @@ class EncoderGraphs:
         self.budgets = tuple(sorted(complete, key=astuple))
         self._unit = encoder.sizes.merge_size**2
         self._lock = threading.Lock()
-        self._forget()
+        self._statics: Statics | None = None
 
     def warmup(self) -> "EncoderGraphs":
         """Captures the graphs of all budgets, the largest first, so that others fit into its memory."""
         if (obstacle := _mode(self.encoder)) is not None:
             refuse(OP, *obstacle)
         with self._lock, _device_of(self.encoder):
-            for budget in reversed(self.budgets):
-                self._recording(budget)
+            if not self._ready().current():
+                self._statics = None
+            statics = self._ready()
+            with statics.in_order():
+                for budget in reversed(self.budgets):
+                    statics.recording(self.encoder, budget)
         return self
 
     def clear(self) -> None:
-        """Frees all graphs and static tensors; the next call captures anew."""
+        """Frees all graphs and static tensors, once none is in use; the next call captures anew."""
         with self._lock:
-            self._forget()
+            self._statics = None
 
     @property
     def captured(self) -> tuple[Padding, ...]:
         """The budgets that have a graph."""
-        return tuple(budget for budget in self.budgets if budget in self._recordings)
+        statics = self._statics
+        return tuple(budget for budget in self.budgets if statics is not None and budget in statics.recordings)
 
     @property
     def static_tensors(self) -> tuple[Tensor, ...]:
@@ -134,30 +141,43 @@ class EncoderGraphs:
         Raises ValueError where a gradient would be needed, for what the encoder refuses, and with fallback="refuse"
         for what it does not replay.
         """
-        _refuse_gradients(self.encoder, hidden_states)
+        if return_dict is None:
+            return_dict = getattr(self.encoder.config, "return_dict", None)
+        if kwargs.get("output_hidden_states") is None:
+            kwargs["output_hidden_states"] = getattr(self.encoder.config, "output_hidden_states", None)
         images = self._images(grid_thw, metadata)
         budget = None if images is None else self._budget(images)
         if (obstacle := self._obstacle(images, budget, kwargs)) is not None:
             if self.fallback == "refuse":
                 refuse(OP, *obstacle)
+            _refuse_gradients(hidden_states, self.encoder.parameters())
             # Not by a call of the module, whose forward may be this object.
             return QwenVisionEncoder.forward(
                 self.encoder, hidden_states, grid_thw, metadata=metadata, return_dict=return_dict, **kwargs
             )
         assert images is not None and budget is not None
-        rows = sum(t * h * w for t, h, w in images)
-        self.encoder.check_pixels(hidden_states, rows)
+        self.encoder.check_pixels(hidden_states, sum(t * h * w for t, h, w in images))
         with self._lock, _device_of(self.encoder):
-            recording = self._recording(budget)
-            with self._in_order():
-                self._fill(hidden_states, rows)
-                recording.metadata.copy_(metadata_of(images, self.encoder.sizes, self._pixels.device, budget))
-                last, pooled, taps = recording.replay()
-                outputs = (last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps)))
-                if self.copy_outputs:
-                    outputs = tuple(each.clone() for each in outputs)
-        output = self.encoder.output_of(outputs[0], outputs[1], outputs[2:])
+            last, pooled, *taps = self._replayed(hidden_states, images, budget)
+        output = self.encoder.output_of(last, pooled, taps)
         return output.to_tuple() if return_dict is False else output
+
+    def _replayed(self, pixel_values: Tensor, images: tuple[Image, ...], budget: Padding) -> list[Tensor]:
+        statics = self._ready()
+        with statics.in_order():
+            statics.fill(pixel_values)
+            # Looked at while the pixels are on their way.
+            if statics.current():
+                _refuse_gradients(pixel_values, statics.weights.tensors())
+                recording = statics.recording(self.encoder, budget)
+                recording.metadata.copy_(metadata_of(images, self.encoder.sizes, statics.pixels.device, budget))
+                last, pooled, taps = recording.replay()
+                rows = pixel_values.shape[0]
+                outputs = [last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps))]
+                return [each.clone() for each in outputs] if self.copy_outputs else outputs
+        self._statics = None
+        del statics
+        return self._replayed(pixel_values, images, budget)
 
     def _images(self, grid_thw: Tensor | None, metadata: VisionMetadata | None) -> tuple[Image, ...] | None:
         if metadata is not None:
@@ -181,10 +201,8 @@ class EncoderGraphs:
                 return name, "None, since a replay does not take it", "one"
         if images is None:
             return "grid_thw", "given, or metadata whose images the host knows", "none"
-        if torch.is_autocast_enabled(self.encoder.device.type):
-            return "autocast", "off: cast the encoder instead", "on"
-        if settings.checked:
-            return "settings.checked", "False, since checks wait for the device", True
+        if (mode := _mode(self.encoder)) is not None:
+            return mode
         if budget is None:
             budgets = "; ".join(map(words_of, self.budgets))
             return (
@@ -194,56 +212,20 @@ class EncoderGraphs:
             )
         return None
 
-    def _forget(self) -> None:
-        """Without graphs and static tensors, once none is in use."""
-        if (done := getattr(self, "_done", None)) is not None:
-            done.synchronize()
-        self._recordings: dict[Padding, Recording] = {}
-        self._state: object = None
-        self._done: torch.cuda.Event | None = None
-        self._pixels = torch.empty(0)
-        self._filled = 0
-        self._pool: Any = None
+    def _ready(self) -> Statics:
+        """Static tensors on the encoder's device."""
+        if self._statics is not None and self._statics.pixels.device != self.encoder.device:
+            self._statics = None
+        if self._statics is None:
+            self._statics = Statics(self.encoder, max(budget.rows or 0 for budget in self.budgets))
+        return self._statics
 
-    def _recording(self, budget: Padding) -> "Recording":
-        state = _state(self.encoder)
-        if state != self._state:
-            self._forget()
-            self._allocate()
-            self._state = state
-        if budget not in self._recordings:
-            # Tensors made in inference mode could not be filled outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                self._recordings[budget] = Recording(self.encoder, self._pixels[: budget.rows], budget, self._pool)
-        return self._recordings[budget]
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles, which have no graphs yet."""
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_statics")}
 
-    def _allocate(self) -> None:
-        weight = self.encoder.patch_embed.proj.weight
-        shape = (max(budget.rows or 0 for budget in self.budgets), weight[0].numel())
-        with torch.inference_mode(False):
-            self._pixels = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        if weight.is_cuda:
-            self._done = torch.cuda.Event()
-            self._pool = torch.cuda.graph_pool_handle()
-
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """After the call before, which may have been on another stream."""
-        if self._done is None:
-            yield
-            return
-        torch.cuda.current_stream().wait_event(self._done)
-        try:
-            yield
-        finally:
-            self._done.record()
-
-    @torch.no_grad()
-    def _fill(self, pixel_values: Tensor, rows: int) -> None:
-        self._pixels[:rows].copy_(pixel_values, non_blocking=True)
-        # Rows of a batch before may hold anything, and padding is to be finite.
-        self._pixels[rows : self._filled].zero_()
-        self._filled = rows
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock(), _statics=None)
 
 
 def _mode(encoder: QwenVisionEncoder) -> tuple[str, str, object] | None:
@@ -260,23 +242,8 @@ def _device_of(encoder: QwenVisionEncoder) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _weights(encoder: QwenVisionEncoder) -> Iterator[Tensor]:
-    # `parameters()` takes five times as long.
-    modules: list[Any] = [encoder]
-    while modules:
-        module = modules.pop()
-        for held in (module._parameters, module._buffers):
-            yield from (tensor for tensor in held.values() if tensor is not None)
-        modules.extend(child for child in module._modules.values() if child is not None)
-
-
-def _state(encoder: QwenVisionEncoder) -> object:
-    """What a graph was captured with: it reads weights where they were, and knows nothing of others."""
-    return settings.generation, encoder.device, [(weight.data_ptr(), weight.dtype) for weight in _weights(encoder)]
-
-
-def _refuse_gradients(encoder: QwenVisionEncoder, pixel_values: Tensor) -> None:
-    if torch.is_grad_enabled() and (pixel_values.requires_grad or any(w.requires_grad for w in _weights(encoder))):
+def _refuse_gradients(pixel_values: Tensor, weights: Iterable[Tensor]) -> None:
+    if torch.is_grad_enabled() and (pixel_values.requires_grad or any(weight.requires_grad for weight in weights)):
         refuse(OP, "a call", "in torch.inference_mode() or torch.no_grad(): a replay has no gradients", "gradients on")
 
 

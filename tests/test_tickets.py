@@ -1,0 +1,107 @@
+"""The counters of the Hopper path: whose they are, and when new ones are made, which waits for the device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ops import _attention_hopper
+
+pytestmark = pytest.mark.no_interpret
+
+
+class _Gpu:
+    """A device with a stream of this number, which may be capturing."""
+
+    def __init__(self) -> None:
+        self.stream = 1
+        self.capturing = False
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+    gpu = _Gpu()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
+    return gpu
+
+
+class _Tickets(_attention_hopper._Tickets):
+    SLAB = 3
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.filled = 0
+
+    def _fill(self) -> None:
+        self.filled += 1
+        self._fresh += torch.zeros(self.SLAB, 4, dtype=torch.int32)[:, :1].unbind()
+
+
+def capturing(gpu: _Gpu, tickets: _Tickets, launches: int) -> list[Any]:
+    gpu.capturing = True
+    taken = [tickets.take() for _ in range(launches)]
+    gpu.capturing = False
+    return taken
+
+
+def pointers(counters: list[Any]) -> list[int]:
+    return [counter.data_ptr() for counter in counters]
+
+
+def test_a_known_stream_keeps_its_counter_when_all_are_taken(gpu: _Gpu) -> None:
+    """Making new ones waits for the device, which an ordinary call never does."""
+    tickets = _Tickets()
+    first = tickets.take()
+    captured = capturing(gpu, tickets, 4)
+    assert len({*pointers(captured), first.data_ptr()}) == 5
+    assert tickets.take() is first and tickets.filled == 1
+    gpu.stream = 2
+    assert tickets.take() is not first and tickets.filled == 2
+
+
+def test_counters_of_a_graph_come_back(gpu: _Gpu) -> None:
+    tickets = _Tickets()
+    tickets.take()
+    for _ in range(5):
+        counters: list[Any] = []
+        with tickets.lending(counters):
+            taken = capturing(gpu, tickets, 2)
+        assert pointers(counters) == pointers(taken)
+        tickets.give_back(counters)
+    assert tickets.filled == 1
+
+
+def test_counters_of_other_captures_are_not_lent(gpu: _Gpu) -> None:
+    """Those before on the same stream, and those of another thread meanwhile, on its own."""
+    tickets = _Tickets()
+    tickets.take()
+    capturing(gpu, tickets, 1)
+    counters: list[Any] = []
+    with tickets.lending(counters):
+        gpu.stream = 2
+        capturing(gpu, tickets, 1)
+        gpu.stream = 1
+    assert counters == []
+
+
+def test_more_are_made_before_a_capture_and_not_for_devices_without_the_path(gpu: _Gpu) -> None:
+    tickets = _Tickets()
+    with tickets.lending([]):
+        pass
+    assert tickets.filled == 0
+    tickets.take()
+    capturing(gpu, tickets, 2)
+    with tickets.lending([]):
+        assert tickets.filled == 2
+
+
+def test_counters_of_a_capture_that_failed_come_back_too(gpu: _Gpu) -> None:
+    tickets = _Tickets()
+    tickets.take()
+    counters: list[Any] = []
+
+    with pytest.raises(RuntimeError, match="out of memory"), tickets.lending(counters):
+        capturing(gpu, tickets, 1)
+        raise RuntimeError("out of memory")
+    assert len(counters) == 1
