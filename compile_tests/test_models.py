@@ -57,6 +57,11 @@ def test_fifty_batches_compile_at_most_twice(model_type: str, device: str) -> No
         for actual, expected in zip(flat(compiled(*args)), flat(encoder.encode_packed(*args)), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert counter.frame_count <= 2
+    # A single merged cell is another such case.
+    cell = inputs(encoder, torch.tensor([[1, 2, 2]]))
+    for _ in range(2):
+        compiled(*cell)
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.parametrize("model_type", KINDS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import weakref
@@ -58,6 +59,32 @@ def _results(projection: Projection, inputs: Any, *args: Any, **changes: Any) ->
     return results if isinstance(results, tuple) else (results,)
 
 
+def assert_second_derivatives_refused(
+    function: Callable[..., Any], reference: Callable[..., Any], inputs: Any, refusal: str
+) -> None:
+    """Of any two leaves that alone require a gradient, and of upstream gradients that do not: where the reference has a
+    derivative of one's gradient by the other, a call for it is refused."""
+    refused = 0
+    for first, second in itertools.product(inputs.leaves, repeat=2):
+        leaves = {name: inputs.leaves[name].detach().clone().requires_grad_() for name in (first, second)}
+
+        def mixed(function: Callable[..., Any], leaves: dict[str, Tensor], first: str, second: str) -> Tensor:
+            results = inputs.call(function, **leaves)
+            results = results if isinstance(results, tuple) else (results,)
+            total = sum((each * dout).sum() for each, dout in zip(results, inputs.douts.values(), strict=True))
+            (gradient,) = torch.autograd.grad(total, leaves[first], create_graph=True)
+            # With the total beside it there is always a derivative, if not of this gradient.
+            (both,) = torch.autograd.grad(total + gradient.sin().sum(), leaves[second], retain_graph=True)
+            (once,) = torch.autograd.grad(total, leaves[second])
+            return both - once
+
+        if mixed(reference, leaves, first, second).abs().max() > 1e-4:
+            refused += 1
+            with pytest.raises(NotImplementedError, match=refusal):
+                mixed(function, leaves, first, second)
+    assert refused > 1
+
+
 class ProjectionTests:
     """Subclassed by each op's tests."""
 
@@ -110,6 +137,15 @@ class ProjectionTests:
         name = self.projection.function.__name__
         with pytest.raises(NotImplementedError, match=f"vk::{name}_backward has no derivative"):
             torch.autograd.grad(dx.sum(), x)
+
+    def test_no_second_derivative_is_dropped(self, device: str) -> None:
+        name = self.projection.function.__name__
+        for options in self.projection.options:
+            assert_second_derivatives_refused(
+                lambda *args, options=options, **named: self.projection.function(*args, *options, **named),
+                self.projection.reference, self._inputs(torch.float32, device),
+                f"vk::{name}_backward has no derivative",
+            )  # fmt: skip
 
     def test_a_tangent_is_refused(self, device: str) -> None:
         inputs = self._inputs(torch.float32, device)

@@ -108,6 +108,13 @@ def test_bad_plans_are_refused() -> None:
         spread_images([(1, 2, 2)], 2, float("nan"))
     with pytest.raises(ValueError, match=r"spread_images: grid_thw must be a tensor of shape \[n, 3\]"):
         spread_images(torch.zeros(3, dtype=torch.int64), 2)
+    for rows in ([(1, 2, 2), (1, -2, 2)], torch.tensor([(1, 2, 2), (1, -2, 2)])):
+        with pytest.raises(ValueError, match=r"spread_images: grid_thw\[1, 1\], the height, must be .* got -2"):
+            spread_images(rows, 1)
+    for row in ((1, 2), (1, 2.0, 2), 4):
+        with pytest.raises(ValueError, match=r"spread_images: grid_thw\[1\] must be three integers \(t, h, w\), got"):
+            spread_images([(1, 2, 2), row], 1)
+    assert spread_images([], 1) == spread_images(torch.zeros(0, 3, dtype=torch.int64), 1)
 
 
 def test_a_process_without_a_group_is_refused() -> None:

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from tests.projections import INTERPRET, Projection, ProjectionTests, left_to_pytorch
+from tests.projections import (
+    INTERPRET,
+    Projection,
+    ProjectionTests,
+    assert_second_derivatives_refused,
+    left_to_pytorch,
+)
 from torch_ops import mlp
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
@@ -256,6 +262,11 @@ def test_frozen_gates_keep_no_input(device: str) -> None:
         assert inputs.x.data_ptr() in kept
 
 
+def test_no_second_derivative_of_two_weights_is_dropped(device: str) -> None:
+    inputs = make_mlp_inputs(replace(APART, lead=(4,)), torch.float32, device)
+    assert_second_derivatives_refused(mlp, references.mlp, inputs, "vk::mlp_backward has no derivative")
+
+
 def test_leading_dimensions_are_rows(device: str) -> None:
     inputs = make_mlp_inputs(MlpCase("lead", "", (2, 3, 5), 24, 40), torch.float16, device)
     out = inputs.call(mlp)
@@ -276,12 +287,19 @@ def test_gradcheck_of_two_weights_in_fp64(recompute: bool) -> None:
     _check_gradients(MlpCase("gradcheck", "fp64", (2, 2), 3, 5, "swiglu", outer=2, apart=True), recompute)
 
 
-def _check_gradients(case: MlpCase, recompute: bool) -> None:
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradcheck_of_the_op_s_second_result_too(apart: bool) -> None:
+    case = MlpCase("gradcheck", "fp64", (2, 2), 3, 5, "swiglu", outer=2, apart=apart)
+    _check_gradients(case, True, torch.ops.vk.mlp)
+
+
+def _check_gradients(case: MlpCase, option: bool, function: Any = mlp) -> None:
     inputs = make_mlp_inputs(case, torch.float64)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
 
-    def call(*given: Tensor) -> Tensor:
-        return inputs.call(mlp, recompute, **dict(zip(leaves, given, strict=True)))
+    def call(*given: Tensor) -> Any:
+        return inputs.call(function, option, **dict(zip(leaves, given, strict=True)))
 
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 

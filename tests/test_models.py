@@ -459,6 +459,23 @@ def test_attention_alone() -> None:
         attention(x, torch.ones(50, 36))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((104, 12), r"hidden_size must be a multiple of num_heads = 12, got 104"),
+        ((30, 3), r"head dimension of q, head_dim, must be a multiple of 8 from 8 to 256, got 10"),
+        ((528, 2), r"head dimension of q, head_dim, must be a multiple of 8 from 8 to 256, got 264"),
+        ((96, 2, 12), r"head dimension of q, head_dim, must be a multiple of 8 from 8 to 256, got 12"),
+        ((96, 0), r"number of heads of q, num_heads, must be from 1 to 65535, got 0"),
+        ((96, 0, 64), r"number of heads of q, num_heads, must be from 1 to 65535, got 0"),
+    ],
+    ids=str,
+)
+def test_attention_that_cannot_be_is_refused_when_it_is_made(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^VisionAttention: the {message}$|^VisionAttention: {message}$"):
+        VisionAttention(*sizes)
+
+
 @pytest.mark.parametrize("model_type", KINDS)
 def test_attention_is_that_of_transformers(model_type: str) -> None:
     tower = tiny_tower(model_type)

@@ -11,6 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.projections import assert_second_derivatives_refused
 from torch_ops import patch_merger
 from torch_ops.testing import check, poisoned, references
 from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, merger_cases, outcome
@@ -95,6 +96,14 @@ def test_frozen_layers_keep_x_and_the_first_product_alone(device: str) -> None:
         kept.clear()
         inputs.call(patch_merger, fc1_weight=inputs.fc1_weight.clone().requires_grad_())
         assert kept.count((35, 96)) == 2 and (140, 24) not in kept
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "none"])
+def test_no_second_derivative_is_dropped(norm: str, device: str) -> None:
+    inputs = make_merger_inputs(MergerCase("second", "", 8, 6, 5, inner=7, norm=norm), torch.float32, device)
+    assert_second_derivatives_refused(
+        patch_merger, references.patch_merger, inputs, r"vk::\w+_backward has no derivative"
+    )
 
 
 def test_contiguous_rows_are_merged_without_a_copy(device: str) -> None:
@@ -186,7 +195,7 @@ REFUSALS = [
     ("rows", _with(x=lambda g: g["x"][:39]), r"number of rows of x must be a multiple of merge_size\^2 = 4, got 39"),
     ("merge_size", _with(merge_size=lambda g: 0), r"merge_size must be 1 or more, got 0"),
     ("norm_weight", _with(norm_after=lambda g: True), r"norm_weight must be of shape \[48\], got \[12\]"),
-    ("norm_dtype", _with(norm_weight=lambda g: g["norm_weight"].half()), r"norm_weight must be float32 as x is, "),
+    ("norm_dtype", _with(norm_weight=lambda g: g["norm_weight"].half()), r"norm_weight must be float32 as x is, got"),
     ("norm_bias", _with(norm_bias=lambda g: g["norm_bias"][1:]), r"norm_bias must be of shape \[12\], got \[11\]"),
     ("rms", _with(rms=lambda g: True), r"norm_bias must be None with rms and where norm_weight is, got a tensor"),
     ("no_norm", _with(norm_weight=lambda g: None), r"norm_bias must be None with rms and where norm_weight is"),
@@ -196,19 +205,56 @@ REFUSALS = [
     ("fc2", _with(fc2_weight=lambda g: g["fc2_weight"][:, 1:]), r"fc2_weight must be of shape .* = \[any, 30\]"),
     ("fc2_bias", _with(fc2_weight=lambda g: None), r"fc2_bias must be None where fc2_weight is, got a tensor"),
     ("eps", _with(eps=lambda g: torch.ones(())), r"eps must be a number, since a tensor would get no gradient"),
+    ("eps_range", _with(eps=lambda g: -1.0), r"eps must be 0 or a positive number .* got -1"),
+    ("eps_of_no_norm", lambda g: {**g, "norm_weight": None, "norm_bias": None, "eps": -1.0}, r"eps must be 0 or "),
+    ("no_inner", _with(fc1_weight=lambda g: g["fc1_weight"][:0], fc1_bias=lambda g: None,
+                       fc2_weight=lambda g: g["fc2_weight"][:, :0]), r"rows of fc1_weight must be 1 or more, got 0"),
+    ("no_outer", _with(fc2_weight=lambda g: g["fc2_weight"][:0], fc2_bias=lambda g: None), r"of fc2_weight must be 1"),
     ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight must be on .* as x is, got meta"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
-def test_refuses(name: str, change: Any, message: str, device: str) -> None:
+def _good(device: str) -> dict[str, Any]:
     def new(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
 
-    good = {
+    return {
         "x": new(40, 12), "norm_weight": new(12), "norm_bias": new(12), "fc1_weight": new(30, 48),
         "fc1_bias": new(30), "fc2_weight": new(20, 30), "fc2_bias": new(20),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
+def test_refuses(name: str, change: Any, message: str, device: str) -> None:
+    good = _good(device)
     assert patch_merger(**good).shape == (10, 20)
     with pytest.raises(ValueError, match=f"^patch_merger: .*{message}"):
         patch_merger(**change(good))
+
+
+def _alone(change: Any) -> Any:
+    """Of one projection."""
+    return lambda good: change({**good, "fc2_weight": None, "fc2_bias": None})
+
+
+IN_AUTOCAST = [
+    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias must be of shape \[30\], got \[29\]"),
+    ("fc1_bias_alone", _alone(_with(fc1_bias=lambda g: g["fc1_bias"][None])), r"fc1_bias must be of shape \[30\], got"),
+    ("fc2_bias", _with(fc2_bias=lambda g: g["fc2_bias"][:1]), r"fc2_bias must be of shape \[20\], got \[1\]"),
+    ("integers", _with(fc1_weight=lambda g: g["fc1_weight"].int()), r"fc1_weight must be float32 as x is, got int32"),
+    ("integers_alone", _alone(_with(fc1_weight=lambda g: g["fc1_weight"].int())), r"fc1_weight must be float32 as"),
+    ("double", _alone(_with(fc1_bias=lambda g: g["fc1_bias"].double())), r"fc1_bias must be float32 as x is, got"),
+    ("x_double", _alone(_with(x=lambda g: g["x"].double(), norm_weight=lambda g: None, norm_bias=lambda g: None)),
+     r"fc1_weight must be float64 as x is, got float32"),
+    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight must be on .* as x is, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize(("name", "change", "message"), IN_AUTOCAST, ids=[name for name, *_ in IN_AUTOCAST])
+def test_refuses_in_an_autocast_region(name: str, change: Any, message: str) -> None:
+    good = _good("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert patch_merger(**good).dtype == patch_merger(**_alone(dict)(good)).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=f"^patch_merger: .*{message}"):
+            patch_merger(**change(good))

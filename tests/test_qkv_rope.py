@@ -259,7 +259,7 @@ REFUSALS = [
     ("bias_dtype", _changed(bias=lambda g: g["bias"].half()), r"bias must be float32 as x is, got float16"),
     ("cos_rows", _changed(cos=lambda g: g["cos"][:3]), r"cos must be of shape .* = \[10, any\], got \[3, 16\]"),
     ("cos_columns", _changed(cos=lambda g: g["cos"][:, :4]), r"cos must be of 16 or 8 columns, got 4"),
-    ("cos_dtype", _changed(cos=lambda g: g["cos"].half()), r"cos must be float32 or float32 as x is, got float16"),
+    ("cos_dtype", _changed(cos=lambda g: g["cos"].half()), r"cos must be float32 as x is, got float16"),
     ("sin", _changed(sin=lambda g: g["sin"][:, :8]), r"sin must be as cos is, \[10, 16\] in float32, got \[10, 8\]"),
     ("device", _changed(sin=lambda g: g["sin"].to("meta")), r"sin must be on .* as x is, got meta"),
     ("sparse", _changed(x=lambda g: g["x"].to_sparse()), r"x must be a dense tensor, got one of layout"),

@@ -333,7 +333,7 @@ def _refusals() -> list:
         ),
         ("rows", changed(cos=lambda g: g["cos"][:9]), r"cos must be of shape .* = \[10, any\], got \[9, 16\]"),
         ("columns", changed(cos=lambda g: g["cos"][:, :4]), r"cos must be of 16 or 8 columns, got 4"),
-        ("dtype", changed(cos=lambda g: g["cos"].half()), r"cos must be float32 or float32 as q is, got float16"),
+        ("dtype", changed(cos=lambda g: g["cos"].half()), r"cos must be float32 as q is, got float16"),
         (
             "widths",
             changed(sin=lambda g: g["sin"][:, :8]),

@@ -52,12 +52,16 @@ def check_matrix(op: str, argument: str, tensor: Tensor, shape: str, sizes: tupl
         refuse(op, argument, f"of shape {shape}{named}", list(tensor.shape))
 
 
+def check_vector(op: str, argument: str, vector: Tensor, size: int) -> None:
+    check_dense(op, argument, vector)
+    if vector.dim() != 1 or vector.shape[0] != size:
+        refuse(op, argument, f"of shape [{size}]", list(vector.shape))
+
+
 def check_bias(op: str, argument: str, bias: Tensor | None, size: int, like_name: str, like: Tensor) -> None:
     if bias is None:
         return
-    check_dense(op, argument, bias)
-    if bias.dim() != 1 or bias.shape[0] != size:
-        refuse(op, argument, f"of shape [{size}]", list(bias.shape))
+    check_vector(op, argument, bias, size)
     check_like(op, argument, bias, like_name, like)
 
 
@@ -68,7 +72,8 @@ def check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, l
         if table.shape[1] not in (head_dim, head_dim // 2):
             refuse(op, name, f"of {head_dim} or {head_dim // 2} columns", table.shape[1])
         if table.dtype not in (torch.float32, like.dtype):
-            refuse(op, name, f"float32 or {dtype_name(like.dtype)} as {like_name} is", dtype_name(table.dtype))
+            own = f"{dtype_name(like.dtype)} as {like_name} is"
+            refuse(op, name, own if like.dtype is torch.float32 else f"float32 or {own}", dtype_name(table.dtype))
         check_device(op, name, table, like_name, like)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"

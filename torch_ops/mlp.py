@@ -168,18 +168,45 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     # x is for the gradients of the first layer's weights, and to make hidden again.
     keeps_x = needs[1] or needs[7] or (hidden.shape[1] == 0 and any((*needs[:4], *needs[7:])))
     ctx.save_for_backward(x if keeps_x else None, w1, b1, w2, hidden, w_up, b_up)
-    ctx.mark_non_differentiable(hidden)
+    ctx.shape = x.shape
+    # Else hidden is differentiable: what the backward makes of it then depends on x, without x being kept, and a second
+    # derivative is refused.
+    if hidden.shape[1] == 0 or not any((*needs[:3], *needs[7:])):
+        ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dhidden: Tensor | None) -> tuple[Any, ...]:
     *tensors, w_up, b_up = ctx.saved_tensors
-    needs, needs_up = ctx.needs
-    if dout is None or not any((*needs, *needs_up)):
-        return (None,) * 9
-    made = mlp_backward_op(dout, *tensors, ctx.activation, *needs, w_up, b_up, *needs_up)
-    grads = [gradient if needed else None for gradient, needed in zip(made, (*needs, *needs_up), strict=True)]
+    needs = (*ctx.needs[0], *ctx.needs[1])
+    grads: list[Tensor | None] = [None] * 7
+    if dout is not None and any(needs):
+        made = mlp_backward_op(dout, *tensors, ctx.activation, *ctx.needs[0], w_up, b_up, *ctx.needs[1])
+        grads = [gradient if needed else None for gradient, needed in zip(made, needs, strict=True)]
+    if dhidden is not None:
+        with torch._C._DisableAutocast():
+            _add_hidden(grads, dhidden, needs, ctx.shape, tensors[0], tensors[1], w_up)
     return *grads[:5], None, None, *grads[5:]
+
+
+def _add_hidden(
+    grads: list[Tensor | None], dhidden: Tensor, needs: tuple[bool, ...], shape: torch.Size, x: Tensor | None,
+    w1: Tensor, w_up: Tensor | None,
+) -> None:  # fmt: skip
+    """To the gradients, those by way of `torch.ops.vk.mlp`'s second result, which is a linear layer's or two's."""
+
+    def add(place: int, gradient: Tensor) -> None:
+        before = grads[place]
+        grads[place] = gradient if before is None else before + gradient
+
+    layers = [(w1, 1, 2)] if w_up is None else [(w1, 1, 2), (w_up, 5, 6)]
+    for dpre, (weight, of_weight, of_bias) in zip(dhidden.split(w1.shape[0], 1), layers, strict=True):
+        if needs[0]:
+            add(0, torch.mm(dpre, weight).view(shape))
+        if needs[of_weight] and x is not None:
+            add(of_weight, torch.mm(dpre.t(), rows_of(x)))
+        if needs[of_bias]:
+            add(of_bias, dpre.sum(0))
 
 
 mlp_op.register_autograd(_backward, setup_context=_setup_context)
@@ -215,17 +242,18 @@ def mlp(
 
     Returns:
         [..., N], contiguous, in x's dtype. `torch.ops.vk.mlp` returns (out, hidden): hidden is the first product
-        [rows, as many as w1 and w_up have], for the backward alone, or without columns where its return_hidden is
-        False; a backward then makes it again.
+        [rows, as many as w1 and w_up have], for the backward, or without columns where its return_hidden is False; a
+        backward then makes it again.
 
     Raises:
         ValueError: names the argument, what was wanted and what came.
         RuntimeError: PyTorch's own, for an argument of another type.
 
-    Sums are fp32 and rounded after the activation and at the end; fp32 inputs use tf32 only where
-    `torch.backends.cuda.matmul` allows it. No width is special: 4304, 3420 or 1365 columns take no padding of weights
-    from the caller. Gradients are made for what requires them: with w1 frozen x is not kept. Forward and backward give
-    the same bits for the same inputs.
+    Sums and the activation are fp32. In half types what the activation is of is rounded first, as by a linear layer,
+    but in the kernels in stock Triton (docs/gemm.md); its result and out are rounded on every path. fp32 inputs use
+    tf32 only where `torch.backends.cuda.matmul` allows it. No width is special: 4304, 3420 or 1365 columns take no
+    padding of weights from the caller. Gradients are made for what requires them: with w1 frozen x is not kept. A
+    second derivative raises NotImplementedError. Forward and backward give the same bits for the same inputs.
     """
     wanted = torch.is_grad_enabled() and any(
         tensor is not None and (not isinstance(tensor, Tensor) or tensor.requires_grad)

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_ops._checks import (
-    check_bias,
-    check_dense,
+    FLOATS,
     check_device,
+    check_eps,
     check_float,
     check_like,
     check_matrix,
     check_number,
+    check_vector,
     dtype_name,
     refuse,
 )
@@ -36,26 +37,31 @@ def _check_norm(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
     for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if vector is None:
             continue
-        check_dense(OP, name, vector)
+        check_vector(OP, name, vector, width)
         check_device(OP, name, vector, "x", x)
         if vector.dtype not in (x.dtype, torch.float32):
-            refuse(OP, name, f"{dtype_name(x.dtype)} as x is, or float32", dtype_name(vector.dtype))
-        if vector.dim() != 1 or vector.shape[0] != width:
-            refuse(OP, name, f"of shape [{width}]", list(vector.shape))
+            own = f"{dtype_name(x.dtype)} as x is"
+            refuse(OP, name, own if x.dtype is torch.float32 else f"{own}, or float32", dtype_name(vector.dtype))
 
 
 def _check_layer(x: Tensor, names: tuple[str, str], weight: Tensor, bias: Tensor | None, columns: int) -> None:
     check_matrix(OP, names[0], weight, "[out, in]", (None, columns))
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        # Which brings them to one dtype.
-        return
-    check_like(OP, names[0], weight, "x", x)
-    check_bias(OP, names[1], bias, weight.shape[0], "x", x)
+    if bias is not None:
+        check_vector(OP, names[1], bias, weight.shape[0])
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    for name, tensor in zip(names, (weight, bias), strict=True):
+        if tensor is None:
+            continue
+        if autocast and x.dtype in FLOATS and tensor.dtype in FLOATS:
+            # Which brings these to one dtype, and others not.
+            check_device(OP, name, tensor, "x", x)
+        else:
+            check_like(OP, name, tensor, "x", x)
 
 
 def _check_patch_merger(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int, norm_after: bool, rms: bool,
+    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int, norm_after: bool, eps: float, rms: bool,
 ) -> int:  # fmt: skip
     """The columns of a merged row."""
     check_matrix(OP, "x", x, "[T, C]", (None, None))
@@ -67,11 +73,15 @@ def _check_patch_merger(
         refuse(OP, "the number of columns of x", "1 or more", 0)
     if total % patches != 0:
         refuse(OP, "the number of rows of x", f"a multiple of merge_size^2 = {patches}", total)
+    check_eps(OP, eps)
     width = patches * columns
     _check_norm(x, norm_weight, norm_bias, width if norm_after else columns, rms)
     _check_layer(x, ("fc1_weight", "fc1_bias"), fc1_weight, fc1_bias, width)
     if fc2_weight is not None:
         _check_layer(x, ("fc2_weight", "fc2_bias"), fc2_weight, fc2_bias, fc1_weight.shape[0])
+        for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
+            if weight.shape[0] == 0:
+                refuse(OP, f"the number of rows of {name}", "1 or more", 0)
     elif fc2_bias is not None:
         refuse(OP, "fc2_bias", "None where fc2_weight is", "a tensor")
     return width
@@ -84,7 +94,7 @@ def patch_merger_op(
     eps: float = 1e-6, rms: bool = False,
 ) -> Tensor:  # fmt: skip
     width = _check_patch_merger(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, rms
+        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
     )
     merged = x.shape[0] // merge_size**2, width
     rows = x.reshape(merged) if norm_after else x

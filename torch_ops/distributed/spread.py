@@ -19,12 +19,14 @@ spreads whole images so, by their patches alone (`run_dp_sharded_mrope_vision_mo
 
 import heapq
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_ops._checks import refuse
@@ -83,9 +85,19 @@ def spread_images(
         refuse(op, "ranks", "1 or more", ranks)
     if not balance > 0:
         refuse(op, "balance", "a positive number of patches", balance)
-    if isinstance(grid_thw, Tensor):
-        return _spread(images_of(op, grid_thw, 1), ranks, balance)
-    return _spread(tuple((t, h, w) for t, h, w in grid_thw), ranks, balance)
+    grid = grid_thw if isinstance(grid_thw, Tensor) else _as_grid(op, grid_thw)
+    return _spread(images_of(op, grid, 1), ranks, balance)
+
+
+def _as_grid(op: str, rows: Iterable[Sequence[int]]) -> Tensor:
+    images = []
+    for image, row in enumerate(rows):
+        try:
+            t, h, w = (operator.index(size) for size in row)
+        except (TypeError, ValueError):
+            refuse(op, f"grid_thw[{image}]", "three integers (t, h, w)", row)
+        images.append((t, h, w))
+    return torch.tensor(images, dtype=torch.int64).view(-1, 3)
 
 
 def least_loaded(costs: Sequence[float], ranks: int) -> list[int]:

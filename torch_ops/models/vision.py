@@ -25,7 +25,7 @@ from torch.export import Dim
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops._checks import refuse
+from torch_ops._checks import check_head_dim, check_num_heads, refuse
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.models.families import FAMILIES, Family, vision_config_of
@@ -124,12 +124,19 @@ class VisionAttention(nn.Module):
         hidden_size: C, the columns of x.
         num_heads: H.
         head_dim: D, a multiple of 8 up to 256; C / H where None.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int | None = None) -> None:
         super().__init__()
+        check_num_heads("VisionAttention", "q, num_heads,", num_heads)
+        if head_dim is None and hidden_size % num_heads != 0:
+            refuse("VisionAttention", "hidden_size", f"a multiple of num_heads = {num_heads}", hidden_size)
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        check_head_dim("VisionAttention", "q, head_dim,", self.head_dim)
         self.qkv: Any = nn.Linear(hidden_size, 3 * num_heads * self.head_dim)
         self.proj = nn.Linear(num_heads * self.head_dim, hidden_size)
 
