@@ -113,13 +113,15 @@ class EncoderGraphs:
     @property
     def static_tensors(self) -> tuple[Tensor, ...]:
         """What calls are copied into, outside of the memory pool: the pixels, and the metadata of each graph."""
-        metadata = (tensor for each in self._recordings.values() for _, tensor in each.metadata.tensors())
-        return (self._pixels, *metadata)
+        statics = self._ready()
+        metadata = (tensor for each in statics.recordings.values() for _, tensor in each.metadata.tensors())
+        return (statics.pixels, *metadata)
 
     @property
     def pool(self) -> tuple[int, int] | None:
         """The memory pool of all graphs, as `torch.cuda.memory_snapshot` knows it; None where there are no graphs."""
-        return None if self._pool is None else (self._pool[0], self._pool[1])
+        pool = self._ready().pool
+        return None if pool is None else (pool[0], pool[1])
 
     def budget_of(self, grid_thw: Tensor) -> Padding | None:
         """The budget that a batch takes, None if it fits none."""
