@@ -361,11 +361,69 @@ def test_replaced_forwards_and_hooks_of_layers_are_seen() -> None:
     for name in encoder.layer_names:
         encoder.get_submodule(name).register_forward_hook(lambda module, *rest: seen.append(module))
     assert_close_to_reference(encoder(pixels, IMAGES).pooler_output, eager, truth)
-    assert len(seen) == len(encoder.layer_names) == 1 + 3 * 4 + 3 * 2
+    assert len(seen) == len(encoder.layer_names) == 1 + 1 + 3 * 4 + 3 * 2
     layer = encoder.blocks[0].attn.qkv
     layer._forward_hooks.clear()
     layer.forward = lambda x: nn.functional.linear(x, 2 * layer.weight, layer.bias)
     assert (encoder(pixels, IMAGES).pooler_output - eager).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("families", ("qwen3_vl_vision", "qwen3_omni_moe_vision_encoder"))
+def test_replaced_forwards_and_hooks_of_positions_are_seen(families: str) -> None:
+    tower = tiny_tower(families)
+    tower.pos_embed.register_forward_hook(lambda module, args, output: 2 * output)
+    truth, eager = run(doubled(tower), torch.float64), run(tower, torch.float32)
+    encoder = accelerate(tower)
+    check(run(encoder, torch.float32), eager, truth)
+    tower.pos_embed._forward_hooks.clear()
+    weight = tower.pos_embed.weight
+    tower.pos_embed.forward = lambda indices: 2 * weight[indices]
+    check(run(encoder, torch.float32), eager, truth)
+
+
+class Quantised(Tensor):
+    """A weight in eight bits, as torchao holds it: what the layer computes is its own, and nothing else is known."""
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.scale = weight.abs().amax(1, keepdim=True) / 127
+        self.rounded = (weight / self.scale).round().to(torch.int8)
+
+    def full(self) -> Tensor:
+        return self.rounded.to(self.dtype) * self.scale
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            return function(args[0], args[1].full(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].full())
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+def test_quantised_weights_of_plain_layers(model_type: str) -> None:
+    tower = tiny_tower(model_type).requires_grad_(False)
+    exact = doubled(tower)
+    for name, module in tower.named_modules():
+        if type(module) is nn.Linear:
+            weight = Quantised(module.weight)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            with torch.no_grad():
+                exact.get_submodule(name).weight.copy_(weight.full())
+    pixels = draw_pixels(tower, IMAGES)
+    eager, truth = tower(pixels, grid_thw=IMAGES), exact(pixels.double(), grid_thw=IMAGES)
+    encoder = accelerate(tower)
+    check_outputs(encoder(pixels, IMAGES), eager, truth)
+    assert type(encoder.blocks[0].attn.qkv.weight) is Quantised
+    assert restore(encoder) is tower and type(tower.blocks[0].attn.qkv.weight) is Quantised
 
 
 def test_compiles_with_adapters() -> None:

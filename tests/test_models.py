@@ -1,6 +1,7 @@
 """The vision encoder of the Qwen-VL families against Transformers' classes, and its metadata."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision_utils
 
 import torch_ops.models as models
@@ -27,7 +29,7 @@ from torch_ops.models import (
 )
 from torch_ops.models.families import FAMILIES, vision_config_of
 from torch_ops.models.vision import VisionBlock, split_images
-from torch_ops.models.vision_metadata import REMEMBERED
+from torch_ops.models.vision_metadata import REMEMBERED, precomputed_metadata
 from torch_ops.testing import assert_close_to_reference, check
 
 pytestmark = pytest.mark.no_interpret
@@ -303,7 +305,7 @@ def test_metadata_is_that_of_transformers(images: list[tuple[int, int, int]]) ->
     )
     assert_close_to_reference(metadata.cos, eager.cos(), truth.cos(), "cos")
     assert_close_to_reference(metadata.sin, eager.sin(), truth.sin(), "sin")
-    assert (metadata.total, metadata.maximum) == (int(grid.prod(1).sum()), int((grid[:, 1] * grid[:, 2]).max()))
+    assert metadata.total == int(grid.prod(1).sum())
     plain = vision_metadata(grid, VisionSizes(80))
     assert torch.equal(plain.cos.view(-1, 4, 40)[index].flatten(0, 1), metadata.cos)
     assert plain.window_index is None and plain.cu_window_seqlens is None
@@ -350,7 +352,7 @@ def test_bad_grids_are_refused(grid: Any, message: str) -> None:
 def test_bad_calls_are_refused() -> None:
     encoder = frozen("qwen3_vl_vision")
     pixels = draw_pixels(encoder, IMAGES)
-    metadata = vision_metadata(IMAGES, encoder.sizes)
+    metadata, made = vision_metadata(IMAGES, encoder.sizes), precomputed(encoder, IMAGES)
     for message, args, named in (
         ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),
         (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
@@ -358,10 +360,9 @@ def test_bad_calls_are_refused() -> None:
         ("output_attentions must be False", (pixels, IMAGES), {"output_attentions": True}),
         ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
         ("chunk_tokens must be None where the host", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
-        (
-            "chunk_tokens must be None where interp_indices",
-            (pixels, IMAGES),
-            {**precomputed(encoder, IMAGES), "cu_seqlens": None, "chunk_tokens": 8},
+        *(
+            ("chunk_tokens must be None where the host", (pixels, IMAGES), {**named, "chunk_tokens": 8})
+            for named in ({"cu_seqlens": made["cu_seqlens"]}, {"position_ids": made["position_ids"]}, made)
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -403,6 +404,17 @@ def test_remembered_metadata_is_not_written_to() -> None:
         _ = metadata.clone().total
 
 
+@pytest.mark.parametrize("model_type", KINDS)
+def test_what_is_precomputed_on_the_host_is_sent(model_type: str) -> None:
+    encoder = frozen(model_type)
+    given = precomputed(encoder, IMAGES)
+    for left_out in (None, *given):
+        named = {name: value for name, value in given.items() if name != left_out}
+        learned = encoder.pos_embed is not None
+        metadata = precomputed_metadata(named, IMAGES, encoder.sizes, torch.device("meta"), learned)
+        assert {tensor.device.type for _, tensor in metadata.tensors()} == {"meta"}
+
+
 def flat(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[Tensor]:
     return [outputs[0], outputs[1], *outputs[2]]
 
@@ -420,6 +432,52 @@ def test_chunks_of_frames_change_nothing(model_type: str, chunk_tokens: int) -> 
         if chunk_tokens == 10**6:
             assert torch.equal(actual[name], tensor), name
         torch.testing.assert_close(actual[name], tensor, msg=about(name))
+
+
+@pytest.mark.parametrize("images", ([], [(0, 4, 4)], [(2, 0, 4), (1, 4, 4)]), ids=str)
+@pytest.mark.parametrize("grad", (False, True))
+def test_chunks_of_nothing(images: list[tuple[int, int, int]], grad: bool) -> None:
+    encoder = frozen("qwen3_vl_vision").requires_grad_(grad)
+    grid = torch.tensor(images, dtype=torch.int64).view(-1, 3)
+    pixels = draw_pixels(encoder, grid, torch.float64)
+    expected, actual = (named_outputs(encoder(pixels, grid, chunk_tokens=most)) for most in (None, 1))
+    assert {name: tensor.shape for name, tensor in actual.items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=about(name))
+
+
+def test_one_chunk_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = frozen("qwen3_vl_vision", torch.float32)
+    grid = torch.tensor([[6, 4, 4]])
+    alive: list[Any] = []
+    encode = QwenVisionEncoder._encode
+
+    def watched(self: QwenVisionEncoder, *args: Any) -> Any:
+        assert not [each for each in alive if each() is not None], "what chunks before gave is still held"
+        outputs = encode(self, *args)
+        alive.extend(map(weakref.ref, pytree.tree_leaves(outputs)))
+        return outputs
+
+    monkeypatch.setattr(QwenVisionEncoder, "_encode", watched)
+    encoder(draw_pixels(encoder, grid), grid, chunk_tokens=16)
+    assert len(alive) == 6 * 4
+
+
+def test_the_configuration_says_what_is_returned() -> None:
+    tower = tiny_tower("qwen3_vl_vision").requires_grad_(False)
+    encoder = from_transformers(tower)
+    pixels = draw_pixels(encoder, IMAGES)
+    encoder.config.output_hidden_states = True
+    assert list(encoder(pixels, IMAGES)) == list(tower(pixels, grid_thw=IMAGES))
+    assert "hidden_states" in encoder(pixels, IMAGES) and "hidden_states" not in encoder(
+        pixels, IMAGES, output_hidden_states=False
+    )
+    encoder.config.return_dict = False
+    ours, theirs = encoder(pixels, IMAGES), tower(pixels, grid_thw=IMAGES)
+    assert type(ours) is type(theirs) is tuple and len(ours) == len(theirs) == 4
+    assert encoder(pixels, IMAGES, return_dict=True).pooler_output is not None
 
 
 def test_gradients_pass_through_chunks() -> None:
@@ -537,6 +595,32 @@ def test_a_grid_on_the_cpu_costs_no_synchronisation() -> None:
             encoder(pixels, IMAGES.cuda())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def copies_of(call: Callable[[], Any]) -> list[str]:
+    """What CUDA says of the copies to the device that a call makes: from pageable memory they may wait."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if "Memcpy HtoD" in event.name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", KINDS)
+def test_nothing_is_copied_from_pageable_memory(model_type: str) -> None:
+    """Of what Transformers' helpers make on the host, which is sent."""
+    tower = tiny_tower(model_type, torch.bfloat16).cuda().requires_grad_(False)
+    encoder = from_transformers(tower)
+    pixels = draw_pixels(encoder, IMAGES, torch.bfloat16).cuda()
+    given = precomputed(encoder, IMAGES)
+    calls = [lambda: encoder(pixels, IMAGES, **given)]
+    if encoder.pos_embed is not None:
+        calls.append(lambda: qwen_vl.encode(tower, pixels, IMAGES))
+    for call in calls:
+        copies = copies_of(call)
+        assert len(copies) >= 3 and not [name for name in copies if "Pageable" in name], copies
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ except ImportError as error:
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
-from torch_ops.models.vision_metadata import vision_metadata
+from torch_ops.models.vision_metadata import sent, vision_metadata
 
 Progress = Callable[[int, int], None]
 
@@ -226,7 +226,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
         pixel_values,
         grid_thw=grid,
         max_seqlen=int((grid[:, 1] * grid[:, 2]).max()),
-        **{key: tensor.to(device, non_blocking=True) for key, tensor in precomputed.items()},
+        **{key: sent(tensor, device) for key, tensor in precomputed.items()},
     )
 
 
