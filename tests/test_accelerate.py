@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -426,6 +427,56 @@ def test_quantised_weights_of_plain_layers(model_type: str) -> None:
     assert restore(encoder) is tower and type(tower.blocks[0].attn.qkv.weight) is Quantised
 
 
+class Elsewhere:
+    """As the hook by which Accelerate runs a module on its own device, here in its own scale."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return (args[0] / 4, *args[1:]), {**kwargs, "grid_thw": kwargs["grid_thw"].long()}
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        output.pooler_output = -output.pooler_output
+        return output
+
+    def put_on(self, module: Any) -> None:
+        module._hf_hook, inner = self, module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.pre_forward(module, *args, **kwargs)
+            return self.post_forward(module, inner(*args, **kwargs))
+
+        module.forward = forward
+
+
+def test_hook_of_a_device_map_is_carried_over() -> None:
+    tower = tiny_tower("qwen3_vl_vision").requires_grad_(False)
+    exact = doubled(tower)
+    for module in (tower, exact):
+        Elsewhere().put_on(module)
+    pixels = draw_pixels(tower, IMAGES)
+    grid = {"grid_thw": IMAGES.int()}
+    eager, truth = tower(pixels, **grid), exact(pixels.double(), **grid)
+    model = nn.ModuleList([tower])
+    for each in (accelerate(model)[0], copy.deepcopy(model)[0]):
+        assert isinstance(each, QwenVisionEncoder)
+        check_outputs(each(pixels, **grid), eager, truth)
+    assert torch.equal(restore(model)[0](pixels, **grid).pooler_output, eager.pooler_output)
+
+
+def test_encoders_that_are_spread_or_offloaded_are_refused() -> None:
+    model = nn.ModuleList([tiny_tower("qwen3_vl_vision"), tiny_tower("qwen2_vl_vision")])
+    model[1].blocks[2].to("meta")
+    with pytest.raises(ValueError, match="vision encoder must be on one device: name it whole.*, got cpu, meta"):
+        accelerate(model)
+    model[1] = tiny_tower("qwen3_5_vision")
+    for hook in (SimpleNamespace(offload=True), SimpleNamespace(hooks=(SimpleNamespace(offload=True),))):
+        model[1].blocks[2].norm1._hf_hook = hook
+        with pytest.raises(ValueError, match=r"on its device for good, got blocks\.2\.norm1 offloaded"):
+            accelerate(model)
+    assert not any(isinstance(module, QwenVisionEncoder) for module in model)
+    model[1].blocks[2].norm1._hf_hook = SimpleNamespace(offload=False)
+    assert isinstance(accelerate(model)[1], QwenVisionEncoder)
+
+
 def test_compiles_with_adapters() -> None:
     tower = adapt(tiny_tower("qwen3_vl_vision"), ("qkv", "fc1"))
     pixels = draw_pixels(tower, IMAGES)
@@ -492,6 +543,8 @@ def test_from_config_builds_ours_with_transformers_initial_weights(family: str, 
     register_encoders()
     model = build(family)
     assert isinstance(model.model.visual, QwenVisionEncoder)
+    # By which Accelerate makes no device_map that parts it.
+    assert type(model.model.visual).__name__ in model._no_split_modules
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         torch.testing.assert_close(parameter.std(), theirs[name].std(), rtol=0.3, atol=1e-6)

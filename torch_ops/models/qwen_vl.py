@@ -193,9 +193,10 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     """One packed call of ``tower`` on all images: our encoder or Transformers', compiled or not, or `EncoderGraphs`.
 
     ``pixel_values`` ``[T, 1536]`` lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
-    kept on the CPU: positions and segment borders are worked out there, so that the call itself
-    never waits for the device and compiles without graph breaks. ``chunk_tokens`` is for our encoder
-    alone. Returns Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``,
+    kept on the CPU: positions and segment borders are worked out there and sent, so that the call
+    itself never waits for the device and compiles without graph breaks. (Transformers' sdpa attention
+    reads the borders back in each layer.) ``chunk_tokens`` is for our encoder alone. Returns
+    Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``,
     ``pooler_output`` ``[T / 4, out_hidden_size]`` and, where the tower has taps,
     ``deepstack_features``.
     """
