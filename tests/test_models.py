@@ -1,6 +1,7 @@
 """The vision encoder of the Qwen-VL families against Transformers' classes, and its metadata."""
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -309,6 +310,11 @@ def test_metadata_is_that_of_transformers(images: list[tuple[int, int, int]]) ->
     plain = vision_metadata(grid, VisionSizes(80))
     assert torch.equal(plain.cos.view(-1, 4, 40)[index].flatten(0, 1), metadata.cos)
     assert plain.window_index is None and plain.cu_window_seqlens is None
+
+
+def test_function_of_checkpointing_is_no_method() -> None:
+    """From Python 3.14 on a `partial` of a class is bound to the instance, unless it is static."""
+    assert isinstance(inspect.getattr_static(VisionBlock, "_gradient_checkpointing_func"), staticmethod)
 
 
 def test_metadata_is_remembered_and_bounded() -> None:
