@@ -492,6 +492,16 @@ def test_gradients_pass_through_chunks() -> None:
     expected, actual = run(encoder, pixels), run(encoder, pixels, chunk_tokens=50)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, msg=about(name))
+    # Where the merger alone is trained.
+    encoder.requires_grad_(False).merger.requires_grad_()
+    output = encoder(pixels, IMAGES, chunk_tokens=50)
+    assert output.pooler_output.requires_grad and not output.last_hidden_state.requires_grad
+    whole = encoder(pixels, IMAGES).pooler_output
+    for ours, wanted in zip(
+        *(torch.autograd.grad(each.square().sum(), encoder.merger.parameters()) for each in (output[1], whole)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, wanted)
 
 
 @given(images=grids, most=st.integers(1, 600))

@@ -373,7 +373,7 @@ class QwenVisionEncoder(nn.Module):
             nonlocal structure, whole
             leaves, structure = pytree.tree_flatten(outputs)
             count = outputs[0].shape[0]
-            if outputs[0].requires_grad:
+            if any(leaf.requires_grad for leaf in leaves):
                 # The gradient holds all parts anyway, and would be copied for each.
                 parts.append(leaves)
                 return count
