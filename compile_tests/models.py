@@ -42,13 +42,22 @@ def vision_class(model_type: str) -> Any:
 
 def tiny_tower(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Transformers' own, with random weights that keep activations near unit scale and norms apart from identity."""
-    return _drawn(vision_class(model_type)._from_config(vision_config(model_type, **changes))).to(dtype)
+    return cast(_drawn(vision_class(model_type)._from_config(vision_config(model_type, **changes))), dtype)
 
 
-def full_tower(model_type: str, sizes: dict[str, Any]) -> Any:
+def full_tower(model_type: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
     """Of the sizes that Transformers has by itself, but for those given."""
     tower_class = vision_class(model_type)
-    return _drawn(tower_class._from_config(tower_class.config_class(**sizes)))
+    return cast(_drawn(tower_class._from_config(tower_class.config_class(**sizes))), dtype)
+
+
+def cast(tower: Any, dtype: torch.dtype) -> Any:
+    """All but the frequencies of the rotation, which Transformers keeps in fp32 where it loads a model."""
+    tower.to(dtype)
+    rotary = tower.rotary_pos_emb
+    with torch.device(tower.patch_embed.proj.weight.device):
+        tower.rotary_pos_emb = type(rotary)(rotary.config)
+    return tower
 
 
 def _drawn(tower: Any) -> Any:

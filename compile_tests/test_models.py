@@ -40,9 +40,22 @@ def flat(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[Tensor]:
     return [outputs[0], outputs[1], *outputs[2]]
 
 
+def named(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    return {str(index): output for index, output in enumerate(flat(outputs))}
+
+
+def exact_of(encoder: QwenVisionEncoder) -> QwenVisionEncoder:
+    """In fp64, which is on the CPU alone."""
+    return copy.deepcopy(encoder).cpu().double()
+
+
+def on_host(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: output.cpu() for name, output in outputs.items()}
+
+
 def inputs(encoder: QwenVisionEncoder, grid: Tensor) -> tuple[Tensor, VisionMetadata]:
     device = encoder.device
-    return draw_pixels(encoder, grid).to(device), vision_metadata(grid, encoder.sizes, device)
+    return draw_pixels(encoder, grid, encoder.dtype).to(device), vision_metadata(grid, encoder.sizes, device)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -51,11 +64,12 @@ def test_fifty_batches_compile_at_most_twice(model_type: str, device: str) -> No
     encoder = encoder_of(model_type).requires_grad_(False).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, backend=counter)
-    source = random.Random(0)
+    source, exact = random.Random(0), exact_of(encoder)
     for _ in range(50):
-        args = inputs(encoder, draw_grid(source))
-        for actual, expected in zip(flat(compiled(*args)), flat(encoder.encode_packed(*args)), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        grid = draw_grid(source)
+        args = inputs(encoder, grid)
+        actual, eager = (on_host(named(call(*args))) for call in (compiled, encoder.encode_packed))
+        check(actual, eager, named(exact.encode_packed(*inputs(exact, grid))))
     assert counter.frame_count <= 2
     # A single merged cell is another such case.
     cell = inputs(encoder, torch.tensor([[1, 2, 2]]))
@@ -90,23 +104,21 @@ def test_compiled_gradients_equal_eager_ones(model_type: str, checkpointed: bool
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, backend=counter)
     source = random.Random(1)
-    parameters = dict(encoder.named_parameters())
+    exact = exact_of(encoder)
 
-    def gradients(call: Any, *args: Any) -> tuple[Tensor, ...]:
-        outputs = flat(call(*args))
-        return torch.autograd.grad(sum(out.square().sum() for out in outputs), list(parameters.values()))
+    def gradients(call: Any, encoder: QwenVisionEncoder, grid: Tensor) -> dict[str, Tensor]:
+        outputs = flat(call(*inputs(encoder, grid)))
+        parameters = dict(encoder.named_parameters())
+        found = torch.autograd.grad(sum(out.square().sum() for out in outputs), list(parameters.values()))
+        return on_host(dict(zip(parameters, found, strict=True)))
 
     for _ in range(4):
-        args = inputs(encoder, torch.cat([draw_grid(source), draw_grid(source)]))
+        grid = torch.cat([draw_grid(source), draw_grid(source)])
         encoder.gradient_checkpointing_disable()
-        expected = gradients(encoder.encode_packed, *args)
+        eager = gradients(encoder.encode_packed, encoder, grid)
         if checkpointed:
             encoder.gradient_checkpointing_enable()
-        actual = gradients(compiled, *args)
-        for name, ours, wanted in zip(parameters, actual, expected, strict=True):
-            torch.testing.assert_close(
-                ours, wanted, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        check(gradients(compiled, encoder, grid), eager, gradients(exact.encode_packed, exact, grid))
     assert counter.frame_count == 1
 
 
@@ -118,7 +130,9 @@ def test_whole_call_compiles_with_its_metadata(model_type: str, device: str) -> 
     encoder = encoder_of(model_type).requires_grad_(False).to(device)
     grid = torch.tensor([[1, 6, 8], [2, 4, 4]])
     pixels, metadata = inputs(encoder, grid)
-    expected = named_outputs(encoder(pixels, metadata=metadata))
+    exact = exact_of(encoder)
+    truth = named_outputs(exact(pixels.double().cpu(), grid))
+    eager = on_host(named_outputs(encoder(pixels, metadata=metadata)))
     given = {
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
         "position_ids": vision_utils.get_vision_position_ids(grid, 2),
@@ -136,8 +150,7 @@ def test_whole_call_compiles_with_its_metadata(model_type: str, device: str) -> 
     for named in ({"metadata": metadata}, {name: value.to(device) for name, value in given.items()}):
         actual = compiled(pixels, **named)
         assert type(actual) is encoder.family.output_class()
-        for name, tensor in named_outputs(actual).items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+        check(on_host(named_outputs(actual)), eager, truth)
 
 
 def export(encoder: QwenVisionEncoder) -> Any:
@@ -151,22 +164,22 @@ def test_exported_program_takes_other_images(model_type: str, tmp_path: Path, de
     encoder = encoder_of(model_type).requires_grad_(False).to(device)
     torch.export.save(export(encoder), tmp_path / "encoder.pt2")
     program = torch.export.load(tmp_path / "encoder.pt2").module()
-    source = random.Random(2)
+    source, exact = random.Random(2), exact_of(encoder)
     for grid in (*(draw_grid(source) for _ in range(5)), torch.tensor([[1, 2, 4]])):
         args = inputs(encoder, grid)
-        for actual, expected in zip(flat(program(*args)), flat(encoder.encode_packed(*args)), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        actual, eager = (on_host(named(call(*args))) for call in (program, encoder.encode_packed))
+        check(actual, eager, named(exact.encode_packed(*inputs(exact, grid))))
 
 
 RUN_PACKAGE = """
 import torch, torch_ops.models
+from torch_ops.testing import check
 package, file = {paths!r}
 encode = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
+for args, eager, truth in torch.load(file):
     last, pooled, taps = encode(*args)
-    for actual, wanted in zip((last, pooled, *taps), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
-print("equal")
+    check({{str(index): each for index, each in enumerate((last, pooled, *taps))}}, eager, truth)
+print("within the rule")
 """
 
 
@@ -185,10 +198,14 @@ def test_aoti_package_runs_in_a_fresh_process(model_type: str, tmp_path: Path) -
     with zipfile.ZipFile(package) as archive:
         contents = b"".join(map(archive.read, archive.namelist()))
     assert not [name for name in PACKAGED[model_type] if f"vk::{name}".encode() not in contents]
-    source = random.Random(3)
-    batches = [inputs(encoder, torch.cat([draw_grid(source), draw_grid(source)])) for _ in range(3)]
-    torch.save([(args, flat(encoder.encode_packed(*args))) for args in batches], tmp_path / "calls.pt")
-    assert run_forked(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "equal\n"
+    source, exact, calls = random.Random(3), exact_of(encoder), []
+    for _ in range(3):
+        grid = torch.cat([draw_grid(source), draw_grid(source)])
+        args = inputs(encoder, grid)
+        truth = named(exact.encode_packed(*inputs(exact, grid)))
+        calls.append((args, named(encoder.encode_packed(*args)), truth))
+    torch.save(calls, tmp_path / "calls.pt")
+    assert run_forked(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "within the rule\n"
 
 
 # What stands in such packages for the ops, which have no place there.

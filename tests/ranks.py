@@ -178,12 +178,17 @@ def other_callables(device: str) -> None:
         tower = tiny_tower(model_type, dtype).to(device)
         encoder = from_transformers(tower)
         pixels = draw_pixels(tower, grid, dtype).to(device)
-        for other in (
-            partial(encoder, chunk_tokens=40),
-            partial(encoder, output_hidden_states=True),
-            partial(encoder, return_dict=False),
-            tower,
-            *([torch.compile(encoder, backend=keep)] if model_type == TOWERS[-1] else []),
+        truth = from_transformers(copy.deepcopy(tower).cpu().double())
+
+        def leaves_of(output: Any) -> dict[str, Tensor]:
+            return {str(index): leaf.cpu() for index, leaf in enumerate(pytree.tree_leaves(output))}
+
+        for other, named in (
+            (partial(encoder, chunk_tokens=40), {}),
+            (partial(encoder, output_hidden_states=True), {"output_hidden_states": True}),
+            (partial(encoder, return_dict=False), {}),
+            (tower, {}),
+            *([(torch.compile(encoder, backend=keep), {})] if model_type == TOWERS[-1] else []),
         ):
             given = grid.to(device) if other is tower else grid
             actual = encode_across_ranks(other, pixels, given)
@@ -191,15 +196,17 @@ def other_callables(device: str) -> None:
             expected = other(pixels, given)
             assert type(actual) is type(expected)
             assert not isinstance(expected, dict) or list(actual) == list(expected)
-            leaves, wanted = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
-            for leaf, each in zip(leaves, wanted, strict=True):
-                torch.testing.assert_close(leaf, each, rtol=1e-4, atol=1e-4)
+            eager, exact = (
+                leaves_of(tower(pixels, grid.to(device), **named)),
+                leaves_of(truth(pixels.cpu().double(), grid, **named)),
+            )
+            assert len(leaves_of(actual)) == len(exact)
+            check(leaves_of(actual), eager, exact)
         with torch.autocast(device, torch.bfloat16):
             expected = named_outputs(encoder(pixels, grid))
             actual = named_outputs(encode_across_ranks(encoder, pixels, grid))
         with torch.autocast(device, torch.bfloat16):
             theirs = named_outputs(tower(pixels, grid.to(device)))
-        truth = from_transformers(copy.deepcopy(tower).cpu().double())
         exact = {name: each.to(device) for name, each in named_outputs(truth(pixels.cpu().double(), grid)).items()}
         assert {name: each.dtype for name, each in actual.items()} == {
             name: each.dtype for name, each in expected.items()

@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from torch_ops.integrations.transformers import (
     unregister_encoders,
     use_window_attn,
 )
-from torch_ops.models import QwenVisionEncoder, vision, vision_metadata
-from torch_ops.models.vision import LayerNorm, RMSNorm, VisionBlock
+from torch_ops.models import QwenVisionEncoder, _layers, vision_metadata
+from torch_ops.models._layers import LayerNorm, RMSNorm
+from torch_ops.models.vision import VisionBlock
 from torch_ops.testing import assert_close_to_reference, check
 
 pytestmark = pytest.mark.no_interpret
@@ -425,7 +427,7 @@ def test_replaced_forwards_and_hooks_of_layers_are_seen() -> None:
     for name in encoder.layer_names:
         encoder.get_submodule(name).register_forward_hook(lambda module, *rest: seen.append(module))
     assert_close_to_reference(encoder(pixels, IMAGES).pooler_output, eager, truth)
-    assert len(seen) == len(encoder.layer_names) == 1 + 3 * 4 + 3 * 2
+    assert len(seen) == len(encoder.layer_names) == 1 + 1 + 3 * 4 + 3 * 2
     layer = encoder.blocks[0].attn.qkv
     layer._forward_hooks.clear()
     layer.forward = lambda x: nn.functional.linear(x, 2 * layer.weight, layer.bias)
@@ -469,8 +471,8 @@ def test_replaced_norms_and_hooks_of_norms_are_seen(model_type: str) -> None:
 )
 def test_norms_as_they_are_made_sum_too(model_type: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, calls = accelerate(tiny_tower(model_type)), []
-    summing = getattr(vision, op)
-    monkeypatch.setattr(vision, op, lambda *args: calls.append(args) or summing(*args))
+    summing = getattr(_layers, op)
+    monkeypatch.setattr(_layers, op, lambda *args: calls.append(args) or summing(*args))
     pixels = draw_pixels(encoder, IMAGES)
     encoder(pixels, IMAGES)
     whole = 3 * 2 if encoder.pos_embed is not None else 3 * 2 - 1
@@ -479,6 +481,114 @@ def test_norms_as_they_are_made_sum_too(model_type: str, op: str, monkeypatch: p
     calls.clear()
     encoder(pixels, IMAGES)
     assert len(calls) == whole - 1
+
+
+@pytest.mark.parametrize("families", ("qwen3_vl_vision", "qwen3_omni_moe_vision_encoder"))
+def test_replaced_forwards_and_hooks_of_positions_are_seen(families: str) -> None:
+    tower = tiny_tower(families)
+    tower.pos_embed.register_forward_hook(lambda module, args, output: 2 * output)
+    truth, eager = run(doubled(tower), torch.float64), run(tower, torch.float32)
+    encoder = accelerate(tower)
+    check(run(encoder, torch.float32), eager, truth)
+    tower.pos_embed._forward_hooks.clear()
+    weight = tower.pos_embed.weight
+    tower.pos_embed.forward = lambda indices: 2 * weight[indices]
+    check(run(encoder, torch.float32), eager, truth)
+
+
+class Quantised(Tensor):
+    """A weight in eight bits, as torchao holds it: what the layer computes is its own, and nothing else is known."""
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.scale = weight.abs().amax(1, keepdim=True) / 127
+        self.rounded = (weight / self.scale).round().to(torch.int8)
+
+    def full(self) -> Tensor:
+        return self.rounded.to(self.dtype) * self.scale
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            return function(args[0], args[1].full(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].full())
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+def test_quantised_weights_of_plain_layers(model_type: str) -> None:
+    tower = tiny_tower(model_type).requires_grad_(False)
+    exact = doubled(tower)
+    for name, module in tower.named_modules():
+        if type(module) is nn.Linear:
+            weight = Quantised(module.weight)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            with torch.no_grad():
+                exact.get_submodule(name).weight.copy_(weight.full())
+    pixels = draw_pixels(tower, IMAGES)
+    eager, truth = tower(pixels, grid_thw=IMAGES), exact(pixels.double(), grid_thw=IMAGES)
+    encoder = accelerate(tower)
+    check_outputs(encoder(pixels, IMAGES), eager, truth)
+    assert type(encoder.blocks[0].attn.qkv.weight) is Quantised
+    assert restore(encoder) is tower and type(tower.blocks[0].attn.qkv.weight) is Quantised
+
+
+class Elsewhere:
+    """As the hook by which Accelerate runs a module on its own device, here in its own scale."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return (args[0] / 4, *args[1:]), {**kwargs, "grid_thw": kwargs["grid_thw"].long()}
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        output.pooler_output = -output.pooler_output
+        return output
+
+    def put_on(self, module: Any) -> None:
+        module._hf_hook, inner = self, module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.pre_forward(module, *args, **kwargs)
+            return self.post_forward(module, inner(*args, **kwargs))
+
+        module.forward = forward
+
+
+def test_hook_of_a_device_map_is_carried_over() -> None:
+    tower = tiny_tower("qwen3_vl_vision").requires_grad_(False)
+    exact = doubled(tower)
+    for module in (tower, exact):
+        Elsewhere().put_on(module)
+    pixels = draw_pixels(tower, IMAGES)
+    grid = {"grid_thw": IMAGES.int()}
+    eager, truth = tower(pixels, **grid), exact(pixels.double(), **grid)
+    model = nn.ModuleList([tower])
+    for each in (accelerate(model)[0], copy.deepcopy(model)[0]):
+        assert isinstance(each, QwenVisionEncoder)
+        check_outputs(each(pixels, **grid), eager, truth)
+    assert torch.equal(restore(model)[0](pixels, **grid).pooler_output, eager.pooler_output)
+
+
+def test_encoders_that_are_spread_or_offloaded_are_refused() -> None:
+    model = nn.ModuleList([tiny_tower("qwen3_vl_vision"), tiny_tower("qwen2_vl_vision")])
+    model[1].blocks[2].to("meta")
+    with pytest.raises(ValueError, match="vision encoder must be on one device: name it whole.*, got cpu, meta"):
+        accelerate(model)
+    model[1] = tiny_tower("qwen3_5_vision")
+    for hook in (SimpleNamespace(offload=True), SimpleNamespace(hooks=(SimpleNamespace(offload=True),))):
+        model[1].blocks[2].norm1._hf_hook = hook
+        with pytest.raises(ValueError, match=r"on its device for good, got blocks\.2\.norm1 offloaded"):
+            accelerate(model)
+    assert not any(isinstance(module, QwenVisionEncoder) for module in model)
+    model[1].blocks[2].norm1._hf_hook = SimpleNamespace(offload=False)
+    assert isinstance(accelerate(model)[1], QwenVisionEncoder)
 
 
 def test_compiles_with_adapters() -> None:
@@ -547,6 +657,8 @@ def test_from_config_builds_ours_with_transformers_initial_weights(family: str, 
     register_encoders()
     model = build(family)
     assert isinstance(model.model.visual, QwenVisionEncoder)
+    # By which Accelerate makes no device_map that parts it.
+    assert type(model.model.visual).__name__ in model._no_split_modules
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         torch.testing.assert_close(parameter.std(), theirs[name].std(), rtol=0.3, atol=1e-6)

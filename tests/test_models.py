@@ -1,6 +1,8 @@
 """The vision encoder of the Qwen-VL families against Transformers' classes, and its metadata."""
 
 import copy
+import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision_utils
 
 import torch_ops.models as models
@@ -27,7 +30,7 @@ from torch_ops.models import (
 )
 from torch_ops.models.families import FAMILIES, vision_config_of
 from torch_ops.models.vision import VisionBlock, split_images
-from torch_ops.models.vision_metadata import REMEMBERED
+from torch_ops.models.vision_metadata import REMEMBERED, precomputed_metadata
 from torch_ops.testing import assert_close_to_reference, check
 
 pytestmark = pytest.mark.no_interpret
@@ -303,10 +306,15 @@ def test_metadata_is_that_of_transformers(images: list[tuple[int, int, int]]) ->
     )
     assert_close_to_reference(metadata.cos, eager.cos(), truth.cos(), "cos")
     assert_close_to_reference(metadata.sin, eager.sin(), truth.sin(), "sin")
-    assert (metadata.total, metadata.maximum) == (int(grid.prod(1).sum()), int((grid[:, 1] * grid[:, 2]).max()))
+    assert metadata.total == int(grid.prod(1).sum())
     plain = vision_metadata(grid, VisionSizes(80))
     assert torch.equal(plain.cos.view(-1, 4, 40)[index].flatten(0, 1), metadata.cos)
     assert plain.window_index is None and plain.cu_window_seqlens is None
+
+
+def test_function_of_checkpointing_is_no_method() -> None:
+    """From Python 3.14 on a `partial` of a class is bound to the instance, unless it is static."""
+    assert isinstance(inspect.getattr_static(VisionBlock, "_gradient_checkpointing_func"), staticmethod)
 
 
 def test_metadata_is_remembered_and_bounded() -> None:
@@ -350,7 +358,7 @@ def test_bad_grids_are_refused(grid: Any, message: str) -> None:
 def test_bad_calls_are_refused() -> None:
     encoder = frozen("qwen3_vl_vision")
     pixels = draw_pixels(encoder, IMAGES)
-    metadata = vision_metadata(IMAGES, encoder.sizes)
+    metadata, made = vision_metadata(IMAGES, encoder.sizes), precomputed(encoder, IMAGES)
     for message, args, named in (
         ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),
         (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
@@ -358,10 +366,9 @@ def test_bad_calls_are_refused() -> None:
         ("metadata must be of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
         ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
         ("chunk_tokens must be None where the host", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
-        (
-            "chunk_tokens must be None where interp_indices",
-            (pixels, IMAGES),
-            {**precomputed(encoder, IMAGES), "cu_seqlens": None, "chunk_tokens": 8},
+        *(
+            ("chunk_tokens must be None where the host", (pixels, IMAGES), {**named, "chunk_tokens": 8})
+            for named in ({"cu_seqlens": made["cu_seqlens"]}, {"position_ids": made["position_ids"]}, made)
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -403,6 +410,17 @@ def test_remembered_metadata_is_not_written_to() -> None:
         _ = metadata.clone().total
 
 
+@pytest.mark.parametrize("model_type", KINDS)
+def test_what_is_precomputed_on_the_host_is_sent(model_type: str) -> None:
+    encoder = frozen(model_type)
+    given = precomputed(encoder, IMAGES)
+    for left_out in (None, *given):
+        named = {name: value for name, value in given.items() if name != left_out}
+        learned = encoder.pos_embed is not None
+        metadata = precomputed_metadata(named, IMAGES, encoder.sizes, torch.device("meta"), learned)
+        assert {tensor.device.type for _, tensor in metadata.tensors()} == {"meta"}
+
+
 def flat(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[Tensor]:
     return [outputs[0], outputs[1], *outputs[2]]
 
@@ -422,12 +440,68 @@ def test_chunks_of_frames_change_nothing(model_type: str, chunk_tokens: int) -> 
         torch.testing.assert_close(actual[name], tensor, msg=about(name))
 
 
+@pytest.mark.parametrize("images", ([], [(0, 4, 4)], [(2, 0, 4), (1, 4, 4)]), ids=str)
+@pytest.mark.parametrize("grad", (False, True))
+def test_chunks_of_nothing(images: list[tuple[int, int, int]], grad: bool) -> None:
+    encoder = frozen("qwen3_vl_vision").requires_grad_(grad)
+    grid = torch.tensor(images, dtype=torch.int64).view(-1, 3)
+    pixels = draw_pixels(encoder, grid, torch.float64)
+    expected, actual = (named_outputs(encoder(pixels, grid, chunk_tokens=most)) for most in (None, 1))
+    assert {name: tensor.shape for name, tensor in actual.items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=about(name))
+
+
+def test_one_chunk_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = frozen("qwen3_vl_vision", torch.float32)
+    grid = torch.tensor([[6, 4, 4]])
+    alive: list[Any] = []
+    encode = QwenVisionEncoder._encode
+
+    def watched(self: QwenVisionEncoder, *args: Any) -> Any:
+        assert not [each for each in alive if each() is not None], "what chunks before gave is still held"
+        outputs = encode(self, *args)
+        alive.extend(map(weakref.ref, pytree.tree_leaves(outputs)))
+        return outputs
+
+    monkeypatch.setattr(QwenVisionEncoder, "_encode", watched)
+    encoder(draw_pixels(encoder, grid), grid, chunk_tokens=16)
+    assert len(alive) == 6 * 4
+
+
+def test_the_configuration_says_what_is_returned() -> None:
+    tower = tiny_tower("qwen3_vl_vision").requires_grad_(False)
+    encoder = from_transformers(tower)
+    pixels = draw_pixels(encoder, IMAGES)
+    encoder.config.output_hidden_states = True
+    assert list(encoder(pixels, IMAGES)) == list(tower(pixels, grid_thw=IMAGES))
+    assert "hidden_states" in encoder(pixels, IMAGES) and "hidden_states" not in encoder(
+        pixels, IMAGES, output_hidden_states=False
+    )
+    encoder.config.return_dict = False
+    ours, theirs = encoder(pixels, IMAGES), tower(pixels, grid_thw=IMAGES)
+    assert type(ours) is type(theirs) is tuple and len(ours) == len(theirs) == 4
+    assert encoder(pixels, IMAGES, return_dict=True).pooler_output is not None
+
+
 def test_gradients_pass_through_chunks() -> None:
     encoder = from_transformers(tiny_tower("qwen3_vl_vision", torch.float64))
     pixels = draw_pixels(encoder, IMAGES)
     expected, actual = run(encoder, pixels), run(encoder, pixels, chunk_tokens=50)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, msg=about(name))
+    # Where the merger alone is trained.
+    encoder.requires_grad_(False).merger.requires_grad_()
+    output = encoder(pixels, IMAGES, chunk_tokens=50)
+    assert output.pooler_output.requires_grad and not output.last_hidden_state.requires_grad
+    whole = encoder(pixels, IMAGES).pooler_output
+    for ours, wanted in zip(
+        *(torch.autograd.grad(each.square().sum(), encoder.merger.parameters()) for each in (output[1], whole)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, wanted)
 
 
 @given(images=grids, most=st.integers(1, 600))
@@ -518,27 +592,58 @@ def test_encode_takes_the_encoder_compiled_or_not() -> None:
     assert [len(image.pooler_output) for image in images] == [t * h * w // 4 for t, h, w in GRID]
 
 
-FULL_SIZE = {
-    "qwen2_vl_vision": {},
-    "qwen2_5_vl_vision": {"hidden_size": 1280},
-    "qwen3_vl_vision": {},
-    "qwen3_5_vision": {},
-}
+# What published models have otherwise than Transformers' configurations by themselves.
+FULL_SIZE: dict[str, dict[str, Any]] = {"qwen2_5_vl_vision": {"hidden_size": 1280}}
+full_size = pytest.mark.parametrize("model_type", FAMILIES)
+dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+
+
+@torch.no_grad()
+def check_features(tower: Any, grid: Tensor) -> None:
+    pixels = draw_pixels(tower, grid, tower.dtype).to(tower.device)
+    eager = named_outputs(tower(pixels, grid_thw=grid.to(tower.device)))
+    actual = named_outputs(from_transformers(tower)(pixels, grid))
+    check(actual, eager, named_outputs(doubled(tower)(pixels.double(), grid_thw=grid.to(tower.device))))
+
+
+def check_gradients(tower: Any, grid: Tensor) -> None:
+    """The reference keeps only what enters its blocks, since scores in fp64 of all of them would fit no memory."""
+    pixels = draw_pixels(tower, grid, tower.dtype).to(tower.device)
+    exact = doubled(tower).train()
+    exact.gradient_checkpointing_enable({"use_reentrant": False})
+    truth = run(exact, pixels.double(), grid.to(tower.device))
+    del exact
+    check(run(from_transformers(tower), pixels, grid), run(tower, pixels, grid.to(tower.device)), truth)
+
+
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_omni_moe_vision_encoder"))
+def test_checks_of_towers_of_full_size(model_type: str) -> None:
+    """What the GPU tests do with large towers holds for small ones, and sees an encoder that is wrong."""
+    tower = tiny_tower(model_type, torch.bfloat16)
+    check_features(tower, IMAGES)
+    check_gradients(tower, IMAGES)
+    tower.rotary_pos_emb.inv_freq.mul_(2)
+    for check_one in (check_features, check_gradients):
+        with pytest.raises(AssertionError, match="outside the rule"):
+            check_one(tower, IMAGES)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FULL_SIZE)
-def test_towers_of_full_size(model_type: str) -> None:
-    tower = full_tower(model_type, FULL_SIZE[model_type]).to("cuda", torch.bfloat16)
-    grid = torch.tensor([[1, 32, 48], [2, 28, 28], [1, 78, 138]])
-    pixels = draw_pixels(tower, grid, torch.bfloat16).cuda()
-    encoder = from_transformers(tower)
-    with torch.no_grad():
-        eager = named_outputs(tower(pixels, grid_thw=grid.cuda()))
-        actual = named_outputs(encoder(pixels, grid))
-        truth = named_outputs(copy.deepcopy(tower).float()(pixels.float(), grid_thw=grid.cuda()))
-    check(actual, eager, {name: tensor.double() for name, tensor in truth.items()})
+@full_size
+@dtypes
+def test_towers_of_full_size(model_type: str, dtype: torch.dtype) -> None:
+    tower = full_tower(model_type, FULL_SIZE.get(model_type, {}), dtype).cuda()
+    check_features(tower, torch.tensor([[1, 32, 48], [2, 28, 28], [1, 78, 138]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@full_size
+@dtypes
+def test_gradients_of_towers_of_full_size(model_type: str, dtype: torch.dtype) -> None:
+    tower = full_tower(model_type, FULL_SIZE.get(model_type, {}), dtype).cuda()
+    check_gradients(tower, torch.tensor([[1, 32, 48], [2, 28, 28]]))
 
 
 @pytest.mark.gpu
@@ -554,6 +659,32 @@ def test_a_grid_on_the_cpu_costs_no_synchronisation() -> None:
             encoder(pixels, IMAGES.cuda())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def copies_of(call: Callable[[], Any]) -> list[str]:
+    """What CUDA says of the copies to the device that a call makes: from pageable memory they may wait."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if "Memcpy HtoD" in event.name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", KINDS)
+def test_nothing_is_copied_from_pageable_memory(model_type: str) -> None:
+    """Of what Transformers' helpers make on the host, which is sent."""
+    tower = tiny_tower(model_type, torch.bfloat16).cuda().requires_grad_(False)
+    encoder = from_transformers(tower)
+    pixels = draw_pixels(encoder, IMAGES, torch.bfloat16).cuda()
+    given = precomputed(encoder, IMAGES)
+    calls = [lambda: encoder(pixels, IMAGES, **given)]
+    if encoder.pos_embed is not None:
+        calls.append(lambda: qwen_vl.encode(tower, pixels, IMAGES))
+    for call in calls:
+        copies = copies_of(call)
+        assert copies and not [name for name in copies if "Pageable" in name], copies
 
 
 @pytest.mark.gpu

@@ -4,11 +4,13 @@ In a model that exists the two share their parameters, so that state dicts, opti
 In models to come Transformers itself builds ours: its patch mapping names a class to be built instead of another.
 """
 
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from torch_ops._checks import refuse
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision import QwenVisionEncoder, from_transformers, is_vision_model, share, vision_classes
 
@@ -28,14 +30,14 @@ def accelerate(model: ModelT) -> ModelT:
 
     Ours shares the very parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
     as they are. Wrappers (PEFT, DDP) are fine; linear layers that adapters or quantisation replaced are called as
-    modules. Calling it again changes nothing, and `restore` undoes it. Forward hooks on the encoder or its norms are
-    not carried over.
+    modules. Calling it again changes nothing, and `restore` undoes it. The hook by which Accelerate moves an encoder's
+    inputs to its device (`device_map`) is carried over; PyTorch's forward hooks on the encoder or its norms are not.
 
     Where `model` itself is the vision encoder there is no place to put ours: ours is returned, use it instead.
 
     Raises TypeError for a model without an encoder of a supported family, or with one that is compiled on its own
-    (compile it afterwards), ValueError for an encoder with other parameters than its family's. Then nothing is
-    replaced.
+    (compile it afterwards), ValueError for an encoder with other parameters than its family's, or with parameters that
+    are offloaded or on several devices. Then nothing is replaced.
     """
     towers = {id(module): module for module in model.modules() if is_vision_model(module)}
     if not towers:
@@ -76,6 +78,9 @@ def unregister_encoders() -> None:
 
 class BuiltEncoder(QwenVisionEncoder):
     """The encoder, with the constructor that Transformers' models call for their vision class."""
+
+    # A device_map gives it to one device.
+    _no_split_modules = ("BuiltEncoder",)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> "BuiltEncoder":
@@ -122,10 +127,34 @@ def _try_patching(patching: Any) -> None:
 
 
 def _made(tower: nn.Module) -> QwenVisionEncoder:
+    hook = _hook_of_device(tower)
     encoder = from_transformers(tower)
     _copy_checkpointing(tower, encoder)
     setattr(encoder, _ORIGINAL, (tower,))
+    if hook is not None:
+        encoder.register_forward_pre_hook(partial(_before, hook), with_kwargs=True)
+        encoder.register_forward_hook(partial(_after, hook))
     return encoder
+
+
+def _hook_of_device(tower: nn.Module) -> Any:
+    """Accelerate's hook of the tower; those inside do nothing more, where all is on one device and stays there."""
+    devices = sorted({str(parameter.device) for parameter in tower.parameters()})
+    if len(devices) > 1:
+        refuse("accelerate", "the vision encoder", "on one device: name it whole in device_map", ", ".join(devices))
+    for name, module in tower.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+            refuse("accelerate", "the vision encoder", "on its device for good", f"{name or 'all of it'} offloaded")
+    return getattr(tower, "_hf_hook", None)
+
+
+def _before(hook: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return hook.pre_forward(module, *args, **kwargs)
+
+
+def _after(hook: Any, module: nn.Module, args: Any, output: Any) -> Any:
+    return hook.post_forward(module, output)
 
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:

@@ -9,7 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+# The models whose towers `qwen_vl.encode` calls: with learned positions, and patches of 16 x 16 pixels. The encoder is
+# built for more families, of a model or configuration of Transformers.
+LOADABLE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 # Where the vision tensors of a checkpoint live; the last one is a tower saved on its own.
 _PREFIXES = ("model.visual.", "visual.", "")
@@ -29,10 +31,10 @@ def vision_config(directory: Path) -> PretrainedConfig:
     values = _json(directory / "config.json")
     model_type = values.pop("model_type", None)
     family = str(model_type).removesuffix("_vision")
-    if family not in FAMILIES:
+    if family not in LOADABLE:
         raise ValueError(
             f"{directory} has no Qwen3-VL vision tower: its model_type is {model_type!r}, "
-            f"supported are {', '.join(FAMILIES)}"
+            f"supported are {', '.join(LOADABLE)}"
         )
     if family == model_type and not isinstance(values.get("vision_config"), dict):
         raise ValueError(

@@ -31,7 +31,7 @@ except ImportError as error:
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
-from torch_ops.models.vision_metadata import vision_metadata
+from torch_ops.models.vision_metadata import sent, vision_metadata
 
 Progress = Callable[[int, int], None]
 
@@ -231,9 +231,10 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     """One packed call of ``tower`` on all images: our encoder or Transformers', compiled or not, or `EncoderGraphs`.
 
     ``pixel_values`` ``[T, 1536]`` lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
-    kept on the CPU: positions and segment borders are worked out there, so that the call itself
-    never waits for the device and compiles without graph breaks. ``chunk_tokens`` is for our encoder
-    alone. Returns Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``,
+    kept on the CPU: positions and segment borders are worked out there and sent, so that the call
+    itself never waits for the device and compiles without graph breaks. (Transformers' sdpa attention
+    reads the borders back in each layer.) ``chunk_tokens`` is for our encoder alone. Returns
+    Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``,
     ``pooler_output`` ``[T / 4, out_hidden_size]`` and, where the tower has taps,
     ``deepstack_features``.
     """
@@ -264,7 +265,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
         pixel_values,
         grid_thw=grid,
         max_seqlen=int((grid[:, 1] * grid[:, 2]).max()),
-        **{key: tensor.to(device, non_blocking=True) for key, tensor in precomputed.items()},
+        **{key: sent(tensor, device) for key, tensor in precomputed.items()},
     )
 
 

@@ -11,8 +11,8 @@ both ways. What differs is how a block is computed:
 - The activation of an MLP is computed with its first product.
 
 An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
-quantised layer) or has hooks is called as the module it is, with PyTorch's own activation after it, or with attention
-that turns q and k itself. So is a norm, after PyTorch's own sum.
+quantised layer), holds quantised weights or has hooks is called as the module it is, with PyTorch's own activation
+after it, or with attention that turns q and k itself. So is a norm, after PyTorch's own sum.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from torch_ops._checks import check_head_dim, check_num_heads, refuse
-from torch_ops.layer_norm import add_layer_norm, layer_norm
-from torch_ops.mlp import mlp
+from torch_ops.models._layers import LayerNorm, RMSNorm, after_sum, chained, norm_of, plain
 from torch_ops.models.families import FAMILIES, Family, vision_config_of
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
@@ -40,63 +40,11 @@ from torch_ops.models.vision_metadata import (
 from torch_ops.patch_merger import patch_merger
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 from torch_ops.qkv_rope import qkv_rope
-from torch_ops.rms_norm import add_rms_norm, rms_norm
 from torch_ops.rope_window_attn import rope_window_attn
 from torch_ops.window_attn import window_attn
 
-
-def plain(layer: Any, kinds: tuple[type, ...] = (nn.Linear, nn.Conv3d)) -> bool:
-    """Whether calling this layer, of one of these kinds, is no more than its weight and bias on the input."""
-    return (
-        type(layer) in kinds
-        # Some adapters replace the forward of the instance.
-        and "forward" not in layer.__dict__
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and not (layer._backward_hooks or layer._backward_pre_hooks)
-    )
-
-
-# All families have an eps of 1e-6. It is written out in each call, as softcap is below: of a float that is no literal,
-# be it a default, torch.compile first makes an input, and traces all blocks once more to find it constant.
-class LayerNorm(nn.Module):
-    """`layer_norm`, and with `after_sum` `add_layer_norm`."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, 1e-6)
-
-    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return add_layer_norm(x, residual, self.weight, self.bias, 1e-6)
-
-
-class RMSNorm(nn.Module):
-    """`rms_norm`, and with `after_sum` `add_rms_norm`."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, 1e-6)
-
-    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, self.weight, 1e-6)
-
-
-def _norm(family: Family, hidden_size: int) -> Any:
-    return RMSNorm(hidden_size) if family.rms_norm else LayerNorm(hidden_size)
-
-
-def _after_sum(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and the sum."""
-    if plain(norm, (LayerNorm, RMSNorm)):
-        return norm.after_sum(x, residual)
-    total = x + residual
-    return norm(total), total
+# last_hidden_state, pooler_output, deepstack features, hidden states.
+Outputs = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 class PatchEmbed(nn.Module):
@@ -164,31 +112,6 @@ class VisionAttention(nn.Module):
         return self.proj(out.flatten(1))
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-# Of all but "swiglu", which takes two layers: silu of the first, times the second.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "silu": functional.silu,
-}
-
-
-def _layers(x: Tensor, layers: list[Any], activation: str) -> Tensor:
-    """The last of the layers on the activation of those before it: one op where all are plain."""
-    *first, last = layers
-    if not all([plain(layer) for layer in layers]):
-        if activation == "swiglu":
-            return last(functional.silu(first[0](x)) * first[1](x))
-        return last(_ACTIVATIONS[activation](first[0](x)))
-    gate, *gated = first
-    up = (gated[0].weight, gated[0].bias) if gated else ()
-    return mlp(x, gate.weight, gate.bias, last.weight, last.bias, activation, False, *up)
-
-
 class VisionMLP(nn.Module):
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
@@ -200,7 +123,7 @@ class VisionMLP(nn.Module):
         self.add_module(self._names[-1], nn.Linear(inner, outer))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _layers(x, [self.get_submodule(name) for name in self._names], self.activation)
+        return chained(x, [self.get_submodule(name) for name in self._names], self.activation)
 
 
 class VisionBlock(nn.Module):
@@ -208,13 +131,13 @@ class VisionBlock(nn.Module):
 
     # Transformers sets these, on every module that has the first, where a whole model is told to checkpoint.
     gradient_checkpointing = False
-    _gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    _gradient_checkpointing_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
 
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
         width = getattr(config, family.width)
-        self.norm1 = _norm(family, width)
-        self.norm2 = _norm(family, width)
+        self.norm1 = norm_of(family, width)
+        self.norm2 = norm_of(family, width)
         self.attn = VisionAttention(width, config.num_heads)
         self.mlp = VisionMLP(family, config)
 
@@ -245,8 +168,8 @@ class VisionBlock(nn.Module):
         if residual is None:
             normed, entered = self.norm1(branch), branch
         else:
-            normed, entered = _after_sum(self.norm1, branch, residual)
-        normed, residual = _after_sum(self.norm2, self.attn(normed, cos, sin, cu_seqlens), entered)
+            normed, entered = after_sum(self.norm1, branch, residual)
+        normed, residual = after_sum(self.norm2, self.attn(normed, cos, sin, cu_seqlens), entered)
         return self.mlp(normed), residual, entered
 
 
@@ -265,7 +188,7 @@ class PatchMerger(nn.Module):
         patch = getattr(config, family.width)
         self.width = patch * self.merge_size**2
         norm, first, second = self._names
-        self.add_module(norm, _norm(family, self.width if after_shuffle else patch))
+        self.add_module(norm, norm_of(family, self.width if after_shuffle else patch))
         for name, out_width in ((first, self.width), (second, getattr(config, family.out_width))):
             owner, _, leaf = name.rpartition(".")
             if owner and not hasattr(self, owner):
@@ -282,7 +205,7 @@ class PatchMerger(nn.Module):
                 self.merge_size, self.after_shuffle, 1e-6, isinstance(norm, RMSNorm),
             )  # fmt: skip
         x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
-        return _layers(x, layers, "gelu")
+        return chained(x, layers, "gelu")
 
 
 class QwenVisionEncoder(nn.Module):
@@ -305,7 +228,7 @@ class QwenVisionEncoder(nn.Module):
         self._taps = tuple(config.deepstack_visual_indexes) if family.taps else ()
 
         self.patch_embed = PatchEmbed(family, config)
-        self.pos_embed = None
+        self.pos_embed: Any = None
         if family.learned_positions:
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks: Any = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
@@ -358,7 +281,7 @@ class QwenVisionEncoder(nn.Module):
             metadata: of `vision_metadata`, instead of the grid.
             chunk_tokens: at most as many patches at once, for long videos: the batch is cut between frames, which do
                 not see each other. A frame of more patches is a chunk of its own.
-            output_hidden_states, return_dict: as in Transformers.
+            output_hidden_states, return_dict: as in Transformers, the configuration's where None.
             kwargs: cu_seqlens, position_ids, interp_indices with interp_weights, and window_index with
                 cu_window_seqlens are used where given, as Transformers' helpers make them. Others have no effect, such
                 as output_attentions, which whole models hand on: no attention weights are made.
@@ -380,16 +303,15 @@ class QwenVisionEncoder(nn.Module):
                 learned = self.pos_embed is not None
                 metadata = precomputed_metadata(given, grid_thw, self.sizes, self.device, learned)
         self.check_pixels(hidden_states, metadata.cos.shape[0])
-        keep = bool(output_hidden_states)
+        keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         if chunk_tokens is None:
             last, pooled, taps, kept = self._encode(hidden_states, metadata, keep)
         else:
-            parts = [self._encode(*chunk, keep) for chunk in self._chunks(hidden_states, metadata, chunk_tokens)]
-            last, pooled, taps, kept = (_concatenated(part) for part in zip(*parts, strict=True))
+            last, pooled, taps, kept = self._encode_chunks(hidden_states, metadata, chunk_tokens, keep)
         output = self.output_of(last, pooled, taps)
         if keep:
             output["hidden_states"] = (*kept, last)
-        return output.to_tuple() if return_dict is False else output
+        return output if self._asked("return_dict", return_dict, True) else output.to_tuple()
 
     def encode_packed(
         self, pixel_values: Tensor, metadata: VisionMetadata
@@ -409,7 +331,7 @@ class QwenVisionEncoder(nn.Module):
         return self._output(**fields)
 
     def check_pixels(self, pixel_values: Tensor, rows: int) -> None:
-        columns = self.patch_embed.proj.weight[0].numel()
+        columns = self.patch_embed.proj.weight.shape[1:].numel()
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
             refuse("vision encoder", "pixel values", f"of shape [T, {columns}], a row for each patch", got)
@@ -417,18 +339,23 @@ class QwenVisionEncoder(nn.Module):
             wanted = f"of {rows} rows, the patches of the grid"
             refuse("vision encoder", "pixel values", wanted, pixel_values.shape[0])
 
+    def _asked(self, name: str, given: Any, default: bool) -> Any:
+        return getattr(self.config, name, default) if given is None else given
+
     def _positions(self, patches: Tensor, metadata: VisionMetadata) -> Tensor:
         assert self.pos_embed is not None
         if metadata.interp_indices is not None and metadata.interp_weights is not None:
             taken = self.pos_embed(metadata.interp_indices) * metadata.interp_weights[:, :, None]
             return taken.sum(1).to(patches.dtype)
         assert metadata.grid is not None
+        if plain(self.pos_embed):
+            table = self.pos_embed.weight
+        else:
+            table = self.pos_embed(torch.arange(self.config.num_position_embeddings, device=patches.device))
         rows, merge_size = patches.shape[0], self.spatial_merge_size
-        return pos_embed_interpolate(self.pos_embed.weight, metadata.grid, rows, merge_size).to(patches.dtype)
+        return pos_embed_interpolate(table, metadata.grid, rows, merge_size).to(patches.dtype)
 
-    def _encode(
-        self, pixel_values: Tensor, metadata: VisionMetadata, keep: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _encode(self, pixel_values: Tensor, metadata: VisionMetadata, keep: bool) -> Outputs:
         branch, residual = self.patch_embed(pixel_values), None
         if self.pos_embed is not None:
             residual = self._positions(branch, metadata)
@@ -451,6 +378,38 @@ class QwenVisionEncoder(nn.Module):
             pooled = pooled[metadata.reverse_index]
         return hidden, pooled, tuple(taps), tuple(kept)
 
+    def _encode_chunks(self, pixel_values: Tensor, metadata: VisionMetadata, most: int, keep: bool) -> Outputs:
+        """`_encode` of chunks of at most `most` patches, each of whose outputs is copied to its place as it comes."""
+        rows, start = pixel_values.shape[0], 0
+        parts: list[list[Tensor]] = []
+        whole: list[Tensor] = []
+        structure: Any = None
+
+        def place(outputs: Outputs) -> int:
+            nonlocal structure, whole
+            leaves, structure = pytree.tree_flatten(outputs)
+            count = outputs[0].shape[0]
+            if any(leaf.requires_grad for leaf in leaves):
+                # The gradient holds all parts anyway, and would be copied for each.
+                parts.append(leaves)
+                return count
+            # Rows of a patch, or of a merged cell.
+            units = [count // leaf.shape[0] for leaf in leaves]
+            if not whole:
+                whole = [
+                    leaf.new_empty((rows // unit, leaf.shape[1])) for leaf, unit in zip(leaves, units, strict=True)
+                ]
+            for tensor, leaf, unit in zip(whole, leaves, units, strict=True):
+                tensor[start // unit : (start + count) // unit] = leaf
+            return count
+
+        for chunk in self._chunks(pixel_values, metadata, most):
+            start += place(self._encode(*chunk, keep))
+        if structure is None:
+            # There is no patch.
+            return self._encode(pixel_values, metadata, keep)
+        return pytree.tree_unflatten([torch.cat(each) for each in zip(*parts, strict=True)] or whole, structure)
+
     def _tap(self, layer: int, hidden: Tensor) -> Tensor:
         assert self.family.taps is not None
         return getattr(self, self.family.taps)[self._taps.index(layer)](hidden)
@@ -462,14 +421,13 @@ class QwenVisionEncoder(nn.Module):
         if chunk_tokens < 1:
             refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
         if metadata.images is None or metadata.total != pixel_values.shape[0]:
-            refuse("vision encoder", "chunk_tokens", "None where the host does not know the images", chunk_tokens)
-        if metadata.interp_indices is not None:
-            refuse("vision encoder", "chunk_tokens", "None where interp_indices are given", chunk_tokens)
+            wanted = f"None where the host knows tensors alone, of clone() or of {', '.join(PRECOMPUTED)},"
+            refuse("vision encoder", "chunk_tokens", wanted, chunk_tokens)
         start = 0
         for images in split_images(metadata.images or (), chunk_tokens):
-            part = metadata_of(images, self.sizes, self.device)
-            yield pixel_values[start : start + part.total], part
-            start += part.total
+            if rows := sum(t * h * w for t, h, w in images):
+                yield pixel_values[start : start + rows], metadata_of(images, self.sizes, self.device)
+            start += rows
 
 
 def split_images(images: Iterable[tuple[int, int, int]], most: int) -> Iterable[tuple[tuple[int, int, int], ...]]:
@@ -488,13 +446,6 @@ def split_images(images: Iterable[tuple[int, int, int]], most: int) -> Iterable[
                 run, room = [], most
     if run:
         yield tuple(run)
-
-
-def _concatenated(parts: tuple[Any, ...]) -> Any:
-    """Of tensors, or of tuples of them."""
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 class PackedEncoder(nn.Module):

@@ -28,11 +28,10 @@ Image = tuple[int, int, int]
 # Batches whose metadata is kept; of a large batch (36,000 patches of head dimension 72) it takes 11 MB.
 REMEMBERED = 32
 
-# What Transformers' vision encoders take ready-made, and what they have no use for here.
+# What Transformers' vision encoders take ready-made, but for the longest segment, which has no use here.
 PRECOMPUTED = (
     "cu_seqlens", "position_ids", "interp_indices", "interp_weights", "window_index", "cu_window_seqlens",
 )  # fmt: skip
-UNUSED = ("max_seqlen", "max_window_seqlen")
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,6 @@ class VisionMetadata:
     def total(self) -> int:
         """Patches in all, without padding."""
         return sum(t * h * w for t, h, w in self._known())
-
-    @property
-    def maximum(self) -> int:
-        """Patches of the longest segment."""
-        return max((h * w for _, h, w in self._known()), default=0)
 
     def clone(self) -> "VisionMetadata":
         """A copy with tensors of its own, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
@@ -212,19 +206,19 @@ def _remembered(
     grid = torch.empty((0, 3), dtype=torch.int64, device="cpu")
     if images or nothing:
         grid = torch.tensor((*images, *nothing), dtype=torch.int64, device="cpu")
-    grid = _sent(grid, device)
+    grid = sent(grid, device)
     frames = [h * w for t, h, w in images for _ in range(t)]
     cos, sin = rotary_table(grid, rows, sizes.head_dim, sizes.theta, sizes.merge_size)
     window_index = reverse_index = cu_window_seqlens = None
     if sizes.window is not None:
         index, cells = _windows(images, sizes, rows // unit)
-        cu_window_seqlens = _sent(_cu_seqlens("windows", [count * unit for count in cells], padding.windows), device)
-        window_index, reverse_index = _sent(index, device), _sent(index.argsort(), device)
+        cu_window_seqlens = sent(_cu_seqlens("windows", [count * unit for count in cells], padding.windows), device)
+        window_index, reverse_index = sent(index, device), sent(index.argsort(), device)
         # Compilers guard on what a tensor is a view of; a clone is none.
         cos, sin = (gather_cells(table, window_index, sizes).clone() for table in (cos, sin))
     return VisionMetadata(
         grid=grid,
-        cu_seqlens=_sent(_cu_seqlens("segments", frames, padding.segments), device),
+        cu_seqlens=sent(_cu_seqlens("segments", frames, padding.segments), device),
         cos=cos,
         sin=sin,
         window_index=window_index,
@@ -266,10 +260,12 @@ def _windows(images: tuple[Image, ...], sizes: VisionSizes, cells: int) -> tuple
     return torch.cat([*order, torch.arange(start, cells, device="cpu")]), counts
 
 
-def _sent(host: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; never waits, which a copy of what is not pinned may do."""
+    # A trace leaves it to what runs it.
+    if device.type == "cuda" and tensor.device.type == "cpu" and is_eager():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def gather_cells(rows: Tensor, index: Tensor, sizes: VisionSizes) -> Tensor:
@@ -288,8 +284,10 @@ def precomputed_metadata(
     """Metadata of what Transformers' helpers have made, in plain PyTorch; only what is missing is made from the grid.
 
     As in Transformers, interp_indices and interp_weights count together, and so do window_index and cu_window_seqlens.
+    Tensors may lie on the host, and are sent. With one of them the images are not known, since it need not follow from
+    the grid.
     """
-    values: Any = map(given.get, PRECOMPUTED)
+    values: Any = (None if given.get(name) is None else sent(given[name], device) for name in PRECOMPUTED)
     cu_seqlens, position_ids, indices, weights, window_index, cu_window_seqlens = values
     interpolated = indices is not None and weights is not None
     windowed = sizes.window is not None
@@ -300,6 +298,7 @@ def precomputed_metadata(
         "interp_indices and interp_weights": learned_positions and not interpolated,
         "window_index and cu_window_seqlens": windowed and not ordered,
     }
+    used = ordered or interpolated and learned_positions or cu_seqlens is not None or position_ids is not None
     base: Any = None
     if any(missing.values()):
         if grid_thw is None:
@@ -333,7 +332,7 @@ def precomputed_metadata(
         cu_window_seqlens=cu_window_seqlens,
         interp_indices=indices if interpolated else None,
         interp_weights=weights if interpolated else None,
-        images=None if base is None else base.images,
+        images=None if used else base.images,
     )
 
 
@@ -354,5 +353,5 @@ def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
 
 __all__ = [
     "Padding", "VisionMetadata", "VisionSizes", "filled_sizes", "gather_cells", "images_of", "metadata_of",
-    "precomputed_metadata", "vision_metadata",
+    "precomputed_metadata", "sent", "vision_metadata",
 ]  # fmt: skip

@@ -1,0 +1,103 @@
+"""Layers of a vision encoder, and whether an op may take their parameters instead of calling them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
+
+from torch_ops.layer_norm import add_layer_norm, layer_norm
+from torch_ops.mlp import mlp
+from torch_ops.models.families import Family
+from torch_ops.rms_norm import add_rms_norm, rms_norm
+
+# Subclasses of a tensor hold weights in their own way: quantised, spread over devices. Traces put the last two in the
+# place of parameters.
+_TENSORS = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+def plain(layer: Any, kinds: tuple[type, ...] = (nn.Linear, nn.Conv3d, nn.Embedding)) -> bool:
+    """Whether calling this layer, of one of these kinds, is no more than its weight and bias on the input."""
+    return (
+        type(layer) in kinds
+        # Some adapters replace the forward of the instance.
+        and "forward" not in layer.__dict__
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+        and all([held is None or type(held) in _TENSORS for held in layer._parameters.values()])
+    )
+
+
+# All families have an eps of 1e-6. It is written out in each call, as softcap is below: of a float that is no literal,
+# be it a default, torch.compile first makes an input, and traces all blocks once more to find it constant.
+class LayerNorm(nn.Module):
+    """`layer_norm`, and with `after_sum` `add_layer_norm`."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, 1e-6)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_layer_norm(x, residual, self.weight, self.bias, 1e-6)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm`, and with `after_sum` `add_rms_norm`."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, 1e-6)
+
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, self.weight, 1e-6)
+
+
+def after_sum(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and the sum."""
+    if plain(norm, (LayerNorm, RMSNorm)):
+        return norm.after_sum(x, residual)
+    total = x + residual
+    return norm(total), total
+
+
+def norm_of(family: Family, hidden_size: int) -> Any:
+    return RMSNorm(hidden_size) if family.rms_norm else LayerNorm(hidden_size)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+# Of all but "swiglu", which takes two layers: silu of the first, times the second.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "silu": functional.silu,
+}
+
+
+def chained(x: Tensor, layers: list[Any], activation: str) -> Tensor:
+    """The last of the layers on the activation of those before it: one op where all are plain."""
+    *first, last = layers
+    if not all([plain(layer) for layer in layers]):
+        if activation == "swiglu":
+            return last(functional.silu(first[0](x)) * first[1](x))
+        return last(_ACTIVATIONS[activation](first[0](x)))
+    gate, *gated = first
+    up = (gated[0].weight, gated[0].bias) if gated else ()
+    return mlp(x, gate.weight, gate.bias, last.weight, last.bias, activation, False, *up)
+
+
+__all__ = ["LayerNorm", "RMSNorm", "after_sum", "chained", "norm_of", "plain"]
