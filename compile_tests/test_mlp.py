@@ -36,8 +36,8 @@ def _backward(inputs: MlpInputs) -> tuple[Any, ...]:
 
 class TestMlp(GraphContract):
     subject = Subject(
-        "mlp", mlp, references.mlp, _of_rows, _backward, ("x",),
-        "args = (draw(63, 24), draw(74, 24), draw(74), draw(16, 37), draw(16), 'swiglu')",
+        "mlp", mlp, references.mlp, of_rows=_of_rows, backward=_backward, moving=("x",),
+        source="args = (draw(63, 24), draw(74, 24), draw(74), draw(16, 37), draw(16), 'swiglu')",
     )  # fmt: skip
 
 

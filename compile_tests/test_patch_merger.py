@@ -35,8 +35,8 @@ def _of_rows(rows: int, dtype: torch.dtype, device: str, seed: int = 0, **change
 
 class TestPatchMerger(GraphContract):
     subject = Subject(
-        "patch_merger", patch_merger, references.patch_merger, _of_rows, None, ("x",),
-        "args = (draw(252, 24), draw(24), draw(24), draw(40, 96), draw(40), draw(16, 40), draw(16))",
+        "patch_merger", patch_merger, references.patch_merger, of_rows=_of_rows, backward=None, moving=("x",),
+        source="args = (draw(252, 24), draw(24), draw(24), draw(40, 96), draw(40), draw(16, 40), draw(16))",
         parts=("layer_norm", "mlp"),
         forward_graph="vk.layer_norm.default\naten.view.default\nvk.mlp.default\n",
         backward_graph="vk.mlp_backward.default\naten.view.default\nvk.layer_norm_backward.default\n",

@@ -24,8 +24,8 @@ def _backward(inputs: QkvRopeInputs) -> tuple[Any, ...]:
 
 class TestQkvRope(GraphContract):
     subject = Subject(
-        "qkv_rope", qkv_rope, references.qkv_rope, _of_rows, _backward, ("x", "cos", "sin"),
-        "args = (draw(63, 40), draw(96, 40), draw(96), draw(63, 24), draw(63, 24), 2, 1)",
+        "qkv_rope", qkv_rope, references.qkv_rope, of_rows=_of_rows, backward=_backward, moving=("x", "cos", "sin"),
+        source="args = (draw(63, 40), draw(96, 40), draw(96), draw(63, 24), draw(63, 24), 2, 1)",
     )  # fmt: skip
 
 

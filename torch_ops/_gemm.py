@@ -62,8 +62,8 @@ def plan_linear(
     n, _ = product_size(weight, up)
     width = n if width is None else width
 
-    # In here, since torch looks for the kernels of an op five calls deep (torch_ops/_registry.py). Of the tensors it
-    # is given: a plan is remembered, and what it named of its own call would be kept.
+    # In here, since torch looks for the kernels of an op five calls deep (`get_inner_triton_kernels`). Of the tensors
+    # it is given: a plan is remembered, and what it named of its own call would be kept.
     def plan_stock(weight: Tensor, up: Tensor | None = None) -> Callable[..., None]:
         launch, _ = choose_product(product_kernel(activation), rows, weight, up)
         if launch == ATEN:

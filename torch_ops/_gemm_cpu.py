@@ -1,5 +1,7 @@
 """The ops of the GEMM core on the CPU, in ATen. Gradients are written out, as in the kernels.
 
+In half types a product is rounded before what follows it, as by a linear layer, where the portable kernels round once.
+
 Autocast casts what an op takes, and nothing in here.
 """
 

@@ -2,8 +2,9 @@
 
     (q, k, v) = x weight^T + bias, split into heads;  q and k rotated by the angles of their row
 
-The rotation is that of csrc_free_ops/tiles/rope.py, applied to the fp32 sums and rounded once, where a linear and a
-rotation after each other round twice. Kernels: `csrc_free_ops.gemm`.
+The rotation is that of csrc_free_ops/tiles/rope.py, in fp32. The kernel in stock Triton, the ROTARY branch of
+`_gemm_pair_kernel` in csrc_free_ops/gemm/portable.py, rotates the fp32 sums and rounds once. Elsewhere (gemm/hopper.py,
+products left to PyTorch, the CPU) the product is rounded first, as by a linear layer, and what was rotated again.
 """
 
 from collections.abc import Callable
@@ -169,6 +170,7 @@ def qkv_rope_backward_op(
     dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor | None, weight: Tensor, cos: Tensor, sin: Tensor,
     needs_x: bool = True, needs_weight: bool = True, needs_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # packed: the gradient of the product, for those of x and weight. partial: its sums by runs of rows, for the bias's.
     packs = needs_x or needs_weight
     launch = _prepare_qkv_rope_backward(dq, dk, dv, x, weight, cos, sin, needs_weight, packs, needs_bias)
     n = weight.shape[0]
@@ -238,10 +240,11 @@ def qkv_rope(
         RuntimeError: PyTorch's own, for an argument of another type.
 
     Column i of a head's first half is turned with column i of its second (GPT-NeoX's order):
-    (a, b) becomes (a cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). Sums and rotation are fp32, rounded once;
-    fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Gradients are made for what requires them:
-    with a frozen weight x is not kept. Forward and backward give the same bits for the same inputs. RoFormer, arXiv
-    2104.09864.
+    (a, b) becomes (a cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). Sums and rotation are fp32. In half types
+    sums are rounded before they are rotated, as by a linear layer, but in the kernels in stock Triton, which round once
+    (docs/gemm.md). fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Gradients are made for what
+    requires them: with a frozen weight x is not kept. Forward and backward give the same bits for the same inputs.
+    RoFormer, arXiv 2104.09864.
     """
     return qkv_rope_op(x, weight, bias, cos, sin, num_heads, num_k_heads)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.activations import activate, swiglu
 from csrc_free_ops.tiles.blocks import store_block
-from csrc_free_ops.tiles.rope import count_tiles, first_columns, load_angles, place_pairs, rotate
+from csrc_free_ops.tiles.rope import OF_Q, OF_V, count_tiles, first_columns, load_angles, place_pairs, rotate
 from csrc_free_ops.tiles.rows import row_offsets
 
 # A size that only counts: for one of another divisibility Triton would build the same code again.
@@ -171,9 +171,9 @@ def _gemm_pair_kernel(
     """Grid (all tiles,), of BLOCK_N pairs each: a row of a, and of b the one PARTNER rows further.
 
     ROTARY: a is NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, of 2 HALF rows each, and b the same; their
-    results go to `first`, `second` and `third`, contiguous. No tile holds parts of two of them. Otherwise a begins with
-    HALF rows of gates, and b, PARTNER rows on, has HALF of what they gate: a weight of its own, or the same where both
-    are packed; the result goes to `first` and, with KEEPS_PRE, what it is made from to `second`.
+    results go to `first`, `second` and `third`, contiguous. No tile holds parts of two of them (`place_pairs`).
+    Otherwise a begins with HALF rows of gates, and b, PARTNER rows on, has HALF of what they gate: a weight of its own,
+    or the same where both are packed; the result goes to `first` and, with KEEPS_PRE, what it is made from to `second`.
     """
     tiles = count_tiles(NUM_HEADS, HALF, BLOCK_N) + 2 * count_tiles(NUM_K_HEADS, HALF, BLOCK_N)
     first_row, tile = _place_tile(num_rows, tiles, BLOCK_M, GROUP_M)
@@ -193,22 +193,22 @@ def _gemm_pair_kernel(
         b = _add_bias(b, b_bias_ptr, a_rows + PARTNER, valid)
     rows = first_row + tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & valid[None, :]
-    Q_WIDTH: tl.constexpr = 2 * HALF * NUM_HEADS
-    K_WIDTH: tl.constexpr = 2 * HALF * NUM_K_HEADS
+    QUERY_COLUMNS: tl.constexpr = 2 * HALF * NUM_HEADS
+    KEY_COLUMNS: tl.constexpr = 2 * HALF * NUM_K_HEADS
     if ROTARY:
-        if part == 2:
-            store_block(third_ptr, a, rows, cols, mask, K_WIDTH)
-            store_block(third_ptr, b, rows, cols + HALF, mask, K_WIDTH)
+        if part == OF_V:
+            store_block(third_ptr, a, rows, cols, mask, KEY_COLUMNS)
+            store_block(third_ptr, b, rows, cols + HALF, mask, KEY_COLUMNS)
         else:
             cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
             sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
             turned_a, turned_b = rotate(a, b, cos, sin)
-            if part == 0:
-                store_block(first_ptr, turned_a, rows, cols, mask, Q_WIDTH)
-                store_block(first_ptr, turned_b, rows, cols + HALF, mask, Q_WIDTH)
+            if part == OF_Q:
+                store_block(first_ptr, turned_a, rows, cols, mask, QUERY_COLUMNS)
+                store_block(first_ptr, turned_b, rows, cols + HALF, mask, QUERY_COLUMNS)
             else:
-                store_block(second_ptr, turned_a, rows, cols, mask, K_WIDTH)
-                store_block(second_ptr, turned_b, rows, cols + HALF, mask, K_WIDTH)
+                store_block(second_ptr, turned_a, rows, cols, mask, KEY_COLUMNS)
+                store_block(second_ptr, turned_b, rows, cols + HALF, mask, KEY_COLUMNS)
     else:
         if KEEPS_PRE:
             store_block(second_ptr, a, rows, cols, mask, 2 * HALF)

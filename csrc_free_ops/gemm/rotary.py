@@ -11,7 +11,7 @@ import triton.language as tl
 
 from csrc_free_ops.gemm.portable import COUNTS
 from csrc_free_ops.tiles.blocks import load_block, store_block
-from csrc_free_ops.tiles.rope import first_columns, load_angles, place_pairs, rotate, rotate_back
+from csrc_free_ops.tiles.rope import OF_Q, OF_V, first_columns, load_angles, place_pairs, rotate, rotate_back
 
 
 @triton.jit
@@ -40,13 +40,13 @@ def _rotate_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & valid[None, :]
     a, b = _load_pair(packed_ptr, rows, begin + cols, mask, Q_WIDTH + 2 * K_WIDTH, HALF)
-    if part == 2:
+    if part == OF_V:
         _store_pair(v_ptr, (a, b), rows, cols, mask, K_WIDTH, HALF)
     else:
         cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
         sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
         turned = rotate(a, b, cos, sin)
-        if part == 0:
+        if part == OF_Q:
             _store_pair(q_ptr, turned, rows, cols, mask, Q_WIDTH, HALF)
         else:
             _store_pair(k_ptr, turned, rows, cols, mask, K_WIDTH, HALF)
@@ -77,10 +77,10 @@ def _qkv_rope_bwd_kernel(
     for start in tl.range(0, ROWS, BLOCK_M):
         rows = run * ROWS + start + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & valid[None, :]
-        if part == 2:
+        if part == OF_V:
             a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, UNIT, HALF), mask, STRIDE_VT, HALF)
         else:
-            if part == 0:
+            if part == OF_Q:
                 a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, UNIT, HALF), mask, STRIDE_QT, HALF)
             else:
                 a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, UNIT, HALF), mask, STRIDE_KT, HALF)

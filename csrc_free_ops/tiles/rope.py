@@ -14,6 +14,10 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.blocks import load_block
 
+# What a tile of pairs is of.
+OF_Q = tl.constexpr(0)
+OF_V = tl.constexpr(2)
+
 
 @triton.jit
 def first_columns(pairs, HALF: tl.constexpr):
@@ -33,7 +37,7 @@ def place_pairs(
 ):  # fmt: skip
     """Where a tile of pairs lies among the heads of q, of k and of v, each of which begins at a tile of its own.
 
-    Returns 0, 1 or 2 for q, k or v; the pairs of its heads; which of them exist; the column of all where it begins.
+    Returns OF_Q, 1 for k, or OF_V; the pairs of its heads; which of them exist; the column of all where it begins.
     """
     q_tiles = count_tiles(NUM_HEADS, HALF, BLOCK)
     k_tiles = count_tiles(NUM_K_HEADS, HALF, BLOCK)

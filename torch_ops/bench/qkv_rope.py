@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from torch_ops import qkv_rope
-from torch_ops.bench.projections import bind, make_room
+from torch_ops.bench.projections import bind, make_room, runs_anywhere
 from torch_ops.bench.room import Call, Contender
 from torch_ops.testing import references
 from torch_ops.testing.cases import QKV_ROPE, QkvRopeCase, QkvRopeInputs, make_qkv_rope_inputs
@@ -17,7 +17,7 @@ def _linear(case: QkvRopeCase, inputs: QkvRopeInputs) -> Call:
 
 
 LINEAR = Contender(
-    "linear", _linear, lambda case, dtype, device: "", lambda: f"F.linear of torch {torch.__version__}, with its bias",
+    "linear", _linear, runs_anywhere, lambda: f"F.linear of torch {torch.__version__}, with its bias",
     yardstick="makes the product alone, without the rotation and in one tensor",
 )  # fmt: skip
 
