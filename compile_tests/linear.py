@@ -331,7 +331,9 @@ class GraphContract:
         inputs = self.subject.inputs()
 
         def derivative(x: Tensor) -> Any:
-            call = lambda x: inputs.call(self.subject.function, x=x)  # noqa: E731
+            def call(x: Tensor) -> Any:
+                return inputs.call(self.subject.function, x=x)
+
             return torch.func.jvp(call, (x,), (torch.ones_like(x),))
 
         function = torch.compile(derivative, fullgraph=True, backend="aot_eager") if compiled else derivative

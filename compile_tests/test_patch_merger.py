@@ -3,6 +3,7 @@
 It is made of ops: whole in the graphs of Dynamo and torch.export, its parts in all others.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_traces_for_cuda_hold_the_kernels_of_its_parts(path: str) -> None:
     with fake_gpu(name="h200", path=path) as mode:
         with mode:
             rows = symbolic_size(mode, "rows", 100) * 4
-            new = lambda *shape: torch.empty(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+            new = partial(torch.empty, device="cuda", dtype=torch.bfloat16)
             args = (
                 new(rows, 1152), new(1152), new(1152), new(4608, 4608), new(4608), new(4096, 4608), new(4096)
             )  # fmt: skip

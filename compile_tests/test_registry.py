@@ -27,7 +27,7 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from compile_tests.gemm import GEMM
-from torch_ops import _registry, settings, window_attn
+from torch_ops import _launches, settings, window_attn
 from torch_ops._registry import OPS, KernelOp, composed_op, remembered, vk_op
 from torch_ops._versions import refuse_pair
 from torch_ops.settings import Settings
@@ -290,25 +290,25 @@ class TestRelaunch:
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
                 return lambda *args: launched.append((grid, *args))
 
-        monkeypatch.setattr(_registry, "CompiledKernel", Compiled)
+        monkeypatch.setattr(_launches, "CompiledKernel", Compiled)
         self.compiled = Compiled()
         return launched
 
     def test_constants_follow_the_kernel_s_order_and_options_are_left_out(self, launched: list[Any]) -> None:
-        relaunch, x, y = _registry.Relaunch((3, 2), (64,)), torch.zeros(4), torch.ones(4)
+        relaunch, x, y = _launches.Relaunch((3, 2), (64,)), torch.zeros(4), torch.ones(4)
         assert not relaunch("mode", (x,)) and not launched
         relaunch.keep("mode", (x,), {"num_warps": 4, "B": 2, "A": 1}, self.compiled)
         assert relaunch("mode", (y,))
         assert launched == [((3, 2, 1), y, 64, 1, 2)] and launched[0][1] is y
 
     def test_other_modes_and_misaligned_tensors_are_left_to_triton(self, launched: list[Any]) -> None:
-        relaunch, x = _registry.Relaunch((1,), ()), torch.zeros(5)
+        relaunch, x = _launches.Relaunch((1,), ()), torch.zeros(5)
         relaunch.keep("mode", (x[1:],), {"A": 1}, self.compiled)
         assert not relaunch("mode", (x,)), "kept of a misaligned launch"
         relaunch.keep("mode", (x,), {"A": 1}, self.compiled)
         assert not relaunch("other", (x,)) and not relaunch("mode", (x[1:],)) and not launched
 
     def test_nothing_is_kept_of_a_trace(self, launched: list[Any]) -> None:
-        relaunch, x = _registry.Relaunch((1,), ()), torch.zeros(4)
+        relaunch, x = _launches.Relaunch((1,), ()), torch.zeros(4)
         relaunch.keep("mode", (x,), {"A": 1}, None)
         assert not relaunch("mode", (x,)) and not launched

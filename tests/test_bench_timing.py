@@ -9,7 +9,7 @@ import torch
 
 from csrc_free_ops.configs import Gpu
 from tests.bench import CPU
-from torch_ops import _attention, _attention_portable, _attention_short, _registry
+from torch_ops import _attention, _attention_portable, _attention_short, _launches
 from torch_ops.bench import timing, window_attn
 from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.packed_cases import find_cases
@@ -74,7 +74,7 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     monkeypatch.setattr(_attention_portable, "_attention_fwd_kernel", Kernel())
     monkeypatch.setattr(_attention_short, "_attention_fwd_short_kernel", Kernel())
     monkeypatch.setattr(_attention_short, "_attention_fwd_rest_kernel", Kernel())
-    for launcher in (_attention, _attention_portable, _registry):
+    for launcher in (_attention, _attention_portable, _launches):
         monkeypatch.setattr(launcher, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
     monkeypatch.setattr(window_attn, "packed_path", lambda inputs: "portable")
     launch, launcher, why = window_attn._raw_calls(inputs)

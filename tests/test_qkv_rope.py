@@ -238,7 +238,10 @@ def test_gradcheck_in_fp64(half_table: bool) -> None:
     case = QkvRopeCase("gradcheck", "fp64", 5, 7, 2, 8, num_k_heads=1, half_table=half_table)
     inputs = make_qkv_rope_inputs(case, torch.float64)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
-    call = lambda *given: inputs.call(qkv_rope, **dict(zip(leaves, given, strict=True)))  # noqa: E731
+
+    def call(*given: Tensor) -> Any:
+        return inputs.call(qkv_rope, **dict(zip(leaves, given, strict=True)))
+
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 
 

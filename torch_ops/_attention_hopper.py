@@ -21,7 +21,7 @@ from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SIN
 from csrc_free_ops.configs import Gpu, Launch
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._hopper import Descriptors, hopper_refusal, programs, to_keep
-from torch_ops._registry import Relaunch
+from torch_ops._launches import Relaunch
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 

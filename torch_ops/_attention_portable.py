@@ -14,7 +14,8 @@ from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
 from csrc_free_ops.configs import Launch, Row, pick, split_head_dim
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
+from torch_ops._launches import Relaunch
+from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 

@@ -24,7 +24,8 @@ from torch_ops._attention_portable import (
     row_stride,
     with_columns,
 )
-from torch_ops._registry import Relaunch, can_overlap, wrap_triton
+from torch_ops._launches import Relaunch, can_overlap
+from torch_ops._registry import wrap_triton
 from torch_ops._scores import Scores
 
 # Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.

@@ -23,7 +23,8 @@ from torch_ops._gemm_portable import (
     product_size,
     rows_of,
 )
-from torch_ops._registry import Relaunch, runs_kernels, wrap_triton
+from torch_ops._launches import Relaunch
+from torch_ops._registry import runs_kernels, wrap_triton
 
 # Rows of a gradient that one program sums up; as many rows of sums are left as there are such runs.
 RUN = 128

@@ -17,7 +17,7 @@ from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
 from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED
 from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
-from torch_ops._registry import Relaunch
+from torch_ops._launches import Relaunch
 
 # By consumer warpgroups: registers of a consumer's thread, of the finishers' and the producer's, and at launch.
 REGISTERS = {2: (168, 176, 168), 3: (136, 104, 128)}

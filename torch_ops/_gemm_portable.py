@@ -16,7 +16,8 @@ from csrc_free_ops.gemm.portable import _gemm_kernel, _gemm_pair_kernel
 from torch_ops._attention_portable import precision_of
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, Relaunch, wrap_triton
+from torch_ops._launches import Relaunch
+from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops.settings import settings
 
 GATED = "swiglu"

@@ -21,7 +21,8 @@ from csrc_free_ops.norms import (
 )
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, Relaunch, can_overlap, wrap_triton
+from torch_ops._launches import Relaunch, can_overlap
+from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops.settings import settings
 
 

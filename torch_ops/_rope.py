@@ -15,7 +15,8 @@ from csrc_free_ops.rope import _rope_kernel
 from torch_ops._attention_portable import head_strides, readable, row_stride, with_columns
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._registry import INTERPRET, Relaunch, can_overlap, wrap_triton
+from torch_ops._launches import Relaunch, can_overlap
+from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops.settings import settings
 
 

@@ -26,7 +26,8 @@ from torch_ops._grids import (
     tiles_of,
     with_columns,
 )
-from torch_ops._registry import Relaunch, remembered, runs_kernels, vk_op, wrap_triton
+from torch_ops._launches import Relaunch
+from torch_ops._registry import remembered, runs_kernels, vk_op, wrap_triton
 
 # Sizes of an image times entries of a side are 32-bit in the kernels.
 LARGEST_SIDE = 1000

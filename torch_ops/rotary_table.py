@@ -20,7 +20,8 @@ from torch_ops._grids import (
     send_grid,
     tiles_of,
 )
-from torch_ops._registry import INTERPRET, Relaunch, remembered, vk_op, wrap_triton
+from torch_ops._launches import Relaunch
+from torch_ops._registry import INTERPRET, remembered, vk_op, wrap_triton
 
 
 def _check_rotary_table(grid: Tensor, total: int, dim: int, theta: float, merge_size: int) -> None:

@@ -23,7 +23,8 @@ from torch_ops._grids import (
     tiles_of,
     with_columns,
 )
-from torch_ops._registry import Relaunch, remembered, runs_kernels, vk_op, wrap_triton
+from torch_ops._launches import Relaunch
+from torch_ops._registry import remembered, runs_kernels, vk_op, wrap_triton
 
 MODES = ("concat", "mean")
 ORDERS = ("merge_block", "raster")
