@@ -21,8 +21,8 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN
 from csrc_free_ops.configs import Launch, split_head_dim
 from torch_ops._attention_hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs, tickets
-from torch_ops._attention_portable import head_strides, row_stride
-from torch_ops._launches import Relaunch
+from torch_ops._attention_portable import head_strides
+from torch_ops._launches import Relaunch, row_stride
 from torch_ops._scores import Scores
 
 # Query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.

@@ -14,7 +14,7 @@ from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
 from csrc_free_ops.configs import Launch, Row, pick, split_head_dim
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._launches import Relaunch
+from torch_ops._launches import Relaunch, readable, row_stride, with_columns
 from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
@@ -44,22 +44,8 @@ def precision_of(q: Tensor) -> str:
     return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def with_columns(tensor: Tensor) -> Tensor:
-    """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
-
-
-def readable(*tensors: Tensor) -> bool:
-    """Whether kernels can read all of them as they are."""
-    return all(tensor.stride(2) == 1 for tensor in tensors)
-
-
 def contiguous_row(tensor: Tensor) -> int:
     return tensor.shape[1] * tensor.shape[2]
-
-
-def row_stride(tensor: Tensor) -> int:
-    return tensor.stride(0) if tensor.stride(2) == 1 else contiguous_row(tensor)
 
 
 def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -16,15 +16,8 @@ from csrc_free_ops.attention.short_bwd import (
 )
 from csrc_free_ops.attention.short_fwd import _attention_fwd_rest_kernel, _attention_fwd_short_kernel
 from csrc_free_ops.configs import Launch, split_head_dim
-from torch_ops._attention_portable import (
-    choose,
-    contiguous_row,
-    head_strides,
-    readable,
-    row_stride,
-    with_columns,
-)
-from torch_ops._launches import Relaunch, can_overlap
+from torch_ops._attention_portable import choose, contiguous_row, head_strides
+from torch_ops._launches import Relaunch, can_overlap, readable, row_stride, with_columns
 from torch_ops._registry import wrap_triton
 from torch_ops._scores import Scores
 

@@ -13,7 +13,7 @@ from triton import cdiv
 from csrc_free_ops.configs import Launch
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
 from csrc_free_ops.gemm.rotary import _qkv_rope_bwd_kernel, _rotate_kernel
-from torch_ops._attention_portable import head_strides, readable, row_stride, with_columns
+from torch_ops._attention_portable import head_strides
 from torch_ops._gemm_portable import (
     GATED,
     Rows,
@@ -23,7 +23,7 @@ from torch_ops._gemm_portable import (
     product_size,
     rows_of,
 )
-from torch_ops._launches import Relaunch
+from torch_ops._launches import Relaunch, blocks_of, readable, row_stride, with_columns
 from torch_ops._registry import runs_kernels, wrap_triton
 
 # Rows of a gradient that one program sums up; as many rows of sums are left as there are such runs.
@@ -42,13 +42,6 @@ def new_sums(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_empty((runs, columns), dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def _blocks(launch: Launch) -> dict[str, Any]:
-    return {
-        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
-    }  # fmt: skip
-
-
 def plan_activate(
     rows: Rows, weight: Tensor, activation: str, stride: int, width: int, up: Tensor | None = None
 ) -> Callable[..., None]:
@@ -60,7 +53,7 @@ def plan_activate(
     launch, _ = choose_product("activate", rows, weight, up)
     grid = (cdiv(rows.count, launch.block_m), cdiv(columns, launch.block_n))
     constants = {
-        "N": columns, "STRIDE_PM": stride, "STRIDE_OM": width, "ACTIVATION": activation, **_blocks(launch)
+        "N": columns, "STRIDE_PM": stride, "STRIDE_OM": width, "ACTIVATION": activation, **blocks_of(launch)
     }  # fmt: skip
     relaunch = Relaunch(grid, (rows.count,))
 
@@ -91,7 +84,7 @@ def plan_activation_backward(
     constants = {
         "N": inner, "STRIDE_GM": inner, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
         "STRIDE_HM": stride_h,
-        "ACTIVATION": activation, "MAKES_H": makes_h, "SUMS": sums, "ROWS": RUN, **_blocks(launch),
+        "ACTIVATION": activation, "MAKES_H": makes_h, "SUMS": sums, "ROWS": RUN, **blocks_of(launch),
     }  # fmt: skip
     relaunch = Relaunch(grid, (rows.count,))
 
@@ -113,7 +106,7 @@ def plan_rotate(
     launch, _ = choose_product("rotate", rows, weight)
     angles = angle_constants(cos, sin, weight.shape[0], num_heads, num_k_heads)
     grid = (cdiv(rows.count, launch.block_m), _pair_tiles(angles, launch))
-    constants = {**angles, **_blocks(launch)}
+    constants = {**angles, **blocks_of(launch)}
     relaunch = Relaunch(grid, (rows.count,))
 
     def launch_rotate(packed: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -139,7 +132,7 @@ def plan_rotary_backward(
     grid = (_count_runs(total), _pair_tiles(angles, launch))
     constants = {
         "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv), "UNIT": unit,
-        "PACKS": packs, "SUMS": sums, "ROWS": RUN, **angles, **_blocks(launch),
+        "PACKS": packs, "SUMS": sums, "ROWS": RUN, **angles, **blocks_of(launch),
     }  # fmt: skip
     scalars = (*strides, total)
     relaunch = Relaunch(grid, scalars)

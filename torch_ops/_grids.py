@@ -102,23 +102,6 @@ def tiles_of(rows: int, width: int, launch: Launch) -> tuple[int, int]:
     return rows // launch.block_m + 1, -(-width // launch.block_n)
 
 
-def constants_of(launch: Launch) -> dict[str, Any]:
-    return {
-        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
-    }  # fmt: skip
-
-
-def with_columns(rows: Tensor) -> Tensor:
-    """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def row_stride(rows: Tensor) -> int:
-    """A constant of the kernel, and so no symbol."""
-    return int(rows.stride(0) if rows.stride(1) == 1 else rows.shape[1])
-
-
 def register_gathered(op: KernelOp, backward: KernelOp, sizes: Callable[[Tensor, int], tuple[int, ...]]) -> None:
     """The gradient of op(leaf, grid, total, ...), backward(dout, grid, *sizes(leaf, total), ...)."""
 

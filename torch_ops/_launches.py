@@ -1,13 +1,38 @@
-"""How kernels are launched: again without a look at all their arguments, and before the kernel before has ended."""
+"""How kernels are launched: on rows as they can read them, again without a look at every argument, and early."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from csrc_free_ops.configs import Launch
 from torch_ops._device import gpu
 from torch_ops._registry import INTERPRET, is_eager
+
+
+def with_columns(tensor: Tensor) -> Tensor:
+    """Kernels read rows of contiguous columns; a layout without them (a transposed or expanded one) is copied."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether kernels can read all of them as they are."""
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def row_stride(tensor: Tensor) -> int:
+    """From one row of `with_columns(tensor)` to the next; a row is all but the first dimension."""
+    return tensor.stride(0) if tensor.stride(-1) == 1 else math.prod(tensor.shape[1:])
+
+
+def blocks_of(launch: Launch) -> dict[str, int]:
+    """The constants of a kernel that works on tiles of rows and columns."""
+    return {
+        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
 
 
 def can_overlap() -> bool:

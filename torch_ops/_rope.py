@@ -12,10 +12,10 @@ from triton import cdiv
 
 from csrc_free_ops.configs import Launch, pick
 from csrc_free_ops.rope import _rope_kernel
-from torch_ops._attention_portable import head_strides, readable, row_stride, with_columns
+from torch_ops._attention_portable import head_strides
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._launches import Relaunch, can_overlap
+from torch_ops._launches import Relaunch, blocks_of, can_overlap, readable, row_stride, with_columns
 from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops.settings import settings
 
@@ -32,14 +32,6 @@ def workspaces(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _table_stride(table: Tensor) -> int:
-    return table.stride(0) if table.stride(1) == 1 else table.shape[1]
-
-
-def _with_columns(table: Tensor) -> Tensor:
-    return table if table.stride(1) == 1 else table.contiguous()
-
-
 def plan_rotation(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, back: bool
 ) -> Callable[..., None]:
@@ -54,26 +46,24 @@ def plan_rotation(
     overlaps = can_overlap()
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k),
-        "STRIDE_CT": _table_stride(cos), "STRIDE_ST": _table_stride(sin),
+        "STRIDE_CT": row_stride(cos), "STRIDE_ST": row_stride(sin),
         "UNIT": unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
         "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "OVERLAPS": overlaps,
-        "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages, **({"launch_pdl": True} if overlaps else {}),
+        **blocks_of(launch), **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip
     # One tile more than there may be pairs for: so there is one of no rows too, and none asks whether there are any.
     tiles = total * half // launch.block_n + 1
     grid = (tiles, cdiv(num_heads, launch.block_m) + cdiv(k.shape[1], launch.block_m))
     scalars = (*strides, total, cu_q.shape[0] - 1)
     relaunch = Relaunch(grid, scalars)
-    columns = cos.stride(1) == sin.stride(1) == 1
-    ready = readable(q, k) and columns and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
+    ready = readable(q, k, cos, sin) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
 
     def launch_rotation(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, q_out: Tensor, k_out: Tensor
     ) -> None:
         cu_k = cu_q if cu_k is None else cu_k
         if not ready:
-            q, k, cos, sin = with_columns(q), with_columns(k), _with_columns(cos), _with_columns(sin)
+            q, k, cos, sin = with_columns(q), with_columns(k), with_columns(cos), with_columns(sin)
             cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
         tensors = (q, k, cos, sin, cu_q, cu_k, q_out, k_out)
         if not relaunch(None, tensors):

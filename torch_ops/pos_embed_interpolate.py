@@ -17,16 +17,13 @@ from torch_ops._grids import (
     check_grid,
     check_on_device,
     check_rows,
-    constants_of,
     grid_launch,
     place_rows,
     register_gathered,
-    row_stride,
     send_grid,
     tiles_of,
-    with_columns,
 )
-from torch_ops._launches import Relaunch
+from torch_ops._launches import Relaunch, blocks_of, row_stride, with_columns
 from torch_ops._registry import remembered, runs_kernels, vk_op, wrap_triton
 
 # Sizes of an image times entries of a side are 32-bit in the kernels.
@@ -101,8 +98,8 @@ def _prepare_pos_embed(
     tiles = tiles_of(total, width, launch)
     scalars = (total, grid.shape[0])
     constants = {
-        "STRIDE_T": row_stride(table), "SIDE": math.isqrt(table.shape[0]), "WIDTH": width, "MERGE": merge_size,
-        "ALIGN_CORNERS": align_corners, **constants_of(launch),
+        "STRIDE_T": int(row_stride(table)), "SIDE": math.isqrt(table.shape[0]), "WIDTH": width, "MERGE": merge_size,
+        "ALIGN_CORNERS": align_corners, **blocks_of(launch),
     }  # fmt: skip
     relaunch = Relaunch(tiles, scalars)
 
@@ -170,8 +167,8 @@ def _prepare_pos_embed_backward(
     tiles = entries, tiles_of(1, width, launch)[1]
     scalars = (total, grid.shape[0])
     constants = {
-        "STRIDE_D": row_stride(dout), "SIDE": math.isqrt(entries), "WIDTH": width, "MERGE": merge_size,
-        "ALIGN_CORNERS": align_corners, **constants_of(launch),
+        "STRIDE_D": int(row_stride(dout)), "SIDE": math.isqrt(entries), "WIDTH": width, "MERGE": merge_size,
+        "ALIGN_CORNERS": align_corners, **blocks_of(launch),
     }  # fmt: skip
     relaunch = Relaunch(tiles, scalars)
 

@@ -14,13 +14,12 @@ from torch_ops._checks import check_head_dim, refuse
 from torch_ops._grids import (
     check_grid,
     check_on_device,
-    constants_of,
     grid_launch,
     place_rows,
     send_grid,
     tiles_of,
 )
-from torch_ops._launches import Relaunch
+from torch_ops._launches import Relaunch, blocks_of
 from torch_ops._registry import INTERPRET, remembered, vk_op, wrap_triton
 
 
@@ -65,7 +64,7 @@ def _prepare_rotary_table(
     launch, _ = grid_launch("rotary_table", torch.float32, half)
     tiles = tiles_of(total, half, launch)
     scalars = (total, grid.shape[0])
-    constants = {"LOG2_THETA": math.log2(theta), "HALF": half, "MERGE": merge_size, **constants_of(launch)}
+    constants = {"LOG2_THETA": math.log2(theta), "HALF": half, "MERGE": merge_size, **blocks_of(launch)}
     relaunch = Relaunch(tiles, scalars)
 
     def launch_table(grid: Tensor, cos: Tensor, sin: Tensor) -> None:

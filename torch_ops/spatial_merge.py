@@ -14,16 +14,13 @@ from torch_ops._grids import (
     check_grid,
     check_on_device,
     check_rows,
-    constants_of,
     grid_launch,
     place_rows,
     register_gathered,
-    row_stride,
     send_grid,
     tiles_of,
-    with_columns,
 )
-from torch_ops._launches import Relaunch
+from torch_ops._launches import Relaunch, blocks_of, row_stride, with_columns
 from torch_ops._registry import remembered, runs_kernels, vk_op, wrap_triton
 
 MODES = ("concat", "mean")
@@ -98,8 +95,8 @@ def _prepare_spatial_merge(
     tiles = tiles_of(total // (merge_size * merge_size), width, launch)
     scalars = (total, grid.shape[0])
     constants = {
-        "STRIDE_X": row_stride(x), "WIDTH": width, "MERGE": merge_size, "MEAN": mode == "mean",
-        "RASTER": order == "raster", **constants_of(launch),
+        "STRIDE_X": int(row_stride(x)), "WIDTH": width, "MERGE": merge_size, "MEAN": mode == "mean",
+        "RASTER": order == "raster", **blocks_of(launch),
     }  # fmt: skip
     relaunch = Relaunch(tiles, scalars)
 
@@ -176,8 +173,8 @@ def _prepare_spatial_merge_backward(
     tiles = tiles_of(rows, width, launch)
     scalars = (total, grid.shape[0], rows)
     constants = {
-        "STRIDE_D": row_stride(dout), "WIDTH": width, "MERGE": merge_size, "MEAN": mode == "mean",
-        "RASTER": order == "raster", **constants_of(launch),
+        "STRIDE_D": int(row_stride(dout)), "WIDTH": width, "MERGE": merge_size, "MEAN": mode == "mean",
+        "RASTER": order == "raster", **blocks_of(launch),
     }  # fmt: skip
     relaunch = Relaunch(tiles, scalars)
 
