@@ -1,8 +1,14 @@
 """Shared by all numerical tests: where they run, and what may not leak between runs."""
 
 import contextlib
+import fcntl
+import gc
+import itertools
 import os
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 # A stale entry would return the result of code that has since changed.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -48,6 +54,36 @@ def _checks_of_int32(request: pytest.FixtureRequest) -> Iterator[None]:
     wanted = hasattr(request.function, "hypothesis") or "wild" in request.node.name
     with without_checks_of_int32() if INTERPRET and not wanted else contextlib.nullcontext():
         yield
+
+
+# Of GPU memory, what a test marked `large` may take.
+LARGE_BYTES = 26 * 2**30
+
+
+@pytest.fixture(autouse=True)
+def _in_turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of shards on one GPU only as many are at a large test as it has room for, and what that took is given back."""
+    if not torch.cuda.is_available() or request.node.get_closest_marker("large") is None:
+        yield
+        return
+    gpu = torch.cuda.get_device_properties(0)
+    with contextlib.ExitStack() as stack:
+        _take_turn(stack, f"{gpu.uuid}-{os.getuid()}", max(1, gpu.total_memory // LARGE_BYTES))
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _take_turn(stack: contextlib.ExitStack, name: str, turns: int) -> None:
+    for turn in itertools.cycle(range(turns)):
+        file = stack.enter_context(Path(tempfile.gettempdir(), f"vk-large-{name}-{turn}").open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            time.sleep(0.1)
+        else:
+            return
 
 
 @pytest.fixture(autouse=True)

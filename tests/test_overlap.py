@@ -44,6 +44,7 @@ class Block:
 
     def run(self, kind: str, then: Callable[[], None]) -> Tensor:
         x, residual = self.x, self.x
+        boundaries = self.boundaries
         for _ in range(ROUNDS):
             if kind == "rms":
                 x = self._after(then, rms_norm(x, self.norm[0]))
@@ -51,12 +52,12 @@ class Block:
             x = self._after(then, layer_norm(x, *self.norm))
             q, k, v = self._after(then, qkv_rope(x, *self.qkv, *self.tables, HEADS))
             if kind == "turned":
-                x = self._after(then, rope_window_attn(q, k, v, *self.tables, self.boundaries))
+                x = self._after(then, rope_window_attn(q, k, v, *self.tables, boundaries))
             else:
-                x = self._after(then, window_attn(q, k, v, self.boundaries))
+                x = self._after(then, window_attn(q, k, v, boundaries))
             x, residual = self._after(then, add_layer_norm(x.flatten(1), residual, *self.norm))
             # The boundaries too are what the kernel before wrote: they must not be read before.
-            self.boundaries = self._after(then, self.boundaries.clone())
+            boundaries = self._after(then, boundaries.clone())
             x = self._after(then, mlp(x, *self.layers))
         return x + residual
 
