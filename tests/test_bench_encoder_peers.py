@@ -188,13 +188,13 @@ def test_our_graph_that_writes_nothing_is_wrong(session: Session, monkeypatch: p
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """CUDA graphs stood in for by ones that do nothing; a number for each replay."""
     replays: list[int] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    graph = SimpleNamespace(replay=lambda: replays.append(1), pool=lambda: (0, 1))
+    graph = SimpleNamespace(replay=lambda: replays.append(1))
     for attribute, value in {
-        "Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph,
-        "stream": contextlib.nullcontext, "graph": lambda *args, **named: contextlib.nullcontext(),
+        "CUDAGraph": lambda: graph, "graph_pool_handle": lambda: (0, 1),
+        "graph": lambda *args, **named: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, attribute, value)
+    monkeypatch.setattr(encoder_contenders, "stream_to_capture", lambda pool, device: (None, graph))
     return replays
 
 

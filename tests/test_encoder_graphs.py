@@ -385,20 +385,21 @@ def test_defaults_are_those_of_the_configuration() -> None:
         runner(pixels, IMAGES)
 
 
-def test_weights_are_looked_at_once_pixels_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_looked_at_while_the_device_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """And modules are not walked again, with gradients on neither."""
     encoder = frozen("qwen3_vl_vision")
     runner = runner_of(encoder).warmup()
     pixels = draw_pixels(encoder, IMAGES, torch.float64)
     expected = runner(pixels, IMAGES)
     seen: list[str] = []
-    for owner, name in ((Statics, "fill"), (Weights, "unchanged"), (Recording, "__init__")):
+    looks = ((Statics, "fill"), (Statics, "usable"), (Statics, "current"), (Recording, "__init__"))
+    for owner, name in (*looks, *((recording, "replay") for recording in statics_of(runner).recordings.values())):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name), name, seen))
     for name in ("modules", "parameters", "named_modules", "named_parameters"):
         monkeypatch.setattr(nn.Module, name, noting(getattr(nn.Module, name), name, seen))
     with torch.enable_grad():
         assert_equal_outputs(runner(pixels, IMAGES), expected)
-    assert seen == ["fill", "unchanged"]
+    assert seen == ["fill", "usable", "replay", "current"]
 
 
 def noting(function: Callable[..., Any], name: str, seen: list[str]) -> Callable[..., Any]:

@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import torch_ops
+from torch_ops._capture import pool_bytes
 from torch_ops.bench.contest import MOST_COMPILED
 from torch_ops.bench.encoder_contenders import ASSEMBLED, OURS, UNCAPTURED, WARM_UP_CALLS, Bound, EncoderContender
 from torch_ops.bench.encoder_rows import Scene, count_flops, draw_directions, outcome, step, truths
@@ -259,12 +259,7 @@ def _peak_bytes(scene: Scene, entry: Entry) -> int | None:
 
 def _held_bytes(bound: Bound) -> int:
     held = sum(tensor.nbytes for tensor in bound.held)
-    return held if bound.pool is None else held + _pool_bytes(bound.pool)
-
-
-def _pool_bytes(pool: tuple[int, ...]) -> int:
-    segments: Any = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
+    return held if bound.pool is None else held + pool_bytes(bound.pool)
 
 
 def path_of(scene: Scene) -> str:

@@ -2,15 +2,18 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_ops._attention_hopper import tickets
+from torch_ops._capture import stream_to_capture
 from torch_ops.models.vision import QwenVisionEncoder
-from torch_ops.models.vision_metadata import Padding, metadata_of
+from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
 from torch_ops.settings import settings
 
 Outputs = tuple[Tensor, Tensor, tuple[Tensor, ...]]
@@ -24,26 +27,33 @@ class Recording:
     def __init__(self, encoder: QwenVisionEncoder, statics: "Statics", budget: Padding) -> None:
         pixels = statics.pixels[: budget.rows]
         self.metadata = metadata = metadata_of((), encoder.sizes, pixels.device, budget).clone()
+        self._filled: VisionMetadata | None = None
 
         def encode() -> Outputs:
             return encoder.encode_packed(pixels, metadata)
 
         self.replay = _captured(encode, statics) if pixels.is_cuda else _repeated(encode)
 
+    def fill(self, metadata: VisionMetadata) -> None:
+        """With what is there already, if the batch before had the same grid: then its metadata is the same object."""
+        if metadata is not self._filled:
+            self._filled = None
+            self.metadata.copy_(metadata)
+            self._filled = metadata
+
 
 def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[], Outputs]:
     assert statics.stream is not None
-    statics.stream.wait_stream(torch.cuda.current_stream())
+    # What compiles or allocates for good does so before the capture.
+    encode()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(statics.stream):
-        # What compiles or allocates for good does so before the capture.
-        encode()
-        with (
-            tickets(statics.pixels.device).lending(statics.counters),
-            # Other threads may go on using the device.
-            torch.cuda.graph(graph, pool=statics.pool, stream=statics.stream, capture_error_mode="thread_local"),
-        ):
-            outputs = encode()
+    with (
+        torch.cuda.stream(statics.stream),
+        tickets(statics.pixels.device).lending(statics.counters),
+        # Other threads may go on using the device.
+        torch.cuda.graph(graph, pool=statics.pool, stream=statics.stream, capture_error_mode="thread_local"),
+    ):
+        outputs = encode()
 
     def replay() -> Outputs:
         graph.replay()
@@ -72,7 +82,10 @@ def _repeated(encode: Callable[[], Outputs]) -> Callable[[], Outputs]:
 class Weights:
     """The parameters and buffers of a module as they were found, and whether they still are where they were.
 
-    That is asked before every replay, so the modules are walked once: what is looked at later are their dictionaries.
+    That is asked at every replay, so the modules are walked once, and later their dictionaries are looked at, by
+    functions that take no step of Python's for each. `in_place` is what must be known before: that the graphs read no
+    memory that was given back. A module that was put aside keeps its own alive, since its dictionaries are held here;
+    so `unchanged` may be asked while the device computes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,23 +95,38 @@ class Weights:
         # Most are empty: of those it is enough to look at the size.
         self._sized: list[dict[str, Any]] = [*children, *held]
         self._children = [each for each in children if each]
-        self._held = [each for each in held if each]
-        self._found = self._places()
+        # Those that hold None, such as a bias that is not there, are few.
+        self._mixed = [each for each in held if any(tensor is None for tensor in each.values())]
+        self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
+        self._addresses, self._rest = self._look_at_addresses(), self._look_at_the_rest()
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for held in self._held for tensor in held.values() if tensor is not None]
+        return [*_all(self._full), *(tensor for tensor in _all(self._mixed) if tensor is not None)]
+
+    def in_place(self) -> bool:
+        return self._look_at_addresses() == self._addresses
 
     def unchanged(self) -> bool:
-        return self._places() == self._found
+        return self.in_place() and self._look_at_the_rest() == self._rest
 
-    def _places(self) -> object:
-        tensors = self.tensors()
-        return (
-            list(map(len, self._sized)),
-            [id(child) for children in self._children for child in children.values()],
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.dtype for tensor in tensors],
-        )
+    def _look_at_addresses(self) -> object:
+        try:
+            return list(map(_address, self.tensors()))
+        except TypeError:
+            # What is None by now was a tensor.
+            return None
+
+    def _look_at_the_rest(self) -> object:
+        return list(map(len, self._sized)), list(map(id, _all(self._children))), list(map(_dtype, self.tensors()))
+
+
+def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(_values, dictionaries))
+
+
+_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class Statics:
@@ -122,15 +150,19 @@ class Statics:
         # Of launches in the graphs, see `_Tickets`.
         self.counters: list[Tensor] = []
         if weight.is_cuda:
-            # One for all graphs: cuBLAS keeps a workspace for each stream for good.
-            self.stream = torch.cuda.Stream()
+            # One for all graphs, since each has a workspace of cuBLAS.
             self.pool = torch.cuda.graph_pool_handle()
+            self.stream, self._first = stream_to_capture(self.pool, weight.device)
             self._done = torch.cuda.Event()
             weakref.finalize(self, _settle, self._done, self.counters, weight.device).atexit = False
 
     def current(self) -> bool:
         """Whether graphs still compute what the encoder would: they read weights where they were."""
         return self._generation == settings.generation and self.weights.unchanged()
+
+    def usable(self) -> bool:
+        """Whether graphs may be replayed, if only to find that they are not current."""
+        return self._generation == settings.generation and self.weights.in_place()
 
     def recording(self, encoder: QwenVisionEncoder, budget: Padding) -> Recording:
         if budget not in self.recordings:

@@ -12,7 +12,7 @@ the CPU, where there are no graphs, the encoder is called on the same static ten
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from typing import Any
 
@@ -152,7 +152,7 @@ class EncoderGraphs:
         if (obstacle := self._obstacle(images, budget, kwargs)) is not None:
             if self.fallback == "refuse":
                 refuse(OP, *obstacle)
-            _refuse_gradients(hidden_states, self.encoder.parameters())
+            _refuse_gradients(hidden_states, self.encoder.parameters)
             # Not by a call of the module, whose forward may be this object.
             return QwenVisionEncoder.forward(
                 self.encoder, hidden_states, grid_thw, metadata=metadata, return_dict=return_dict, **kwargs
@@ -168,15 +168,16 @@ class EncoderGraphs:
         statics = self._ready()
         with statics.in_order():
             statics.fill(pixel_values)
-            # Looked at while the pixels are on their way.
-            if statics.current():
-                _refuse_gradients(pixel_values, statics.weights.tensors())
+            # Looked at while the pixels are on their way, and the rest of it while the device computes.
+            if statics.usable():
+                _refuse_gradients(pixel_values, statics.weights.tensors)
                 recording = statics.recording(self.encoder, budget)
-                recording.metadata.copy_(metadata_of(images, self.encoder.sizes, statics.pixels.device, budget))
+                recording.fill(metadata_of(images, self.encoder.sizes, statics.pixels.device, budget))
                 last, pooled, taps = recording.replay()
-                rows = pixel_values.shape[0]
-                outputs = [last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps))]
-                return [each.clone() for each in outputs] if self.copy_outputs else outputs
+                if statics.current():
+                    rows = pixel_values.shape[0]
+                    outputs = [last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps))]
+                    return [each.clone() for each in outputs] if self.copy_outputs else outputs
         self._statics = None
         del statics
         return self._replayed(pixel_values, images, budget)
@@ -187,11 +188,8 @@ class EncoderGraphs:
         return None if grid_thw is None else images_of("EncoderGraphs", grid_thw, self.encoder.sizes.merge_size)
 
     def _budget(self, images: tuple[Image, ...]) -> Padding | None:
-        filled = astuple(filled_sizes(images, self.encoder.sizes))
-        for budget in self.budgets:
-            if all(size is None or size <= most for size, most in zip(filled, astuple(budget), strict=True)):
-                return budget
-        return None
+        filled = filled_sizes(images, self.encoder.sizes)
+        return next((budget for budget in self.budgets if budget.holds(filled)), None)
 
     def _obstacle(
         self, images: tuple[Image, ...] | None, budget: Padding | None, kwargs: dict[str, Any]
@@ -244,8 +242,8 @@ def _device_of(encoder: QwenVisionEncoder) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _refuse_gradients(pixel_values: Tensor, weights: Iterable[Tensor]) -> None:
-    if torch.is_grad_enabled() and (pixel_values.requires_grad or any(weight.requires_grad for weight in weights)):
+def _refuse_gradients(pixel_values: Tensor, weights: Callable[[], Iterable[Tensor]]) -> None:
+    if torch.is_grad_enabled() and (pixel_values.requires_grad or any(weight.requires_grad for weight in weights())):
         refuse(OP, "a call", "in torch.inference_mode() or torch.no_grad(): a replay has no gradients", "gradients on")
 
 

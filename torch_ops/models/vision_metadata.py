@@ -53,6 +53,14 @@ class Padding:
     segments: int | None = None
     windows: int | None = None
 
+    def holds(self, sizes: "Padding") -> bool:
+        """Whether a batch of these sizes can be filled up to it."""
+        bounds = (self.rows, self.images, self.segments, self.windows)
+        wanted = (sizes.rows, sizes.images, sizes.segments, sizes.windows)
+        return all(
+            size is None or most is None or size <= most for size, most in zip(wanted, bounds, strict=True)
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class VisionMetadata:
