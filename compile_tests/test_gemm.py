@@ -389,8 +389,8 @@ def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytes
     """They are remembered; the launch itself is left out here."""
     for name in ("plan_linear_hopper", "plan_rotary_hopper"):
         monkeypatch.setattr(_gemm, name, lambda *args: lambda *tensors: None)
-    for name in ("why_portable", "hopper_launch", "rotary_launch"):
-        monkeypatch.setattr(_gemm, name, lambda *args, **options: None)
+    monkeypatch.setattr(_gemm, "why_portable", lambda *args, **options: "")
+    monkeypatch.setattr(_gemm, "hopper_launch", lambda *args, **options: (None, ""))
     x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
     rows = Rows.of(x)
     plans = [

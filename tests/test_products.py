@@ -140,6 +140,14 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         report = torch_ops.explain(torch_ops.qkv_rope, x, weight, None, table, table, 16)
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
         assert report["kernels"]["gemm_hopper 3456x1152"]["launch"] == rotary_launch(72).entry()
+        for op, *args in (
+            (torch_ops.mlp, x[:256], w1, None, w2, None),
+            (torch_ops.qkv_rope, x[:448], weight, None, table[:448], table[:448], 16),
+        ):
+            report = torch_ops.explain(op, *args)
+            assert report["path"] == "aten" and _gemm.FEW_ROWS in str(report["kernels"])
+            with torch_ops.settings(path="hopper"):
+                assert torch_ops.explain(op, *args)["path"] == "hopper"
         with torch_ops.settings(path="portable"):
             for args in (
                 (torch_ops.mlp, x, w1, None, w2, None),
@@ -151,7 +159,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_ops._norms_portable.gpu", lambda: H200)
-    case = MergerCase("explained", "", 784, 1152, 4096)
+    case = MergerCase("explained", "", 3136, 1152, 4096)
     args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
     with torch_ops.settings(path="auto"):
         report = torch_ops.explain(torch_ops.patch_merger, *args)
@@ -168,9 +176,18 @@ def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_tuned_where_no_row_decides(room: Room, name: str) -> None:
     (case,) = room.cases([name], CPU)
     terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
-    with pytest.raises(ValueError, match="nothing is left to tune"):
-        tune.find_points(room, [case], ["auto"], [], terms)
-    assert tune.find_points(room, [case], ["portable"], [], terms)
+
+    def weights(path: str) -> list[tuple[int | None, int | None]]:
+        return [(point.kernel.n, point.kernel.k) for point, _ in tune.find_points(room, [case], [path], [], terms)]
+
+    assert len(weights("portable")) == (2 if room is mlp.ROOM else 1)
+    for path in ("hopper", "auto"):
+        if room is mlp.ROOM:
+            # Its second weight has rows that TMA cannot address.
+            assert weights(path) == [(40, 76)]
+        else:
+            with pytest.raises(ValueError, match="nothing is left to tune"):
+                weights(path)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.configs import ATEN, Launch
-from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
+from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch, too_few
+from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
 from torch_ops._gemm_elementwise import plan_activate, plan_rotate
 from torch_ops._gemm_hopper import addressable, plan_linear_hopper, plan_rotary_hopper, refusal
@@ -30,6 +31,9 @@ from torch_ops._hopper import is_packaged, programs
 from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
 from torch_ops.settings import settings
 
+# Why a product that could take the Hopper path is PyTorch's, whatever rows say of the portable kernels.
+NOTHING_FOLLOWS = "PyTorch's products are as fast where nothing follows them"
+FEW_ROWS = "PyTorch's products are faster where rows are few"
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 
 
@@ -77,7 +81,9 @@ def plan_linear(
         return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
     if not is_eager():
         return partial(_launch_linear_in_graph, activation)
-    launch = hopper_launch(rows, weight, activation, up)
+    launch, _ = hopper_launch(rows, weight, activation, up)
+    if launch == ATEN:
+        return _plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
     hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
     if up is None:
         return _where_addressable(hopper, lambda args: plan_stock(args[1]), (0, 1))
@@ -100,9 +106,10 @@ def plan_rotary(
         return plan_stock(weight, cos, sin)
     if not is_eager():
         return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
-    hopper = plan_rotary_hopper(
-        rotary_launch(head_dim), rows, weight, has_bias, cos, sin, num_heads, num_k_heads
-    )  # fmt: skip
+    launch, _ = hopper_launch(rows, weight, "rotary", head_dim=head_dim)
+    if launch == ATEN:
+        return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
+    hopper = plan_rotary_hopper(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
     return _where_addressable(hopper, lambda args: plan_stock(args[1], *args[3:5]), (0, 1))
 
 
@@ -124,10 +131,24 @@ def _where_addressable(
     return launch_either
 
 
-def hopper_launch(rows: Rows, weight: Tensor, activation: str, up: Tensor | None = None) -> Launch:
-    """The tile of a linear layer that takes the Hopper path, its rows known."""
-    n, _ = product_size(weight, up)
-    return linear_launch(rows.count, n, activation, programs(weight.device.index))
+def hopper_launch(
+    rows: Rows, weight: Tensor, epilogue: str, up: Tensor | None = None, head_dim: int = 0
+) -> tuple[Launch, str]:
+    """The tile of a product that may take the Hopper path, its rows known, or ATEN where PyTorch is to make it; and
+    where that comes from."""
+    kernel = "gemm_pair" if epilogue == "rotary" else product_kernel(epilogue)
+    n, k = product_size(weight, up)
+    busy = programs(weight.device.index)
+    if settings.path == "auto":
+        for row in settings.rows:
+            own = row.launch == ATEN and row.gpu in ("", gpu().name)
+            if own and row.fits_product(kernel, dtype_name(weight.dtype), n, k, rows.known):
+                return ATEN, row.source
+        if too_few(rows.count, n, epilogue, head_dim, busy):
+            return ATEN, FEW_ROWS
+    if epilogue == "rotary":
+        return rotary_launch(head_dim), "as many whole heads as a tile has room for"
+    return linear_launch(rows.count, n, epilogue, busy), "the tile whose rounds take the least time"
 
 
 def _launch_linear_in_graph(

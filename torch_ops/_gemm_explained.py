@@ -7,10 +7,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from csrc_free_ops.configs import ATEN, Launch
-from csrc_free_ops.gemm.hopper_launch import rotary_launch
 from torch_ops._device import gpu
 from torch_ops._explanations import by_reference, called_on_fakes, describe
-from torch_ops._gemm import hopper_launch, why_portable
+from torch_ops._gemm import NOTHING_FOLLOWS, hopper_launch, why_portable
 from torch_ops._gemm_hopper import addressable
 from torch_ops._gemm_portable import Rows, choose_product, padded, product_kernel, product_size
 from torch_ops._registry import runs_kernels
@@ -38,11 +37,10 @@ class Product:
             launch, source = choose_product(self.kernel, self.rows, self.weight, self.up)
             return f"{self.kernel} {n}x{k}", launch, source
         if self.activation == "none":
-            return f"{self.kernel} {n}x{k}", ATEN, "PyTorch's products are as fast where nothing follows them"
-        tile = rotary_launch(self.head_dim) if self.head_dim else hopper_launch(
-            self.rows, self.weight, self.activation, self.up
-        )  # fmt: skip
-        return f"gemm_hopper {n}x{k}", tile, "the tile whose rounds take the least time"
+            return f"{self.kernel} {n}x{k}", ATEN, NOTHING_FOLLOWS
+        epilogue = "rotary" if self.head_dim else self.activation
+        launch, source = hopper_launch(self.rows, self.weight, epilogue, self.up, self.head_dim)
+        return f"{self.kernel if launch == ATEN else 'gemm_hopper'} {n}x{k}", launch, source
 
 
 def explain_products(op: str, x: Tensor, products: list[Product]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ by side make a round. How long a round takes is measured, and how many there are
 
 What the kernel gains is what it does behind the product. Of a product alone cuBLAS, which has clusters of programs
 share what they load, is as fast or faster: 50 to 55 us for both of 3136 rows by 4304 x 1152, 17.5 and 27 us of 784. So
-the launcher leaves such to PyTorch.
+the launcher leaves such to PyTorch, and of few rows all: then most programs have nothing to do.
 """
 
 from csrc_free_ops.configs import Launch
@@ -17,6 +17,8 @@ ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.37, (192, 128): 0.98, 
 WIDEST_ROTATED = 240
 # Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
 UNITS, MOST_STAGES = 27, 6
+# Rows of which a tile of weight is read for too little work.
+FEW_ROWS = 256
 
 
 def tile_launch(rows: int, columns: int) -> Launch:
@@ -35,6 +37,14 @@ def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
 
     # Of "swiglu" both halves of a tile are whole units.
     return tile_launch(*min((tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0), key=time))
+
+
+def too_few(total: int, n: int, epilogue: str, head_dim: int, programs: int) -> bool:
+    """Whether PyTorch's product and a kernel behind it are faster."""
+    if epilogue != "rotary":
+        return total <= FEW_ROWS
+    tile = rotary_launch(head_dim)
+    return -(-total // tile.block_m) * -(-n // tile.block_n) <= programs // 2
 
 
 def rotary_launch(head_dim: int) -> Launch:
