@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from torch_ops.testing import check, poisoned, references
+from torch_ops.testing import check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import WindowAttnInputs
+from torch_ops.testing.tolerance import Draw
 
 
 def differentiate(function: Any, inputs: WindowAttnInputs, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -30,6 +31,10 @@ def verify(inputs: WindowAttnInputs) -> None:
 
     Eager's gradients start, as the op's do, from an out and lse that were rounded to be saved.
     """
+    check_draws(lambda seed: _judged(redrawn(inputs, seed)))
+
+
+def _judged(inputs: WindowAttnInputs) -> Draw:
     dtype = inputs.q.dtype
     reference = getattr(references, inputs.op)
     with poisoned():
@@ -37,4 +42,4 @@ def verify(inputs: WindowAttnInputs) -> None:
     truth = differentiate(reference, inputs, torch.float64)
     out, lse = inputs.call(reference)
     saved_lse = truth["lse"].to(torch.promote_types(dtype, torch.float32))
-    check(actual, {"out": out, "lse": lse, **backward(inputs, truth["out"].to(dtype), saved_lse)}, truth)
+    return actual, {"out": out, "lse": lse, **backward(inputs, truth["out"].to(dtype), saved_lse)}, truth

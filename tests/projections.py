@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,23 @@ from torch import Tensor
 
 import torch_ops
 from csrc_free_ops.configs import ATEN, Row, as_document
-from torch_ops.testing import check, poisoned
+from torch_ops.testing import check_draws, poisoned, redrawn
 from torch_ops.testing.cases import outcome
+from torch_ops.testing.tolerance import Draw
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def check_outcome(function: Callable[..., Any], reference: Callable[..., Any], inputs: Any) -> None:
+    """A function's results and gradients, by the tolerance rule, with unwritten memory poisoned."""
+
+    def draw(seed: int) -> Draw:
+        drawn = redrawn(inputs, seed)
+        with poisoned():
+            actual = outcome(function, drawn)
+        return actual, outcome(reference, drawn), outcome(reference, drawn, torch.float64)
+
+    check_draws(draw)
 
 
 @dataclass(frozen=True)
@@ -38,10 +52,8 @@ class Projection:
     options: tuple[tuple[Any, ...], ...] = ((),)
 
     def verify(self, inputs: Any, **options: Any) -> None:
-        """The op against the reference, by the tolerance rule, with unwritten memory poisoned."""
-        with poisoned():
-            actual = outcome(lambda *args, **named: self.function(*args, **{**named, **options}), inputs)
-        check(actual, outcome(self.reference, inputs), outcome(self.reference, inputs, torch.float64))
+        """The op against the reference."""
+        check_outcome(partial(self.function, **options), self.reference, inputs)
 
 
 @contextlib.contextmanager

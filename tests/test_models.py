@@ -31,7 +31,8 @@ from torch_ops.models import (
 from torch_ops.models.families import FAMILIES, vision_config_of
 from torch_ops.models.vision import VisionBlock, split_images
 from torch_ops.models.vision_metadata import REMEMBERED, precomputed_metadata
-from torch_ops.testing import assert_close_to_reference, check
+from torch_ops.testing import assert_close_to_reference, check, check_draws
+from torch_ops.testing.tolerance import Draw
 
 pytestmark = pytest.mark.no_interpret
 
@@ -40,14 +41,14 @@ KINDS = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_omni_
 IMAGES = torch.tensor(GRID)
 
 
-def run(tower: nn.Module, pixels: Tensor, grid: Tensor = IMAGES, **named: Any) -> dict[str, Tensor]:
-    """Outputs, and the gradients of the pixels and of every parameter, for fixed gradients of the outputs."""
+def run(tower: nn.Module, pixels: Tensor, grid: Tensor = IMAGES, seed: int = 0, **named: Any) -> dict[str, Tensor]:
+    """Outputs, and the gradients of the pixels and of every parameter, for gradients of the outputs drawn by `seed`."""
     pixels = pixels.detach().requires_grad_()
     outputs = named_outputs(tower(pixels, grid_thw=grid, **named))
     leaves = {"pixel_values": pixels, **dict(tower.named_parameters())}
     grads = [
         torch.randn(output.shape, generator=torch.Generator().manual_seed(index)).to(output)
-        for index, output in enumerate(outputs.values())
+        for index, output in enumerate(outputs.values(), seed * len(outputs))
     ]
     gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), grads)
     named_gradients = {f"d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
@@ -82,15 +83,19 @@ def frozen(model_type: str, dtype: torch.dtype = torch.float64) -> QwenVisionEnc
 )
 def test_outputs_and_gradients_are_those_of_transformers(model_type: str, dtype: torch.dtype) -> None:
     tower = tiny_tower(model_type, dtype)
-    pixels = draw_pixels(tower, IMAGES, dtype)
-    truth = run(doubled(tower), pixels.double())
-    eager = run(tower, pixels)
-    actual = run(from_transformers(tower), pixels)
-    assert actual.keys() == eager.keys()
-    assert {name: tensor.dtype for name, tensor in actual.items()} == {
-        name: tensor.dtype for name, tensor in eager.items()
-    }
-    check(actual, eager, truth)
+
+    def draw(seed: int) -> Draw:
+        pixels = draw_pixels(tower, IMAGES, dtype, seed)
+        truth = run(doubled(tower), pixels.double(), seed=seed)
+        eager = run(tower, pixels, seed=seed)
+        actual = run(from_transformers(tower), pixels, seed=seed)
+        assert actual.keys() == eager.keys()
+        assert {name: tensor.dtype for name, tensor in actual.items()} == {
+            name: tensor.dtype for name, tensor in eager.items()
+        }
+        return actual, eager, truth
+
+    check_draws(draw)
 
 
 @pytest.mark.parametrize("model_type", KINDS)

@@ -11,9 +11,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.projections import assert_second_derivatives_refused
+from tests.projections import assert_second_derivatives_refused, check_outcome
 from torch_ops import patch_merger
-from torch_ops.testing import check, poisoned, references
+from torch_ops.testing import check, references
 from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, merger_cases, outcome
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -26,11 +26,7 @@ pytestmark = pytest.mark.interpret
 
 
 def verify(inputs: MergerInputs) -> None:
-    """Against the reference, by the tolerance rule, with unwritten memory poisoned."""
-    with poisoned():
-        actual = outcome(patch_merger, inputs)
-    reference = references.patch_merger
-    check(actual, outcome(reference, inputs), outcome(reference, inputs, torch.float64))
+    check_outcome(patch_merger, references.patch_merger, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -242,8 +242,9 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     if isinstance(tower, EncoderGraphs):
         return tower(pixel_values, grid, chunk_tokens=chunk_tokens)
     if isinstance(getattr(tower, "_orig_mod", tower), QwenVisionEncoder):
-        metadata = vision_metadata(grid, tower.sizes, pixel_values.device)
-        return tower(pixel_values, metadata=metadata, chunk_tokens=chunk_tokens)
+        if chunk_tokens is not None:
+            return tower(pixel_values, grid, chunk_tokens=chunk_tokens)
+        return tower(pixel_values, metadata=vision_metadata(grid, tower.sizes, pixel_values.device))
     if chunk_tokens is not None:
         raise ValueError(f"chunk_tokens is for torch_ops' encoder, got {type(tower).__name__}")
     merge = tower.config.spatial_merge_size

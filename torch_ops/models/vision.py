@@ -31,9 +31,12 @@ from torch_ops.models._layers import LayerNorm, RMSNorm, after_sum, chained, nor
 from torch_ops.models.families import FAMILIES, Family, vision_config_of
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
+    Image,
     VisionMetadata,
     gather_cells,
+    images_of,
     metadata_of,
+    patches_of,
     precomputed_metadata,
     vision_metadata,
 )
@@ -295,19 +298,25 @@ class QwenVisionEncoder(nn.Module):
         """
         if metadata is not None and not isinstance(metadata, VisionMetadata):
             refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
-        if metadata is None:
-            given = {name: kwargs.get(name) for name in PRECOMPUTED}
-            if grid_thw is not None and all(value is None for value in given.values()):
+        images: tuple[Image, ...] | None = ()
+        if metadata is None and grid_thw is not None and all(kwargs.get(name) is None for name in PRECOMPUTED):
+            if chunk_tokens is None:
                 metadata = vision_metadata(grid_thw, self.sizes, self.device)
             else:
-                learned = self.pos_embed is not None
-                metadata = precomputed_metadata(given, grid_thw, self.sizes, self.device, learned)
-        self.check_pixels(hidden_states, metadata.cos.shape[0])
+                # Chunks have metadata of their own; the rotary tables of the whole may be as large as its features.
+                images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
+        elif metadata is None:
+            learned = self.pos_embed is not None
+            metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, self.device, learned)
+        if metadata is not None:
+            images = metadata.images
+        self.check_pixels(hidden_states, patches_of(images or ()) if metadata is None else metadata.cos.shape[0])
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         if chunk_tokens is None:
+            assert metadata is not None
             last, pooled, taps, kept = self._encode(hidden_states, metadata, keep)
         else:
-            last, pooled, taps, kept = self._encode_chunks(hidden_states, metadata, chunk_tokens, keep)
+            last, pooled, taps, kept = self._encode_chunks(hidden_states, images, chunk_tokens, keep)
         output = self.output_of(last, pooled, taps)
         if keep:
             output["hidden_states"] = (*kept, last)
@@ -378,7 +387,7 @@ class QwenVisionEncoder(nn.Module):
             pooled = pooled[metadata.reverse_index]
         return hidden, pooled, tuple(taps), tuple(kept)
 
-    def _encode_chunks(self, pixel_values: Tensor, metadata: VisionMetadata, most: int, keep: bool) -> Outputs:
+    def _encode_chunks(self, pixel_values: Tensor, images: tuple[Image, ...] | None, most: int, keep: bool) -> Outputs:
         """`_encode` of chunks of at most `most` patches, each of whose outputs is copied to its place as it comes."""
         rows, start = pixel_values.shape[0], 0
         parts: list[list[Tensor]] = []
@@ -403,11 +412,11 @@ class QwenVisionEncoder(nn.Module):
                 tensor[start // unit : (start + count) // unit] = leaf
             return count
 
-        for chunk in self._chunks(pixel_values, metadata, most):
+        for chunk in self._chunks(pixel_values, images, most):
             start += place(self._encode(*chunk, keep))
         if structure is None:
             # There is no patch.
-            return self._encode(pixel_values, metadata, keep)
+            return self._encode(pixel_values, metadata_of(images or (), self.sizes, self.device), keep)
         return pytree.tree_unflatten([torch.cat(each) for each in zip(*parts, strict=True)] or whole, structure)
 
     def _tap(self, layer: int, hidden: Tensor) -> Tensor:
@@ -415,24 +424,24 @@ class QwenVisionEncoder(nn.Module):
         return getattr(self, self.family.taps)[self._taps.index(layer)](hidden)
 
     def _chunks(
-        self, pixel_values: Tensor, metadata: VisionMetadata, chunk_tokens: int
+        self, pixel_values: Tensor, images: tuple[Image, ...] | None, chunk_tokens: int
     ) -> Iterable[tuple[Tensor, VisionMetadata]]:
         """Rows of consecutive frames, and their own metadata."""
         if chunk_tokens < 1:
             refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
-        if metadata.images is None or metadata.total != pixel_values.shape[0]:
+        if images is None or patches_of(images) != pixel_values.shape[0]:
             wanted = f"None where the host knows tensors alone, of clone() or of {', '.join(PRECOMPUTED)},"
             refuse("vision encoder", "chunk_tokens", wanted, chunk_tokens)
         start = 0
-        for images in split_images(metadata.images or (), chunk_tokens):
-            if rows := sum(t * h * w for t, h, w in images):
-                yield pixel_values[start : start + rows], metadata_of(images, self.sizes, self.device)
+        for run in split_images(images or (), chunk_tokens):
+            if rows := patches_of(run):
+                yield pixel_values[start : start + rows], metadata_of(run, self.sizes, self.device)
             start += rows
 
 
-def split_images(images: Iterable[tuple[int, int, int]], most: int) -> Iterable[tuple[tuple[int, int, int], ...]]:
+def split_images(images: Iterable[Image], most: int) -> Iterable[tuple[Image, ...]]:
     """Images, cut between frames into runs of at most `most` patches, or of a single frame."""
-    run: list[tuple[int, int, int]] = []
+    run: list[Image] = []
     room = most
     for t, h, w in images:
         size = h * w

@@ -9,7 +9,7 @@ waiting, and kept for the next batch of the same sizes:
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -84,7 +84,7 @@ class VisionMetadata:
     @property
     def total(self) -> int:
         """Patches in all, without padding."""
-        return sum(t * h * w for t, h, w in self._known())
+        return patches_of(self._known())
 
     def clone(self) -> "VisionMetadata":
         """A copy with tensors of its own, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
@@ -156,6 +156,11 @@ def vision_metadata(
     return metadata_of(images, sizes, device, padding)
 
 
+def patches_of(images: Iterable[Image]) -> int:
+    return sum(t * h * w for t, h, w in images)
+
+
+@torch.compiler.disable
 def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
     """The rows (t, h, w) of a grid, checked, in the name of `op`; a grid on a device is read back."""
     if not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
@@ -181,7 +186,7 @@ def filled_sizes(images: tuple[Image, ...], sizes: VisionSizes) -> Padding:
         side = sizes.window * sizes.merge_size
         windows = sum(t * -(-h // side) * -(-w // side) for t, h, w in images)
     frames = sum(t for t, _, _ in images)
-    return Padding(sum(t * h * w for t, h, w in images), len(images), frames, windows)
+    return Padding(patches_of(images), len(images), frames, windows)
 
 
 def metadata_of(
@@ -205,7 +210,7 @@ def metadata_of(
 def _remembered(
     images: tuple[Image, ...], sizes: VisionSizes, device: torch.device, padding: Padding, stream: int
 ) -> VisionMetadata:
-    total = sum(t * h * w for t, h, w in images)
+    total = patches_of(images)
     unit = sizes.merge_size**2
     rows = _at_least("rows", padding.rows, total)
     if rows % unit:
@@ -361,5 +366,5 @@ def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
 
 __all__ = [
     "Padding", "VisionMetadata", "VisionSizes", "filled_sizes", "gather_cells", "images_of", "metadata_of",
-    "precomputed_metadata", "sent", "vision_metadata",
+    "patches_of", "precomputed_metadata", "sent", "vision_metadata",
 ]  # fmt: skip

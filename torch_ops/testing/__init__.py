@@ -3,9 +3,11 @@
     from torch_ops.testing import cases, check, poisoned, references
 
 Use it for your own ops too: run the op, the reference in the op's dtype and the reference in fp64, and `check` them.
+Of a case with few numbers, `check_draws` of `redrawn` inputs.
 """
 
 from torch_ops.testing.poison import poisoned
-from torch_ops.testing.tolerance import Report, assert_close_to_reference, check, compare
+from torch_ops.testing.redraw import redrawn
+from torch_ops.testing.tolerance import Report, assert_close_to_reference, check, check_draws, compare
 
-__all__ = ["Report", "assert_close_to_reference", "check", "compare", "poisoned"]
+__all__ = ["Report", "assert_close_to_reference", "check", "check_draws", "compare", "poisoned", "redrawn"]

@@ -6,8 +6,11 @@ With ref in fp64 and eager the same maths at the tested dtype:
 
 on the maximum and on the root mean square. The second term is the rounding of the dtype itself, so that an eager result
 that happens to be exact does not demand the impossible. The rule is FlashAttention's (`tests/cute`), with RMS added.
+
+Of few numbers eager's largest error may be small by luck. `check_draws` then asks for more numbers, not for more room.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +30,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return not self.problem and self.max_error <= self.max_allowed and self.rms_error <= self.rms_allowed
+        return self.passed_but_for_maximum and self.max_error <= self.max_allowed
+
+    @property
+    def passed_but_for_maximum(self) -> bool:
+        return not self.problem and self.rms_error <= self.rms_allowed
 
     def __str__(self) -> str:
         verdict = self.problem or ("within the rule" if self.passed else "outside the rule")
@@ -87,7 +94,41 @@ def assert_close_to_reference(actual: Tensor, eager: Tensor, reference: Tensor, 
 
 def check(actual: dict[str, Tensor], eager: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Report]:
     """`assert_close_to_reference` for every named tensor; all are measured before the first is refused."""
-    reports = {name: compare(actual[name], eager[name], reference[name], name) for name in reference}
+    return _refused_unless_passed(_compared(actual, eager, reference))
+
+
+# actual, eager and reference, by name.
+Draw = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+
+
+def check_draws(draw: Callable[[int], Draw], more: int = 3) -> dict[str, Report]:
+    """`check` of draw(0) or, where tensors break the rule by their maximum alone, of it with `more` draws together.
+
+    All numbers of a name are judged as one tensor. Those of the first draw stay among them: what is really wrong there
+    is so still.
+    """
+    draws = [draw(0)]
+    reports = _compared(*draws[0])
+    lucky = all(report.passed_but_for_maximum for report in reports.values())
+    if not lucky or all(report.passed for report in reports.values()):
+        return _refused_unless_passed(reports)
+    for seed in range(1, more + 1):
+        draws.append(draw(seed))
+        later = _compared(*draws[-1])
+        if any(report.problem for report in later.values()):
+            return _refused_unless_passed(later)
+    together = (
+        {name: torch.cat([tensors[name].flatten() for tensors in drawn]) for name in reports}
+        for drawn in zip(*draws, strict=True)
+    )
+    return check(*together)
+
+
+def _compared(actual: dict[str, Tensor], eager: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Report]:
+    return {name: compare(actual[name], eager[name], reference[name], name) for name in reference}
+
+
+def _refused_unless_passed(reports: dict[str, Report]) -> dict[str, Report]:
     if not all(report.passed for report in reports.values()):
         raise AssertionError("\n".join(map(str, reports.values())))
     return reports

@@ -1,0 +1,36 @@
+"""The same inputs with other numbers, for `check_draws`."""
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Inputs = TypeVar("Inputs")
+
+# Of one angle each, so that neither has an order of its own.
+TABLES = ("cos", "sin")
+
+
+def redrawn(inputs: Inputs, seed: int) -> Inputs:
+    """A copy whose tensors hold their numbers in an order drawn by `seed`, each in its own strides; 0 is `inputs`.
+
+    Distributions stay as they were, and so do integers, tables of angles and what tensors share of a storage.
+    """
+    if seed == 0:
+        return inputs
+    drawn = copy.deepcopy(inputs)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in vars(drawn).items():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and name not in TABLES:
+            _shuffle(tensor.detach(), generator)
+    return drawn
+
+
+def _shuffle(tensor: Tensor, generator: torch.Generator) -> None:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            # All entries are one in memory.
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+    tensor.copy_(tensor.flatten()[order].view(tensor.shape))
