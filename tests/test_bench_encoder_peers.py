@@ -190,11 +190,11 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     replays: list[int] = []
     graph = SimpleNamespace(replay=lambda: replays.append(1))
     for attribute, value in {
-        "CUDAGraph": lambda: graph, "graph_pool_handle": lambda: (0, 1),
-        "graph": lambda *args, **named: contextlib.nullcontext(),
+        "CUDAGraph": lambda: graph, "graph": lambda *args, **named: contextlib.nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, attribute, value)
-    monkeypatch.setattr(encoder_contenders, "stream_to_capture", lambda pool, device: (None, graph))
+    own = SimpleNamespace(stream=None, pool=(0, 1))
+    monkeypatch.setattr(encoder_contenders, "own_stream", lambda device: own)
     return replays
 
 

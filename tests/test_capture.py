@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_ops._capture import ENOUGH_BYTES, pool_bytes, stream_to_capture
+from torch_ops._capture import ENOUGH_BYTES, own_stream, pool_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_interpret]
 
@@ -15,10 +15,8 @@ def test_products_of_a_graph_outlive_the_workspaces_of_their_stream() -> None:
     x, weight = (torch.randn(64, 2**16, device=device, dtype=torch.bfloat16) for _ in range(2))
     bias = torch.randn(64, device=device, dtype=torch.bfloat16)
     expected = torch.addmm(bias, x, weight.t())
-    pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-    stream, first = stream_to_capture(pool, device)
-    assert pool_bytes(pool) >= ENOUGH_BYTES and first is not graph
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    own, graph = own_stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=own.pool, stream=own.stream):
         found = torch.addmm(bias, x, weight.t())
     for _ in range(3):
         torch._C._cuda_clearCublasWorkspaces()
@@ -35,7 +33,6 @@ def test_streams_that_have_multiplied_are_passed_over() -> None:
     for stream in used:
         with torch.cuda.stream(stream):
             torch.mm(x, x)
-    pools = [torch.cuda.graph_pool_handle() for _ in range(3)]
-    kept = [stream_to_capture(pool, device) for pool in pools]
-    assert len({stream.cuda_stream for stream, _ in kept} | {stream.cuda_stream for stream in used}) == 6
-    assert all(pool_bytes(pool) >= ENOUGH_BYTES for pool in pools)
+    owned = [own_stream(device) for _ in range(3)]
+    assert len({each.cuda_stream for each in used} | {each.stream.cuda_stream for each in owned}) == 6
+    assert all(pool_bytes(each.pool) >= ENOUGH_BYTES for each in owned)

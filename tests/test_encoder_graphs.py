@@ -774,7 +774,7 @@ def test_letting_go_of_graphs_waits_for_the_last_call(cleared: bool) -> None:
 
 @pytest.mark.gpu
 def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS keeps a workspace for each stream for good."""
+    """Which is theirs alone: cuBLAS has a workspace for each stream."""
     encoder, _ = tiny_l()
     encode, streams = encoder.encode_packed, set()
 
@@ -785,8 +785,22 @@ def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(encoder, "encode_packed", noted)
     runner = EncoderGraphs(encoder, [256, 512, 1024]).warmup()
     assert len(runner.captured) == 6
-    stream = statics_of(runner).stream.cuda_stream
-    assert streams == {(stream, False), (stream, True)} and stream != torch.cuda.current_stream().cuda_stream
+    own, current = statics_of(runner).own.stream.cuda_stream, torch.cuda.current_stream().cuda_stream
+    assert streams == {(current, False), (own, True)} and own != current
+
+
+@pytest.mark.gpu
+def test_replays_outlive_the_graphs_of_others() -> None:
+    """What other graphs leave behind when they end is neither read nor written (`torch_ops/_capture.py`)."""
+    encoder, _ = tiny_l()
+    pixels = draw_pixels(encoder, IMAGES, torch.bfloat16).cuda()
+    runners = [EncoderGraphs(encoder, [1024]).warmup() for _ in range(3)]
+    expected = runners[-1](pixels, IMAGES)
+    for _ in range(2):
+        del runners[0]
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        assert_equal_outputs(runners[-1](pixels, IMAGES), expected)
 
 
 @pytest.mark.gpu

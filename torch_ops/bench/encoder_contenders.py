@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._capture import stream_to_capture
+from torch_ops._capture import own_stream
 from torch_ops.bench.encoder_peers import ATTENTIONS, PEERS, Assembly, twin
 from torch_ops.bench.encoder_rows import Features, Scene, features_of, transformers_metadata
 from torch_ops.bench.room import find_named
@@ -58,21 +58,20 @@ class EncoderContender:
 
 def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[Tensor, ...] = ()) -> Bound:
     """One CUDA graph of a call on `pixels`, which each call copies in; its results stay in the graph's memory."""
-    static, graph, pool = pixels.clone(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    stream, first = stream_to_capture(pool, pixels.device)
+    static, graph, own = pixels.clone(), torch.cuda.CUDAGraph(), own_stream(pixels.device)
     with torch.no_grad():
         for _ in range(WARM_UP_CALLS):
             encode(static)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool=own.pool, stream=own.stream):
             result = encode(static)
         _spoil(result)
 
-    def call(keeps: Any = first) -> Features:
+    def call(keeps: Any = own) -> Features:
         static.copy_(pixels)
         graph.replay()
         return result
 
-    return Bound(call, tuple(pool), (static, *held))
+    return Bound(call, tuple(own.pool), (static, *held))
 
 
 def _spoil(result: Features) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_ops._attention_hopper import tickets
-from torch_ops._capture import stream_to_capture
+from torch_ops._capture import OwnStream, own_stream
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
 from torch_ops.settings import settings
@@ -43,15 +43,16 @@ class Recording:
 
 
 def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[], Outputs]:
-    assert statics.stream is not None
+    own = statics.own
+    assert own is not None
     # What compiles or allocates for good does so before the capture.
     encode()
     graph = torch.cuda.CUDAGraph()
     with (
-        torch.cuda.stream(statics.stream),
+        torch.cuda.stream(own.stream),
         tickets(statics.pixels.device).lending(statics.counters),
         # Other threads may go on using the device.
-        torch.cuda.graph(graph, pool=statics.pool, stream=statics.stream, capture_error_mode="thread_local"),
+        torch.cuda.graph(graph, pool=own.pool, stream=own.stream, capture_error_mode="thread_local"),
     ):
         outputs = encode()
 
@@ -144,15 +145,13 @@ class Statics:
         self.weights = Weights(encoder)
         self._generation = settings.generation
         self._filled = 0
-        self.stream: torch.cuda.Stream | None = None
-        self.pool: Any = None
+        self.own: OwnStream | None = None
         self._done: torch.cuda.Event | None = None
         # Of launches in the graphs, see `_Tickets`.
         self.counters: list[Tensor] = []
         if weight.is_cuda:
             # One for all graphs, since each has a workspace of cuBLAS.
-            self.pool = torch.cuda.graph_pool_handle()
-            self.stream, self._first = stream_to_capture(self.pool, weight.device)
+            self.own = own_stream(weight.device)
             self._done = torch.cuda.Event()
             weakref.finalize(self, _settle, self._done, self.counters, weight.device).atexit = False
 

@@ -120,8 +120,8 @@ class EncoderGraphs:
     @property
     def pool(self) -> tuple[int, int] | None:
         """The memory pool of all graphs, as `torch.cuda.memory_snapshot` knows it; None where there are no graphs."""
-        pool = self._ready().pool
-        return None if pool is None else (pool[0], pool[1])
+        own = self._ready().own
+        return None if own is None else tuple(own.pool)
 
     def budget_of(self, grid_thw: Tensor) -> Padding | None:
         """The budget that a batch takes, None if it fits none."""
