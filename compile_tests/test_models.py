@@ -21,8 +21,8 @@ from torch_ops.testing import check
 KINDS = ("qwen2_5_vl_vision", "qwen3_vl_vision")
 
 
-def encoder_of(model_type: str) -> QwenVisionEncoder:
-    changes: dict[str, Any] = {"depth": 2}
+def encoder_of(model_type: str, depth: int = 2) -> QwenVisionEncoder:
+    changes: dict[str, Any] = {"depth": depth}
     if model_type == "qwen3_vl_vision":
         changes["deepstack_visual_indexes"] = [0]
     return from_transformers(tiny_tower(model_type, **changes))
@@ -95,6 +95,57 @@ def test_mergers_are_one_op_each_where_their_layers_are_plain(model_type: str, d
     ops = [name for name in graphs.dynamo.split("\n") if name.startswith("vk.")]
     assert ops.count("vk.patch_merger.default") == mergers - 1
     assert ops.count("vk.rope_window_attn.default") == 1
+
+
+@pytest.mark.parametrize(("model_type", "most"), (("qwen2_5_vl_vision", 90), ("qwen3_vl_vision", 77)))
+def test_guards_of_a_block_are_few(model_type: str, most: int) -> None:
+    """They are looked at before each call. A block has 9 modules and 11 or 12 parameters: a handful for each."""
+
+    def guards(depth: int) -> list[str]:
+        encoder = encoder_of(model_type, depth).requires_grad_(False)
+        found: list[str] = []
+
+        def keep_all(entries: Any) -> list[bool]:
+            names = [f"{entry.guard_type} {entry.name}" for entry in entries]
+            # Those on hooks of modules are not installed by default.
+            found.extend(name for name in names if not name.startswith("EMPTY_NN_MODULE_HOOKS_DICT"))
+            return [True] * len(entries)
+
+        compiled = torch.compile(
+            encoder.encode_packed, fullgraph=True, backend="eager", options={"guard_filter_fn": keep_all}
+        )
+        compiled(*inputs(encoder, torch.tensor([[1, 6, 8], [2, 4, 4]])))
+        return found
+
+    few, many = guards(2), guards(4)
+    added = len(many) - len(few)
+    assert added <= 2 * most
+    # A guard on the keys of a dictionary walks through it.
+    assert not [name for name in many if "KEYS" in name.split()[0] and "_parameters" in name]
+    # Where Dynamo may, it takes a block whose dictionaries are as they were as a whole: best without its class.
+    assert not [name for name in many if "type(" in name and "'gradient_checkpointing'" in name]
+
+
+class OtherTensor(Tensor):
+    """As quantised weights are."""
+
+
+@pytest.mark.parametrize("parameter", ("weight", "bias"))
+def test_weights_of_another_kind_are_left_to_their_layer(parameter: str, device: str) -> None:
+    encoder = encoder_of("qwen3_vl_vision").requires_grad_(False).to(device)
+    args = inputs(encoder, torch.tensor([[1, 6, 8], [2, 4, 4]]))
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, backend=counter)
+    truth = named(exact_of(encoder).encode_packed(*inputs(exact_of(encoder), torch.tensor([[1, 6, 8], [2, 4, 4]]))))
+    eager = on_host(named(encoder.encode_packed(*args)))
+    check(on_host(named(compiled(*args))), eager, truth)
+    layer = encoder.blocks[0].attn.qkv
+    held = getattr(layer, parameter).detach().as_subclass(OtherTensor)
+    setattr(layer, parameter, torch.nn.Parameter(held, requires_grad=False))
+    check(on_host(named(compiled(*args))), eager, truth)
+    assert counter.frame_count == 2
+    ops = [[str(node.target) for node in graph.graph.nodes] for graph in counter.graphs]
+    assert [names.count("vk.qkv_rope.default") for names in ops] == [2, 1]
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))

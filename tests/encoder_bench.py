@@ -56,7 +56,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __call__(self, *args: Any, **named: Any) -> Any:
             return self.compiled(*args, **named)
 
-    def compile_(function: Any, fullgraph: bool = False, dynamic: bool | None = None, mode: str | None = None) -> Any:
+    def compile_(function: Any, fullgraph: bool = False, dynamic: bool | None = None, **inductor: Any) -> Any:
+        assert inductor.keys() <= {"mode", "options"}
         return Captured(function, fullgraph, dynamic)
 
     compiler = torch.compile

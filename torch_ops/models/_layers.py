@@ -18,6 +18,7 @@ from torch_ops.rms_norm import add_rms_norm, rms_norm
 # Subclasses of a tensor hold weights in their own way: quantised, spread over devices. Traces put the last two in the
 # place of parameters.
 _TENSORS = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+_TENSORS_OR_NONE = (*_TENSORS, type(None))
 
 
 def plain(layer: Any, kinds: tuple[type, ...] = (nn.Linear, nn.Conv3d, nn.Embedding)) -> bool:
@@ -28,7 +29,9 @@ def plain(layer: Any, kinds: tuple[type, ...] = (nn.Linear, nn.Conv3d, nn.Embedd
         and "forward" not in layer.__dict__
         and not (layer._forward_hooks or layer._forward_pre_hooks)
         and not (layer._backward_hooks or layer._backward_pre_hooks)
-        and all([held is None or type(held) in _TENSORS for held in layer._parameters.values()])
+        # By name: after a loop over its parameters torch.compile's guards walk through their dictionary in each call.
+        and type(layer.weight) in _TENSORS
+        and type(getattr(layer, "bias", None)) in _TENSORS_OR_NONE
     )
 
 

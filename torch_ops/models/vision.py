@@ -126,19 +126,20 @@ class VisionMLP(nn.Module):
         self.add_module(self._names[-1], nn.Linear(inner, outer))
 
     def forward(self, x: Tensor) -> Tensor:
-        return chained(x, [self.get_submodule(name) for name in self._names], self.activation)
+        return chained(x, [self._modules[name] for name in self._names], self.activation)
 
 
 class VisionBlock(nn.Module):
     """A transformer block between the norms' sums; see the module's docstring."""
 
-    # Transformers sets these, on every module that has the first, where a whole model is told to checkpoint.
-    gradient_checkpointing = False
+    # Transformers sets this and `gradient_checkpointing`, on every module that has it, where a whole model is told to.
     _gradient_checkpointing_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
 
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
         width = getattr(config, family.width)
+        # Of the instance: where it is read from the class torch.compile's guards look into the class for each block.
+        self.gradient_checkpointing = False
         self.norm1 = norm_of(family, width)
         self.norm2 = norm_of(family, width)
         self.attn = VisionAttention(width, config.num_heads)
