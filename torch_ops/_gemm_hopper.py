@@ -20,7 +20,7 @@ from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._launches import Relaunch
 
 # By consumer warpgroups: registers of a consumer's thread, of the finishers' and the producer's, and at launch.
-REGISTERS = {2: (168, 176, 168), 3: (136, 104, 128)}
+REGISTERS = {2: (168, 168, 168), 3: (136, 104, 128)}
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 

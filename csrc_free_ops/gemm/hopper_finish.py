@@ -144,7 +144,8 @@ def _load_angles(pointers, row, local, place, wanted, OPTIONS: gl.constexpr):
 def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
     """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time.
 
-    Angles come from far: those of the next rows are on their way while these are turned.
+    Angles come from far: those of the next rows are on their way while these are turned. Where each half has its own,
+    registers hold those of half as many rows, and of the rows after the next too.
     """
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     NUM_HEADS: gl.constexpr = option(OPTIONS, "NUM_HEADS")
@@ -154,8 +155,10 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
     HALF: gl.constexpr = HEAD_DIM // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    # As many rows as registers hold the angles of, of these and of the next.
-    HEIGHT: gl.constexpr = (4 if option(OPTIONS, "SHARED_ANGLES") else 2) * gl.num_warps()
+    SHARED: gl.constexpr = option(OPTIONS, "SHARED_ANGLES")
+    # A consumer, of four warps, has no registers for more.
+    AHEAD: gl.constexpr = 1 if SHARED or gl.num_warps() == 4 else 2
+    HEIGHT: gl.constexpr = (4 if SHARED else 2) * gl.num_warps()
     q_ptr, k_ptr, v_ptr, _, _, _ = pointers
     tile_at = shared_base() + FIRST * (64 * 128)
     rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None]
@@ -175,12 +178,19 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
         begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
         column = gl.where(valid, lane // FOURS * HEAD_DIM + lane % FOURS * 4, 0)
         angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
+        following = angles
+        if AHEAD == 2:
+            wanted = turned & (rows + HEIGHT < left)
+            following = _load_angles(pointers, row, rows + HEIGHT, place, wanted[:, :, None], OPTIONS)
         for piece in range(64 // HEIGHT):
             local = piece * HEIGHT + rows
             cos, sin, cos_b, sin_b = angles
-            ahead = local + HEIGHT
+            ahead = local + AHEAD * HEIGHT
             wanted = turned & (ahead < gl.minimum(left, 64))
-            angles = _load_angles(pointers, row, ahead, place, wanted[:, :, None], OPTIONS)
+            angles = following
+            following = _load_angles(pointers, row, ahead, place, wanted[:, :, None], OPTIONS)
+            if AHEAD == 1:
+                angles = following
             a = _read_four(spread + (tile_at + _shared_at(column, local))[:, :, None], DTYPE)
             b = _read_four(spread + (tile_at + _shared_at(column + HALF, local))[:, :, None], DTYPE)
             at = (begin + local * width)[:, :, None] + place
