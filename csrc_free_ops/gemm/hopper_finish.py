@@ -123,29 +123,22 @@ def _shared_at(column, row):
 
 @gluon.jit
 def _load_angles(pointers, row, local, place, wanted, OPTIONS: gl.constexpr):
-    """cos and sin of four columns of each row, of both halves of a head; 1 and 0 where they are not wanted."""
+    """cos and sin of four columns of each row; 1 and 0 where they are not wanted."""
     STRIDE_COS: gl.constexpr = option(OPTIONS, "STRIDE_COS")
     STRIDE_SIN: gl.constexpr = option(OPTIONS, "STRIDE_SIN")
-    HALF: gl.constexpr = option(OPTIONS, "HEAD_DIM") // 2
     _, _, _, _, cos_ptr, sin_ptr = pointers
     begin = row.to(gl.int64)
     cos_at = cos_ptr + begin * STRIDE_COS + (local * STRIDE_COS)[:, :, None] + place
     sin_at = sin_ptr + begin * STRIDE_SIN + (local * STRIDE_SIN)[:, :, None] + place
-    angles = (gl.load(cos_at, mask=wanted, other=1.0), gl.load(sin_at, mask=wanted, other=0.0))
-    if option(OPTIONS, "SHARED_ANGLES"):
-        angles = angles + angles
-    else:
-        second = (gl.load(cos_at + HALF, mask=wanted, other=1.0), gl.load(sin_at + HALF, mask=wanted, other=0.0))
-        angles = angles + second
-    return angles
+    return gl.load(cos_at, mask=wanted, other=1.0), gl.load(sin_at, mask=wanted, other=0.0)
 
 
 @gluon.jit
 def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
     """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time.
 
-    Angles come from far: those of the next rows are on their way while these are turned. Where each half has its own,
-    registers hold those of half as many rows, and of the rows after the next too.
+    Angles come from far: those of the next rows are on their way while these are turned. Where the second half has its
+    own, there are registers for those of the first half alone: the others are on their way while it is turned.
     """
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     NUM_HEADS: gl.constexpr = option(OPTIONS, "NUM_HEADS")
@@ -155,10 +148,7 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
     HALF: gl.constexpr = HEAD_DIM // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    SHARED: gl.constexpr = option(OPTIONS, "SHARED_ANGLES")
-    # A consumer, of four warps, has no registers for more.
-    AHEAD: gl.constexpr = 1 if SHARED or gl.num_warps() == 4 else 2
-    HEIGHT: gl.constexpr = (4 if SHARED else 2) * gl.num_warps()
+    HEIGHT: gl.constexpr = 4 * gl.num_warps()
     q_ptr, k_ptr, v_ptr, _, _, _ = pointers
     tile_at = shared_base() + FIRST * (64 * 128)
     rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None]
@@ -178,25 +168,26 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
         begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
         column = gl.where(valid, lane // FOURS * HEAD_DIM + lane % FOURS * 4, 0)
         angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
-        following = angles
-        if AHEAD == 2:
-            wanted = turned & (rows + HEIGHT < left)
-            following = _load_angles(pointers, row, rows + HEIGHT, place, wanted[:, :, None], OPTIONS)
         for piece in range(64 // HEIGHT):
             local = piece * HEIGHT + rows
-            cos, sin, cos_b, sin_b = angles
-            ahead = local + AHEAD * HEIGHT
+            inside = valid & (local < left)
+            cos, sin = angles
+            if option(OPTIONS, "SHARED_ANGLES"):
+                cos_b, sin_b = angles
+            else:
+                cos_b, sin_b = _load_angles(
+                    pointers, row, local, place + HALF, (turned & inside)[:, :, None], OPTIONS
+                )  # fmt: skip
+            ahead = local + HEIGHT
             wanted = turned & (ahead < gl.minimum(left, 64))
-            angles = following
-            following = _load_angles(pointers, row, ahead, place, wanted[:, :, None], OPTIONS)
-            if AHEAD == 1:
-                angles = following
+            angles = _load_angles(pointers, row, ahead, place, wanted[:, :, None], OPTIONS)
             a = _read_four(spread + (tile_at + _shared_at(column, local))[:, :, None], DTYPE)
             b = _read_four(spread + (tile_at + _shared_at(column + HALF, local))[:, :, None], DTYPE)
             at = (begin + local * width)[:, :, None] + place
-            inside = (valid & (local < left))[:, :, None]
-            gl.store(at, (a * cos.to(gl.float32) - b * sin.to(gl.float32)).to(DTYPE), mask=inside)
-            gl.store(at + HALF, (b * cos_b.to(gl.float32) + a * sin_b.to(gl.float32)).to(DTYPE), mask=inside)
+            gl.store(at, (a * cos.to(gl.float32) - b * sin.to(gl.float32)).to(DTYPE), mask=inside[:, :, None])
+            gl.store(
+                at + HALF, (b * cos_b.to(gl.float32) + a * sin_b.to(gl.float32)).to(DTYPE), mask=inside[:, :, None]
+            )  # fmt: skip
 
 
 @gluon.jit
