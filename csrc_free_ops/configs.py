@@ -310,6 +310,10 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     return ladder[-1]
 
 
+# Below, one pass over q and k is too little for all lanes of a GPU.
+FEW_ROWS = 4096
+
+
 def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | None) -> Launch:
     """Not measured. As few warps share a row as have registers for it: up to 1280 columns of the forward one, and then
     no warp waits for another. Threads load 16 bytes of each part; programs are smaller where rows are few."""
@@ -354,8 +358,10 @@ def pick(
     if kernel.startswith("norm_"):
         launch = _norm_rule(kernel, gpu, itemsize, head_dim, length)
     elif kernel == "rope":
-        # Not measured. Of each half of the heads a thread has 16 elements, so that many loads are under way at once.
-        launch = Launch(2, 64, 4, 1) if gpu.backend == "interpreter" else Launch(4, 512, 4, 1)
+        # Of each half of the heads a thread has 16 elements, so that many loads are under way at once; of few rows 8,
+        # so that all multiprocessors have some. By 784, 1024 and 16384 rows on an H200.
+        launch = Launch(4, 256, 4, 1) if length is not None and length < FEW_ROWS else Launch(16, 256, 8, 1)
+        launch = Launch(2, 64, 4, 1) if gpu.backend == "interpreter" else launch
     else:
         launch = rule(kernel, gpu, itemsize, head_dim, masked)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"

@@ -144,7 +144,7 @@ def hopper_launch(
             own = row.launch == ATEN and row.gpu in ("", gpu().name)
             if own and row.fits_product(kernel, dtype_name(weight.dtype), n, k, rows.known):
                 return ATEN, row.source
-        if too_few(rows.count, n, epilogue, head_dim, busy):
+        if too_few(rows.count, n, k, epilogue, head_dim, busy):
             return ATEN, FEW_ROWS
     if epilogue == "rotary":
         return rotary_launch(head_dim), "as many whole heads as a tile has room for"

@@ -12,13 +12,14 @@ from csrc_free_ops.configs import Launch
 
 # How long a round of tiles takes, by their rows and columns, beside one of 128 x 192. By weights of 1152 x 3456,
 # 1152 x 4304 and 4304 x 1152 on an H200.
-ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.37, (192, 128): 0.98, (192, 192): 1.47}
+ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.32, (192, 128): 0.97, (192, 192): 1.47}
 # Of a tile that is rotated, at most: it holds as many whole heads as there is room for.
 WIDEST_ROTATED = 240
 # Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
 UNITS, MOST_STAGES = 27, 6
-# Rows of which a tile of weight is read for too little work.
-FEW_ROWS = 256
+# How much of a product's rounds must be work for it to be as fast as PyTorch's and a kernel behind it: a short sum is
+# over before that begins. By sums of 1152, 1280, 4608 and 5120 products, of 49 to 1764 rows, on an H200.
+SHORT_SUM, LEAST_WORK = 2048, {True: 0.4, False: 0.77}
 
 
 def tile_launch(rows: int, columns: int) -> Launch:
@@ -30,21 +31,27 @@ def tile_launch(rows: int, columns: int) -> Launch:
 
 def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
     """The tile whose rounds take the least time."""
-
-    def time(tile: tuple[int, int]) -> float:
-        tiles = -(-total // tile[0]) * -(-n // tile[1])
-        return -(-tiles // programs) * ROUND[tile]
-
+    tiles = (tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0)
     # Of "swiglu" both halves of a tile are whole units.
-    return tile_launch(*min((tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0), key=time))
+    return tile_launch(*min(tiles, key=lambda tile: _rounds(tile, total, n, programs) * ROUND[tile]))
 
 
-def too_few(total: int, n: int, epilogue: str, head_dim: int, programs: int) -> bool:
-    """Whether PyTorch's product and a kernel behind it are faster."""
-    if epilogue != "rotary":
-        return total <= FEW_ROWS
-    tile = rotary_launch(head_dim)
-    return -(-total // tile.block_m) * -(-n // tile.block_n) <= programs // 2
+def _rounds(tile: tuple[int, int], total: int, n: int, programs: int) -> int:
+    return -(-(-(-total // tile[0]) * -(-n // tile[1])) // programs)
+
+
+def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: int) -> bool:
+    """Whether there are so few rows that PyTorch's product and a kernel behind it are faster."""
+    if epilogue == "rotary":
+        tile = rotary_launch(head_dim).tile
+        return -(-total // tile[0]) * -(-n // tile[1]) <= programs // 2
+    short = k < SHORT_SUM
+    if short and epilogue == "swiglu":
+        # Gates and what they gate are twice what a kernel behind the product would have to read.
+        return False
+    tile = linear_launch(total, n, epilogue, programs).tile
+    takes = _rounds(tile, total, n, programs) * ROUND[tile]
+    return total * n / (128 * 192 * programs) < LEAST_WORK[short] * takes
 
 
 def rotary_launch(head_dim: int) -> Launch:
