@@ -141,7 +141,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
         assert report["kernels"]["gemm_hopper 3456x1152"]["launch"] == rotary_launch(72).entry()
         for op, *args in (
-            (torch_ops.mlp, x[:256], w1, None, w2, None),
+            (torch_ops.mlp, x[:196], w1, None, w2, None),
             (torch_ops.qkv_rope, x[:448], weight, None, table[:448], table[:448], 16),
         ):
             report = torch_ops.explain(op, *args)
