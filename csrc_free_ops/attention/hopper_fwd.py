@@ -70,7 +70,7 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel, clear_rows, flat, store_rows
+from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, flat, store_rows
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LN2
 
@@ -406,7 +406,6 @@ def _attention_fwd_hopper_kernel(
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     DTYPE: gl.constexpr = q_main.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    admit_kernel()
     # Reads and writes are behind it, of the other partitions too: they begin where this one hands over to them.
     await_kernel()
     # Loaded now, they are there when the producer asks for them.

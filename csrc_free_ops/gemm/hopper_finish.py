@@ -123,71 +123,81 @@ def _shared_at(column, row):
 
 @gluon.jit
 def _load_angles(pointers, row, local, place, wanted, OPTIONS: gl.constexpr):
-    """cos and sin of four columns of each row; 1 and 0 where they are not wanted."""
+    """cos and sin of four columns of each row, of both halves of a head."""
     STRIDE_COS: gl.constexpr = option(OPTIONS, "STRIDE_COS")
     STRIDE_SIN: gl.constexpr = option(OPTIONS, "STRIDE_SIN")
+    HALF: gl.constexpr = option(OPTIONS, "HEAD_DIM") // 2
     _, _, _, _, cos_ptr, sin_ptr = pointers
     begin = row.to(gl.int64)
     cos_at = cos_ptr + begin * STRIDE_COS + (local * STRIDE_COS)[:, :, None] + place
     sin_at = sin_ptr + begin * STRIDE_SIN + (local * STRIDE_SIN)[:, :, None] + place
-    return gl.load(cos_at, mask=wanted, other=1.0), gl.load(sin_at, mask=wanted, other=0.0)
+    angles = (gl.load(cos_at, mask=wanted, other=0.0), gl.load(sin_at, mask=wanted, other=0.0))
+    if option(OPTIONS, "SHARED_ANGLES"):
+        angles = angles + angles
+    else:
+        second = (gl.load(cos_at + HALF, mask=wanted, other=0.0), gl.load(sin_at + HALF, mask=wanted, other=0.0))
+        angles = angles + second
+    return angles
 
 
 @gluon.jit
 def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
     """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time.
 
-    Angles come from far: those of the next rows are on their way while these are turned. Where the second half has its
-    own, there are registers for those of the first half alone: the others are on their way while it is turned.
+    A warp has so many rows at once that their fours are its lanes, and goes over the heads, which share the angles.
+    Those come from far: of the next rows they are on their way while these are turned.
     """
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     NUM_HEADS: gl.constexpr = option(OPTIONS, "NUM_HEADS")
     NUM_K_HEADS: gl.constexpr = option(OPTIONS, "NUM_K_HEADS")
-    FOURS: gl.constexpr = HEAD_DIM // 8
     HEADS: gl.constexpr = option(OPTIONS, "COLUMNS") // HEAD_DIM
     HALF: gl.constexpr = HEAD_DIM // 2
+    FOURS: gl.constexpr = HEAD_DIM // 8
+    ROWS: gl.constexpr = 32 // FOURS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    HEIGHT: gl.constexpr = 4 * gl.num_warps()
+    # Two rows of a lane: of more, registers do not hold the angles, of these and of the next.
+    HEIGHT: gl.constexpr = 2 * gl.num_warps()
+    PIECES: gl.constexpr = (64 + ROWS * HEIGHT - 1) // (ROWS * HEIGHT)
     q_ptr, k_ptr, v_ptr, _, _, _ = pointers
     tile_at = shared_base() + FIRST * (64 * 128)
-    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None]
     lanes = gl.arange(0, 32, gl.SliceLayout(0, COLUMN))[None, :]
+    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None] * ROWS + lanes // FOURS
     four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    fours = lanes % FOURS * 4
+    place = fours[:, :, None] + four
     spread = gl.zeros([HEIGHT, 32, 4], gl.int32, LAYOUT)
-    left = total - row
-    for chunk in gl.static_range((HEADS * FOURS + 31) // 32):
-        lane = lanes + chunk * 32
-        place = (lane % FOURS * 4)[:, :, None] + four
-        head = n * HEADS + lane // FOURS
-        valid = (lane < HEADS * FOURS) & (head < NUM_HEADS + 2 * NUM_K_HEADS)
-        turned = valid & (head < NUM_HEADS + NUM_K_HEADS)
-        in_q = head < NUM_HEADS
-        own = gl.where(in_q, head, (head - NUM_HEADS) % NUM_K_HEADS)
-        width = gl.where(in_q, NUM_HEADS, NUM_K_HEADS) * HEAD_DIM
-        begin = gl.where(in_q, q_ptr, gl.where(turned, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
-        column = gl.where(valid, lane // FOURS * HEAD_DIM + lane % FOURS * 4, 0)
-        angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
-        for piece in range(64 // HEIGHT):
-            local = piece * HEIGHT + rows
-            inside = valid & (local < left)
-            cos, sin = angles
-            if option(OPTIONS, "SHARED_ANGLES"):
-                cos_b, sin_b = angles
+    left = gl.minimum(total - row, 64)
+    # Lanes that are left over have no row.
+    rows = gl.where(lanes < FOURS * ROWS, rows, 64)
+    turned = n * HEADS < NUM_HEADS + NUM_K_HEADS
+    angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
+    for piece in range(PIECES):
+        local = piece * (HEIGHT * ROWS) + rows
+        cos, sin, cos_b, sin_b = angles
+        ahead = local + HEIGHT * ROWS
+        angles = _load_angles(pointers, row, ahead, place, (turned & (ahead < left))[:, :, None], OPTIONS)
+        inside = (local < left)[:, :, None]
+        within = gl.minimum(local, 63)
+        for index in gl.static_range(HEADS):
+            head = n * HEADS + index
+            in_q = head < NUM_HEADS
+            in_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_K_HEADS)
+            column = index * HEAD_DIM + fours
+            a = _read_four(spread + (tile_at + _shared_at(column, within))[:, :, None], DTYPE)
+            b = _read_four(spread + (tile_at + _shared_at(column + HALF, within))[:, :, None], DTYPE)
+            if in_q | in_k:
+                first = a * cos.to(gl.float32) - b * sin.to(gl.float32)
+                second = b * cos_b.to(gl.float32) + a * sin_b.to(gl.float32)
             else:
-                cos_b, sin_b = _load_angles(
-                    pointers, row, local, place + HALF, (turned & inside)[:, :, None], OPTIONS
-                )  # fmt: skip
-            ahead = local + HEIGHT
-            wanted = turned & (ahead < gl.minimum(left, 64))
-            angles = _load_angles(pointers, row, ahead, place, wanted[:, :, None], OPTIONS)
-            a = _read_four(spread + (tile_at + _shared_at(column, local))[:, :, None], DTYPE)
-            b = _read_four(spread + (tile_at + _shared_at(column + HALF, local))[:, :, None], DTYPE)
-            at = (begin + local * width)[:, :, None] + place
-            gl.store(at, (a * cos.to(gl.float32) - b * sin.to(gl.float32)).to(DTYPE), mask=inside[:, :, None])
-            gl.store(
-                at + HALF, (b * cos_b.to(gl.float32) + a * sin_b.to(gl.float32)).to(DTYPE), mask=inside[:, :, None]
-            )  # fmt: skip
+                first, second = a, b
+            own = gl.where(in_q, head, (head - NUM_HEADS) % NUM_K_HEADS)
+            width = gl.where(in_q, NUM_HEADS, NUM_K_HEADS) * HEAD_DIM
+            begin = gl.where(in_q, q_ptr, gl.where(in_k, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
+            at = begin + (local * width)[:, :, None] + place
+            exists = inside & (head < NUM_HEADS + 2 * NUM_K_HEADS)
+            gl.store(at, first.to(DTYPE), mask=exists)
+            gl.store(at + HALF, second.to(DTYPE), mask=exists)
 
 
 @gluon.jit
