@@ -1,6 +1,7 @@
 """How a product's launch is chosen, explained, tuned and measured."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
-from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch
+from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, rotary_launch, tall_tiles
 from torch_ops import _gemm, _gemm_explained, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
 from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
@@ -120,6 +121,32 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     _run_on(H200, monkeypatch)
+
+
+@pytest.mark.parametrize("tile", ROUND, ids=str)
+def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
+    """As the kernel counts them, whole ones first; and no program takes longer than it would with whole tiles alone."""
+    mixed = 0
+
+    def longest(costs: list[float]) -> float:
+        """Of programs that take every 132nd."""
+        return max(sum(costs[program::132]) for program in range(132))
+
+    for total, n in itertools.product((1, 64, 192, 784, 1000, 3136, 4096, 12740, 25088), (8, 1152, 4304, 6840)):
+        rows, short, across = tile[0], tile[0] - 64, -(-n // tile[1])
+        tall = tall_tiles(tile, total, n, 132)
+        count = tall + max(0, -(-(total - tall * rows) // short))
+        ends = [min(i + 1, tall) * rows + max(i + 1 - tall, 0) * short for i in range(count)]
+        assert ends[-1] >= total and (count == 1 or ends[-2] < total)
+        whole = -(-total // rows)
+        mixed += tall < whole
+        cost = ROUND.get((short, tile[1]))
+        if cost is None:
+            assert tall == whole
+        else:
+            costs = [ROUND[tile]] * (tall * across) + [cost] * ((count - tall) * across)
+            assert longest(costs) <= longest([ROUND[tile]] * (whole * across)) + 1e-9
+    assert bool(mixed) == (tile[0] == 192)
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
-from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED
+from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, tall_tiles
 from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._launches import Relaunch
@@ -80,7 +80,8 @@ def plan_linear_hopper(
     }  # fmt: skip
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
-    relaunch = Relaunch(grid, (rows.count,))
+    sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
+    relaunch = Relaunch(grid, sizes)
 
     def launch_linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
@@ -93,7 +94,7 @@ def plan_linear_hopper(
         descriptors = descriptors_of(x, weight, up)
         tensors = (weight, up, bias, up_bias, out, out, out, pre, weight, weight)
         if not relaunch(None, tensors, descriptors):
-            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, rows.count, **constants, launch_pdl=True)
+            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_linear
@@ -113,7 +114,8 @@ def plan_rotary_hopper(
     }  # fmt: skip
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
-    relaunch = Relaunch(grid, (rows.count,))
+    sizes = (rows.count, -(-rows.count // launch.block_m))
+    relaunch = Relaunch(grid, sizes)
 
     def launch_rotary(
         x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
@@ -122,7 +124,7 @@ def plan_rotary_hopper(
         descriptors = descriptors_of(x, weight, weight)
         tensors = (weight, weight, bias, bias, q, k, v, q, rows_of(cos), rows_of(sin))
         if not relaunch(None, tensors, descriptors):
-            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, rows.count, **constants, launch_pdl=True)
+            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_rotary

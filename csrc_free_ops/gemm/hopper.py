@@ -48,9 +48,11 @@ AT_TILE = gl.constexpr(128 + 64)
 
 
 @gluon.jit
-def _place(work, GROUPS: gl.constexpr, TILES_N: gl.constexpr):
-    """Of a tile, its first row and which columns it has."""
-    return work // TILES_N * (64 * GROUPS), work % TILES_N
+def _place(work, tall, GROUPS: gl.constexpr, TILES_N: gl.constexpr):
+    """Of a tile, its first row, which columns it has, and whether it has rows for all consumers."""
+    tile = work // TILES_N
+    row = gl.minimum(tile, tall) * (64 * GROUPS) + gl.maximum(tile - tall, 0) * (64 * GROUPS - 64)
+    return row, work % TILES_N, tile < tall
 
 
 @gluon.jit
@@ -65,7 +67,7 @@ def _prefetch_weight(w_ptr, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, weights, units, bars, num_work, OPTIONS: gl.constexpr):
+def _produce(descs, weights, units, bars, tall, num_work, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
@@ -91,15 +93,18 @@ def _produce(descs, weights, units, bars, num_work, OPTIONS: gl.constexpr):
     stage = 0
     loaded = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        row, n = _place(work, GROUPS, TILES_N)
+        row, n, whole = _place(work, tall, GROUPS, TILES_N)
         for step in range(STEPS):
             if loaded >= STAGES:
                 barrier_sync(FIRST_BARRIER + stage, 32 + 128 * GROUPS)
             bar = bars.index(stage)
-            mbarrier.expect(bar, BYTES)
+            mbarrier.expect(bar, BYTES, pred=whole)
+            mbarrier.expect(bar, BYTES - UNIT_BYTES, pred=whole == 0)
             first = stage * (GROUPS + PARTS)
             for group in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(x_desc, [row + group * 64, step * 64], bar, units.index(first + group))
+                wanted = whole if group == GROUPS - 1 else True
+                at = [row + group * 64, step * 64]
+                tma.async_copy_global_to_shared(x_desc, at, bar, units.index(first + group), pred=wanted)
             for half in gl.static_range(HALVES):
                 column = n * (COLUMNS // HALVES) + half * PARTNER
                 place = first + GROUPS + half * WHOLE
@@ -142,11 +147,13 @@ def _load_bias(biases, n, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, units, pointers, biases, total, num_work, OPTIONS: gl.constexpr):
+def _make_tile(
+    INDEX: gl.constexpr, units, pointers, biases, row, n, total, count, is_last, stage, phase, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """A consumer's part of a tile: the products, to shared memory, and of the program's last tile what follows them."""
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
-    TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
     HAS_BIAS: gl.constexpr = option(OPTIONS, "HAS_BIAS")
     PARTS: gl.constexpr = parts_of(COLUMNS)
@@ -159,68 +166,120 @@ def _consume(INDEX: gl.constexpr, units, pointers, biases, total, num_work, OPTI
 
     base = shared_base()
     bars_at = base + (STAGES * (GROUPS + PARTS) + GROUPS * PARTS) * UNIT_BYTES
-    stage = 0
-    phase = 0
-    count = 0
-    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        row, n = _place(work, GROUPS, TILES_N)
-        sums = zero_strips(STRIPS)
-        behind = 0
-        for step in range(STEPS):
-            await_phase(bars_at + stage * 8, phase)
-            at = base + stage * STAGE_BYTES
-            sums = add_products(sums, at + INDEX * UNIT_BYTES, at + GROUPS * UNIT_BYTES, 4, DTYPE)
-            sums = wait_strips(sums, 1)
-            if step > 0:
-                barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
-            behind = stage
-            stage, wrapped = turn_around(stage, STAGES)
-            phase = phase ^ wrapped
-        if HAS_BIAS:
-            bias = _load_bias(biases, n, OPTIONS)
-        sums = wait_strips(sums, 0)
-        barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
-        if HAS_BIAS:
-            shifted = ()
-            for strip in gl.static_range(STRIPS):
-                shifted = shifted + (sums[strip] + bias[strip].to(gl.float32)[None, :],)
-            halves = narrow_strips(shifted, DTYPE)
-        else:
-            halves = narrow_strips(sums, DTYPE)
-        if count > 0:
-            barrier_sync(TILE_EMPTY, AT_TILE)
-        for part in gl.static_range(PARTS):
-            # Of a last part that is not full, the first strip stands in for those that are not there.
-            strips = ()
-            for strip in gl.static_range(part * 8, part * 8 + 8):
-                strips = strips + (halves[strip if strip < STRIPS else 0],)
-            units.index(OWN + part).store(join_strips(strips, 0, 8))
-        if work + gl.num_programs(0) < num_work:
-            barrier_arrive(TILE_FULL, AT_TILE)
-        else:
-            meet()
-            finish_rows(units, OWN, row + INDEX * 64, n, pointers, total, OPTIONS)
-        count += 1
+    sums = zero_strips(STRIPS)
+    behind = 0
+    for step in range(STEPS):
+        await_phase(bars_at + stage * 8, phase)
+        at = base + stage * STAGE_BYTES
+        sums = add_products(sums, at + INDEX * UNIT_BYTES, at + GROUPS * UNIT_BYTES, 4, DTYPE)
+        sums = wait_strips(sums, 1)
+        if step > 0:
+            barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
+        behind = stage
+        stage, wrapped = turn_around(stage, STAGES)
+        phase = phase ^ wrapped
+    if HAS_BIAS:
+        bias = _load_bias(biases, n, OPTIONS)
+    sums = wait_strips(sums, 0)
+    barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
+    if HAS_BIAS:
+        shifted = ()
+        for strip in gl.static_range(STRIPS):
+            shifted = shifted + (sums[strip] + bias[strip].to(gl.float32)[None, :],)
+        halves = narrow_strips(shifted, DTYPE)
+    else:
+        halves = narrow_strips(sums, DTYPE)
+    if count > 0:
+        barrier_sync(TILE_EMPTY, AT_TILE)
+    for part in gl.static_range(PARTS):
+        # Of a last part that is not full, the first strip stands in for those that are not there.
+        strips = ()
+        for strip in gl.static_range(part * 8, part * 8 + 8):
+            strips = strips + (halves[strip if strip < STRIPS else 0],)
+        units.index(OWN + part).store(join_strips(strips, 0, 8))
+    if is_last:
+        meet()
+        finish_rows(units, OWN, row + INDEX * 64, n, pointers, total, OPTIONS)
+    else:
+        barrier_arrive(TILE_FULL, AT_TILE)
+    return stage, phase
 
 
 @gluon.jit
-def _finish(units, pointers, total, num_work, OPTIONS: gl.constexpr):
+def _pass_tile(stage, phase, OPTIONS: gl.constexpr):
+    """Of a tile that has no rows for this consumer: what is loaded for the others is let go of by all."""
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
+    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
+    bars_at = shared_base() + (STAGES * (GROUPS + PARTS) + GROUPS * PARTS) * UNIT_BYTES
+    for _ in range(option(OPTIONS, "STEPS")):
+        await_phase(bars_at + stage * 8, phase)
+        barrier_arrive(FIRST_BARRIER + stage, 32 + 128 * GROUPS)
+        stage, wrapped = turn_around(stage, STAGES)
+        phase = phase ^ wrapped
+    return stage, phase
+
+
+@gluon.jit
+def _consume(INDEX: gl.constexpr, units, pointers, biases, total, tall, num_work, OPTIONS: gl.constexpr):
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
+    TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    stage = 0
+    phase = 0
+    # Tiles of this consumer's that the finishers have, or had, in its place.
+    count = 0
+    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+        row, n, whole = _place(work, tall, GROUPS, TILES_N)
+        is_last = work + gl.num_programs(0) >= num_work
+        if INDEX < GROUPS - 1:
+            stage, phase = _make_tile(
+                INDEX, units, pointers, biases, row, n, total, count, is_last, stage, phase, OPTIONS
+            )  # fmt: skip
+            count += 1
+        else:
+            if whole:
+                stage, phase = _make_tile(
+                    INDEX, units, pointers, biases, row, n, total, count, is_last, stage, phase, OPTIONS
+                )  # fmt: skip
+                count += 1
+            else:
+                # None of its tiles comes after a short one, so that nothing else takes what the finishers arrive at.
+                if count > 0:
+                    barrier_sync(FIRST_BARRIER + option(OPTIONS, "STAGES") + GROUPS + INDEX, AT_TILE)
+                count = 0
+                stage, phase = _pass_tile(stage, phase, OPTIONS)
+
+
+@gluon.jit
+def _finish_part(GROUP: gl.constexpr, units, pointers, row, n, total, OPTIONS: gl.constexpr):
     PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    barrier_sync(FIRST_BARRIER + STAGES + GROUP, AT_TILE)
+    finish_rows(
+        units, STAGES * (GROUPS + PARTS) + GROUP * PARTS, row + GROUP * 64, n, pointers, total, OPTIONS
+    )  # fmt: skip
+    barrier_arrive(FIRST_BARRIER + STAGES + GROUPS + GROUP, AT_TILE)
+
+
+@gluon.jit
+def _finish(units, pointers, total, tall, num_work, OPTIONS: gl.constexpr):
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     for work in range(gl.program_id(0), num_work - gl.num_programs(0), gl.num_programs(0)):
-        row, n = _place(work, GROUPS, TILES_N)
+        row, n, whole = _place(work, tall, GROUPS, TILES_N)
         for group in gl.static_range(GROUPS):
-            barrier_sync(FIRST_BARRIER + STAGES + group, AT_TILE)
-            finish_rows(units, STAGES * (GROUPS + PARTS) + group * PARTS, row + group * 64, n, pointers, total, OPTIONS)
-            barrier_arrive(FIRST_BARRIER + STAGES + GROUPS + group, AT_TILE)
+            if group == GROUPS - 1:
+                if whole:
+                    _finish_part(group, units, pointers, row, n, total, OPTIONS)
+            else:
+                _finish_part(group, units, pointers, row, n, total, OPTIONS)
 
 
-@gluon.jit(do_not_specialize=["total"])
+@gluon.jit(do_not_specialize=["total", "tall"])
 def _gemm_hopper_kernel(
     x_desc, w_desc, other_desc, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr,
-    total, N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, PARTNER: gl.constexpr, GROUPS: gl.constexpr,
+    total, tall, N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, PARTNER: gl.constexpr, GROUPS: gl.constexpr,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
     KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr,
     NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr, SHARED_ANGLES: gl.constexpr,
@@ -231,6 +290,9 @@ def _gemm_hopper_kernel(
     Of "swiglu" weight and bias hold N / 2 gates; what they gate stands PARTNER rows on in up and up_bias, which are
     tensors of their own, or the same where both are packed. other_desc is up's; else it counts where COLUMNS is no
     multiple of 64, and has tiles of what is left over.
+
+    The first `tall` tiles of rows have GROUPS x 64, the others 64 less: what is left over of the last round of tiles is
+    less for each program then.
 
     out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM],
     and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
@@ -246,7 +308,8 @@ def _gemm_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
     )  # fmt: skip
-    num_work = (total + GROUPS * 64 - 1) // (GROUPS * 64) * TILES_N
+    SHORT: gl.constexpr = GROUPS * 64 - 64
+    num_work = (tall + (gl.maximum(total - tall * (GROUPS * 64), 0) + SHORT - 1) // SHORT) * TILES_N
     # One allocation, so that it lies where `shared_base` says: the stages, a finished tile, and a unit for barriers.
     PLACES: gl.constexpr = STAGES * (GROUPS + PARTS) + GROUPS * PARTS
     units = gl.allocate_shared_memory(DTYPE, [PLACES + 1, 64, 64], x_desc.layout)
@@ -259,21 +322,21 @@ def _gemm_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, units, pointers, biases, total, num_work, OPTIONS)),
-                (_consume, (1, units, pointers, biases, total, num_work, OPTIONS)),
-                (_finish, (units, pointers, total, num_work, OPTIONS)),
-                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, num_work, OPTIONS)),
+                (_consume, (0, units, pointers, biases, total, tall, num_work, OPTIONS)),
+                (_consume, (1, units, pointers, biases, total, tall, num_work, OPTIONS)),
+                (_finish, (units, pointers, total, tall, num_work, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, num_work, OPTIONS)),
             ],
             [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, units, pointers, biases, total, num_work, OPTIONS)),
-                (_consume, (1, units, pointers, biases, total, num_work, OPTIONS)),
-                (_consume, (2, units, pointers, biases, total, num_work, OPTIONS)),
-                (_finish, (units, pointers, total, num_work, OPTIONS)),
-                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, num_work, OPTIONS)),
+                (_consume, (0, units, pointers, biases, total, tall, num_work, OPTIONS)),
+                (_consume, (1, units, pointers, biases, total, tall, num_work, OPTIONS)),
+                (_consume, (2, units, pointers, biases, total, tall, num_work, OPTIONS)),
+                (_finish, (units, pointers, total, tall, num_work, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, num_work, OPTIONS)),
             ],
             [4, 4, 2, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip

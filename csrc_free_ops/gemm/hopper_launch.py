@@ -31,13 +31,32 @@ def tile_launch(rows: int, columns: int) -> Launch:
 
 def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
     """The tile whose rounds take the least time."""
-    tiles = (tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0)
     # Of "swiglu" both halves of a tile are whole units.
-    return tile_launch(*min(tiles, key=lambda tile: _rounds(tile, total, n, programs) * ROUND[tile]))
+    tiles = (tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0)
+    return tile_launch(*min(tiles, key=lambda tile: _shared_out(tile, total, n, programs)[0]))
 
 
-def _rounds(tile: tuple[int, int], total: int, n: int, programs: int) -> int:
-    return -(-(-(-total // tile[0]) * -(-n // tile[1])) // programs)
+def tall_tiles(tile: tuple[int, int], total: int, n: int, programs: int) -> int:
+    """How many tiles of rows are whole. The others have 64 rows less, so that the last round of all is shorter."""
+    return _shared_out(tile, total, n, programs)[1]
+
+
+def _shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tuple[float, int]:
+    """The time of the best way to share out the rows, in rounds of 128 x 192, and how many of its tiles are whole."""
+    rows, columns = tile
+    across, whole = -(-n // columns), -(-total // rows)
+    best = (-(-whole * across // programs) * ROUND[tile], whole)
+    short = ROUND.get((rows - 64, columns))
+    # As many whole tiles as so many rounds have room for.
+    for rounds in range(whole * across // programs + 1) if short else ():
+        tall = rounds * programs // across
+        rest = -(-(total - tall * rows) // (rows - 64)) * across
+        # Programs that have no whole tile in the last round of them begin with the others there.
+        spare = rounds * programs - tall * across
+        time = rounds * ROUND[tile] + -(-max(0, rest - spare) // programs) * short
+        if time < best[0]:
+            best = (time, tall)
+    return best
 
 
 def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: int) -> bool:
@@ -49,8 +68,7 @@ def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: 
     if short and epilogue == "swiglu":
         # Gates and what they gate are twice what a kernel behind the product would have to read.
         return False
-    tile = linear_launch(total, n, epilogue, programs).tile
-    takes = _rounds(tile, total, n, programs) * ROUND[tile]
+    takes, _ = _shared_out(linear_launch(total, n, epilogue, programs).tile, total, n, programs)
     return total * n / (128 * 192 * programs) < LEAST_WORK[short] * takes
 
 
