@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
-from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, rotary_launch, tall_tiles
+from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, rotary_launch, tall_tiles, whole_tiles
 from torch_ops import _gemm, _gemm_explained, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
 from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
@@ -139,10 +139,10 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
         ends = [min(i + 1, tall) * rows + max(i + 1 - tall, 0) * short for i in range(count)]
         assert ends[-1] >= total and (count == 1 or ends[-2] < total)
         whole = -(-total // rows)
-        mixed += tall < whole
+        mixed += tall < whole - 1
         cost = ROUND.get((short, tile[1]))
         if cost is None:
-            assert tall == whole
+            assert tall == whole_tiles(total, rows)
         else:
             costs = [ROUND[tile]] * (tall * across) + [cost] * ((count - tall) * across)
             assert longest(costs) <= longest([ROUND[tile]] * (whole * across)) + 1e-9

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
-from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, tall_tiles
+from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, tall_tiles, whole_tiles
 from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._launches import Relaunch
@@ -114,7 +114,7 @@ def plan_rotary_hopper(
     }  # fmt: skip
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
-    sizes = (rows.count, -(-rows.count // launch.block_m))
+    sizes = (rows.count, whole_tiles(rows.count, launch.block_m))
     relaunch = Relaunch(grid, sizes)
 
     def launch_rotary(

@@ -36,19 +36,25 @@ def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
     return tile_launch(*min(tiles, key=lambda tile: _shared_out(tile, total, n, programs)[0]))
 
 
+def whole_tiles(total: int, rows: int) -> int:
+    """Tiles of rows, without a last one that may have 64 less."""
+    return total // rows + (total % rows > rows - 64)
+
+
 def tall_tiles(tile: tuple[int, int], total: int, n: int, programs: int) -> int:
-    """How many tiles of rows are whole. The others have 64 rows less, so that the last round of all is shorter."""
+    """How many tiles of rows are whole. The others have 64 rows less, and so the last round of all is shorter."""
     return _shared_out(tile, total, n, programs)[1]
 
 
 def _shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tuple[float, int]:
     """The time of the best way to share out the rows, in rounds of 128 x 192, and how many of its tiles are whole."""
     rows, columns = tile
-    across, whole = -(-n // columns), -(-total // rows)
-    best = (-(-whole * across // programs) * ROUND[tile], whole)
+    across = -(-n // columns)
+    tiles = -(-total // rows) * across
+    best = (-(-tiles // programs) * ROUND[tile], whole_tiles(total, rows))
     short = ROUND.get((rows - 64, columns))
     # As many whole tiles as so many rounds have room for.
-    for rounds in range(whole * across // programs + 1) if short else ():
+    for rounds in range(tiles // programs + 1) if short else ():
         tall = rounds * programs // across
         rest = -(-(total - tall * rows) // (rows - 64)) * across
         # Programs that have no whole tile in the last round of them begin with the others there.
