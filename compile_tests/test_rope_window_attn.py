@@ -432,11 +432,11 @@ def test_loads_and_stores_are_as_wide_as_half_a_head_allows(head_dim: int, dtype
         accesses = re.findall(r"(ld|st)\.global(\.v\d)?\.b(\d+)", built.asm["ptx"])
         widths = {(what, int(lanes[2:] or 1) * int(width)) for what, lanes, width in accesses}
         assert {width for what, width in widths if what == "st"} == {bits}
-        # 32 bits at once are boundaries alone; tables of fp32 come 16 bytes at once.
-        assert {width for what, width in widths if what == "ld"} == {32, bits, 128}
+        # 32 bits at once are boundaries alone; tables of fp32, that several heads share, come 8 or 16 bytes at once.
+        assert {32, bits} <= {width for what, width in widths if what == "ld"} <= {32, 64, 128}
 
 
 def test_no_candidate_has_less_than_an_element_for_each_thread() -> None:
     """Turned where it lies, an element must belong to one thread."""
     assert CANDIDATES["rope"] and all(one.block_m * one.block_n >= 32 * one.num_warps for one in CANDIDATES["rope"])
-    assert Launch(4, 512, 4, 1) in CANDIDATES["rope"]
+    assert {Launch(4, 256, 4, 1), Launch(16, 256, 8, 1)} <= set(CANDIDATES["rope"])
