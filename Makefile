@@ -92,9 +92,11 @@ VISION = 'qwen3vl_l_*,qwen25vl_*'
 DENSE = 'dense_*,qwen3vl_m_*'
 CLOSE = 'qwen25vl_4x4096,dense_d128_8x4096'
 MANY_ROUNDS = --peers cudnn,flash4 --rounds 120
-BATCHES = '448,896,8x896,video*,mixed'
+BATCHES = '448,896,8x896'
+LONGER = 'mixed,video*'
 TRAINING = 'train_*'
-RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-encoder figures-encoder-training
+RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-encoder figures-encoder-longer \
+	figures-encoder-training
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
 	$(call FIGURES,host,1,host)
@@ -112,6 +114,8 @@ figures-dense-cold:
 # Each after another run on its GPU.
 figures-encoder: | figures-vision
 	$(call FIGURES,encoder,1,encoder --rows $(BATCHES))
+figures-encoder-longer: | figures-vision-cold
+	$(call FIGURES,encoder_longer,3,encoder --rows $(LONGER))
 figures-encoder-training: | figures-dense
 	$(call FIGURES,encoder_training,2,encoder --rows $(TRAINING))
 	$(call FIGURES,encoder_timeline,2,timeline)
