@@ -41,11 +41,15 @@ def vision_config(directory: Path) -> PretrainedConfig:
             f"supported are {', '.join(LOADABLE)}"
         )
     holder = values.get("thinker_config") if model_type == "qwen3_omni_moe" else values
-    if not alone and not (isinstance(holder, dict) and isinstance(holder.get("vision_config"), dict)):
+    vision = holder.get("vision_config") if isinstance(holder, dict) else None
+    if not alone and not isinstance(vision, dict):
         raise ValueError(
             f"{directory} has no vision tower: its config.json holds no vision_config; "
             f"give the whole checkpoint, not its language model"
         )
+    if isinstance(vision, dict) and vision.get("model_type") == model_type:
+        # The first checkpoints call the tower by the name of the model, which not every Transformers puts right.
+        del vision["model_type"]
     try:
         config = AutoConfig.for_model(str(model_type), **values)
     except Exception as error:  # the strict configuration classes raise their own kinds
