@@ -1,6 +1,5 @@
 """Small towers of every family, real in head dimension and layout, and batches for them."""
 
-import importlib
 from typing import Any
 
 import torch
@@ -35,9 +34,7 @@ def vision_config(model_type: str, **changes: Any) -> Any:
 
 
 def vision_class(model_type: str) -> Any:
-    family = FAMILIES[model_type]
-    module = importlib.import_module(f"transformers.models.{family.module}.modeling_{family.module}")
-    return getattr(module, family.vision_class)
+    return FAMILIES[model_type].tower_class()
 
 
 def tiny_tower(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -1,6 +1,8 @@
 """The vision tower of a checkpoint: read whole, read alone, or refused by name."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -36,12 +46,55 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
+_TAPPED = {**VISION, "deepstack_visual_indexes": [0]}
+_QWEN3 = {"vision_config": _TAPPED, "text_config": TEXT}
+# The language model of the older ones.
+_OLDER_TEXT = {
+    **{name: value for name, value in TEXT.items() if name != "head_dim"},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
+}
+_QWEN2 = {
+    "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2},
+    "text_config": _OLDER_TEXT,
+}
+_QWEN2_5 = {
+    # Windows of 2 x 2 merged cells, and one layer of full attention.
+    "vision_config": {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24,
+        "window_size": 56, "fullatt_block_indexes": [1],
+    },
+    "text_config": _OLDER_TEXT,
+}  # fmt: skip
+_THINKER = {
+    "vision_config": _TAPPED,
+    "text_config": {**TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    "audio_config": {
+        "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8,
+        "n_window": 4, "output_dim": 24, "downsample_hidden_size": 8, "max_source_positions": 20,
+    },
+}  # fmt: skip
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_vl": (Qwen2VLForConditionalGeneration, Qwen2VLConfig, _QWEN2),
+    "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, _QWEN2_5),
+    "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig, _QWEN3),
+    "qwen3_omni_moe": (
+        Qwen3OmniMoeForConditionalGeneration,
+        Qwen3OmniMoeConfig,
+        {"thinker_config": _THINKER, "enable_audio_output": False},
+    ),
+    "qwen3_omni_moe_thinker": (
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+        Qwen3OmniMoeThinkerConfig,
+        _THINKER,
+    ),
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, Qwen3_5Config, {"vision_config": VISION, "text_config": TEXT}),
+}
 
 
-def draw() -> tuple[torch.Tensor, torch.Tensor]:
+def draw(columns: int = 1536) -> tuple[torch.Tensor, torch.Tensor]:
     grid = torch.tensor([[1, 6, 8], [2, 4, 4]])
     rows = int(grid.prod(dim=1).sum())
-    return torch.randn(rows, 1536, generator=torch.Generator().manual_seed(1)), grid
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), grid
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
@@ -62,21 +115,19 @@ def assert_same_weights(left: PreTrainedModel, right: PreTrainedModel) -> None:
 
 def save_full_model(directory: Path, family: str = "qwen3_vl", **options: Any) -> PreTrainedModel:
     """A tiny vision-language model, written to ``directory``; returns its vision tower."""
-    sizes = {"vision_config": VISION, "text_config": TEXT}
+    model_class, config_class, sizes = MODELS[family]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        if family == "qwen3_vl":
-            sizes["vision_config"] = {**VISION, "deepstack_visual_indexes": [0]}
-            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**sizes))
-        else:
-            model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**sizes))
+        model = model_class(config_class(**copy.deepcopy(sizes)))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
     model.eval().save_pretrained(directory, **options)
-    return model.model.visual
+    (visual,) = (module for name, module in model.named_modules() if name.split(".")[-1] == "visual")
+    assert isinstance(visual, PreTrainedModel)
+    return visual
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("shard_size", ["10GB", "100KB"])
 @torch.no_grad()
 def test_load_tower(tmp_path: Path, family: str, shard_size: str) -> None:
@@ -84,8 +135,9 @@ def test_load_tower(tmp_path: Path, family: str, shard_size: str) -> None:
     sharded = (tmp_path / "model.safetensors.index.json").is_file()
     assert sharded == (shard_size == "100KB")
     tower = load_tower(tmp_path)
+    assert type(tower) is type(visual)
     assert_same_weights(tower, visual)
-    pixel_values, grid = draw()
+    pixel_values, grid = draw(tower.patch_embed.proj.weight[0].numel())
     loaded = tensors(encode(tower, pixel_values, grid))
     for name, value in tensors(visual(pixel_values, grid_thw=grid)).items():
         assert torch.equal(loaded[name], value)
@@ -120,6 +172,52 @@ def test_load_tower_reads_only_vision_shards(tmp_path: Path) -> None:
 def rewrite(directory: Path, change: Any) -> None:
     file = directory / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("prefix", ["visual.", "model.visual."])
+@pytest.mark.parametrize(
+    ("family", "published"),
+    [
+        (
+            "qwen2_vl",
+            {
+                "depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "in_chans": 3, "hidden_size": 24,
+                "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+            },
+        ),
+        (
+            "qwen2_5_vl",
+            {
+                "model_type": "qwen2_5_vl", "depth": 2, "hidden_act": "silu", "hidden_size": 32,
+                "intermediate_size": 48, "num_heads": 2, "in_chans": 3, "out_hidden_size": 24, "patch_size": 14,
+                "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1],
+                "tokens_per_second": 2, "temporal_patch_size": 2,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_load_tower_as_published(tmp_path: Path, family: str, published: dict[str, Any], prefix: str) -> None:
+    """The first checkpoints have the language model's sizes next to the vision configuration."""
+    visual = save_full_model(tmp_path, family)
+    rewrite(tmp_path, lambda state: {re.sub(r"^(model\.)?visual\.", prefix, k): v for k, v in state.items()})
+    text = {name: value for name, value in _OLDER_TEXT.items() if name != "rope_parameters"}
+    scaling = {"type": "mrope", "mrope_section": [2, 2, 2]}
+    config = {"model_type": family, **text, "rope_theta": 1e6, "rope_scaling": scaling, "vision_config": published}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tower = load_tower(tmp_path)
+    assert type(tower) is type(visual)
+    assert_same_weights(tower, visual)
+    ours, theirs = tower.config.to_dict(), visual.config.to_dict()
+    assert {name: ours[name] for name in theirs if name in MODELS[family][2]["vision_config"]} == {
+        name: theirs[name] for name in theirs if name in MODELS[family][2]["vision_config"]
+    }
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_load_tower_of_any_family_saved_on_its_own(tmp_path: Path, family: str) -> None:
+    visual = save_full_model(tmp_path / "whole", family)
+    visual.save_pretrained(tmp_path / "alone")
+    assert_same_weights(load_tower(tmp_path / "alone"), visual)
 
 
 def test_load_tower_older_names(tmp_path: Path) -> None:
@@ -174,7 +272,14 @@ def test_load_tower_refuses_tensors(tmp_path: Path, change: Any, message: str) -
             ValueError,
             "model_type is 'llama', sup",
         ),
+        ({"config.json": '{"model_type": "qwen2_5_omni"}'}, ValueError, "supported are qwen2_vl, qwen2_5_vl, qwen3_vl"),
         ({"config.json": '{"model_type": "qwen3_vl"}'}, ValueError, "holds no vision_config"),
+        ({"config.json": '{"model_type": "qwen3_omni_moe"}'}, ValueError, "holds no vision_config"),
+        (
+            {"config.json": '{"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": {}}}'},
+            ValueError,
+            "holds no vision_config",
+        ),
         (
             {"config.json": '{"model_type": "qwen3_vl", "vision_config": {"depth": "two"}}'},
             ValueError,

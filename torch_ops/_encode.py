@@ -1,4 +1,4 @@
-"""``vk encode``: image files, or the frames of a video, through a Qwen3-VL vision encoder, timed and compared."""
+"""``vk encode``: image files, or the frames of a video, through a Qwen-VL vision encoder, timed and compared."""
 
 import json
 import statistics
@@ -37,7 +37,7 @@ def encode(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A local Qwen3-VL checkpoint; only its vision weights are read."),
+        typer.Option(metavar="DIR", help="A local Qwen-VL checkpoint; only its vision weights are read."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; cuda unless given, where there is one.")
@@ -68,15 +68,18 @@ def encode(
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Timed calls, after one that warms up.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Encode images with a Qwen3-VL vision encoder that is built from the ops of this library.
+    """Encode images with a Qwen-VL vision encoder that is built from the ops of this library.
+
+    The checkpoint may be one of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-Omni or Qwen3.5.
 
     All images go through the encoder in one packed call, as a serving engine batches them. Grid,
     tokens and output shapes are each image's own; the time is the median of the packed call, from
     pixels on the device to features on the device, and an image's time is its share by tokens. A
-    token is a patch of 16 x 16 pixels, of two frames of a video.
+    token is a patch of 16 x 16 pixels (14 x 14 of Qwen2-VL and Qwen2.5-VL), of two frames of a video.
     """
     with input_errors():
         from torch_ops.models import qwen_vl
+        from torch_ops.models.families import FAMILIES
 
         if tower is not None and model is not None:
             raise ValueError("--tower and --model exclude each other: give one of them")
@@ -100,7 +103,7 @@ def encode(
                 else:
                     encoder = qwen_vl.build_tower(name, seed, kind, where, advance)
                 config = encoder.config
-                check_head_dim("vk::window_attn", "the tower", config.hidden_size // config.num_heads)
+                check_head_dim("vk::window_attn", "the tower", FAMILIES[config.model_type].sizes(config).head_dim)
                 _check_patches(config, inputs.pixel_values)
             runs = _run(
                 encoder, inputs, repeat, step,

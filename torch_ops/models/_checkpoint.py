@@ -9,12 +9,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-# The models whose towers `qwen_vl.encode` calls: with learned positions, and patches of 16 x 16 pixels. The encoder is
-# built for more families, of a model or configuration of Transformers.
-LOADABLE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+from torch_ops.models.families import FAMILIES, vision_config_of
+
+# The models that hold a tower of one of the FAMILIES; Qwen3-Omni's thinker is also saved without the rest.
+LOADABLE = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_5",
+    "qwen3_5_moe",
+)  # fmt: skip
 
 # Where the vision tensors of a checkpoint live; the last one is a tower saved on its own.
-_PREFIXES = ("model.visual.", "visual.", "")
+_PREFIXES = ("model.visual.", "visual.", "thinker.visual.", "")
 
 # Parameter name -> (file, name in that file).
 Places = dict[str, tuple[Path, str]]
@@ -24,28 +28,33 @@ def vision_config(directory: Path) -> PretrainedConfig:
     """The configuration of the vision tower in ``directory``.
 
     Raises FileNotFoundError where ``config.json`` is missing, ValueError where it belongs to a
-    model without a Qwen3-VL vision tower.
+    model without a vision tower of the `FAMILIES`.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not a directory; give a local Transformers checkpoint directory")
     values = _json(directory / "config.json")
     model_type = values.pop("model_type", None)
-    family = str(model_type).removesuffix("_vision")
-    if family not in LOADABLE:
+    alone = model_type in FAMILIES
+    if not alone and model_type not in LOADABLE:
         raise ValueError(
-            f"{directory} has no Qwen3-VL vision tower: its model_type is {model_type!r}, "
+            f"{directory} has no Qwen-VL vision tower: its model_type is {model_type!r}, "
             f"supported are {', '.join(LOADABLE)}"
         )
-    if family == model_type and not isinstance(values.get("vision_config"), dict):
+    holder = values.get("thinker_config") if model_type == "qwen3_omni_moe" else values
+    vision = holder.get("vision_config") if isinstance(holder, dict) else None
+    if not alone and not isinstance(vision, dict):
         raise ValueError(
             f"{directory} has no vision tower: its config.json holds no vision_config; "
             f"give the whole checkpoint, not its language model"
         )
+    if isinstance(vision, dict) and vision.get("model_type") == model_type:
+        # The first checkpoints call the tower by the name of the model, which not every Transformers puts right.
+        del vision["model_type"]
     try:
-        config = AutoConfig.for_model(model_type, **values)
+        config = AutoConfig.for_model(str(model_type), **values)
     except Exception as error:  # the strict configuration classes raise their own kinds
         raise ValueError(f"{directory / 'config.json'} is not usable: {error}") from error
-    return config.vision_config if family == model_type else config
+    return vision_config_of(config)
 
 
 def vision_places(directory: Path) -> Places:
@@ -63,7 +72,7 @@ def vision_places(directory: Path) -> Places:
             break
     else:
         raise ValueError(
-            f"{directory} has no vision tower: no tensor is named model.visual.* or visual.*; "
+            f"{directory} has no vision tower: no tensor is named model.visual.*, visual.* or thinker.visual.*; "
             f"give the whole checkpoint, not its language model"
         )
     for file in sorted({file for file, _ in places.values()}):

@@ -34,12 +34,18 @@ class Family:
     patch_bias: bool = True
     learned_positions: bool = True
 
+    def tower_class(self) -> Any:
+        """Transformers' own class."""
+        return getattr(self._modeling(), self.vision_class)
+
     def output_class(self) -> Any:
         """The class of Transformers' own output."""
         if self.taps is None:
             return importlib.import_module("transformers.modeling_outputs").BaseModelOutputWithPooling
-        module = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
-        return module.BaseModelOutputWithDeepstackFeatures
+        return self._modeling().BaseModelOutputWithDeepstackFeatures
+
+    def _modeling(self) -> Any:
+        return importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
 
     def intermediate_size(self, config: Any) -> int:
         """The inner width of a block's MLP; Qwen2-VL gives it as a ratio."""

@@ -1,12 +1,12 @@
-"""Qwen-VL vision encoders: their module, Qwen3-VL towers and weights, image preprocessing, one packed call.
+"""Qwen-VL vision encoders: their module, towers and weights, image preprocessing, one packed call.
 
     encoder = from_transformers(build_tower("S"))             # or load_tower("path/to/checkpoint"), or a whole model
     pixel_values, grid_thw = preprocess([open_image("street.png")])
     output = encode(encoder, pixel_values, grid_thw)
     features = split_by_image(output, grid_thw)
 
-A *token* of the tower is one 16 x 16 pixel patch (two frames deep); the projector merges 2 x 2 of
-them, so its output has a quarter as many rows.
+A *token* of the tower is one patch of 16 x 16 pixels, of Qwen2-VL and Qwen2.5-VL 14 x 14 (two frames deep); the
+projector merges 2 x 2 of them, so its output has a quarter as many rows.
 """
 
 import zlib
@@ -22,13 +22,14 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
 
 try:
-    from transformers import AutoModel, PreTrainedModel, vision_utils
+    from transformers import PreTrainedModel, vision_utils
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 except ImportError as error:
     raise ImportError("torch_ops.models.qwen_vl needs transformers: pip install 'vk-ops[transformers]'") from error
 
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
+from torch_ops.models.families import FAMILIES, vision_config_of
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
 from torch_ops.models.vision_metadata import sent, vision_metadata
@@ -40,13 +41,21 @@ Progress = Callable[[int, int], None]
 _ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF", "TIFF", "FLI")
 
 # The preprocessor_config.json that the Qwen3-VL and Qwen3.5 checkpoints share.
-_PROCESSOR_DEFAULTS: dict[str, Any] = {
+_QWEN3_PROCESSOR: dict[str, Any] = {
     "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
     "patch_size": 16,
     "temporal_patch_size": 2,
     "merge_size": 2,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
+}
+
+# Those of the others; what is not named here is the class's own, patches of 14 x 14 pixels and CLIP's mean.
+_OLDER_SIZE = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}}
+_OTHER_PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl_vision": _OLDER_SIZE,
+    "qwen2_5_vl_vision": _OLDER_SIZE,
+    "qwen3_omni_moe_vision_encoder": {**_QWEN3_PROCESSOR, **_OLDER_SIZE},
 }
 
 
@@ -126,12 +135,12 @@ def load_tower(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """The vision tower of a local Transformers checkpoint of Qwen3-VL or Qwen3.5, in eval mode.
+    """The vision tower of a local Transformers checkpoint, in eval mode.
 
-    Reads ``config.json`` and, out of ``model.safetensors`` or its shards, only the tensors under
-    ``model.visual.`` or ``visual.``; the language model is never loaded. Raises FileNotFoundError
-    for a missing file, ValueError for a checkpoint without such a tower and for missing,
-    unexpected or misshapen tensors, naming them.
+    Of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-Omni (or its thinker alone) and Qwen3.5, also of their MoE models. Reads
+    ``config.json`` and, out of ``model.safetensors`` or its shards, only the tensors under ``model.visual.``,
+    ``visual.`` or ``thinker.visual.``; the language model is never loaded. Raises FileNotFoundError for a missing file,
+    ValueError for a checkpoint without such a tower and for missing, unexpected or misshapen tensors, naming them.
     """
     directory = Path(directory)
     tower = _empty_tower(vision_config(directory))
@@ -202,23 +211,28 @@ def _readable(path: str | Path) -> Iterator[None]:
 
 
 def image_processor(directory: str | Path | None = None) -> Qwen2VLImageProcessorPil:
-    """The image processor of Qwen3-VL that needs no torchvision.
+    """The image processor of the Qwen-VL families that needs no torchvision, with Qwen3-VL's settings.
 
-    With ``directory`` it follows the checkpoint's ``preprocessor_config.json`` where there is one.
+    With ``directory`` it follows the checkpoint's ``preprocessor_config.json`` where there is one, and has the settings
+    of its family, by ``config.json``, where there is none. Raises ValueError for a model of another family.
     """
-    names = ("preprocessor_config.json", "processor_config.json")
-    if directory is not None and any((Path(directory) / name).is_file() for name in names):
-        return Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
-    return Qwen2VLImageProcessorPil(**_PROCESSOR_DEFAULTS)
+    settings = _QWEN3_PROCESSOR
+    if directory is not None:
+        directory = Path(directory)
+        if any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+            return Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
+        if (directory / "config.json").is_file():
+            settings = _OTHER_PROCESSORS.get(vision_config(directory).model_type, settings)
+    return Qwen2VLImageProcessorPil(**settings)
 
 
 def preprocess(
     images: Sequence[Image.Image], processor: Qwen2VLImageProcessorPil | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Resize, normalise and cut images into patches as Transformers does for Qwen3-VL.
+    """Resize, normalise and cut images into patches as Transformers does, with the settings of ``processor``.
 
-    Returns ``pixel_values`` fp32 ``[T, 1536]``, all images packed one after the other, and
-    ``grid_thw`` int64 ``[n, 3]``, in patches. Raises ValueError for an empty list and for an image
+    Returns ``pixel_values`` fp32 ``[T, 1536]`` (``[T, 1176]`` of patches of 14 x 14 pixels), all images packed one
+    after the other, and ``grid_thw`` int64 ``[n, 3]``, in patches. Raises ValueError for an empty list and for an image
     more than 200 times as long as it is wide.
     """
     if not images:
@@ -230,7 +244,7 @@ def preprocess(
 def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk_tokens: int | None = None) -> Any:
     """One packed call of ``tower`` on all images: our encoder or Transformers', compiled or not, or `EncoderGraphs`.
 
-    ``pixel_values`` ``[T, 1536]`` lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
+    ``pixel_values`` (of Qwen3-VL ``[T, 1536]``) lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
     kept on the CPU: positions and segment borders are worked out there and sent, so that the call
     itself never waits for the device and compiles without graph breaks. (Transformers' sdpa attention
     reads the borders back in each layer.) ``chunk_tokens`` is for our encoder alone. Returns
@@ -247,27 +261,34 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
         return tower(pixel_values, metadata=vision_metadata(grid, tower.sizes, pixel_values.device))
     if chunk_tokens is not None:
         raise ValueError(f"chunk_tokens is for torch_ops' encoder, got {type(tower).__name__}")
-    merge = tower.config.spatial_merge_size
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        grid,
-        num_grid_per_side=tower.num_grid_per_side,
-        mode=tower.interpolation_mode,
-        align_corners=tower.interpolation_align_corners,
-        spatial_merge_size=merge,
-    )
-    precomputed = {
+    tensors, longest = _precomputed(tower, grid)
+    device = pixel_values.device
+    return tower(pixel_values, grid_thw=grid, **longest, **{key: sent(each, device) for key, each in tensors.items()})
+
+
+def _precomputed(tower: Any, grid: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """What Transformers' ``tower`` would work out of the grid: tensors, and the length of its longest segments."""
+    config = vision_config_of(tower.config)
+    family, merge = FAMILIES[config.model_type], config.spatial_merge_size
+    tensors = {
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
         "position_ids": vision_utils.get_vision_position_ids(grid, merge),
-        "interp_indices": indices,
-        "interp_weights": weights,
     }
-    device = pixel_values.device
-    return tower(
-        pixel_values,
-        grid_thw=grid,
-        max_seqlen=int((grid[:, 1] * grid[:, 2]).max()),
-        **{key: sent(tensor, device) for key, tensor in precomputed.items()},
-    )
+    longest = {"max_seqlen": int((grid[:, 1] * grid[:, 2]).max())}
+    if family.learned_positions:
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        tensors |= {"interp_indices": indices, "interp_weights": weights}
+    if family.windows:
+        index, borders = vision_utils.get_vision_window_index(grid, merge, config.window_size, config.patch_size)
+        tensors |= {"window_index": index, "cu_window_seqlens": borders}
+        longest["max_window_seqlen"] = int(borders.diff().max())
+    return tensors, longest
 
 
 def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
@@ -283,7 +304,7 @@ def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
 
 def _empty_tower(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModel.from_config(config)
+        return FAMILIES[config.model_type].tower_class()._from_config(config)
 
 
 def _filled_tower(

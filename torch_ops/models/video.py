@@ -20,8 +20,8 @@ def preprocess_video(
     """All frames of one video, in their order: none is left out, and each is resized as an image is.
 
     A patch is two frames deep (the processor's temporal_patch_size): frames are taken in pairs, and where their number
-    is odd the last one is repeated. Returns ``pixel_values`` fp32 ``[T, 1536]`` and ``grid_thw`` int64 ``[1, 3]``: the
-    number of pairs, and patches down and across. Raises ValueError for no frame and for frames of different sizes.
+    is odd the last one is repeated. Returns ``pixel_values`` as `preprocess` does and ``grid_thw`` int64 ``[1, 3]``,
+    the number of pairs, and patches down and across. Raises ValueError for no frame and for frames of different sizes.
     """
     processor = processor or image_processor()
     depth = int(processor.temporal_patch_size)
