@@ -83,6 +83,8 @@ def _take_turn(stack: contextlib.ExitStack, name: str, turns: int) -> None:
             file.close()
             time.sleep(0.1)
         else:
+            # A process that was forked meanwhile has the file open too.
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
             return
 
 

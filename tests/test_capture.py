@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_ops._capture import ENOUGH_BYTES, own_stream, pool_bytes
+from torch_ops._capture import own_stream, pool_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_interpret]
 
@@ -26,13 +26,17 @@ def test_products_of_a_graph_outlive_the_workspaces_of_their_stream() -> None:
         assert torch.equal(found, expected)
 
 
-def test_streams_that_have_multiplied_are_passed_over() -> None:
+def test_a_workspace_lies_in_the_pool_of_its_graphs() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.ones(16, 16, device=device)
-    used = [torch.cuda.Stream(device) for _ in range(3)]
-    for stream in used:
+    streams = [torch.cuda.Stream(device) for _ in range(32)]
+    for stream in streams:
         with torch.cuda.stream(stream):
             torch.mm(x, x)
-    owned = [own_stream(device) for _ in range(3)]
-    assert len({each.cuda_stream for each in used} | {each.stream.cuda_stream for each in owned}) == 6
-    assert all(pool_bytes(each.pool) >= ENOUGH_BYTES for each in owned)
+    owned, graphs = [own_stream(device) for _ in range(3)], [torch.cuda.CUDAGraph() for _ in range(3)]
+    assert len({each.cuda_stream for each in (*streams, *(own.stream for own in owned))}) == 35
+    for own, graph in zip(owned, graphs, strict=True):
+        with torch.cuda.graph(graph, pool=own.pool, stream=own.stream):
+            torch.mm(x, x)
+        # More than a segment of small tensors.
+        assert pool_bytes(own.pool) >= 4 * 2**20

@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -410,12 +411,50 @@ def noting(function: Callable[..., Any], name: str, seen: list[str]) -> Callable
     return noted
 
 
+def test_modules_put_aside_do_not_refuse_and_their_graphs_are_gone_before_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = frozen("qwen3_vl_vision")
+    encoder.merger.requires_grad_()
+    runner = runner_of(encoder)
+    pixels = draw_pixels(encoder, IMAGES, torch.float64)
+    with torch.no_grad():
+        runner(pixels, IMAGES)
+    (recording,) = map(weakref.ref, statics_of(runner).recordings.values())
+    alive: list[bool] = []
+    original = Recording.__init__
+
+    def noted(*args: Any) -> None:
+        alive.append(recording() is not None)
+        original(*args)
+
+    monkeypatch.setattr(Recording, "__init__", noted)
+    encoder.merger = copy.deepcopy(encoder.merger).requires_grad_(False)
+    # No weight needs a gradient any more.
+    assert_equal_outputs(runner(pixels, IMAGES), encoder(pixels, IMAGES))
+    assert alive == [False]
+    (recording,) = map(weakref.ref, statics_of(runner).recordings.values())
+    encoder.merger = copy.deepcopy(encoder.merger)
+    assert_equal_outputs(runner(pixels, IMAGES), encoder(pixels, IMAGES))
+    assert alive == [False, False]
+    (recording,) = map(weakref.ref, statics_of(runner).recordings.values())
+    encoder.merger = copy.deepcopy(encoder.merger)
+    small = torch.tensor([[1, 2, 2]])
+    runner(draw_pixels(encoder, small, torch.float64), small)
+    # Of another budget nothing is captured that is known to be stale.
+    assert alive == [False, False, False]
+
+
 def replace_data(layer: Any) -> None:
     layer.weight.data = layer.weight.data.clone()
 
 
 def reinterpret(layer: Any) -> None:
     layer.weight.data = layer.weight.data.view(torch.int32)
+
+
+def transpose(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.t()
 
 
 def drop_bias(layer: Any) -> None:
@@ -434,7 +473,7 @@ def add_module(layer: Any) -> None:
     layer.more = nn.Identity()
 
 
-@pytest.mark.parametrize("change", (replace_data, reinterpret, drop_bias, mask, add_buffer, add_module))
+@pytest.mark.parametrize("change", (replace_data, reinterpret, transpose, drop_bias, mask, add_buffer, add_module))
 def test_changes_of_weights_are_found(change: Callable[[Any], None]) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)).requires_grad_(False)
     weights = Weights(model)

@@ -1,48 +1,46 @@
 """Streams to capture CUDA graphs on, whose products work in the memory of the graphs.
 
-PyTorch keeps a workspace of cuBLAS for each stream, and a graph that was captured there goes on using it. But a
-stream's is dropped when any graph of it ends, and all are whenever `torch.compile` makes a graph of its own
-(pytorch/pytorch#193402): what the graph then writes to is another's, or no memory at all. A stream that has no
-workspace yet gets it from the first product of a capture, in the pool of that graph; there it stays mapped while any
-graph of the pool lives, whoever drops it.
+PyTorch keeps a workspace of cuBLAS for each stream and thread, and a graph that was captured there goes on using it.
+But a stream's is dropped when any graph of it ends, and all are whenever `torch.compile` makes a graph of its own
+(pytorch/pytorch#193402): what the graph then writes to is another's, or no memory at all. A stream that has none yet
+gets it from the first product of a capture, in the pool of that graph; there it stays mapped while any graph of the
+pool lives, whoever drops it. PyTorch's own streams are 32 that everyone is handed in turn, so these are others.
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# PyTorch hands out so many streams in turn, and others may have multiplied on them.
-STREAMS = 32
-# Of a pool, more than one segment of small tensors and less than a workspace.
-ENOUGH_BYTES = 4 * 2**20
-# Graphs of streams that others use: where one ends, their workspaces do.
-_kept: list[torch.cuda.CUDAGraph] = []
+NON_BLOCKING = 1
 
 
 @dataclass(frozen=True)
 class OwnStream:
-    """A stream, and the pool of all graphs that are captured on it; to be kept as long as they are."""
+    """A stream that nobody else captures or multiplies on, and the pool of all graphs that are captured on it."""
 
     stream: torch.cuda.Stream
     pool: Any
-    first: torch.cuda.CUDAGraph
 
 
 def own_stream(device: torch.device) -> OwnStream:
-    """If all streams have workspaces, one of them, and its graphs are as safe as PyTorch's are."""
+    """It is never given back: the next stream at its address could be taken for it."""
+    # Also starts the context, and cuBLAS, which cannot be started within a capture.
     x = torch.ones((16, 16), dtype=torch.float16, device=device)
-    # cuBLAS cannot be started within a capture.
     torch.addmm(x[0], torch.mm(x, x), x)
-    for _ in range(STREAMS):
-        own = OwnStream(torch.cuda.Stream(device), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph())
-        # Other threads may go on using the device.
-        with torch.cuda.graph(own.first, pool=own.pool, stream=own.stream, capture_error_mode="thread_local"):
-            torch.addmm(x[0], torch.mm(x, x), x)
-        if pool_bytes(own.pool) >= ENOUGH_BYTES:
-            break
-        _kept.append(own.first)
-    return own
+    return OwnStream(_new_stream(device), torch.cuda.graph_pool_handle())
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    if torch.version.hip is not None:
+        return torch.cuda.Stream(device)
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        code = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING))
+    if code != 0:
+        raise RuntimeError(f"cuStreamCreate failed with CUDA error {code}")
+    return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 def pool_bytes(pool: Any) -> int:

@@ -243,11 +243,12 @@ def _consume(INDEX: gl.constexpr, units, pointers, biases, total, tall, num_work
                 )  # fmt: skip
                 count += 1
             else:
-                # None of its tiles comes after a short one, so that nothing else takes what the finishers arrive at.
+                stage, phase = _pass_tile(stage, phase, OPTIONS)
+                # None of its tiles comes after a short one, so that nothing else takes what the finishers arrive at;
+                # they do so late, and the other consumers are not to wait.
                 if count > 0:
                     barrier_sync(FIRST_BARRIER + option(OPTIONS, "STAGES") + GROUPS + INDEX, AT_TILE)
                 count = 0
-                stage, phase = _pass_tile(stage, phase, OPTIONS)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.32, (192, 128): 0.97, 
 WIDEST_ROTATED = 240
 # Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
 UNITS, MOST_STAGES = 27, 6
+LEAST_GAIN = 0.98
 # How much of a product's rounds must be work for it to be as fast as PyTorch's and a kernel behind it: a short sum is
 # over before that begins. By sums of 1152, 1280, 4608 and 5120 products, of 49 to 1764 rows, on an H200.
 SHORT_SUM, LEAST_WORK = 2048, {True: 0.4, False: 0.77}
@@ -51,18 +52,18 @@ def _shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tup
     rows, columns = tile
     across = -(-n // columns)
     tiles = -(-total // rows) * across
-    best = (-(-tiles // programs) * ROUND[tile], whole_tiles(total, rows))
+    uniform = (-(-tiles // programs) * ROUND[tile], whole_tiles(total, rows))
     short = ROUND.get((rows - 64, columns))
+    best = uniform
     # As many whole tiles as so many rounds have room for.
     for rounds in range(tiles // programs + 1) if short else ():
         tall = rounds * programs // across
         rest = -(-(total - tall * rows) // (rows - 64)) * across
         # Programs that have no whole tile in the last round of them begin with the others there.
         spare = rounds * programs - tall * across
-        time = rounds * ROUND[tile] + -(-max(0, rest - spare) // programs) * short
-        if time < best[0]:
-            best = (time, tall)
-    return best
+        best = min(best, (rounds * ROUND[tile] + -(-max(0, rest - spare) // programs) * short, tall))
+    # A round of short tiles is not measured by itself: of a small gain nothing may be left.
+    return best if best[0] < LEAST_GAIN * uniform[0] else uniform
 
 
 def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: int) -> bool:

@@ -279,7 +279,7 @@ CONTENDERS = (
     EncoderContender(
         "vk_reduced_unguarded", OURS,
         "vk_reduced with the guard filter torch.compiler.skip_guard_on_all_nn_modules_unsafe: no look before each call "
-        "at whether modules or parameters were replaced",
+        "at whether modules or parameters were replaced; and without checks of sizes",
         partial(_bind_ours_compiled, "vk_reduced_unguarded"), _needs_gpu, trains=False,
     ),
     EncoderContender(

@@ -118,7 +118,9 @@ class Weights:
             return None
 
     def _look_at_the_rest(self) -> object:
-        return list(map(len, self._sized)), list(map(id, _all(self._children))), list(map(_dtype, self.tensors()))
+        tensors = self.tensors()
+        kinds = list(map(_dtype, tensors)), list(map(_shape, tensors)), list(map(_strides, tensors))
+        return list(map(len, self._sized)), list(map(id, _all(self._children))), kinds
 
 
 def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
@@ -128,6 +130,8 @@ def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
+_strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
 
 class Statics:

@@ -113,14 +113,16 @@ class EncoderGraphs:
     @property
     def static_tensors(self) -> tuple[Tensor, ...]:
         """What calls are copied into, outside of the memory pool: the pixels, and the metadata of each graph."""
-        statics = self._ready()
+        with self._lock, _device_of(self.encoder):
+            statics = self._ready()
         metadata = (tensor for each in statics.recordings.values() for _, tensor in each.metadata.tensors())
         return (statics.pixels, *metadata)
 
     @property
     def pool(self) -> tuple[int, int] | None:
         """The memory pool of all graphs, as `torch.cuda.memory_snapshot` knows it; None where there are no graphs."""
-        own = self._ready().own
+        with self._lock, _device_of(self.encoder):
+            own = self._ready().own
         return None if own is None else tuple(own.pool)
 
     def budget_of(self, grid_thw: Tensor) -> Padding | None:
@@ -152,7 +154,8 @@ class EncoderGraphs:
         if (obstacle := self._obstacle(images, budget, kwargs)) is not None:
             if self.fallback == "refuse":
                 refuse(OP, *obstacle)
-            _refuse_gradients(hidden_states, self.encoder.parameters)
+            if _needs_gradients(hidden_states, self.encoder.parameters):
+                _refuse_gradients()
             # Not by a call of the module, whose forward may be this object.
             return QwenVisionEncoder.forward(
                 self.encoder, hidden_states, grid_thw, metadata=metadata, return_dict=return_dict, **kwargs
@@ -165,22 +168,33 @@ class EncoderGraphs:
         return output.to_tuple() if return_dict is False else output
 
     def _replayed(self, pixel_values: Tensor, images: tuple[Image, ...], budget: Padding) -> list[Tensor]:
+        outputs = self._tried(pixel_values, images, budget)
+        while outputs is None:
+            # Before others are captured: two would not fit side by side.
+            self._statics = None
+            outputs = self._tried(pixel_values, images, budget)
+        return outputs
+
+    def _tried(self, pixel_values: Tensor, images: tuple[Image, ...], budget: Padding) -> list[Tensor] | None:
+        """The outputs; None where the graphs are of weights or modules that are no longer the encoder's."""
         statics = self._ready()
         with statics.in_order():
             statics.fill(pixel_values)
             # Looked at while the pixels are on their way, and the rest of it while the device computes.
-            if statics.usable():
-                _refuse_gradients(pixel_values, statics.weights.tensors)
-                recording = statics.recording(self.encoder, budget)
-                recording.fill(metadata_of(images, self.encoder.sizes, statics.pixels.device, budget))
-                last, pooled, taps = recording.replay()
-                if statics.current():
-                    rows = pixel_values.shape[0]
-                    outputs = [last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps))]
-                    return [each.clone() for each in outputs] if self.copy_outputs else outputs
-        self._statics = None
-        del statics
-        return self._replayed(pixel_values, images, budget)
+            if not (statics.usable() if budget in statics.recordings else statics.current()):
+                return None
+            if _needs_gradients(pixel_values, statics.weights.tensors):
+                if not statics.current():
+                    return None
+                _refuse_gradients()
+            recording = statics.recording(self.encoder, budget)
+            recording.fill(metadata_of(images, self.encoder.sizes, statics.pixels.device, budget))
+            last, pooled, taps = recording.replay()
+            if not statics.current():
+                return None
+            rows = pixel_values.shape[0]
+            outputs = [last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps))]
+            return [each.clone() for each in outputs] if self.copy_outputs else outputs
 
     def _images(self, grid_thw: Tensor | None, metadata: VisionMetadata | None) -> tuple[Image, ...] | None:
         if metadata is not None:
@@ -242,9 +256,14 @@ def _device_of(encoder: QwenVisionEncoder) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _refuse_gradients(pixel_values: Tensor, weights: Callable[[], Iterable[Tensor]]) -> None:
-    if torch.is_grad_enabled() and (pixel_values.requires_grad or any(weight.requires_grad for weight in weights())):
-        refuse(OP, "a call", "in torch.inference_mode() or torch.no_grad(): a replay has no gradients", "gradients on")
+def _needs_gradients(pixel_values: Tensor, weights: Callable[[], Iterable[Tensor]]) -> bool:
+    return torch.is_grad_enabled() and (
+        pixel_values.requires_grad or any(weight.requires_grad for weight in weights())
+    )  # fmt: skip
+
+
+def _refuse_gradients() -> None:
+    refuse(OP, "a call", "in torch.inference_mode() or torch.no_grad(): a replay has no gradients", "gradients on")
 
 
 __all__ = ["EncoderGraphs"]

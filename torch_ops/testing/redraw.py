@@ -15,7 +15,8 @@ TABLES = ("cos", "sin")
 def redrawn(inputs: Inputs, seed: int) -> Inputs:
     """A copy whose tensors hold their numbers in an order drawn by `seed`, each in its own strides; 0 is `inputs`.
 
-    Distributions stay as they were, and so do integers, tables of angles and what tensors share of a storage.
+    For tensors whose entries are drawn alike: their distributions stay as they were, and so do integers, tables of
+    angles and what tensors share of a storage.
     """
     if seed == 0:
         return inputs
