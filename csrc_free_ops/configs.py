@@ -11,6 +11,7 @@ are rows of x. Their launch has a third block, and may be another path's: {"path
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -367,6 +368,14 @@ def pick(
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 
+def product_row(
+    of: Iterable[Row], kernel: str, gpu: Gpu, dtype: str, n: int, k: int, rows: int | None
+) -> Row | None:  # fmt: skip
+    """The first that fits a product, as `pick_product` says it."""
+    fitting = (row for row in of if row.gpu in ("", gpu.name) and row.fits_product(kernel, dtype, n, k, rows))
+    return next(fitting, None)
+
+
 def pick_product(
     kernel: str,
     gpu: Gpu,
@@ -384,10 +393,9 @@ def pick_product(
     n x k is the weight, `rows` how many rows x has, None if unknown. `copies`: whether kernels read a padded copy of
     the weight.
     """
-    for row in (*user_rows, *shipped_rows(gpu.name)):
-        usable = row.gpu in ("", gpu.name) and (aten or row.launch != ATEN)
-        if usable and row.fits_product(kernel, dtype, n, k, rows):
-            return row.launch, row.source
+    usable = (row for row in (*user_rows, *shipped_rows(gpu.name)) if aten or row.launch != ATEN)
+    if row := product_row(usable, kernel, gpu, dtype, n, k, rows):
+        return row.launch, row.source
     launch = product_rule(kernel, gpu, itemsize, aten, copies)
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 

@@ -107,3 +107,23 @@ def quick_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a tower of Qwen3-VL that is small enough to run many times."""
+    vision = pytest.importorskip("transformers.models.qwen3_vl")
+    directory = tmp_path_factory.mktemp("checkpoint")
+    config = vision.Qwen3VLVisionConfig(
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=48,
+        out_hidden_size=24,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0],
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vision.Qwen3VLVisionModel(config).save_pretrained(directory)
+    return directory

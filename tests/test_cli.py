@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from transformers import Qwen3VLVisionConfig, Qwen3VLVisionModel
 from typer.testing import CliRunner
 
 import torch_ops
@@ -47,25 +46,6 @@ def refused(*arguments: object, code: int = 2) -> str:
     assert result.stderr.startswith("vk: ") and result.stderr.endswith("\n")
     assert result.stderr.count("\n") == 1
     return str(result.stderr)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tower small enough to run many times."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    config = Qwen3VLVisionConfig(
-        depth=2,
-        hidden_size=32,
-        num_heads=2,
-        intermediate_size=48,
-        out_hidden_size=24,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0],
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen3VLVisionModel(config).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

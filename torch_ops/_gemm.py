@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.configs import ATEN, Launch
+from csrc_free_ops.configs import ATEN, Launch, product_row
 from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch, too_few
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
@@ -140,10 +140,10 @@ def hopper_launch(
     n, k = product_size(weight, up)
     busy = programs(weight.device.index)
     if settings.path == "auto":
-        for row in settings.rows:
-            own = row.launch == ATEN and row.gpu in ("", gpu().name)
-            if own and row.fits_product(kernel, dtype_name(weight.dtype), n, k, rows.known):
-                return ATEN, row.source
+        # Other launches are of the portable kernels.
+        row = product_row(settings.rows, kernel, gpu(), dtype_name(weight.dtype), n, k, rows.known)
+        if row is not None and row.launch == ATEN:
+            return ATEN, row.source
         if too_few(rows.count, n, k, epilogue, head_dim, busy):
             return ATEN, FEW_ROWS
     if epilogue == "rotary":

@@ -17,6 +17,7 @@ ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.32, (192, 128): 0.97, 
 WIDEST_ROTATED = 240
 # Units of 8 KiB that stages and a finished tile share, beside one for barriers; stages that there are barriers for.
 UNITS, MOST_STAGES = 27, 6
+# Of the time of whole tiles alone, what short ones may leave of it to be worth taking.
 LEAST_GAIN = 0.98
 # How much of a product's rounds must be work for it to be as fast as PyTorch's and a kernel behind it: a short sum is
 # over before that begins. By sums of 1152, 1280, 4608 and 5120 products, of 49 to 1764 rows, on an H200.

@@ -67,7 +67,7 @@ def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[T
             result = encode(static)
         _spoil(result)
 
-    def call(keeps: Any = own) -> Features:
+    def call() -> Features:
         static.copy_(pixels)
         graph.replay()
         return result
