@@ -163,7 +163,6 @@ aten.new_empty.default
 aten.new_empty.default
 aten.new_empty.default
 triton_kernel_wrapper_functional
-aten.slice.Tensor
 triton_kernel_wrapper_functional
 """,
     )

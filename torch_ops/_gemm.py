@@ -26,6 +26,7 @@ from torch_ops._gemm_portable import (
     plan_rotary_portable,
     product_kernel,
     product_size,
+    to_columns,
 )
 from torch_ops._hopper import is_packaged, programs
 from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
@@ -57,8 +58,9 @@ def plan_linear(
     """launch(x, weight, bias, out, pre, up, up_bias) fills out with activation(x weight^T + bias).
 
     x is [M, K] with contiguous columns, its layout `rows`; weight [n, K] in any strides; bias [n], None without
-    `has_bias`. out is contiguous, rows of `width` columns, of which the first are filled: n, or of "swiglu" n / 2.
-    With `keeps_pre` pre, contiguous [M, n], is filled with what the activation is of; else it is None.
+    `has_bias`. out is contiguous, rows of `width` columns: n, or of "swiglu" n / 2, and zeros behind where they are
+    `padded`. Without an activation x may be such an out. With `keeps_pre` pre, contiguous [M, n], is filled with what
+    the activation is of; else it is None.
 
     A gated layer may have two weights: then weight and bias are of the gates, up and up_bias, as large, of what they
     gate, and n is the rows of both. up and up_bias may be left out where there are none.
@@ -191,7 +193,12 @@ def _prepare_rotary(
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x weight^T + bias by PyTorch, whatever autocast says; out is [M, n] with contiguous columns."""
+    """out = x weight^T + bias by PyTorch, whatever autocast says; out is [M, n] with contiguous columns.
+
+    Columns of x that weight has none for are zeros, and so are weight's then: 63 us of 4096 x 3424 by 1280, the copy
+    among them, where PyTorch takes 196 us for 3420 columns on an H200.
+    """
+    weight = to_columns(weight, x.shape[1])
     with torch._C._DisableAutocast():
         if bias is None:
             torch.mm(x, weight.t(), out=out)

@@ -58,7 +58,7 @@ def linear_cpu(
     up: Tensor | None = None, up_bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills out and, where it is given, pre, as the launch of `plan_linear` does."""
-    product = functional.linear(x, weight, bias)
+    product = functional.linear(x[:, : weight.shape[1]], weight, bias)
     if up is not None:
         product = torch.cat([product, functional.linear(x, up, up_bias)], 1)
     if pre is not None:
@@ -67,7 +67,11 @@ def linear_cpu(
         out.copy_(product)
         return
     activated = _activated(product.to(torch.promote_types(x.dtype, torch.float32)), activation)
-    out[:, : activated.shape[1]].copy_(activated)
+    out.copy_(_padded(activated, out.shape[1]))
+
+
+def _padded(rows: Tensor, columns: int) -> Tensor:
+    return functional.pad(rows, (0, columns - rows.shape[1]))
 
 
 def _pre_gradient(dh: Tensor, pre: Tensor, activation: str) -> Tensor:
@@ -92,13 +96,14 @@ def activation_backward_cpu(
     dtype = torch.promote_types(pre.dtype, torch.float32)
     pre = pre.to(dtype)
     if dpre.shape[0]:
-        gradient = _pre_gradient(dh.to(dtype), pre, activation)
+        columns = pre.shape[1] // (2 if activation == "swiglu" else 1)
+        gradient = _pre_gradient(dh[:, :columns].to(dtype), pre, activation)
         if activation == "swiglu":
             of_gate, of_up = gradient.chunk(2, 1)
-            dpre[:, : of_gate.shape[1]].copy_(of_gate)
-            dpre[:, up_begins : up_begins + of_up.shape[1]].copy_(of_up)
+            dpre[:, :up_begins].copy_(_padded(of_gate, up_begins))
+            dpre[:, up_begins:].copy_(_padded(of_up, dpre.shape[1] - up_begins))
         else:
-            dpre[:, : gradient.shape[1]].copy_(gradient)
+            dpre.copy_(_padded(gradient, dpre.shape[1]))
         if partial.shape[0]:
             partial.copy_(gradient.sum(0, keepdim=True))
     if h.shape[0]:

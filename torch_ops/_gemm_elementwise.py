@@ -72,17 +72,20 @@ def plan_activation_backward(
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dh, pre, dpre, h, partial) fills dpre, with `makes_h` h, and with `sums` partial [runs, n].
 
-    dh and pre are contiguous; `columns` are where in dpre's rows what is of up begins, and how many they and h's have.
+    pre is contiguous; `columns` are where in dpre's rows what is of up begins, and how many they and h's, which are as
+    many as dh's, have. What is left of dpre's is filled with zeros.
     """
     if rows.known == 0:
         return nothing_to_do
     n, _ = product_size(weight, up)
     inner = n // (2 if activation == GATED else 1)
     launch, _ = choose_product("mlp_bwd", rows, weight, up)
-    grid = (_count_runs(rows.count), cdiv(inner, launch.block_n))
     up_begins, stride, stride_h = columns
+    # Behind the last columns of up there may be more zeros than a tile of inner ones has room for.
+    longest = max(inner, stride - up_begins) if activation == GATED else inner
+    grid = (_count_runs(rows.count), cdiv(longest, launch.block_n))
     constants = {
-        "N": inner, "STRIDE_GM": inner, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
+        "N": inner, "STRIDE_GM": stride_h, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
         "STRIDE_HM": stride_h,
         "ACTIVATION": activation, "MAKES_H": makes_h, "SUMS": sums, "ROWS": RUN, **blocks_of(launch),
     }  # fmt: skip

@@ -60,6 +60,12 @@ def padded(columns: int, dtype: torch.dtype) -> int:
     return -(-columns // per_load) * per_load
 
 
+def to_columns(weight: Tensor, columns: int) -> Tensor:
+    """A copy with zeros behind its columns, or without the last of them; itself where it has so many."""
+    missing = columns - weight.shape[1]
+    return torch.nn.functional.pad(weight, (0, missing)) if missing else weight
+
+
 def product_size(weight: Tensor, up: Tensor | None) -> tuple[int, int]:
     """n x k of the product with a weight, or with both of a gated layer that has two."""
     n, k = weight.shape
@@ -126,8 +132,7 @@ class _Weight:
     def __call__(self, weight: Tensor) -> Tensor:
         if not self.copies:
             return weight
-        missing = self.strides[0] - weight.shape[1]
-        return torch.nn.functional.pad(weight, (0, missing)) if missing else weight.contiguous()
+        return to_columns(weight, self.strides[0]) if self.pads else weight.contiguous()
 
 
 def plan_linear_portable(

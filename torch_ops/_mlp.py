@@ -143,7 +143,7 @@ def prepare_mlp_backward(
     width = padded(w2.shape[1], dout.dtype)
     again = None
     if x is not None and hidden.shape[1] == 0:
-        if w_up is None:
+        if w_up is None and width == w2.shape[1]:
             again = _plan_layer(Rows.of(x), w1, b1 is not None, "none", False, n)
         else:
             again = _plan_layer(Rows.of(x), w1, b1 is not None, activation, True, width, w_up)

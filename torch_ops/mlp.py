@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._gemm_elementwise import new_sums, sum_runs
-from torch_ops._gemm_portable import Rows, padded, product_size, rows_of
+from torch_ops._gemm_portable import Rows, padded, product_size, rows_of, to_columns
 from torch_ops._mlp import check_mlp, check_mlp_backward, gradient_columns, prepare_mlp, prepare_mlp_backward
 from torch_ops._registry import needs_of, vk_op
 
@@ -56,7 +56,7 @@ def mlp_op(
     h = x.new_empty((rows.shape[0], width))
     first(rows, w1, b1, h, hidden if return_hidden else None, w_up, b_up)
     out_rows = out if out.dim() == 2 else out.view(rows.shape[0], w2.shape[0])
-    second(h.narrow(1, 0, w2.shape[1]), w2, b2, out_rows, None)
+    second(h, w2, b2, out_rows, None)
     return out, hidden
 
 
@@ -91,6 +91,15 @@ def _columns(rows: Tensor, first: int, count: int) -> Tensor:
     return rows if rows.shape[1] == count else rows.narrow(1, first, count)
 
 
+def _first_rows(rows: Tensor, count: int) -> Tensor:
+    return rows if rows.shape[0] == count else rows.narrow(0, 0, count)
+
+
+def _to_rows(weight: Tensor, rows: int) -> Tensor:
+    missing = rows - weight.shape[0]
+    return torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
 def _mlp_backward_flops(
     dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor,
     activation: str = "gelu_tanh", needs_x: bool = True, needs_w1: bool = True, needs_b1: bool = True,
@@ -123,34 +132,37 @@ def mlp_backward_op(
     own, width = w1.shape[0], w2.shape[1]
     gradient = rows_of(dout)
     rows = gradient.shape[0]
-    makes_pair = again is not None and w_up is not None
+    whole = padded(width, dout.dtype)
+    makes_pair = again is not None and (w_up is not None or whole != width)
     up_begins, stride = gradient_columns(w1, w_up)
     dpre = dout.new_empty((rows if inner else 0, stride))
-    h = dout.new_empty((rows if needs_w2 or makes_pair else 0, padded(width, dout.dtype)))
+    h = dout.new_empty((rows if needs_w2 or makes_pair else 0, whole))
     sums = new_sums(dout, rows if sums_wanted else 0, n)
     with torch._C._DisableAutocast():
         if differentiate is not None:
             if again is not None and x is not None:
                 hidden = x.new_empty((rows, n))
                 if makes_pair:
-                    # Both halves in one launch, as in the forward; what it makes of them here is not read.
+                    # In one launch, as in the forward; what it makes of it here is not read.
                     again(rows_of(x), w1, b1, h, hidden, w_up, b_up)
                 else:
                     again(rows_of(x), w1, b1, hidden, None)
-            dh = torch.mm(gradient, w2) if inner else gradient
+            dh = torch.mm(gradient, to_columns(w2, whole)) if inner else gradient
             differentiate(dh, hidden.contiguous(), dpre, h, sums)
-        of_w1 = _columns(dpre, 0, own)
-        of_up = of_w1 if w_up is None else _columns(dpre, up_begins, own)
-        dx = torch.mm(of_w1, w1) if needs_x else dout.new_empty((0,))
+        # What is behind the columns of each is zero, and products of whole rows are several times as fast.
+        each = padded(own, dout.dtype)
+        of_w1 = _columns(dpre, 0, each)
+        of_up = of_w1 if w_up is None else _columns(dpre, up_begins, each)
+        dx = torch.mm(of_w1, _to_rows(w1, each)) if needs_x else dout.new_empty((0,))
         if needs_x and w_up is not None:
-            dx = torch.addmm(dx, of_up, w_up)
+            dx = torch.addmm(dx, of_up, _to_rows(w_up, each))
         return (
             _shaped(dx, dout) if needs_x else dx,
-            torch.mm(of_w1.t(), rows_of(x)) if needs_w1 and x is not None else dout.new_empty((0,)),
+            _first_rows(torch.mm(of_w1.t(), rows_of(x)), own) if needs_w1 and x is not None else dout.new_empty((0,)),
             sum_runs(_columns(sums, 0, own), dout.dtype) if needs_b1 else dout.new_empty((0,)),
-            torch.mm(gradient.t(), _columns(h, 0, width)) if needs_w2 else dout.new_empty((0,)),
+            to_columns(torch.mm(gradient.t(), h), width) if needs_w2 else dout.new_empty((0,)),
             gradient.sum(0) if needs_b2 else dout.new_empty((0,)),
-            torch.mm(of_up.t(), rows_of(x)) if needs_w_up and x is not None else dout.new_empty((0,)),
+            _first_rows(torch.mm(of_up.t(), rows_of(x)), own) if needs_w_up and x is not None else dout.new_empty((0,)),
             sum_runs(_columns(sums, own, own), dout.dtype) if needs_b_up else dout.new_empty((0,)),
         )
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from csrc_free_ops.gemm.portable import COUNTS
 from csrc_free_ops.tiles.activations import activate_with_slope, swiglu_gradients
-from csrc_free_ops.tiles.blocks import load_block, store_block
+from csrc_free_ops.tiles.blocks import load_block, store_block, store_padded
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -38,7 +38,7 @@ def _activate_kernel(
         out = pre
     else:
         out, _ = activate_with_slope(pre, ACTIVATION, EXACT)
-    store_block(out_ptr, out, rows, cols, mask, STRIDE_OM)
+    store_padded(out_ptr, out, rows, cols, mask, num_rows, N, STRIDE_OM)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -50,32 +50,37 @@ def _mlp_bwd_kernel(
 ):  # fmt: skip
     """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are.
 
-    UP_BEGINS: the column of dpre from which on the gradient of what is gated lies.
+    UP_BEGINS: the column of dpre from which on the gradient of what is gated lies. What is left of the rows of dpre,
+    and of those of either gradient before, is zero.
     """
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
+    # What is not read counts as zero, and so its gradients are.
+    OF_A: tl.constexpr = UP_BEGINS if ACTIVATION == "swiglu" else STRIDE_DM
     run = tl.program_id(0).to(tl.int64)
     sum_a = tl.zeros((BLOCK_N,), tl.float32)
     sum_b = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(0, ROWS, BLOCK_M):
         rows = run * ROWS + start + tl.arange(0, BLOCK_M)
-        mask = (rows < num_rows)[:, None] & valid[None, :]
+        inside = (rows < num_rows)[:, None]
+        mask = inside & valid[None, :]
         dh = load_block(dh_ptr, rows, cols, mask, STRIDE_GM)
         pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
         if ACTIVATION == "swiglu":
             h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh, EXACT)
-            store_block(dpre_ptr, b, rows, cols + UP_BEGINS, mask, STRIDE_DM)
             if SUMS:
                 sum_b += tl.sum(b, 0)
+            mask_b = inside & (cols < STRIDE_DM - UP_BEGINS)[None, :]
+            store_block(dpre_ptr, b, rows, cols + UP_BEGINS, mask_b, STRIDE_DM)
         else:
             h, slope = activate_with_slope(pre, ACTIVATION, EXACT)
             a = dh * slope
-        store_block(dpre_ptr, a, rows, cols, mask, STRIDE_DM)
-        if MAKES_H:
-            store_block(h_ptr, h, rows, cols, mask, STRIDE_HM)
         if SUMS:
             sum_a += tl.sum(a, 0)
+        store_block(dpre_ptr, a, rows, cols, inside & (cols < OF_A)[None, :], STRIDE_DM)
+        if MAKES_H:
+            store_block(h_ptr, h, rows, cols, mask, STRIDE_HM)
     if SUMS and ACTIVATION == "swiglu":
         tl.store(sums_ptr + run * (2 * N) + cols, sum_a, mask=valid)
         tl.store(sums_ptr + run * (2 * N) + N + cols, sum_b, mask=valid)

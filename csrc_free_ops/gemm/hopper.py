@@ -295,8 +295,8 @@ def _gemm_hopper_kernel(
     The first `tall` tiles of rows have GROUPS x 64, the others 64 less: what is left over of the last round of tiles is
     less for each program then.
 
-    out [total, N] in rows of STRIDE_OUT; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads, HEAD_DIM],
-    and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
+    out [total, N] in rows of STRIDE_OUT, zeros behind; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads,
+    HEAD_DIM], and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
     """
     HALVES: gl.constexpr = halves_of(EPILOGUE)
     DTYPE: gl.constexpr = x_desc.dtype

@@ -82,6 +82,8 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
     for pair in range((width + 63) // 64 * (PIECES // 2)):
         column = pair // (PIECES // 2) * 64 + cols
         valid = column < width
+        # Of rows that are longer than the weight has columns, the rest is zero.
+        stored = column < gl.minimum(STRIDE_OUT - n * HALF, HALF)
         for index in gl.static_range(2):
             piece = pair * 2 + index
             first = row + piece % PIECES * HEIGHT
@@ -99,8 +101,11 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
                 y = _activate(half.to(gl.float32), EPILOGUE)
             if KEEPS_PRE:
                 gl.store(pre_at, half, mask=inside)
+            if STRIDE_OUT > WIDTH:
+                y = gl.where(valid[None, :], y, 0.0)
             at = out_ptr + first.to(gl.int64) * STRIDE_OUT + n * HALF
-            gl.store(at + (rows * STRIDE_OUT)[:, None] + column[None, :], y.to(half.dtype), mask=inside)
+            wanted = (rows < total - first)[:, None] & stored[None, :]
+            gl.store(at + (rows * STRIDE_OUT)[:, None] + column[None, :], y.to(half.dtype), mask=wanted)
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.activations import activate, swiglu
-from csrc_free_ops.tiles.blocks import store_block
+from csrc_free_ops.tiles.blocks import store_block, store_padded
 from csrc_free_ops.tiles.rope import OF_Q, OF_V, count_tiles, first_columns, load_angles, place_pairs, rotate
 from csrc_free_ops.tiles.rows import row_offsets
 
@@ -155,7 +155,8 @@ def _gemm_kernel(
     mask = (rows < num_rows)[:, None] & valid[None, :]
     if KEEPS_PRE:
         store_block(pre_ptr, pre, rows, cols, mask, N)
-    store_block(out_ptr, activate(pre, ACTIVATION, x_ptr.dtype.element_ty == tl.float32), rows, cols, mask, STRIDE_OM)
+    out = activate(pre, ACTIVATION, x_ptr.dtype.element_ty == tl.float32)
+    store_padded(out_ptr, out, rows, cols, mask, num_rows, N, STRIDE_OM)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -213,4 +214,5 @@ def _gemm_pair_kernel(
         if KEEPS_PRE:
             store_block(second_ptr, a, rows, cols, mask, 2 * HALF)
             store_block(second_ptr, b, rows, cols + HALF, mask, 2 * HALF)
-        store_block(first_ptr, swiglu(a, b, x_ptr.dtype.element_ty == tl.float32), rows, cols, mask, STRIDE_OM)
+        out = swiglu(a, b, x_ptr.dtype.element_ty == tl.float32)
+        store_padded(first_ptr, out, rows, cols, mask, num_rows, HALF, STRIDE_OM)

@@ -11,5 +11,14 @@ def load_block(ptr, rows, cols, mask, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def store_padded(ptr, values, rows, cols, mask, num_rows, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    """COLUMNS of each row, and zeros behind them where rows are longer, by less than a block."""
+    if STRIDE > COLUMNS:
+        values = tl.where(mask, values, 0.0)
+        mask = (rows < num_rows)[:, None] & (cols < STRIDE)[None, :]
+    store_block(ptr, values, rows, cols, mask, STRIDE)
+
+
+@triton.jit
 def store_block(ptr, values, rows, cols, mask, STRIDE: tl.constexpr):
     tl.store(ptr + (rows * STRIDE)[:, None] + cols[None, :], values.to(ptr.dtype.element_ty), mask=mask)
