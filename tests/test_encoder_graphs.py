@@ -481,9 +481,10 @@ def test_changes_of_weights_are_found(change: Callable[[Any], None]) -> None:
         for parameter in model.parameters():
             parameter.add_(1)
     model.train(False)
-    assert weights.unchanged() and len(weights.tensors()) == 6
+    assert weights.in_place() and weights.unchanged() and len(weights.tensors()) == 6
     change(model[0][1])
     assert not weights.unchanged()
+    assert weights.in_place() == (change is not replace_data), "what else was put aside is kept alive"
 
 
 class _Event:

@@ -85,8 +85,8 @@ class Weights:
 
     That is asked at every replay, so the modules are walked once, and later their dictionaries are looked at, by
     functions that take no step of Python's for each. `in_place` is what must be known before: that the graphs read no
-    memory that was given back. A module that was put aside keeps its own alive, since its dictionaries are held here;
-    so `unchanged` may be asked while the device computes.
+    memory that was given back. A tensor or a module that was put aside keeps its own alive, since both are held here,
+    but one may have got other memory, as by `module.to`. `unchanged` may be asked while the device computes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,23 +99,22 @@ class Weights:
         # Those that hold None, such as a bias that is not there, are few.
         self._mixed = [each for each in held if any(tensor is None for tensor in each.values())]
         self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
-        self._addresses, self._rest = self._look_at_addresses(), self._look_at_the_rest()
+        self._found, self._rest = self.tensors(), self._look_at_the_rest()
+        self._addresses, self._places = list(map(_address, self._found)), list(range(len(self._found)))
 
     def tensors(self) -> list[Tensor]:
         return [*_all(self._full), *(tensor for tensor in _all(self._mixed) if tensor is not None)]
 
     def in_place(self) -> bool:
-        return self._look_at_addresses() == self._addresses
+        if _lie_at is not None:
+            return _lie_at(self._found, self._addresses, self._places)
+        return list(map(_address, self._found)) == self._addresses
 
     def unchanged(self) -> bool:
-        return self.in_place() and self._look_at_the_rest() == self._rest
-
-    def _look_at_addresses(self) -> object:
-        try:
-            return list(map(_address, self.tensors()))
-        except TypeError:
-            # What is None by now was a tensor.
-            return None
+        tensors = self.tensors()
+        # What is None by now was a tensor.
+        there = type(None) not in map(type, tensors)
+        return there and list(map(_address, tensors)) == self._addresses and self._look_at_the_rest() == self._rest
 
     def _look_at_the_rest(self) -> object:
         tensors = self.tensors()
@@ -129,6 +128,10 @@ def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _address: Callable[[Tensor], int] = Tensor.data_ptr
+# Of a build for CUDA: the same in one step.
+_lie_at: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
 _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
 _strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
@@ -191,7 +194,8 @@ class Statics:
         rows = pixel_values.shape[0]
         self.pixels[:rows].copy_(pixel_values, non_blocking=True)
         # Rows of a batch before may hold anything, and padding is to be finite.
-        self.pixels[rows : self._filled].zero_()
+        if rows < self._filled:
+            self.pixels[rows : self._filled].zero_()
         self._filled = rows
 
 
