@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
-from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, rotary_launch, tall_tiles, whole_tiles
+from csrc_free_ops.gemm.hopper_launch import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
 from torch_ops import _gemm, _gemm_explained, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
 from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
@@ -128,9 +128,14 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
     """As the kernel counts them, whole ones first; and no program takes longer than it would with whole tiles alone."""
     mixed = 0
 
-    def longest(costs: list[float]) -> float:
-        """Of programs that take every 132nd."""
-        return max(sum(costs[program::132]) for program in range(132))
+    def longest(costs: list[float], whole: int) -> float:
+        """Of 132 programs that take one in each round, from the other end where all that are left are short."""
+        taken = [0.0] * 132
+        for begin in range(0, len(costs), 132):
+            order = range(131, -1, -1) if begin >= whole else range(132)
+            for program, cost in zip(order, costs[begin : begin + 132], strict=False):
+                taken[program] += cost
+        return max(taken)
 
     for total, n in itertools.product((1, 64, 192, 784, 1000, 3136, 4096, 12740, 25088), (8, 1152, 4304, 6840)):
         rows, short, across = tile[0], tile[0] - 64, -(-n // tile[1])
@@ -140,13 +145,12 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
         assert ends[-1] >= total and (count == 1 or ends[-2] < total)
         whole = -(-total // rows)
         mixed += tall < whole - 1
-        cost = ROUND.get((short, tile[1]))
-        if cost is None:
-            assert tall == whole_tiles(total, rows)
-        else:
-            costs = [ROUND[tile]] * (tall * across) + [cost] * ((count - tall) * across)
-            assert longest(costs) <= longest([ROUND[tile]] * (whole * across)) + 1e-9
-    assert bool(mixed) == (tile[0] == 192)
+        cost = ROUND.get((short, tile[1]), SHORT * ROUND[tile])
+        costs = [ROUND[tile]] * (tall * across) + [cost] * ((count - tall) * across)
+        time = longest(costs, tall * across)
+        assert shared_out(tile, total, n, 132) == (pytest.approx(time), tall)
+        assert time <= longest([ROUND[tile]] * (whole * across), whole * across) + 1e-9
+    assert mixed
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -48,8 +48,27 @@ AT_TILE = gl.constexpr(128 + 64)
 
 
 @gluon.jit
+def _dealt(work, tall, TILES_N: gl.constexpr):
+    """The tile of a program at `work`.
+
+    Rounds of short tiles alone are dealt out from the other end: who had a short one where others had a whole one comes
+    first.
+    """
+    turned = work - gl.program_id(0) >= tall * TILES_N
+    return gl.where(turned, work + gl.num_programs(0) - 1 - 2 * gl.program_id(0), work)
+
+
+@gluon.jit
+def _end(tall, num_tiles, TILES_N: gl.constexpr):
+    """Where the work of this program ends: a round is the last for those that have no tile in one that is not full."""
+    full = num_tiles // gl.num_programs(0) * gl.num_programs(0)
+    return full + gl.where(_dealt(full + gl.program_id(0), tall, TILES_N) < num_tiles, gl.num_programs(0), 0)
+
+
+@gluon.jit
 def _place(work, tall, GROUPS: gl.constexpr, TILES_N: gl.constexpr):
-    """Of a tile, its first row, which columns it has, and whether it has rows for all consumers."""
+    """Of a program's tile, its first row, which columns it has, and whether it has rows for all consumers."""
+    work = _dealt(work, tall, TILES_N)
     tile = work // TILES_N
     row = gl.minimum(tile, tall) * (64 * GROUPS) + gl.maximum(tile - tall, 0) * (64 * GROUPS - 64)
     return row, work % TILES_N, tile < tall
@@ -67,7 +86,7 @@ def _prefetch_weight(w_ptr, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, weights, units, bars, tall, num_work, OPTIONS: gl.constexpr):
+def _produce(descs, weights, units, bars, tall, end, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
@@ -92,7 +111,7 @@ def _produce(descs, weights, units, bars, tall, num_work, OPTIONS: gl.constexpr)
     await_kernel()
     stage = 0
     loaded = 0
-    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+    for work in range(gl.program_id(0), end, gl.num_programs(0)):
         row, n, whole = _place(work, tall, GROUPS, TILES_N)
         for step in range(STEPS):
             if loaded >= STAGES:
@@ -148,7 +167,7 @@ def _load_bias(biases, n, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _make_tile(
-    INDEX: gl.constexpr, units, pointers, biases, row, n, total, count, is_last, stage, phase, OPTIONS: gl.constexpr
+    INDEX: gl.constexpr, units, pointers, biases, row, n, total, is_first, is_last, stage, phase, OPTIONS: gl.constexpr
 ):  # fmt: skip
     """A consumer's part of a tile: the products, to shared memory, and of the program's last tile what follows them."""
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
@@ -189,7 +208,7 @@ def _make_tile(
         halves = narrow_strips(shifted, DTYPE)
     else:
         halves = narrow_strips(sums, DTYPE)
-    if count > 0:
+    if is_first == 0:
         barrier_sync(TILE_EMPTY, AT_TILE)
     for part in gl.static_range(PARTS):
         # Of a last part that is not full, the first strip stands in for those that are not there.
@@ -221,34 +240,31 @@ def _pass_tile(stage, phase, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, units, pointers, biases, total, tall, num_work, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, units, pointers, biases, total, tall, end, OPTIONS: gl.constexpr):
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     stage = 0
     phase = 0
-    # Tiles of this consumer's that the finishers have, or had, in its place.
-    count = 0
-    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+    for work in range(gl.program_id(0), end, gl.num_programs(0)):
         row, n, whole = _place(work, tall, GROUPS, TILES_N)
-        is_last = work + gl.num_programs(0) >= num_work
+        is_first = work < gl.num_programs(0)
+        is_last = work + gl.num_programs(0) >= end
         if INDEX < GROUPS - 1:
             stage, phase = _make_tile(
-                INDEX, units, pointers, biases, row, n, total, count, is_last, stage, phase, OPTIONS
+                INDEX, units, pointers, biases, row, n, total, is_first, is_last, stage, phase, OPTIONS
             )  # fmt: skip
-            count += 1
         else:
             if whole:
                 stage, phase = _make_tile(
-                    INDEX, units, pointers, biases, row, n, total, count, is_last, stage, phase, OPTIONS
+                    INDEX, units, pointers, biases, row, n, total, is_first, is_last, stage, phase, OPTIONS
                 )  # fmt: skip
-                count += 1
             else:
                 stage, phase = _pass_tile(stage, phase, OPTIONS)
                 # None of its tiles comes after a short one, so that nothing else takes what the finishers arrive at;
                 # they do so late, and the other consumers are not to wait.
-                if count > 0:
+                _, _, before = _place(work - gl.num_programs(0), tall, GROUPS, TILES_N)
+                if before & (is_first == 0):
                     barrier_sync(FIRST_BARRIER + option(OPTIONS, "STAGES") + GROUPS + INDEX, AT_TILE)
-                count = 0
 
 
 @gluon.jit
@@ -264,10 +280,10 @@ def _finish_part(GROUP: gl.constexpr, units, pointers, row, n, total, OPTIONS: g
 
 
 @gluon.jit
-def _finish(units, pointers, total, tall, num_work, OPTIONS: gl.constexpr):
+def _finish(units, pointers, total, tall, end, OPTIONS: gl.constexpr):
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
-    for work in range(gl.program_id(0), num_work - gl.num_programs(0), gl.num_programs(0)):
+    for work in range(gl.program_id(0), end - gl.num_programs(0), gl.num_programs(0)):
         row, n, whole = _place(work, tall, GROUPS, TILES_N)
         for group in gl.static_range(GROUPS):
             if group == GROUPS - 1:
@@ -292,8 +308,8 @@ def _gemm_hopper_kernel(
     tensors of their own, or the same where both are packed. other_desc is up's; else it counts where COLUMNS is no
     multiple of 64, and has tiles of what is left over.
 
-    The first `tall` tiles of rows have GROUPS x 64, the others 64 less: what is left over of the last round of tiles is
-    less for each program then.
+    The first `tall` tiles of rows have GROUPS x 64, the others 64 less, and come last: programs are done at about the
+    same time then.
 
     out [total, N] in rows of STRIDE_OUT, zeros behind; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads,
     HEAD_DIM], and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
@@ -310,7 +326,8 @@ def _gemm_hopper_kernel(
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
     )  # fmt: skip
     SHORT: gl.constexpr = GROUPS * 64 - 64
-    num_work = (tall + (gl.maximum(total - tall * (GROUPS * 64), 0) + SHORT - 1) // SHORT) * TILES_N
+    num_tiles = (tall + (gl.maximum(total - tall * (GROUPS * 64), 0) + SHORT - 1) // SHORT) * TILES_N
+    end = _end(tall, num_tiles, TILES_N)
     # One allocation, so that it lies where `shared_base` says: the stages, a finished tile, and a unit for barriers.
     PLACES: gl.constexpr = STAGES * (GROUPS + PARTS) + GROUPS * PARTS
     units = gl.allocate_shared_memory(DTYPE, [PLACES + 1, 64, 64], x_desc.layout)
@@ -323,21 +340,21 @@ def _gemm_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, units, pointers, biases, total, tall, num_work, OPTIONS)),
-                (_consume, (1, units, pointers, biases, total, tall, num_work, OPTIONS)),
-                (_finish, (units, pointers, total, tall, num_work, OPTIONS)),
-                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, num_work, OPTIONS)),
+                (_consume, (0, units, pointers, biases, total, tall, end, OPTIONS)),
+                (_consume, (1, units, pointers, biases, total, tall, end, OPTIONS)),
+                (_finish, (units, pointers, total, tall, end, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
             ],
             [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, units, pointers, biases, total, tall, num_work, OPTIONS)),
-                (_consume, (1, units, pointers, biases, total, tall, num_work, OPTIONS)),
-                (_consume, (2, units, pointers, biases, total, tall, num_work, OPTIONS)),
-                (_finish, (units, pointers, total, tall, num_work, OPTIONS)),
-                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, num_work, OPTIONS)),
+                (_consume, (0, units, pointers, biases, total, tall, end, OPTIONS)),
+                (_consume, (1, units, pointers, biases, total, tall, end, OPTIONS)),
+                (_consume, (2, units, pointers, biases, total, tall, end, OPTIONS)),
+                (_finish, (units, pointers, total, tall, end, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
             ],
             [4, 4, 2, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip
