@@ -68,7 +68,7 @@ PRODUCTS = ("gemm", "gemm_pair")
 GRID_TILES = {
     "rotary_table": (2048, 128, 4),
     "pos_embed_fwd": (4096, 256, 8),
-    "pos_embed_bwd": (2048, 64, 8),
+    "pos_embed_bwd": (1024, 64, 2),
     "spatial_merge_fwd": (4096, 256, 4),
     "spatial_merge_bwd": (4096, 256, 4),
 }
@@ -161,9 +161,9 @@ def norm_kernel(kernel: str, width: int) -> str:
 
 
 def norm_programs(gpu: Gpu, launch: Launch, rows: int | None) -> int:
-    """Programs of a norm's backward, each of which sums columns of its own: 12 warps for each multiprocessor, which are
-    about as many as its registers hold."""
-    programs = gpu.multiprocessors * max(1, 12 // launch.num_warps)
+    """Programs of a norm's backward, each of which sums columns of its own: as many warps for each multiprocessor as its
+    registers hold."""
+    programs = gpu.multiprocessors * max(1, (8 if gpu.backend == "cuda" else 12) // launch.num_warps)
     return programs if rows is None else max(1, min(programs, -(-rows // launch.block_m)))
 
 
@@ -316,8 +316,10 @@ FEW_ROWS = 4096
 
 
 def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | None) -> Launch:
-    """Not measured. As few warps share a row as have registers for it: up to 1280 columns of the forward one, and then
-    no warp waits for another. Threads load 16 bytes of each part; programs are smaller where rows are few."""
+    """As few warps share a row as have registers for it: up to 1280 columns of the forward one, and then no warp waits
+    for another. Threads load 16 bytes of each part; programs are smaller where rows are few. Of the backward they have
+    one tile of rows at a time, and the next two are on their way: 67 us of 25088 x 1152 on an H200, where programs of
+    four warps and two rows take 159, and a copy of the same bytes 57."""
     if kernel.endswith("_wide"):
         return Launch(1, 4096, 8, 1)
     if kernel == "norm_bwd_sums":
@@ -330,6 +332,11 @@ def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | Non
     while share < 16 and width > (24 if kernel == "norm_bwd" else 40) * lanes * share:
         share *= 2
     main = min(share * lanes * vector, max(16, next_power_of_2(width)))
+    if kernel == "norm_bwd" and gpu.backend == "cuda":
+        # What comes in: dout, x and dsum.
+        in_flight = 3 * (-(-width // main) * main) * itemsize
+        stages = max(1, min(3, gpu.shared_memory // max(1, 8 // share) // in_flight))
+        return Launch(max(1, share * lanes * vector // main), main, share, stages)
     warps = max(4, share)
     while rows is not None and warps > share and rows * main < 4 * gpu.multiprocessors * warps * lanes * vector:
         warps //= 2
@@ -400,8 +407,13 @@ def pick_product(
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 
-# Tiles of the kernels around products, which only read and write.
-_ELEMENTWISE = {"rotate": (32, 64), "qkv_rope_bwd": (16, 64), "activate": (16, 256), "mlp_bwd": (16, 128)}
+# Tiles of the kernels around products, which only read and write, and their warps.
+_ELEMENTWISE = {
+    "rotate": (32, 64, 4),
+    "qkv_rope_bwd": (8, 64, 2),
+    "activate": (16, 256, 4),
+    "mlp_bwd": (8, 64, 2),
+}
 
 
 def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True, copies: bool = False) -> Launch:
@@ -409,7 +421,7 @@ def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True, copies
     if gpu.backend == "interpreter":
         return Launch(32, 16, 4, 1, 16 if kernel in PRODUCTS else 0)
     if kernel in _ELEMENTWISE:
-        return Launch(*_ELEMENTWISE[kernel], 4, 1)
+        return Launch(*_ELEMENTWISE[kernel], 1)
     if copies and aten:
         # Made anew on each call, and PyTorch's products need none.
         return ATEN

@@ -163,6 +163,7 @@ def _norm_bwd_kernel(
     WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), any number. dweight and dbias are [programs, WIDTH], fp32: what each program has summed."""
     eps = tl.cast(eps, tl.float32)
@@ -175,7 +176,7 @@ def _norm_bwd_kernel(
         dweight = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
     if NEEDS_DBIAS:
         dbias = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
-    for tile in tl.range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * BLOCK_M
         remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
         dout = load_rows(

@@ -348,7 +348,7 @@ def test_parts_of_a_norm_s_row_hold_it_and_little_more(width: int, covered: int)
 
 def test_programs_of_a_norm_s_backward_are_no_more_than_its_tiles() -> None:
     launch = Launch(2, 512, 4, 1)
-    assert norm_programs(H200, launch, None) == norm_programs(H200, launch, 25088) == 3 * H200.multiprocessors
+    assert norm_programs(H200, launch, None) == norm_programs(H200, launch, 25088) == 2 * H200.multiprocessors
     assert [norm_programs(H200, launch, rows) for rows in (100, 1, 0)] == [50, 1, 1]
 
 

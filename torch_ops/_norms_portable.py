@@ -156,8 +156,9 @@ def plan_backward(
     constants = {
         **dict(zip(("STRIDE_DO", "STRIDE_DS", "STRIDE_X"), strides, strict=True)),
         "HAS_MEAN": has_mean, "HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None,
-        "NEEDS_DX": needs_dx, **needs,
-        **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)), **_options(launch),
+        "NEEDS_DX": needs_dx, **needs, **_options(launch),
+        **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)),
+        **({} if wide else {"STAGES": launch.num_stages}),
     }  # fmt: skip
     # Without sums of columns programs need not be few.
     programs = norm_programs(INTERPRETED_GPU if INTERPRET else gpu(), launch, _known(num_rows))
