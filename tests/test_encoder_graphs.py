@@ -658,6 +658,35 @@ def test_replays_of_every_family(model_type: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_capture_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the only one of its memory pool, which takes no more once it is gone."""
+    encoder, _ = tiny_l()
+    runner = EncoderGraphs(encoder, [1024], fallback="refuse")
+    grid, calls = torch.tensor([[1, 20, 20]]), 0
+    pixels = draw_pixels(encoder, grid, torch.bfloat16).cuda()
+    expected, encode_packed = (
+        EncoderGraphs(encoder, [1024], fallback="refuse")(pixels, grid),
+        QwenVisionEncoder.encode_packed,
+    )
+
+    def encode_or_fail(self: QwenVisionEncoder, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        results = encode_packed(self, *args)
+        # The call before the capture, and that which is captured.
+        if calls == 2:
+            raise MemoryError("none left")
+        return results
+
+    monkeypatch.setattr(QwenVisionEncoder, "encode_packed", encode_or_fail)
+    with pytest.raises(MemoryError, match="none left"):
+        runner(pixels, grid)
+    assert runner.captured == ()
+    assert_same_bits(runner(pixels, grid), expected)
+    assert runner.captured == runner.budgets and calls == 4
+
+
+@pytest.mark.gpu
 def test_neither_the_encoder_nor_a_replay_waits() -> None:
     encoder, _ = tiny_l()
     runner = EncoderGraphs(encoder, [1024, 2048], fallback="refuse").warmup()

@@ -173,9 +173,19 @@ class Statics:
     def recording(self, encoder: QwenVisionEncoder, budget: Padding) -> Recording:
         if budget not in self.recordings:
             # Tensors made in inference mode could not be filled outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self._pool_kept():
                 self.recordings[budget] = Recording(encoder, self, budget)
         return self.recordings[budget]
+
+    @contextlib.contextmanager
+    def _pool_kept(self) -> Iterator[None]:
+        """A pool takes no more graphs once its last is gone, be it the first, whose capture failed."""
+        try:
+            yield
+        except BaseException:
+            if self.own is not None and not self.recordings:
+                self.own = own_stream(self.pixels.device)
+            raise
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
