@@ -161,8 +161,8 @@ def norm_kernel(kernel: str, width: int) -> str:
 
 
 def norm_programs(gpu: Gpu, launch: Launch, rows: int | None) -> int:
-    """Programs of a norm's backward, each of which sums columns of its own: as many warps for each multiprocessor as its
-    registers hold."""
+    """Programs of a norm's backward, each of which sums columns of its own: as many warps for each multiprocessor as
+    its registers hold."""
     programs = gpu.multiprocessors * max(1, (8 if gpu.backend == "cuda" else 12) // launch.num_warps)
     return programs if rows is None else max(1, min(programs, -(-rows // launch.block_m)))
 
