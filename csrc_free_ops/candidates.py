@@ -1,5 +1,6 @@
 """The launches that `vk bench tune` tries for each kernel. Measuring decides; nothing here is thought to be good."""
 
+from dataclasses import replace
 from itertools import product
 
 from csrc_free_ops.configs import ATEN, GRID_TILES, HOPPER_LAUNCHES, Launch
@@ -47,7 +48,9 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     )
     + (ATEN,),
     **HOPPER_LAUNCHES,
-    **dict.fromkeys(("norm_fwd", "norm_bwd"), _NORM),
+    "norm_fwd": _NORM,
+    # Which may have its next rows on their way.
+    "norm_bwd": tuple(replace(launch, num_stages=stages) for launch in _NORM for stages in (1, 3)),
     **dict.fromkeys(
         GRID_TILES,
         tuple(Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))),

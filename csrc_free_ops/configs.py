@@ -163,8 +163,12 @@ def norm_kernel(kernel: str, width: int) -> str:
 def norm_programs(gpu: Gpu, launch: Launch, rows: int | None) -> int:
     """Programs of a norm's backward, each of which sums columns of its own: as many warps for each multiprocessor as
     its registers hold."""
-    programs = gpu.multiprocessors * max(1, (8 if gpu.backend == "cuda" else 12) // launch.num_warps)
+    programs = gpu.multiprocessors * _programs_together(gpu, launch.num_warps)
     return programs if rows is None else max(1, min(programs, -(-rows // launch.block_m)))
+
+
+def _programs_together(gpu: Gpu, warps: int) -> int:
+    return max(1, (8 if gpu.backend == "cuda" else 12) // warps)
 
 
 def gpu_name(name: str) -> str:
@@ -335,8 +339,8 @@ def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | Non
     if kernel == "norm_bwd" and gpu.backend == "cuda":
         # What comes in: dout, x and dsum.
         in_flight = 3 * (-(-width // main) * main) * itemsize
-        stages = max(1, min(3, gpu.shared_memory // max(1, 8 // share) // in_flight))
-        return Launch(max(1, share * lanes * vector // main), main, share, stages)
+        stages = max(1, min(3, gpu.shared_memory // _programs_together(gpu, share) // in_flight))
+        return Launch(share * lanes * vector // main, main, share, stages)
     warps = max(4, share)
     while rows is not None and warps > share and rows * main < 4 * gpu.multiprocessors * warps * lanes * vector:
         warps //= 2

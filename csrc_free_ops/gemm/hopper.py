@@ -60,7 +60,7 @@ def _dealt(work, tall, TILES_N: gl.constexpr):
 
 @gluon.jit
 def _end(tall, num_tiles, TILES_N: gl.constexpr):
-    """Where the work of this program ends: a round is the last for those that have no tile in one that is not full."""
+    """Where the work of this program ends: of a last round that is not full only some programs have a tile."""
     full = num_tiles // gl.num_programs(0) * gl.num_programs(0)
     return full + gl.where(_dealt(full + gl.program_id(0), tall, TILES_N) < num_tiles, gl.num_programs(0), 0)
 

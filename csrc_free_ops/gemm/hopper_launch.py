@@ -49,7 +49,7 @@ def whole_tiles(total: int, rows: int) -> int:
 
 
 def tall_tiles(tile: tuple[int, int], total: int, n: int, programs: int) -> int:
-    """How many tiles of rows are whole. The others have 64 rows less, and so the last round of all is shorter."""
+    """How many tiles of rows are whole. The others have 64 rows less, and come last."""
     return shared_out(tile, total, n, programs)[1]
 
 
@@ -66,8 +66,8 @@ def shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tupl
     most = whole_tiles(total, rows)
     uniform = shared(most)
     # As many whole tiles as so many rounds have room for, or are begun there.
-    filled = (rounds * programs / across for rounds in range(most * across // programs + 1))
-    best = min(shared(min(most, tall)) for filled_by in filled for tall in (int(filled_by), math.ceil(filled_by)))
+    filling = (rounds * programs / across for rounds in range(most * across // programs + 1))
+    best = min(shared(min(most, tall)) for tiles in filling for tall in (math.floor(tiles), math.ceil(tiles)))
     # Of a small gain nothing may be left.
     return best if best[0] < LEAST_GAIN * uniform[0] else uniform
 
