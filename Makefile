@@ -84,19 +84,16 @@ sanitize: ## attention kernels and Hopper products on small cases under compute-
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
 
-# FILE, its place among GPUS, and the arguments of the run.
-FIGURES = CUDA_VISIBLE_DEVICES=$(word $(2),$(GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
+# FILE, its place among GPUS or nothing, which is all of them, and the arguments of the run.
+COMMA := ,
+FIGURES = CUDA_VISIBLE_DEVICES=$(if $(2),$(word $(2),$(GPUS)),$(ALL_GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
 	--out $(RESULTS)/$(GPU)_$(1).json $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
 VISION = 'qwen3vl_l_*,qwen25vl_*'
 DENSE = 'dense_*,qwen3vl_m_*'
 CLOSE = 'qwen25vl_4x4096,dense_d128_8x4096'
 MANY_ROUNDS = --peers cudnn,flash4 --rounds 120
-BATCHES = '448,896,8x896'
-LONGER = 'mixed,video*'
-TRAINING = 'train_*'
-RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-encoder figures-encoder-longer \
-	figures-encoder-training
+RUNS = figures-vision figures-dense figures-vision-cold figures-dense-cold figures-encoder
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
 	$(call FIGURES,host,1,host)
@@ -111,14 +108,12 @@ figures-vision-cold:
 	$(call FIGURES,window_attn_close_cold,3,window_attn --shapes $(CLOSE) $(MANY_ROUNDS) --cold)
 figures-dense-cold:
 	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS) --cold)
-# Each after another run on its GPU.
-figures-encoder: | figures-vision
-	$(call FIGURES,encoder,1,encoder --rows $(BATCHES))
-figures-encoder-longer: | figures-vision-cold
-	$(call FIGURES,encoder_longer,3,encoder --rows $(LONGER))
-figures-encoder-training: | figures-dense
-	$(call FIGURES,encoder_training,2,encoder --rows $(TRAINING))
-	$(call FIGURES,encoder_timeline,2,timeline)
+# On all of the GPUs, so after the others, unless it is asked for by itself.
+EMPTY :=
+ALL_GPUS = $(subst $(EMPTY) $(EMPTY),$(COMMA),$(sort $(GPUS)))
+figures-encoder: $(if $(filter figures,$(MAKECMDGOALS)),| $(filter-out figures-encoder,$(RUNS)))
+	$(call FIGURES,encoder,,encoder --side-by-side)
+	$(call FIGURES,encoder_timeline,1,timeline)
 
 # Of the other ops: parts of some minutes, each on a GPU of its own.
 QKV = 'qkv_1152_*,qkv_1024_*,qkv_1280_*'

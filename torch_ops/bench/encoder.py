@@ -6,6 +6,7 @@ what was measured is written row by row.
 
 import dataclasses
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +16,14 @@ import typer
 import torch_ops
 from torch_ops._device import out_of_memory
 from torch_ops.bench import options
+from torch_ops.bench.encoder_beside import measure_beside
 from torch_ops.bench.encoder_contenders import CONTENDERS, GROUPS, UNCAPTURED, EncoderContender, find_contenders
 from torch_ops.bench.encoder_contest import PASSES, contest_row, many_compiled, path_of
 from torch_ops.bench.encoder_peers import PEERS
 from torch_ops.bench.encoder_rows import ROWS, Row, Scene, Session, find_rows, make_scene, make_tower
-from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
+from torch_ops.bench.machine import device_name, dtype_name, measure_ceilings, provenance
 from torch_ops.bench.results import OK, UNAVAILABLE, EncoderRow, Provenance, Report, read_report
-from torch_ops.bench.room import find_named
+from torch_ops.bench.room import find_named, one_line
 from torch_ops.bench.tables import markdown, print_tables
 from torch_ops.bench.timeline import Lane, Timeline, record
 
@@ -42,6 +44,14 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         help="Keep the rows that --out holds of the same commit, machine, dtype and path, and of all contenders.",
+    ),
+]
+SideBySide = Annotated[
+    bool,
+    typer.Option(
+        "--side-by-side",
+        help="Each row in a process of its own, on all GPUs there are unless one is given: they prepare at the same "
+        "time, which takes most of it, and are timed one at a time.",
     ),
 ]
 Quick = Annotated[
@@ -65,6 +75,7 @@ def encoder(
     path: options.PathName = None,
     out: options.Out = None,
     resume: Resume = False,
+    side_by_side: SideBySide = False,
     show_markdown: options.Markdown = False,
     commit: options.Commit = None,
 ) -> None:
@@ -90,13 +101,24 @@ def encoder(
     if resume and out is not None and out.is_file():
         with options.value_errors("--out"):
             report = _kept(read_report(out), origin)
+    begin = time.perf_counter()
     with torch_ops.settings(**changes):
-        report = _measure(report, chosen, running, kind, where, rounds, out)
+        report = _with_ceilings(report, where, kind)
+        session = _session(where, kind)
+        wanted = _lacking(report, session, chosen, running, rounds)
+        if side_by_side:
+            del session
+            devices = [where] if device is not None else _alike(where)
+            measured = measure_beside(wanted, running, kind, devices, rounds, changes)
+        else:
+            measured = _one_by_one(session, wanted, running, rounds)
+        report, failed = _gathered(report, measured, out)
+    options.say(f"{time.perf_counter() - begin:.0f} s in all")
     if show_markdown:
         typer.echo(markdown(report), nl=False)
     else:
         print_tables(report)
-    _exit_if_wrong(report.encoders)
+    _exit_if_wrong(report.encoders, failed)
 
 
 def timeline(
@@ -145,15 +167,26 @@ def _kept(report: Report, origin: Provenance) -> Report:
     return dataclasses.replace(report, provenance=dataclasses.replace(report.provenance, peers=about))
 
 
-def _measure(
-    report: Report, rows: tuple[Row, ...], running: tuple[EncoderContender, ...], dtype: torch.dtype,
-    device: torch.device, rounds: int, out: Path | None,
-) -> Report:  # fmt: skip
-    begin = time.perf_counter()
-    if report.ceilings is None or report.ceilings.matmul_dtype != dtype_name(dtype):
-        options.say(f"measuring the copy and {dtype_name(dtype)} matmul rates of {report.provenance.device}")
-        report = dataclasses.replace(report, ceilings=measure_ceilings(device, dtype))
-    session = _session(device, dtype)
+def _alike(device: torch.device) -> list[torch.device]:
+    """All GPUs of this name, or the CPU."""
+    if device.type != "cuda":
+        return [device]
+    every = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [each for each in every if torch.cuda.get_device_name(each) == torch.cuda.get_device_name(device)]
+
+
+def _with_ceilings(report: Report, device: torch.device, dtype: torch.dtype) -> Report:
+    if report.ceilings is not None and report.ceilings.matmul_dtype == dtype_name(dtype):
+        return report
+    options.say(f"measuring the copy and {dtype_name(dtype)} matmul rates of {report.provenance.device}")
+    return dataclasses.replace(report, ceilings=measure_ceilings(device, dtype))
+
+
+def _lacking(
+    report: Report, session: Session, rows: tuple[Row, ...], running: tuple[EncoderContender, ...], rounds: int
+) -> list[Row]:
+    """The rows that are still to be measured."""
+    wanted = []
     for row in rows:
         there = [each for each in report.encoders if each.row == row.name]
         if there and _is_whole(there[0], make_scene(session, row), running, rounds):
@@ -163,16 +196,36 @@ def _measure(
             options.say(
                 f"{row.name}: measured anew, what is there is of another dtype, path, contenders or a quick look"
             )
+        wanted.append(row)
+    return wanted
+
+
+def _one_by_one(
+    session: Session, rows: Iterable[Row], running: tuple[EncoderContender, ...], rounds: int
+) -> Iterator[tuple[str, EncoderRow]]:
+    begin = time.perf_counter()
+    for row in rows:
         options.say(f"{row.name}, {row.direction}, {row.shape}; {time.perf_counter() - begin:.0f} s so far")
-        measured = _row(session, row, running, rounds, report.provenance.device)
-        others = (each for each in report.encoders if each.row != row.name)
-        report = dataclasses.replace(report, encoders=_in_order((*others, measured)))
+        yield row.name, _row(session, row, running, rounds)
+        if session.tower.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _gathered(
+    report: Report, measured: Iterable[tuple[str, EncoderRow | Exception]], out: Path | None
+) -> tuple[Report, list[str]]:
+    """Written as it comes; and the rows that failed."""
+    failed = []
+    for name, row in measured:
+        if isinstance(row, Exception):
+            options.say(f"vk: {name} failed: {one_line(row)}")
+            failed.append(name)
+            continue
+        others = (each for each in report.encoders if each.row != name)
+        report = dataclasses.replace(report, encoders=_in_order((*others, row)))
         if out is not None:
             report.write(out)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    options.say(f"{time.perf_counter() - begin:.0f} s in all")
-    return report
+    return report, failed
 
 
 def _is_whole(there: EncoderRow, scene: Scene, running: tuple[EncoderContender, ...], rounds: int) -> bool:
@@ -192,13 +245,14 @@ def _session(device: torch.device, dtype: torch.dtype) -> Session:
         raise typer.BadParameter(message) from error
 
 
-def _row(session: Session, row: Row, running: tuple[EncoderContender, ...], rounds: int, device: str) -> EncoderRow:
+def _row(session: Session, row: Row, running: tuple[EncoderContender, ...], rounds: int) -> EncoderRow:
     try:
         return contest_row(make_scene(session, row), running, rounds, options.say)
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise options.bad("--rows", f"{row.name} does not fit into the memory of {device}") from error
+        name = device_name(session.tower.device)
+        raise options.bad("--rows", f"{row.name} does not fit into the memory of {name}") from error
 
 
 def _in_order(measured: tuple[EncoderRow, ...]) -> tuple[EncoderRow, ...]:
@@ -207,9 +261,9 @@ def _in_order(measured: tuple[EncoderRow, ...]) -> tuple[EncoderRow, ...]:
     return tuple(sorted(measured, key=lambda each: places.get(each.row, len(places))))
 
 
-def _exit_if_wrong(rows: tuple[EncoderRow, ...]) -> None:
+def _exit_if_wrong(rows: tuple[EncoderRow, ...], failed: list[str]) -> None:
     bad = [(row, timed) for row in rows for timed in row.ours if timed.status not in (OK, UNAVAILABLE)]
     for row, timed in bad:
         options.say(f"vk: {timed.name} is {timed.status} on {row.row}: {timed.note}")
-    if bad:
+    if bad or failed:
         raise typer.Exit(1)

@@ -71,9 +71,19 @@ def contest_row(
     scene: Scene, contenders: Sequence[EncoderContender], rounds: int, say: Callable[[str], None]
 ) -> EncoderRow:
     """One row; what fails or is wrong is marked, and no reason to stop."""
-    with many_compiled(), contextlib.nullcontext() if scene.row.training else torch.no_grad():
+    return time_row(scene, prepare_row(scene, contenders, say), rounds, say)
+
+
+def prepare_row(scene: Scene, contenders: Sequence[EncoderContender], say: Callable[[str], None]) -> list[Entry]:
+    """All of a row but its times: results, and memory."""
+    with _as_called(scene):
         entries = _judged(scene, contenders, say)
         _weigh(scene, entries)
+    return entries
+
+
+def time_row(scene: Scene, entries: Sequence[Entry], rounds: int, say: Callable[[str], None]) -> EncoderRow:
+    with _as_called(scene):
         figures = _timed(scene, entries, rounds, say)
     groups: dict[str, list[Timed]] = {OURS: [], UNCAPTURED: [], ASSEMBLED: []}
     for entry in entries:
@@ -91,8 +101,14 @@ def contest_row(
         ours=tuple(groups[OURS]),
         uncaptured=tuple(groups[UNCAPTURED]),
         assembled=tuple(groups[ASSEMBLED]),
-        ready={contender.name: contender.ready for contender in contenders},
+        ready={entry.contender.name: entry.contender.ready for entry in entries},
     )
+
+
+@contextlib.contextmanager
+def _as_called(scene: Scene) -> Iterator[None]:
+    with many_compiled(), contextlib.nullcontext() if scene.row.training else torch.no_grad():
+        yield
 
 
 def _judged(scene: Scene, contenders: Sequence[EncoderContender], say: Callable[[str], None]) -> list[Entry]:

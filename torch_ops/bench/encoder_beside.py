@@ -1,0 +1,88 @@
+"""Rows of the encoder's bench side by side: each in a process of its own, which prepare together and are timed in turn.
+
+Most of a row's time goes into compiling its contenders, on one core. While one row is timed all others wait, whichever
+GPU they are on: launches want the host to themselves.
+"""
+
+import contextlib
+import fcntl
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_ops
+from torch_ops.bench import options
+from torch_ops.bench.encoder_contenders import CONTENDERS, EncoderContender
+from torch_ops.bench.encoder_contest import prepare_row, time_row
+from torch_ops.bench.encoder_rows import ROWS, SMOKE, Row, Session, make_scene, make_tower
+from torch_ops.bench.results import EncoderRow
+from torch_ops.bench.room import find_named
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a process is told: names, since contenders hold functions."""
+
+    row: str
+    contenders: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    rounds: int
+    changes: dict[str, Any]
+    lock: Path
+
+
+def measure_beside(
+    rows: Sequence[Row], running: Sequence[EncoderContender], dtype: torch.dtype, devices: Sequence[torch.device],
+    rounds: int, changes: dict[str, Any],
+) -> Iterator[tuple[str, EncoderRow | Exception]]:  # fmt: skip
+    """Each row's name and what was measured, or why it was not, as they are done; in turn on `devices`."""
+    names = tuple(each.name for each in running)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as processes:
+        under_way: dict[Future[EncoderRow], str] = {}
+        for place, row in enumerate(rows):
+            device = devices[place % len(devices)]
+            task = _Task(row.name, names, dtype, device, rounds, changes, Path(folder) / "turns")
+            # A pool for each: a process that dies breaks its own.
+            pool = processes.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+            under_way[pool.submit(_measure, task)] = row.name
+        for done in as_completed(under_way):
+            error = done.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            yield under_way[done], error or done.result()
+
+
+def _measure(task: _Task) -> EncoderRow:
+    def say(line: str) -> None:
+        options.say(f"{task.row}: {line.strip()}")
+
+    if task.device.type == "cuda":
+        torch.cuda.set_device(task.device)
+    (row,) = find_named((*ROWS, *SMOKE), [task.row])
+    running = find_named(CONTENDERS, task.contenders)
+    with task.lock.open("w") as lock, torch_ops.settings(**task.changes):
+        with _locked(lock, fcntl.LOCK_SH):
+            scene = make_scene(Session(make_tower(task.device, task.dtype)), row)
+            entries = prepare_row(scene, running, say)
+            if task.device.type == "cuda":
+                # What is free here is room for the others.
+                torch.cuda.empty_cache()
+        with _locked(lock, fcntl.LOCK_EX):
+            return time_row(scene, entries, task.rounds, say)
+
+
+@contextlib.contextmanager
+def _locked(file: Any, kind: int) -> Iterator[None]:
+    """By the kernel, which lets go of it when the process ends, however it does."""
+    fcntl.flock(file, kind)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
