@@ -121,6 +121,22 @@ def hopper_linear(
     return _recorded_on_hopper(plan, x, weight, biases[0], out, pre if keeps_pre else None, up, biases[1])
 
 
+def hopper_gradient(
+    launch: Launch, activation: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16, rows: int = 3136,
+    n: int = 1152, k: int = 4304,
+) -> KernelLaunch:  # fmt: skip
+    """The gradient of a layer [n, k] and of the activation before it, on the Hopper path with this tile."""
+    weight, dout, pre, dpre, h = (
+        torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rows, n), (rows, k), (rows, k), (rows, k))
+    )
+    sums = torch.empty((_gemm_hopper.count_of_sums(rows), k), device="meta")
+
+    def plan() -> Any:
+        return _gemm_hopper.plan_gradient_hopper(launch, Rows.of(dout), weight, activation, bias, k)
+
+    return _recorded_on_hopper(plan, dout, weight, pre, dpre, h, sums)
+
+
 def hopper_rotary(
     head_dim: int, num_heads: int = 16, num_k_heads: int = 16, half_table: bool = False, bias: bool = True,
     table_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16, rows: int = 3136, k: int = 1152,

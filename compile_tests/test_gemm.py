@@ -31,12 +31,13 @@ from compile_tests.gemm import (
     GEMM_VARIANTS,
     gemm_calls,
     gemm_launches,
+    hopper_gradient,
     hopper_linear,
     hopper_rotary,
 )
 from compile_tests.test_aot import TARGETS
-from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, tile_launch
-from torch_ops import _gemm
+from csrc_free_ops.gemm.hopper_launch import GRADIENT_TILES, ROUND, linear_launch, tile_launch
+from torch_ops import _gemm, settings
 from torch_ops._gemm_portable import Rows
 from torch_ops._registry import OPS
 
@@ -285,6 +286,28 @@ HOPPER_POINTS: dict[str, tuple[Any, dict[str, Any]]] = {
         for head_dim in ROTATED
         for half in (False, True)
     },
+    # Finished by four warps.
+    **{
+        f"{activation}-{rows}x{columns}-by-4{'' if keeps else '-without-keeps_pre-bias'}": (
+            hopper_linear,
+            {"launch": (rows, columns, 4), "activation": activation, "keeps_pre": keeps, "bias": keeps},
+        )
+        for activation in ("gelu_tanh", "gelu", "quick_gelu", "silu")
+        for rows, columns in ((128, 192), (192, 128))
+        for keeps in (False, True)
+    },
+    **{
+        f"gradient-{activation}-{rows}x{columns}{'' if bias else '-without-bias'}": (
+            hopper_gradient, {"launch": (rows, columns, 4), "activation": activation, "bias": bias}
+        )
+        for activation in ("gelu_tanh", "gelu", "quick_gelu", "silu")
+        for rows, columns in GRADIENT_TILES
+        for bias in (False, True)
+        if activation == "gelu_tanh" or bias
+    },
+    "gradient-gelu_tanh-192x128-fp16": (
+        hopper_gradient, {"launch": (192, 128, 4), "activation": "gelu_tanh", "dtype": torch.float16}
+    ),
     "rotary-d72-equal_heads": (hopper_rotary, {"head_dim": 72}),
     "rotary-d72-without-bias": (hopper_rotary, {"head_dim": 72, "bias": False}),
     "rotary-d80-own_table": (hopper_rotary, {"head_dim": 80, "table_dtype": torch.bfloat16, "half_table": True}),
@@ -386,16 +409,39 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, variant: str,
     assert not mode.shape_env.guards and not mode.shape_env.replacements
 
 
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("variant", GEMM_VARIANTS)
+def test_gradient_with_its_product_is_one_opaque_launch_where_it_is_asked_for(variant: str, symbolic: bool) -> None:
+    """Of "swiglu", of rows of no whole 16 bytes and of fp32 the product is apart, and the kernel behind it."""
+    with fake_gpu(name="h200", path="hopper") as mode:
+        with mode:
+            rows = symbolic_size(mode, "rows", 100) if symbolic else 100
+            args, options = gemm_calls(rows=rows, **GEMM_VARIANTS[variant])["mlp_backward"]
+        trace = trace_kernels(OPS["mlp_backward"].overload, args, options)
+    whole = variant in ("plain", "gelu", "bare", "forward_alone")
+    kernels = [each.name for each in trace.kernels]
+    assert ("_mlp_bwd_kernel" not in kernels) == whole
+    # Of two weights what was not kept is made again by a launch too.
+    assert trace.targets.count("auto_functionalized") == (whole or variant == "apart_again")
+    if whole:
+        assert trace.targets.splitlines().count("aten.mm.default") == 3, "dx, dw1 and dw2"
+    assert not mode.shape_env.guards and not mode.shape_env.replacements
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are remembered; the launch itself is left out here."""
-    for name in ("plan_linear_hopper", "plan_rotary_hopper"):
+    for name in ("plan_linear_hopper", "plan_rotary_hopper", "plan_gradient_hopper"):
         monkeypatch.setattr(_gemm, name, lambda *args: lambda *tensors: None)
     monkeypatch.setattr(_gemm, "why_portable", lambda *args, **options: "")
+    monkeypatch.setattr(_gemm, "programs", lambda index: 132)
     monkeypatch.setattr(_gemm, "hopper_launch", lambda *args, **options: (None, ""))
     x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
     rows = Rows.of(x)
+    with settings(path="hopper"):
+        gradient = _gemm.plan_gradient(rows, weight, "gelu", True, 64)
     plans = [
+        gradient,
         _gemm.plan_linear(rows, weight, False, "swiglu", False, 24, up if apart else None),
         _gemm.plan_rotary(rows, weight, False, cos, sin, 4, 1),
     ]

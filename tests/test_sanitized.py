@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from csrc_free_ops.gemm.hopper_launch import ROUND, tile_launch
+from csrc_free_ops.gemm.hopper_launch import GRADIENT_TILES, ROUND, tile_launch
+from tests.test_gemm_gradient import Gradient
 from tests.test_gemm_hopper import Layer, verify_projection
 from tests.test_window_attn import verify
 from torch_ops import _attention_hopper, _attention_hopper_backward, _gemm_hopper, explain, settings, window_attn
@@ -98,6 +99,13 @@ def few_programs() -> Iterator[None]:
 def test_products_are_right(tile: tuple[int, int], bias: bool) -> None:
     for activation in ("gelu_tanh", "swiglu") if tile[1] % 128 == 0 else ("gelu_tanh",):
         Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_launch(*tile))
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tile", GRADIENT_TILES, ids=str)
+def test_gradients_of_products_are_right(tile: tuple[int, int], bias: bool) -> None:
+    Gradient("gelu_tanh", 200, 904, 500, bias=bias).verify(tile_launch(*tile, finishers=4))
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.configs import ATEN, Launch, product_row
-from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch, too_few
+from csrc_free_ops.gemm.hopper_launch import gradient_launch, linear_launch, rotary_launch, too_few
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
-from torch_ops._gemm_elementwise import plan_activate, plan_rotate
-from torch_ops._gemm_hopper import addressable, plan_linear_hopper, plan_rotary_hopper, refusal
+from torch_ops._gemm_elementwise import new_sums, plan_activate, plan_activation_backward, plan_rotate
+from torch_ops._gemm_hopper import (
+    addressable,
+    plan_gradient_hopper,
+    plan_linear_hopper,
+    plan_rotary_hopper,
+    refusal,
+)
 from torch_ops._gemm_portable import (
+    GATED,
     Rows,
     choose_product,
     plan_linear_portable,
@@ -90,6 +97,27 @@ def plan_linear(
     if up is None:
         return _where_addressable(hopper, lambda args: plan_stock(args[1]), (0, 1))
     return _where_addressable(hopper, lambda args: plan_stock(args[1], args[5]), (0, 1, 5))
+
+
+def plan_gradient(
+    rows: Rows, weight: Tensor, activation: str, has_bias: bool, width: int
+) -> Callable[..., None] | None:
+    """launch(dout, weight, pre, dpre, h, sums): the gradient of a layer [n, k] and of the activation f before it.
+
+    dpre = (dout weight) f'(pre) and h = f(pre), in rows of `width` columns, zeros behind k; with `has_bias` sums, fp32
+    [count_of_sums(M), k], takes parts of the sum of dpre's rows. dout is [M, n], its layout `rows`; pre is contiguous.
+    None where the product and what follows it are to be apart.
+    """
+    # "auto" waits for figures of it in a training step.
+    if activation == GATED or settings.path != "hopper" or why_portable(rows, weight):
+        return None
+    if not is_eager():
+        return partial(_launch_gradient_opaque, activation=activation, has_bias=has_bias)
+    launch = gradient_launch(rows.count, weight.shape[1], programs(weight.device.index))
+    hopper = plan_gradient_hopper(launch, rows, weight, activation, has_bias, width)
+    return _where_addressable(
+        hopper, lambda args: _plan_gradient_aten(rows, args[1], activation, has_bias, width), (0, 1)
+    )
 
 
 def plan_rotary(
@@ -177,6 +205,22 @@ def _prepare_linear(
     return plan_linear(Rows.of(x), weight, bias is not None, activation, keeps_pre, out.shape[1], up)
 
 
+@opaque_launch("_gradient", writes=("dpre", "h", "sums"))
+def _launch_gradient_opaque(
+    dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, sums: Tensor, activation: str, has_bias: bool
+) -> None:
+    _prepare_gradient(dout, weight, dpre, activation, has_bias)(dout, weight, pre, dpre, h, sums)
+
+
+@remembered
+def _prepare_gradient(
+    dout: Tensor, weight: Tensor, dpre: Tensor, activation: str, has_bias: bool
+) -> Callable[..., None]:
+    plan = plan_gradient(Rows.of(dout), weight, activation, has_bias, dpre.shape[1])
+    assert plan is not None
+    return plan
+
+
 @opaque_launch("_rotary", writes=("q", "k", "v"))
 def _launch_rotary_opaque(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor,
@@ -229,6 +273,20 @@ def _plan_linear_aten(
         activate(pre, out)
 
     return launch_linear
+
+
+def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, has_bias: bool, width: int) -> Callable[..., None]:
+    columns = (0, width, width)
+    differentiate = plan_activation_backward(Rows(rows.count, 0), weight.t(), activation, columns, True, has_bias)
+
+    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, sums: Tensor) -> None:
+        partial_sums = new_sums(dout, dout.shape[0] if has_bias else 0, weight.shape[1])
+        differentiate(torch.mm(dout, to_columns(weight, width)), pre, dpre, h, partial_sums)
+        if has_bias:
+            sums.zero_()
+            torch.sum(partial_sums, 0, out=sums[0])
+
+    return launch_gradient
 
 
 def _plan_rotary_aten(

@@ -14,13 +14,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
-from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, tall_tiles, whole_tiles
+from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, finishing_warps, tall_tiles, whole_tiles
 from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._launches import Relaunch
 
-# By consumer warpgroups: registers of a consumer's thread, of the finishers' and the producer's, and at launch.
-REGISTERS = {2: (168, 168, 168), 3: (136, 104, 128)}
+# By consumer warpgroups and finishing warps: registers of a consumer's thread, of a finisher's, of the producer's, and
+# at launch.
+REGISTERS = {
+    (2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128),
+    (3, 2): (136, 104, 104, 128), (3, 4): (112, 104, 40, 96),
+}  # fmt: skip
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -51,14 +55,16 @@ def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
 def _constants(
     rows: Rows, weight: Tensor, launch: Launch, epilogue: str, has_bias: bool, up: Tensor | None = None
 ) -> dict[str, Any]:
-    groups = launch.block_m // 64
-    consumer, other, at_launch = REGISTERS[groups]
+    groups, finishers = launch.block_m // 64, finishing_warps(launch)
+    consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
     n, k = product_size(weight, up)
+    weights = (weight,) if up is None else (weight, up)
     return {
-        "N": n, "K": k, "STRIDE_W": weight.stride(0) if up is None or up.stride(0) == weight.stride(0) else 0,
+        "N": n, "K": k, "W_BYTES": n * k * 2 if all(each.is_contiguous() for each in weights) else 0,
         "PARTNER": partner_rows(weight, up) if epilogue == GATED else 0, "GROUPS": groups,
         "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE": epilogue, "HAS_BIAS": has_bias,
-        "CONSUMER_REGISTERS": consumer, "OTHER_REGISTERS": other, "num_warps": 4, "maxnreg": at_launch,
+        "FINISHERS": finishers, "CONSUMER_REGISTERS": consumer, "FINISHER_REGISTERS": finisher,
+        "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
 
 
@@ -98,6 +104,38 @@ def plan_linear_hopper(
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_linear
+
+
+def plan_gradient_hopper(
+    launch: Launch, rows: Rows, weight: Tensor, activation: str, has_bias: bool, width: int
+) -> Callable[..., None]:
+    """launch(dout, weight, pre, dpre, h, sums): of a layer [n, k] and what is before it, an activation of pre [M, k].
+
+    dpre = (dout weight) f'(pre) and h = f(pre), in rows of `width` columns; sums as `count_of_sums` has them.
+    """
+    constants = _constants(rows, weight.t(), launch, f"{activation}_gradient", has_bias)
+    constants |= {
+        "W_BYTES": weight.nbytes if weight.is_contiguous() else 0, "KEEPS_PRE": False, "STRIDE_OUT": width,
+        "HEAD_DIM": 8, "NUM_HEADS": 1, "NUM_K_HEADS": 1, "STRIDE_COS": 0, "STRIDE_SIN": 0, "SHARED_ANGLES": True,
+    }  # fmt: skip
+    descriptors_of = _descriptors(launch)
+    grid = (programs(weight.device.index),)
+    sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
+    relaunch = Relaunch(grid, sizes)
+
+    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, sums: Tensor) -> None:
+        descriptors = descriptors_of(dout, weight, weight)
+        tensors = (weight, weight, weight, weight, dpre, h, sums, pre, weight, weight)
+        if not relaunch(None, tensors, descriptors):
+            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_gradient
+
+
+def count_of_sums(rows: int) -> int:
+    """Rows of sums of a gradient of so many rows, four for every 64."""
+    return (rows + 63) // 64 * 4
 
 
 def plan_rotary_hopper(

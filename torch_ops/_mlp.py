@@ -6,16 +6,20 @@ Plans depend on metadata alone; `torch_ops._gemm` chooses the path of each layer
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torch_ops._checks import check_bias, check_dense, check_float, check_like, check_matrix, refuse
-from torch_ops._gemm import ACTIVATIONS, plan_linear
+from torch_ops._gemm import ACTIVATIONS, plan_gradient, plan_linear
 from torch_ops._gemm_cpu import activation_backward_cpu, linear_cpu
-from torch_ops._gemm_elementwise import plan_activate, plan_activation_backward
-from torch_ops._gemm_portable import GATED, Rows, padded, product_size
+from torch_ops._gemm_elementwise import new_sums, plan_activate, plan_activation_backward
+from torch_ops._gemm_hopper import count_of_sums
+from torch_ops._gemm_portable import GATED, Rows, padded, product_size, to_columns
 from torch_ops._registry import remembered, runs_kernels
 
 Layer = Callable[..., None]
+# differentiate(dout, w2, pre, dpre, h) fills dpre and h, those that have rows, and returns parts of the sums of dpre.
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _width(w1: Tensor, activation: str, w_up: Tensor | None) -> int:
@@ -131,12 +135,38 @@ def gradient_columns(w1: Tensor, w_up: Tensor | None) -> tuple[int, int]:
     return padded(own, w1.dtype), 2 * padded(own, w1.dtype)
 
 
+def _h_alone(activate: Layer) -> Layer:
+    return lambda dh, pre, dpre, h, sums: activate(pre, h)
+
+
+def _after_product(launch: Layer, inner: bool, width: int, sums: bool) -> Gradient:
+    """The launch's, with PyTorch's product before it."""
+
+    def differentiate(dout: Tensor, w2: Tensor, pre: Tensor, dpre: Tensor, h: Tensor) -> Tensor:
+        partial_sums = new_sums(dout, dout.shape[0] if sums else 0, pre.shape[1])
+        dh = torch.mm(dout, to_columns(w2, width)) if inner else dout
+        launch(dh, pre, dpre, h, partial_sums)
+        return partial_sums
+
+    return differentiate
+
+
+def _with_product(launch: Layer, sums: bool) -> Gradient:
+    def differentiate(dout: Tensor, w2: Tensor, pre: Tensor, dpre: Tensor, h: Tensor) -> Tensor:
+        count = count_of_sums(dout.shape[0]) if sums else 0
+        partial_sums = dout.new_empty((count, pre.shape[1]), dtype=torch.float32)
+        launch(dout, w2, pre, dpre, h, partial_sums)
+        return partial_sums
+
+    return differentiate
+
+
 @remembered
 def prepare_mlp_backward(
     dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor, activation: str,
     w_up: Tensor | None, b_up: Tensor | None, needs_rows: bool, inner: bool, needs_h: bool, sums: bool, needs_up: bool,
-) -> tuple[Layer | None, Layer | None]:  # fmt: skip
-    """What makes hidden again, and what makes of it dpre and h, or h alone."""
+) -> tuple[Layer | None, Gradient | None]:  # fmt: skip
+    """What makes hidden again, and what makes dpre and h of it and of dout, or h alone."""
     check_mlp_backward(dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_rows, inner or needs_h, needs_up)
     n, _ = product_size(w1, w_up)
     rows = Rows(Rows.of(dout).count, 0)
@@ -151,8 +181,12 @@ def prepare_mlp_backward(
         return None, None
     columns = gradient_columns(w1, w_up)
     if not runs_kernels(dout):
-        return again, partial(activation_backward_cpu, activation, columns[0])
-    if inner:
-        return again, plan_activation_backward(rows, w1, activation, (*columns, width), needs_h, sums, w_up)
-    activate = plan_activate(rows, w1, activation, n, width, w_up)
-    return again, lambda dh, pre, dpre, h, sums: activate(pre, h)
+        launch: Layer = partial(activation_backward_cpu, activation, columns[0])
+    elif inner:
+        whole = plan_gradient(Rows.of(dout), w2, activation, sums, width) if needs_h else None
+        if whole is not None:
+            return again, _with_product(whole, sums)
+        launch = plan_activation_backward(rows, w1, activation, (*columns, width), needs_h, sums, w_up)
+    else:
+        launch = _h_alone(plan_activate(rows, w1, activation, n, width, w_up))
+    return again, _after_product(launch, inner, width, sums)

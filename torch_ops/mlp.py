@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._gemm_elementwise import new_sums, sum_runs
+from torch_ops._gemm_elementwise import sum_runs
 from torch_ops._gemm_portable import Rows, padded, product_size, rows_of, to_columns
 from torch_ops._mlp import check_mlp, check_mlp_backward, gradient_columns, prepare_mlp, prepare_mlp_backward
 from torch_ops._registry import needs_of, vk_op
@@ -137,7 +137,7 @@ def mlp_backward_op(
     up_begins, stride = gradient_columns(w1, w_up)
     dpre = dout.new_empty((rows if inner else 0, stride))
     h = dout.new_empty((rows if needs_w2 or makes_pair else 0, whole))
-    sums = new_sums(dout, rows if sums_wanted else 0, n)
+    sums = dout.new_empty((0, n))
     with torch._C._DisableAutocast():
         if differentiate is not None:
             if again is not None and x is not None:
@@ -147,8 +147,7 @@ def mlp_backward_op(
                     again(rows_of(x), w1, b1, h, hidden, w_up, b_up)
                 else:
                     again(rows_of(x), w1, b1, hidden, None)
-            dh = torch.mm(gradient, to_columns(w2, whole)) if inner else gradient
-            differentiate(dh, hidden.contiguous(), dpre, h, sums)
+            sums = differentiate(gradient, w2, hidden.contiguous(), dpre, h)
         # What is behind the columns of each is zero, and products of whole rows are several times as fast.
         each = padded(own, dout.dtype)
         of_w1 = _columns(dpre, 0, each)

@@ -1,9 +1,9 @@
 """Linear layers on Hopper, in Gluon: out = f(x weight^T + bias), by warp specialization.
 
 A program has one producer warp, which brings tiles of x and of weight [COLUMNS, 64] by TMA to a ring of STAGES stages;
-GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two
-warps that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in order
-of rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
+GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two or
+four warps that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in
+order of rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
 
     consumer    acc = sum over k of x_k weight_k^T      in fp32
                 half = round(acc + bias)                to shared memory
@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from csrc_free_ops.gemm.hopper_finish import finish_rows, halves_of, parts_of
+from csrc_free_ops.gemm.hopper_finish import finish_rows, halves_of, is_gradient, parts_of
 from csrc_free_ops.tiles.hopper import (
     add_products,
     await_phase,
@@ -43,8 +43,8 @@ FIRST_BARRIER = gl.constexpr(6)
 UNIT_BYTES = gl.constexpr(64 * 64 * 2)
 # Bytes of a weight that the L2 cache has room for beside x.
 PREFETCHED = gl.constexpr(16 * 2**20)
-# Threads at a tile's barrier: a consumer's and the finishers'. At a stage's are the producer's and all consumers'.
-AT_TILE = gl.constexpr(128 + 64)
+# Threads at a tile's barrier, AT_TILE, are a consumer's and the finishers'; at a stage's, the producer's and all
+# consumers'.
 
 
 @gluon.jit
@@ -95,6 +95,7 @@ def _produce(descs, weights, units, bars, tall, end, OPTIONS: gl.constexpr):
     PARTNER: gl.constexpr = option(OPTIONS, "PARTNER")
     W_BYTES: gl.constexpr = option(OPTIONS, "W_BYTES")
     HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
+    BY_ROWS: gl.constexpr = is_gradient(option(OPTIONS, "EPILOGUE"))
     PARTS: gl.constexpr = parts_of(COLUMNS)
     WHOLE: gl.constexpr = COLUMNS // HALVES // 64
     x_desc, w_desc, other_desc = descs
@@ -128,7 +129,10 @@ def _produce(descs, weights, units, bars, tall, end, OPTIONS: gl.constexpr):
                 column = n * (COLUMNS // HALVES) + half * PARTNER
                 place = first + GROUPS + half * WHOLE
                 for unit in gl.static_range(WHOLE):
-                    at = [column + unit * 64, step * 64]
+                    if BY_ROWS:
+                        at = [step * 64, column + unit * 64]
+                    else:
+                        at = [column + unit * 64, step * 64]
                     if half == 0:
                         tma.async_copy_global_to_shared(w_desc, at, bar, units.index(place + unit))
                     else:
@@ -174,7 +178,8 @@ def _make_tile(
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
-    HAS_BIAS: gl.constexpr = option(OPTIONS, "HAS_BIAS")
+    BY_ROWS: gl.constexpr = is_gradient(option(OPTIONS, "EPILOGUE"))
+    HAS_BIAS: gl.constexpr = option(OPTIONS, "HAS_BIAS") and not BY_ROWS
     PARTS: gl.constexpr = parts_of(COLUMNS)
     STRIPS: gl.constexpr = COLUMNS // 8
     STAGE_BYTES: gl.constexpr = (GROUPS + PARTS) * UNIT_BYTES
@@ -182,6 +187,7 @@ def _make_tile(
     OWN: gl.constexpr = STAGES * (GROUPS + PARTS) + INDEX * PARTS
     TILE_FULL: gl.constexpr = FIRST_BARRIER + STAGES + INDEX
     TILE_EMPTY: gl.constexpr = TILE_FULL + GROUPS
+    AT_TILE: gl.constexpr = 128 + 32 * option(OPTIONS, "FINISHERS")
 
     base = shared_base()
     bars_at = base + (STAGES * (GROUPS + PARTS) + GROUPS * PARTS) * UNIT_BYTES
@@ -190,7 +196,7 @@ def _make_tile(
     for step in range(STEPS):
         await_phase(bars_at + stage * 8, phase)
         at = base + stage * STAGE_BYTES
-        sums = add_products(sums, at + INDEX * UNIT_BYTES, at + GROUPS * UNIT_BYTES, 4, DTYPE)
+        sums = add_products(sums, at + INDEX * UNIT_BYTES, at + GROUPS * UNIT_BYTES, 4, DTYPE, BY_ROWS)
         sums = wait_strips(sums, 1)
         if step > 0:
             barrier_arrive(FIRST_BARRIER + behind, 32 + 128 * GROUPS)
@@ -243,6 +249,7 @@ def _pass_tile(stage, phase, OPTIONS: gl.constexpr):
 def _consume(INDEX: gl.constexpr, units, pointers, biases, total, tall, end, OPTIONS: gl.constexpr):
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    AT_TILE: gl.constexpr = 128 + 32 * option(OPTIONS, "FINISHERS")
     stage = 0
     phase = 0
     for work in range(gl.program_id(0), end, gl.num_programs(0)):
@@ -272,6 +279,7 @@ def _finish_part(GROUP: gl.constexpr, units, pointers, row, n, total, OPTIONS: g
     PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    AT_TILE: gl.constexpr = 128 + 32 * option(OPTIONS, "FINISHERS")
     barrier_sync(FIRST_BARRIER + STAGES + GROUP, AT_TILE)
     finish_rows(
         units, STAGES * (GROUPS + PARTS) + GROUP * PARTS, row + GROUP * 64, n, pointers, total, OPTIONS
@@ -296,13 +304,14 @@ def _finish(units, pointers, total, tall, end, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["total", "tall"])
 def _gemm_hopper_kernel(
     x_desc, w_desc, other_desc, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr,
-    total, tall, N: gl.constexpr, K: gl.constexpr, STRIDE_W: gl.constexpr, PARTNER: gl.constexpr, GROUPS: gl.constexpr,
+    total, tall, N: gl.constexpr, K: gl.constexpr, W_BYTES: gl.constexpr, PARTNER: gl.constexpr, GROUPS: gl.constexpr,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
     KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr,
     NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr, SHARED_ANGLES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    FINISHERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, FINISHER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). x [total, K], weight [N, K] in rows of STRIDE_W, 0 if there is no one stride, bias [N].
+    """Grid (programs). x [total, K], weight [N, K], bias [N]. W_BYTES: of weights in one piece each, or 0.
 
     Of "swiglu" weight and bias hold N / 2 gates; what they gate stands PARTNER rows on in up and up_bias, which are
     tensors of their own, or the same where both are packed. other_desc is up's; else it counts where COLUMNS is no
@@ -313,14 +322,18 @@ def _gemm_hopper_kernel(
 
     out [total, N] in rows of STRIDE_OUT, zeros behind; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads,
     HEAD_DIM], and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
+
+    Of a gradient, "gelu_tanh_gradient" and its like, out = (x weight) f'(pre) and k = f(pre), in rows of STRIDE_OUT:
+    weight is [K, N], pre is read, COLUMNS are whole units, and v takes four rows of sums of out for every 64 rows,
+    fp32 [4 ceil(total / 64), N], where HAS_BIAS.
     """
     HALVES: gl.constexpr = halves_of(EPILOGUE)
     DTYPE: gl.constexpr = x_desc.dtype
     PARTS: gl.constexpr = parts_of(COLUMNS)
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     OPTIONS: gl.constexpr = (
-        "W_BYTES", N * K * 2 if STRIDE_W == K else 0, "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
-        "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
+        "W_BYTES", W_BYTES, "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
+        "FINISHERS", FINISHERS, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
         "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
@@ -345,7 +358,7 @@ def _gemm_hopper_kernel(
                 (_finish, (units, pointers, total, tall, end, OPTIONS)),
                 (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
             ],
-            [4, 2, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [4, FINISHERS, 1], [CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -356,5 +369,6 @@ def _gemm_hopper_kernel(
                 (_finish, (units, pointers, total, tall, end, OPTIONS)),
                 (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
             ],
-            [4, 4, 2, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [4, 4, FINISHERS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

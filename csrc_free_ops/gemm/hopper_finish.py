@@ -8,6 +8,9 @@ once. Logistic functions take two instructions of the special function unit a va
     gelu(x) = x (1 - t(|z|)) for x >= 0, x t(|z|) below; z = x / sqrt(2), t(z) = erfc(z) / 2 within 1e-7
               (Abramowitz and Stegun, 7.1.26: no difference of numbers close to each other)
     rotary (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of each head
+
+Of a gradient the tile is dh, and with pre, what f was of, from memory: dpre = dh f'(pre), h = f(pre). Of u s(2 u) and
+its like, with s(z) = 1 / (1 + e^-z), the slope is s + x s (1 - s) z', and neither s nor 1 - s comes of a difference.
 """
 
 from triton.experimental import gluon
@@ -22,6 +25,19 @@ LOG2E = gl.constexpr(1.4426950408889634)
 def parts_of(columns):
     """Units of 64 columns that a tile takes."""
     return (columns + 63) // 64
+
+
+GRADIENT = "_gradient"
+
+
+@gluon.constexpr_function
+def is_gradient(epilogue):
+    return epilogue.endswith(GRADIENT)
+
+
+@gluon.constexpr_function
+def _activation_of(epilogue):
+    return epilogue.removesuffix(GRADIENT)
 
 
 @gluon.constexpr_function
@@ -58,6 +74,32 @@ def _activate(x, EPILOGUE: gl.constexpr):
     else:
         y = x
     return y
+
+
+@gluon.jit
+def _activate_with_slope(x, ACTIVATION: gl.constexpr):
+    """f(x) and f'(x)."""
+    if ACTIVATION == "gelu":
+        tail = _half_erfc(gl.abs(x) * 0.7071067811865476)
+        share = gl.where(x >= 0, 1.0 - tail, tail)
+        rise = exp2(x * x * (-0.5 * LOG2E)) * 0.3989422804014327
+    else:
+        if ACTIVATION == "gelu_tanh":
+            # Beyond, s is 0 or 1, and what would be infinite times 0 stays 0.
+            square = gl.minimum(x * x, 4096.0)
+            inner = x * (1.5957691216057308 + 0.0713548162726 * square)
+            slope = 1.5957691216057308 + 0.2140644488178 * square
+        elif ACTIVATION == "quick_gelu":
+            inner = x * 1.702
+            slope = 1.702
+        else:
+            inner = x
+            slope = 1.0
+        decay = exp2(gl.abs(inner) * -LOG2E)
+        inverse = reciprocal(1.0 + decay)
+        share = gl.where(inner < 0, decay * inverse, inverse)
+        rise = decay * inverse * inverse * slope
+    return x * share, share + x * rise
 
 
 @gluon.jit
@@ -106,6 +148,48 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
             at = out_ptr + first.to(gl.int64) * STRIDE_OUT + n * HALF
             wanted = (rows < total - first)[:, None] & stored[None, :]
             gl.store(at + (rows * STRIDE_OUT)[:, None] + column[None, :], y.to(half.dtype), mask=wanted)
+
+
+@gluon.jit
+def _store_gradients(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
+    """dpre and h; where there is a bias, of every 64 rows four sums of dpre before it is rounded. By four warps."""
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
+    STRIDE_OUT: gl.constexpr = option(OPTIONS, "STRIDE_OUT")
+    ACTIVATION: gl.constexpr = _activation_of(option(OPTIONS, "EPILOGUE"))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    dpre_ptr, h_ptr, sums_ptr, pre_ptr, _, _ = pointers
+    width = gl.minimum(WIDTH - n * COLUMNS, COLUMNS)
+    halves = units._reinterpret(units.dtype, [units.shape[0] * 2, 32, 64], units.type.layout)
+    for part in range((width + 63) // 64):
+        column = part * 64 + cols
+        # Of rows that are longer than there are columns, the rest is zero, as the product is.
+        stored = column < gl.minimum(STRIDE_OUT - n * COLUMNS, COLUMNS)
+        pres = ()
+        for half in gl.static_range(2):
+            first = row + half * 32
+            at = pre_ptr + first.to(gl.int64) * WIDTH + n * COLUMNS + (rows * WIDTH)[:, None] + column[None, :]
+            inside = (rows < total - first)[:, None] & (column < width)[None, :]
+            pres = pres + (gl.load(at, mask=inside, other=0.0),)
+        added = gl.zeros([32, 64], gl.float32, LAYOUT)
+        for half in gl.static_range(2):
+            first = row + half * 32
+            h, slope = _activate_with_slope(pres[half].to(gl.float32), ACTIVATION)
+            dpre = halves.index((FIRST + part) * 2 + half).load(LAYOUT).to(gl.float32) * slope
+            added = added + dpre
+            at = first.to(gl.int64) * STRIDE_OUT + n * COLUMNS + (rows * STRIDE_OUT)[:, None] + column[None, :]
+            wanted = (rows < total - first)[:, None] & stored[None, :]
+            gl.store(dpre_ptr + at, dpre.to(units.dtype), mask=wanted)
+            gl.store(h_ptr + at, h.to(units.dtype), mask=wanted)
+        if option(OPTIONS, "HAS_BIAS"):
+            # A thread's rows, then those of its warp: no warp waits for another.
+            sums = gl.sum(gl.sum(added.reshape([2, 4, 4, 64]), 0), 1)
+            lines = row // 64 * 4 + gl.arange(0, 4, gl.SliceLayout(1, sums.type.layout))
+            own = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, sums.type.layout))
+            at = (lines.to(gl.int64) * WIDTH)[:, None] + (n * COLUMNS + own)[None, :]
+            gl.store(sums_ptr + at, sums, mask=(row < total) & (own < width)[None, :])
 
 
 @gluon.jit
@@ -210,5 +294,7 @@ def finish_rows(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl
     """Of the 64 rows from `row` on, in units from FIRST on: f, and out. By the warps of the partition that calls it."""
     if option(OPTIONS, "EPILOGUE") == "rotary":
         _store_rotated(FIRST, row, n, pointers, total, units.dtype, OPTIONS)
+    elif is_gradient(option(OPTIONS, "EPILOGUE")):
+        _store_gradients(units, FIRST, row, n, pointers, total, OPTIONS)
     else:
         _store_columns(units, FIRST, row, n, pointers, total, OPTIONS)

@@ -16,6 +16,8 @@ from csrc_free_ops.configs import Launch
 # How long a round of tiles takes, by their rows and columns, beside one of 128 x 192. By weights of 1152 x 3456,
 # 1152 x 4304 and 4304 x 1152 on an H200.
 ROUND = {(128, 128): 0.69, (128, 192): 1.0, (128, 256): 1.32, (192, 128): 0.97}
+# Those whose gradients spill nowhere.
+GRADIENT_TILES = ((128, 128), (192, 128))
 # What tiles of 64 rows take of the time of those of 128: .65 to .70, by 25088 rows.
 SHORT = 0.67
 # Of a tile that is rotated, at most: it holds as many whole heads as there is room for.
@@ -29,11 +31,18 @@ LEAST_GAIN = 0.98
 SHORT_SUM, LEAST_WORK = 2048, {True: 0.4, False: 0.77}
 
 
-def tile_launch(rows: int, columns: int) -> Launch:
-    """The launch of a tile of this size, of as many stages as there is room for."""
+def tile_launch(rows: int, columns: int, finishers: int = 2) -> Launch:
+    """The launch of a tile of this size, of as many stages as there is room for.
+
+    Warps come by four: those that multiply, and the finishing ones with the one that loads.
+    """
     groups, parts = rows // 64, -(-columns // 64)
     stages = (UNITS - groups * parts) // (groups + parts)
-    return Launch(rows, columns, 12 if groups == 2 else 16, min(stages, MOST_STAGES))
+    return Launch(rows, columns, 4 * groups + (4 if finishers == 2 else 8), min(stages, MOST_STAGES))
+
+
+def finishing_warps(launch: Launch) -> int:
+    return 2 if launch.num_warps - launch.block_m // 16 == 4 else 4
 
 
 def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
@@ -41,6 +50,11 @@ def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
     # Of "swiglu" both halves of a tile are whole units.
     tiles = (tile for tile in ROUND if epilogue != "swiglu" or tile[1] % 128 == 0)
     return tile_launch(*min(tiles, key=lambda tile: shared_out(tile, total, n, programs)[0]))
+
+
+def gradient_launch(total: int, n: int, programs: int) -> Launch:
+    """The same of a gradient, whose four finishing warps read and write twice as much."""
+    return tile_launch(*min(GRADIENT_TILES, key=lambda tile: shared_out(tile, total, n, programs)[0]), finishers=4)
 
 
 def whole_tiles(total: int, rows: int) -> int:

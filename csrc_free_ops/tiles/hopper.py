@@ -386,16 +386,18 @@ def multiply(left, right, STRIPS: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS:
 
 
 @gluon.constexpr_function
-def _products_text(strip_count, steps, high, dtype):
+def _products_text(strip_count, steps, high, dtype, by_rows):
     registers = 4 * strip_count
     sums = ",".join(f"${index}" for index in range(registers))
     lines = ["{ .reg .b64 left, right; .reg .b32 low;", "wgmma.fence.sync.aligned;"]
+    # 16 columns are 32 bytes on, 16 rows of 64 columns 2048.
+    advance = 128 if by_rows else 2
     for step in range(steps):
         lines += [
             f"add.s32 low, ${2 * registers}, {2 * step}; mov.b64 left, {{low, {high}}};",
-            f"add.s32 low, ${2 * registers + 4}, {2 * step}; mov.b64 right, {{low, {high}}};",
+            f"add.s32 low, ${2 * registers + 4}, {advance * step}; mov.b64 right, {{low, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
-            f" {{{sums}}}, left, right, 1, 1, 1, 0, 0;",
+            f" {{{sums}}}, left, right, 1, 1, 1, 0, {int(by_rows)};",
         ]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
@@ -407,17 +409,20 @@ def _products_constraints(strip_count):
 
 
 @gluon.jit
-def add_products(sums, left, right, STEPS: gl.constexpr, DTYPE: gl.constexpr):
+def add_products(sums, left, right, STEPS: gl.constexpr, DTYPE: gl.constexpr, BY_ROWS: gl.constexpr = False):
     """Begins sums += left @ right^T over 16 STEPS columns, at most 64. `wait_strips` ends it.
 
-    Both lie in shared memory as tiles of 64 columns: left of 64 rows, right of 8 for every strip.
+    Both lie in shared memory as tiles of 64 columns: left of 64 rows, right of 8 for every strip. BY_ROWS: right is
+    transposed, and sums += left @ right over 16 STEPS rows of 64, in tiles of 64 columns.
     """
-    HIGH: gl.constexpr = right_operand(64, 64)[1]
-    TEXT: gl.constexpr = _products_text(len(sums), STEPS, HIGH, _type_name(DTYPE))
+    OPERAND: gl.constexpr = right_operand(64, 64)
+    HIGH: gl.constexpr = OPERAND[1]
+    LOW: gl.constexpr = OPERAND[0] if BY_ROWS else 1 << 16
+    TEXT: gl.constexpr = _products_text(len(sums), STEPS, HIGH, _type_name(DTYPE), BY_ROWS)
     CONSTRAINTS: gl.constexpr = _products_constraints(len(sums))
     TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
-    operands = sums + (like + ((left >> 4) + (1 << 16)), like + ((right >> 4) + (1 << 16)))
+    operands = sums + (like + ((left >> 4) + (1 << 16)), like + ((right >> 4) + LOW))
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
 
 
