@@ -476,6 +476,17 @@ def test_one_chunk_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(alive) == 6 * 4
 
 
+def test_what_entered_a_block_is_let_go_of_before_the_next() -> None:
+    encoder = frozen("qwen3_vl_vision", torch.float32)
+    entered: list[Any] = []
+    alive: list[int] = []
+    for block in encoder.blocks:
+        block.register_forward_pre_hook(lambda *args: alive.append(sum(each() is not None for each in entered)))
+        block.register_forward_hook(lambda block, inputs, outputs: entered.append(weakref.ref(outputs[2])))
+    encoder(draw_pixels(encoder, IMAGES), IMAGES)
+    assert alive == [0] * len(encoder.blocks) and len(alive) > 1
+
+
 def test_the_configuration_says_what_is_returned() -> None:
     tower = tiny_tower("qwen3_vl_vision").requires_grad_(False)
     encoder = from_transformers(tower)

@@ -380,6 +380,8 @@ class QwenVisionEncoder(nn.Module):
                 taps.append(self._tap(layer - 1, entered))
             if keep:
                 kept.append(entered)
+            # Else its memory would wait for the next block's.
+            del entered
         hidden = branch if residual is None else branch + residual
         if len(self.blocks) - 1 in self._taps:
             taps.append(self._tap(len(self.blocks) - 1, hidden))
