@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import os
 import shlex
 import shutil
 import subprocess
@@ -32,9 +33,11 @@ def commands() -> dict[str, list[str]]:
     """Arguments of `vk bench` by the file of results."""
     if shutil.which("make") is None:
         pytest.skip("there is no make here")
+    # Not with what this make, if one runs these tests, was given.
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "ARGS"}
     run = subprocess.run(
-        ["make", "-n", "figures-ops"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
-    )  # fmt: skip
+        ["make", "-n", "figures-ops"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True, env=environment
+    )
     found = {}
     for line in run.stdout.splitlines():
         _, is_bench, rest = line.partition(" -m torch_ops.bench ")
