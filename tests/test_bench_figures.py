@@ -1,8 +1,8 @@
 """What the Makefile measures: that its commands run, and that what the targets ask for is in the tables they make."""
 
 import dataclasses
-import re
 import os
+import re
 import shlex
 import shutil
 import subprocess
