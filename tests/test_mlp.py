@@ -24,7 +24,7 @@ from tests.projections import (
     assert_second_derivatives_refused,
     left_to_pytorch,
 )
-from torch_ops import mlp
+from torch_ops import _gemm, _gemm_hopper, mlp
 from torch_ops.testing import check, check_draws, redrawn, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
 from torch_ops.testing.tolerance import Draw
@@ -170,6 +170,26 @@ def test_recomputing_keeps_no_hidden_and_gives_the_same(case: MlpCase, device: s
         assert (hidden in kept) == (not recompute), kept
     for name, tensor in outcome(partial(mlp, recompute=True), inputs).items():
         assert torch.equal(tensor, outcome(mlp, inputs)[name]), name
+
+
+@pytest.mark.skipif(not (INTERPRET or GPU), reason="no kernels run here")
+@pytest.mark.parametrize("rows", [0, 150])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_with_its_product_may_be_asked_for_where_there_is_none(bias: bool, rows: int, device: str) -> None:
+    """By a graph that was traced under another setting, or for more rows: it gets what its own kernel would make."""
+    dout, pre, weight = (torch.randn(shape, device=device).half() for shape in ((rows, 24), (rows, 40), (24, 40)))
+    dpre, h = (torch.full_like(pre, torch.nan) for _ in range(2))
+    sums = torch.full((_gemm_hopper.count_of_sums(rows) if bias else 0, 40), torch.nan, device=device)
+    _gemm._prepare_gradient(dout, weight, dpre, "silu", bias)(dout, weight, pre, dpre, h, sums)
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        x = pre.to(dtype).requires_grad_()
+        activated = references.linear.activated(x, "silu")
+        (dx,) = torch.autograd.grad(activated, x, dout.to(dtype) @ weight.to(dtype))
+        return {"dpre": dx, "h": activated.detach()} | ({"db": dx.sum(0)} if bias else {})
+
+    found = {"dpre": dpre, "h": h} | ({"db": sums.sum(0).half()} if bias else {})
+    check(found, reference(torch.float16), reference(torch.float64))
 
 
 def test_hidden_comes_when_a_gradient_may(device: str) -> None:

@@ -216,9 +216,10 @@ def _launch_gradient_opaque(
 def _prepare_gradient(
     dout: Tensor, weight: Tensor, dpre: Tensor, activation: str, has_bias: bool
 ) -> Callable[..., None]:
-    plan = plan_gradient(Rows.of(dout), weight, activation, has_bias, dpre.shape[1])
-    assert plan is not None
-    return plan
+    rows, width = Rows.of(dout), dpre.shape[1]
+    plan = plan_gradient(rows, weight, activation, has_bias, width)
+    # There are no rows, or the setting is another by now: the graph has what it was traced for.
+    return _plan_gradient_aten(rows, weight, activation, has_bias, width) if plan is None else plan
 
 
 @opaque_launch("_rotary", writes=("q", "k", "v"))
@@ -284,7 +285,7 @@ def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, has_bias: b
         differentiate(torch.mm(dout, to_columns(weight, width)), pre, dpre, h, partial_sums)
         if has_bias:
             sums.zero_()
-            torch.sum(partial_sums, 0, out=sums[0])
+            sums[:1] = partial_sums.sum(0)
 
     return launch_gradient
 

@@ -151,11 +151,13 @@ def _after_product(launch: Layer, inner: bool, width: int, sums: bool) -> Gradie
     return differentiate
 
 
-def _with_product(launch: Layer, sums: bool) -> Gradient:
+def _with_product(launch: Layer, makes_h: bool, sums: bool) -> Gradient:
+    """The launch's alone, which makes h too, wanted or not: so dpre has the same bits."""
+
     def differentiate(dout: Tensor, w2: Tensor, pre: Tensor, dpre: Tensor, h: Tensor) -> Tensor:
         count = count_of_sums(dout.shape[0]) if sums else 0
         partial_sums = dout.new_empty((count, pre.shape[1]), dtype=torch.float32)
-        launch(dout, w2, pre, dpre, h, partial_sums)
+        launch(dout, w2, pre, dpre, h if makes_h else torch.empty_like(dpre), partial_sums)
         return partial_sums
 
     return differentiate
@@ -183,9 +185,9 @@ def prepare_mlp_backward(
     if not runs_kernels(dout):
         launch: Layer = partial(activation_backward_cpu, activation, columns[0])
     elif inner:
-        whole = plan_gradient(Rows.of(dout), w2, activation, sums, width) if needs_h else None
+        whole = plan_gradient(Rows.of(dout), w2, activation, sums, width)
         if whole is not None:
-            return again, _with_product(whole, sums)
+            return again, _with_product(whole, needs_h, sums)
         launch = plan_activation_backward(rows, w1, activation, (*columns, width), needs_h, sums, w_up)
     else:
         launch = _h_alone(plan_activate(rows, w1, activation, n, width, w_up))
