@@ -476,13 +476,20 @@ def test_one_chunk_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(alive) == 6 * 4
 
 
-def test_what_entered_a_block_is_let_go_of_before_the_next() -> None:
-    encoder = frozen("qwen3_vl_vision", torch.float32)
-    entered: list[Any] = []
+@pytest.mark.parametrize("model_type", ["qwen3_vl_vision", "qwen2_5_vl_vision"])
+def test_a_block_lets_go_of_what_it_was_given_before_its_mlp(model_type: str) -> None:
+    """There memory is at its peak; and what entered the block is not kept for one that nothing taps."""
+    encoder = frozen(model_type, torch.float32)
+    given: list[Any] = []
     alive: list[int] = []
+
+    def note(block: Any, inputs: Any, *outputs: Any) -> None:
+        given.extend(weakref.ref(tensor) for tensor in (outputs[0] if outputs else inputs[0]) if tensor is not None)
+
     for block in encoder.blocks:
-        block.register_forward_pre_hook(lambda *args: alive.append(sum(each() is not None for each in entered)))
-        block.register_forward_hook(lambda block, inputs, outputs: entered.append(weakref.ref(outputs[2])))
+        block.register_forward_pre_hook(note)
+        block.register_forward_hook(note)
+        block.mlp.register_forward_pre_hook(lambda *args: alive.append(sum(each() is not None for each in given)))
     encoder(draw_pixels(encoder, IMAGES), IMAGES)
     assert alive == [0] * len(encoder.blocks) and len(alive) > 1
 
