@@ -20,7 +20,7 @@ from torch_ops.bench.encoder_beside import measure_beside
 from torch_ops.bench.encoder_contenders import CONTENDERS, GROUPS, UNCAPTURED, EncoderContender, find_contenders
 from torch_ops.bench.encoder_contest import PASSES, contest_row, many_compiled, path_of
 from torch_ops.bench.encoder_peers import PEERS
-from torch_ops.bench.encoder_rows import ROWS, Row, Scene, Session, find_rows, make_scene, make_tower
+from torch_ops.bench.encoder_rows import ROWS, SMOKE, Row, Scene, Session, find_rows, make_scene, make_tower
 from torch_ops.bench.machine import device_name, dtype_name, measure_ceilings, provenance
 from torch_ops.bench.results import OK, UNAVAILABLE, EncoderRow, Provenance, Report, read_report
 from torch_ops.bench.room import find_named, one_line
@@ -256,8 +256,8 @@ def _row(session: Session, row: Row, running: tuple[EncoderContender, ...], roun
 
 
 def _in_order(measured: tuple[EncoderRow, ...]) -> tuple[EncoderRow, ...]:
-    """As in ROWS, whichever was measured first."""
-    places: dict[str, Any] = {row.name: place for place, row in enumerate(ROWS)}
+    """As they are listed, whichever was measured first."""
+    places: dict[str, Any] = {row.name: place for place, row in enumerate((*ROWS, *SMOKE))}
     return tuple(sorted(measured, key=lambda each: places.get(each.row, len(places))))
 
 
