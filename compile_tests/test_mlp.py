@@ -144,7 +144,7 @@ def test_compiled_equals_eager_where_the_first_product_is_made_again(backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_with_leading_dimensions_never_recompiles(backend: str) -> None:
     compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with recompiling_fails():
         for lead in ((3, 20), (5, 7), (2, 40)):
             _assert_right(compiled, make_mlp_inputs(MlpCase("lead", "", lead, 24, 40), DTYPE, DEVICE))
 

@@ -111,13 +111,12 @@ def test_fp16_rows_apart_and_addresses_that_tma_cannot_reach() -> None:
     Gradient("gelu_tanh", 1152, 4304, 333, torch.float16).verify()
     Gradient("gelu", 200, 1364, 500, apart=4).verify()
     gradient = Gradient("silu", 200, 1368, 500)
-    plan, straight = gradient.plan(), gradient.verify()
-    gradient.weight = (
-        torch.empty(200 * 1368 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(200, 1368).copy_(gradient.weight)
-    )
-    found = gradient.run(plan)
+    plan = gradient.plan()
+    shifted = torch.empty(200 * 1368 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(200, 1368)
+    gradient.weight = shifted.copy_(gradient.weight)
+    with mock.patch.object(_gemm_hopper, "_gemm_hopper_kernel", None):
+        found = gradient.run(plan)
     check(found, gradient.reference(torch.bfloat16), gradient.reference(torch.float64))
-    assert found.keys() == straight.keys()
 
 
 @pytest.mark.gpu
@@ -199,6 +198,6 @@ def test_a_graph_keeps_what_it_was_traced_for(path: str) -> None:
     check({"dx": x.grad}, *({"dx": each["dx"]} for each in expected))
 
 
-def test_tiles_are_those_that_are_built() -> None:
+def test_every_tile_is_chosen_of_some_rows() -> None:
     chosen = {gradient_launch(rows, inner, 132) for rows in range(1, 30000, 613) for inner in (1368, 4096, 4304)}
-    assert chosen <= {tile_launch(*tile, finishers=4) for tile in GRADIENT_TILES} and len(chosen) == 2
+    assert chosen == {tile_launch(*tile, finishers=4) for tile in GRADIENT_TILES}

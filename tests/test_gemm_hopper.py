@@ -142,8 +142,8 @@ def test_tails_of_rows_and_columns(size: str, rows: int, launches: list[dict[str
 
 @pytest.mark.parametrize("keeps_pre", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tile", [*ROUND, (128, 192, 4), (192, 128, 4)], ids=str)
-def test_every_tile(tile: tuple[int, ...], bias: bool, keeps_pre: bool) -> None:
+@pytest.mark.parametrize("tile", ROUND)
+def test_every_tile(tile: tuple[int, int], bias: bool, keeps_pre: bool) -> None:
     """Of one program's last tile, which consumers finish, and of others, which they hand over."""
     for activation in ("gelu_tanh", "swiglu") if tile[1] % 128 == 0 else ("gelu_tanh",):
         # Short tiles alone, all kinds, and for two warpgroups a short one after whole ones.

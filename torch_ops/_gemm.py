@@ -1,9 +1,9 @@
 """The launcher of the GEMM core: from tensors and options to the kernels' arguments.
 
-Ops that stand on the core call `plan_linear` and `plan_rotary` by bare name. A plan depends on metadata alone, never on
-values on the device; it returns the function that launches, which writes into tensors that the op allocated. Here the
-path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a row or the rule says so,
-PyTorch's own product and an elementwise kernel behind it.
+Ops that stand on the core call `plan_linear`, `plan_gradient` and `plan_rotary` by bare name. A plan depends on
+metadata alone, never on values on the device; it returns the function that launches, which writes into tensors that the
+op allocated. Here the path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a row
+or the rule says so, PyTorch's own product and an elementwise kernel behind it.
 """
 
 from collections.abc import Callable
@@ -99,25 +99,22 @@ def plan_linear(
     return _where_addressable(hopper, lambda args: plan_stock(args[1], args[5]), (0, 1, 5))
 
 
-def plan_gradient(
-    rows: Rows, weight: Tensor, activation: str, has_bias: bool, width: int
-) -> Callable[..., None] | None:
-    """launch(dout, weight, pre, dpre, h, sums): the gradient of a layer [n, k] and of the activation f before it.
+def plan_gradient(rows: Rows, weight: Tensor, activation: str, sums: bool, width: int) -> Callable[..., None] | None:
+    """launch(dout, weight, pre, dpre, h, partial): the gradient of a layer [n, k] and of the activation f before it.
 
-    dpre = (dout weight) f'(pre) and h = f(pre), in rows of `width` columns, zeros behind k; with `has_bias` sums, fp32
-    [count_of_sums(M), k], takes parts of the sum of dpre's rows. dout is [M, n], its layout `rows`; pre is contiguous.
+    dpre = (dout weight) f'(pre), with zeros behind k, and h = f(pre), whose columns behind k may stay unwritten, both
+    in rows of `width`; with `sums` partial, fp32 [count_of_sums(M), k], takes parts of the sum of dpre's rows. dout is
+    [M, n], its layout `rows`; pre is contiguous.
     None where the product and what follows it are to be apart.
     """
     # "auto" waits for figures of it in a training step.
     if activation == GATED or settings.path != "hopper" or why_portable(rows, weight):
         return None
     if not is_eager():
-        return partial(_launch_gradient_opaque, activation=activation, has_bias=has_bias)
+        return partial(_launch_gradient_opaque, activation=activation, sums=sums)
     launch = gradient_launch(rows.count, weight.shape[1], programs(weight.device.index))
-    hopper = plan_gradient_hopper(launch, rows, weight, activation, has_bias, width)
-    return _where_addressable(
-        hopper, lambda args: _plan_gradient_aten(rows, args[1], activation, has_bias, width), (0, 1)
-    )
+    hopper = plan_gradient_hopper(launch, rows, weight, activation, sums, width)
+    return _where_addressable(hopper, lambda args: _plan_gradient_aten(rows, args[1], activation, sums, width), (0, 1))
 
 
 def plan_rotary(
@@ -205,21 +202,19 @@ def _prepare_linear(
     return plan_linear(Rows.of(x), weight, bias is not None, activation, keeps_pre, out.shape[1], up)
 
 
-@opaque_launch("_gradient", writes=("dpre", "h", "sums"))
+@opaque_launch("_gradient", writes=("dpre", "h", "partial"))
 def _launch_gradient_opaque(
-    dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, sums: Tensor, activation: str, has_bias: bool
+    dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor, activation: str, sums: bool
 ) -> None:
-    _prepare_gradient(dout, weight, dpre, activation, has_bias)(dout, weight, pre, dpre, h, sums)
+    _prepare_gradient(dout, weight, dpre, activation, sums)(dout, weight, pre, dpre, h, partial)
 
 
 @remembered
-def _prepare_gradient(
-    dout: Tensor, weight: Tensor, dpre: Tensor, activation: str, has_bias: bool
-) -> Callable[..., None]:
+def _prepare_gradient(dout: Tensor, weight: Tensor, dpre: Tensor, activation: str, sums: bool) -> Callable[..., None]:
     rows, width = Rows.of(dout), dpre.shape[1]
-    plan = plan_gradient(rows, weight, activation, has_bias, width)
+    plan = plan_gradient(rows, weight, activation, sums, width)
     # There are no rows, or the setting is another by now: the graph has what it was traced for.
-    return _plan_gradient_aten(rows, weight, activation, has_bias, width) if plan is None else plan
+    return _plan_gradient_aten(rows, weight, activation, sums, width) if plan is None else plan
 
 
 @opaque_launch("_rotary", writes=("q", "k", "v"))
@@ -257,7 +252,7 @@ def _plan_linear_aten(
     n, _ = product_size(weight, up)
     if activation == "none" and width == n and not keeps_pre:
         return lambda x, weight, bias, out, pre: linear_into(x, weight, bias, out)
-    activate = plan_activate(rows, weight, activation, n, width, up)
+    activate = plan_activate(rows, weight, activation, width, up)
 
     def launch_linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
@@ -276,16 +271,16 @@ def _plan_linear_aten(
     return launch_linear
 
 
-def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, has_bias: bool, width: int) -> Callable[..., None]:
+def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, sums: bool, width: int) -> Callable[..., None]:
     columns = (0, width, width)
-    differentiate = plan_activation_backward(Rows(rows.count, 0), weight.t(), activation, columns, True, has_bias)
+    differentiate = plan_activation_backward(Rows(rows.count, 0), weight.t(), activation, columns, True, sums)
 
-    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, sums: Tensor) -> None:
-        partial_sums = new_sums(dout, dout.shape[0] if has_bias else 0, weight.shape[1])
-        differentiate(torch.mm(dout, to_columns(weight, width)), pre, dpre, h, partial_sums)
-        if has_bias:
-            sums.zero_()
-            sums[:1] = partial_sums.sum(0)
+    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
+        found = new_sums(dout, dout.shape[0] if sums else 0, weight.shape[1])
+        differentiate(torch.mm(dout, to_columns(weight, width)), pre, dpre, h, found)
+        if sums:
+            partial.zero_()
+            partial[:1] = found.sum(0)
 
     return launch_gradient
 

@@ -43,9 +43,9 @@ def new_sums(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def plan_activate(
-    rows: Rows, weight: Tensor, activation: str, stride: int, width: int, up: Tensor | None = None
+    rows: Rows, weight: Tensor, activation: str, width: int, up: Tensor | None = None
 ) -> Callable[..., None]:
-    """launch(pre, out) fills out, rows of `width` columns, from pre, rows of `stride`, the product with weight."""
+    """launch(pre, out) fills out, rows of `width` columns, from pre, the contiguous product with weight."""
     if rows.known == 0:
         return nothing_to_do
     n, _ = product_size(weight, up)
@@ -53,7 +53,7 @@ def plan_activate(
     launch, _ = choose_product("activate", rows, weight, up)
     grid = (cdiv(rows.count, launch.block_m), cdiv(columns, launch.block_n))
     constants = {
-        "N": columns, "STRIDE_PM": stride, "STRIDE_OM": width, "ACTIVATION": activation, **blocks_of(launch)
+        "N": columns, "STRIDE_PM": n, "STRIDE_OM": width, "ACTIVATION": activation, **blocks_of(launch)
     }  # fmt: skip
     relaunch = Relaunch(grid, (rows.count,))
 
@@ -72,8 +72,8 @@ def plan_activation_backward(
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dh, pre, dpre, h, partial) fills dpre, with `makes_h` h, and with `sums` partial [runs, n].
 
-    pre is contiguous; `columns` are where in dpre's rows what is of up begins, and how many they and h's, which are as
-    many as dh's, have. What is left of dpre's is filled with zeros.
+    pre is contiguous. `columns`: where the gradient of up begins in dpre's rows, the columns of dpre, and those of h
+    and dh. The rest of dpre is zeros.
     """
     if rows.known == 0:
         return nothing_to_do

@@ -52,8 +52,14 @@ def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, 64], _LAYOUT)
 
 
+# Of what rotates nothing.
+_NOT_ROTATED = {
+    "HEAD_DIM": 8, "NUM_HEADS": 1, "NUM_K_HEADS": 1, "STRIDE_COS": 0, "STRIDE_SIN": 0, "SHARED_ANGLES": True
+}  # fmt: skip
+
+
 def _constants(
-    rows: Rows, weight: Tensor, launch: Launch, epilogue: str, has_bias: bool, up: Tensor | None = None
+    weight: Tensor, launch: Launch, epilogue: str, has_bias: bool, up: Tensor | None = None
 ) -> dict[str, Any]:
     groups, finishers = launch.block_m // 64, finishing_warps(launch)
     consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
@@ -79,11 +85,8 @@ def plan_linear_hopper(
     up: Tensor | None = None,
 ) -> Callable[..., None]:  # fmt: skip
     """launch(x, weight, bias, out, pre, up, up_bias) on tensors that `addressable` allows, x of one row at least."""
-    constants = _constants(rows, weight, launch, activation, has_bias, up)
-    constants |= {
-        "KEEPS_PRE": keeps_pre, "STRIDE_OUT": width, "HEAD_DIM": 8, "NUM_HEADS": 1, "NUM_K_HEADS": 1,
-        "STRIDE_COS": 0, "STRIDE_SIN": 0, "SHARED_ANGLES": True,
-    }  # fmt: skip
+    constants = _constants(weight, launch, activation, has_bias, up)
+    constants |= {"KEEPS_PRE": keeps_pre, "SUMS": False, "STRIDE_OUT": width, **_NOT_ROTATED}
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
     sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
@@ -107,25 +110,21 @@ def plan_linear_hopper(
 
 
 def plan_gradient_hopper(
-    launch: Launch, rows: Rows, weight: Tensor, activation: str, has_bias: bool, width: int
+    launch: Launch, rows: Rows, weight: Tensor, activation: str, sums: bool, width: int
 ) -> Callable[..., None]:
-    """launch(dout, weight, pre, dpre, h, sums): of a layer [n, k] and what is before it, an activation of pre [M, k].
-
-    dpre = (dout weight) f'(pre) and h = f(pre), in rows of `width` columns; sums as `count_of_sums` has them.
-    """
-    constants = _constants(rows, weight.t(), launch, f"{activation}_gradient", has_bias)
-    constants |= {
-        "W_BYTES": weight.nbytes if weight.is_contiguous() else 0, "KEEPS_PRE": False, "STRIDE_OUT": width,
-        "HEAD_DIM": 8, "NUM_HEADS": 1, "NUM_K_HEADS": 1, "STRIDE_COS": 0, "STRIDE_SIN": 0, "SHARED_ANGLES": True,
-    }  # fmt: skip
+    """launch(dout, weight, pre, dpre, h, partial), as of `plan_gradient`, on tensors that `addressable` allows, dout of
+    one row at least."""
+    constants = _constants(weight.t(), launch, f"{activation}_gradient", False)
+    w_bytes = weight.nbytes if weight.is_contiguous() else 0
+    constants |= {"W_BYTES": w_bytes, "KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": width, **_NOT_ROTATED}
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
     sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
     relaunch = Relaunch(grid, sizes)
 
-    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, sums: Tensor) -> None:
+    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
         descriptors = descriptors_of(dout, weight, weight)
-        tensors = (weight, weight, weight, weight, dpre, h, sums, pre, weight, weight)
+        tensors = (weight, weight, weight, weight, dpre, h, partial, pre, weight, weight)
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)
@@ -144,9 +143,9 @@ def plan_rotary_hopper(
 ) -> Callable[..., None]:  # fmt: skip
     """launch(x, weight, bias, cos, sin, q, k, v), as above."""
     angles = angle_constants(cos, sin, weight.shape[0], num_heads, num_k_heads)
-    constants = _constants(rows, weight, launch, "rotary", has_bias)
+    constants = _constants(weight, launch, "rotary", has_bias)
     constants |= {
-        "KEEPS_PRE": False, "STRIDE_OUT": 0, "HEAD_DIM": 2 * angles["HALF"], "NUM_HEADS": num_heads,
+        "KEEPS_PRE": False, "SUMS": False, "STRIDE_OUT": 0, "HEAD_DIM": 2 * angles["HALF"], "NUM_HEADS": num_heads,
         "NUM_K_HEADS": num_k_heads, "STRIDE_COS": angles["STRIDE_CT"], "STRIDE_SIN": angles["STRIDE_ST"],
         "SHARED_ANGLES": angles["SHARED_ANGLES"],
     }  # fmt: skip

@@ -140,7 +140,7 @@ def _h_alone(activate: Layer) -> Layer:
 
 
 def _after_product(launch: Layer, inner: bool, width: int, sums: bool) -> Gradient:
-    """The launch's, with PyTorch's product before it."""
+    """PyTorch's product dout w2, where it is wanted, and the elementwise launch behind it."""
 
     def differentiate(dout: Tensor, w2: Tensor, pre: Tensor, dpre: Tensor, h: Tensor) -> Tensor:
         partial_sums = new_sums(dout, dout.shape[0] if sums else 0, pre.shape[1])
@@ -152,7 +152,7 @@ def _after_product(launch: Layer, inner: bool, width: int, sums: bool) -> Gradie
 
 
 def _with_product(launch: Layer, makes_h: bool, sums: bool) -> Gradient:
-    """The launch's alone, which makes h too, wanted or not: so dpre has the same bits."""
+    """One launch for the product and its slope. It writes h if that is not wanted too: dpre has the same bits then."""
 
     def differentiate(dout: Tensor, w2: Tensor, pre: Tensor, dpre: Tensor, h: Tensor) -> Tensor:
         count = count_of_sums(dout.shape[0]) if sums else 0
@@ -163,6 +163,11 @@ def _with_product(launch: Layer, makes_h: bool, sums: bool) -> Gradient:
     return differentiate
 
 
+def makes_h_again(w2: Tensor, w_up: Tensor | None) -> bool:
+    """Whether hidden is made again by the forward's launch, with h: of two weights, and where rows of h are padded."""
+    return w_up is not None or padded(w2.shape[1], w2.dtype) != w2.shape[1]
+
+
 @remembered
 def prepare_mlp_backward(
     dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor, activation: str,
@@ -170,17 +175,17 @@ def prepare_mlp_backward(
 ) -> tuple[Layer | None, Gradient | None]:  # fmt: skip
     """What makes hidden again, and what makes dpre and h of it and of dout, or h alone."""
     check_mlp_backward(dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_rows, inner or needs_h, needs_up)
+    if not (inner or needs_h):
+        return None, None
     n, _ = product_size(w1, w_up)
     rows = Rows(Rows.of(dout).count, 0)
     width = padded(w2.shape[1], dout.dtype)
     again = None
     if x is not None and hidden.shape[1] == 0:
-        if w_up is None and width == w2.shape[1]:
-            again = _plan_layer(Rows.of(x), w1, b1 is not None, "none", False, n)
-        else:
+        if makes_h_again(w2, w_up):
             again = _plan_layer(Rows.of(x), w1, b1 is not None, activation, True, width, w_up)
-    if not (inner or needs_h):
-        return None, None
+        else:
+            again = _plan_layer(Rows.of(x), w1, b1 is not None, "none", False, n)
     columns = gradient_columns(w1, w_up)
     if not runs_kernels(dout):
         launch: Layer = partial(activation_backward_cpu, activation, columns[0])
@@ -190,5 +195,5 @@ def prepare_mlp_backward(
             return again, _with_product(whole, needs_h, sums)
         launch = plan_activation_backward(rows, w1, activation, (*columns, width), needs_h, sums, w_up)
     else:
-        launch = _h_alone(plan_activate(rows, w1, activation, n, width, w_up))
+        launch = _h_alone(plan_activate(rows, w1, activation, width, w_up))
     return again, _after_product(launch, inner, width, sums)

@@ -5,7 +5,7 @@
 
 The halves of "swiglu" may have weights of their own: pre = [x w1^T + b1, x w_up^T + b_up].
 
-Kernels: `csrc_free_ops.gemm`. The gradients' products are PyTorch's own.
+Kernels: `csrc_free_ops.gemm`. The gradients' products are PyTorch's own, but for dh with `settings(path="hopper")`.
 """
 
 from typing import Any
@@ -15,7 +15,14 @@ from torch import Tensor
 
 from torch_ops._gemm_elementwise import sum_runs
 from torch_ops._gemm_portable import Rows, padded, product_size, rows_of, to_columns
-from torch_ops._mlp import check_mlp, check_mlp_backward, gradient_columns, prepare_mlp, prepare_mlp_backward
+from torch_ops._mlp import (
+    check_mlp,
+    check_mlp_backward,
+    gradient_columns,
+    makes_h_again,
+    prepare_mlp,
+    prepare_mlp_backward,
+)
 from torch_ops._registry import needs_of, vk_op
 
 # Of x, w1, b1, w2, b2, w_up and b_up; empty where none is wanted.
@@ -133,17 +140,17 @@ def mlp_backward_op(
     gradient = rows_of(dout)
     rows = gradient.shape[0]
     whole = padded(width, dout.dtype)
-    makes_pair = again is not None and (w_up is not None or whole != width)
+    with_h = again is not None and makes_h_again(w2, w_up)
     up_begins, stride = gradient_columns(w1, w_up)
     dpre = dout.new_empty((rows if inner else 0, stride))
-    h = dout.new_empty((rows if needs_w2 or makes_pair else 0, whole))
+    h = dout.new_empty((rows if needs_w2 or with_h else 0, whole))
     sums = dout.new_empty((0, n))
     with torch._C._DisableAutocast():
         if differentiate is not None:
             if again is not None and x is not None:
                 hidden = x.new_empty((rows, n))
-                if makes_pair:
-                    # In one launch, as in the forward; what it makes of it here is not read.
+                if with_h:
+                    # The forward's launch, with h, which the gradient's makes anew.
                     again(rows_of(x), w1, b1, h, hidden, w_up, b_up)
                 else:
                     again(rows_of(x), w1, b1, hidden, None)
@@ -237,8 +244,8 @@ def mlp(
     """act(x w1^T + b1) w2^T + b2.
 
     Args:
-        x: [..., C] in fp16, bf16 or fp32, any strides; copied where it has not two dimensions and contiguous columns,
-            nor is contiguous. On the CPU also fp64.
+        x: [..., C] in fp16, bf16 or fp32, any strides; copied unless it is contiguous, or two-dimensional with
+            contiguous columns. On the CPU also fp64.
         w1: [I, C], for "swiglu" without `w_up` [2 I, C]: the rows of the gates, then those of what they gate. x's
             dtype and device, any strides, as all that follow.
         b1: as many as w1 has rows, or None.
@@ -260,11 +267,12 @@ def mlp(
         ValueError: names the argument, what was wanted and what came.
         RuntimeError: PyTorch's own, for an argument of another type.
 
-    Sums and the activation are fp32. In half types what the activation is of is rounded first, as by a linear layer,
-    but in the kernels in stock Triton (docs/gemm.md); its result and out are rounded on every path. fp32 inputs use
+    Sums and the activation are fp32. In half types the activation's input is rounded first, as by a linear layer,
+    except in the kernels in stock Triton (docs/gemm.md); its result and out are rounded on every path. fp32 inputs use
     tf32 only where `torch.backends.cuda.matmul` allows it. No width is special: 4304, 3420 or 1365 columns take no
-    padding of weights from the caller. Gradients are made for what requires them: with w1 frozen x is not kept. A
-    second derivative raises NotImplementedError. Forward and backward give the same bits for the same inputs.
+    padding of weights from the caller. Gradients are made for what requires them: with w1 and w_up frozen x is not
+    kept, unless to recompute. A second derivative raises NotImplementedError. Forward and backward give the same bits
+    for the same inputs.
     """
     wanted = torch.is_grad_enabled() and any(
         tensor is not None and (not isinstance(tensor, Tensor) or tensor.requires_grad)

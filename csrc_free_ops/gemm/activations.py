@@ -50,8 +50,8 @@ def _mlp_bwd_kernel(
 ):  # fmt: skip
     """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are.
 
-    UP_BEGINS: the column of dpre from which on the gradient of what is gated lies. What is left of the rows of dpre,
-    and of those of either gradient before, is zero.
+    UP_BEGINS: the column of dpre at which the gradient of up begins. Columns behind either gradient, up to the other or
+    to the row's end, are zero.
     """
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

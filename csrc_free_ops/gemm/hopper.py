@@ -1,4 +1,4 @@
-"""Linear layers on Hopper, in Gluon: out = f(x weight^T + bias), by warp specialization.
+"""Products on Hopper, in Gluon: out = f(x weight^T + bias), or a gradient (x weight) f'(pre), by warp specialization.
 
 A program has one producer warp, which brings tiles of x and of weight [COLUMNS, 64] by TMA to a ring of STAGES stages;
 GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two or
@@ -179,7 +179,7 @@ def _make_tile(
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
     BY_ROWS: gl.constexpr = is_gradient(option(OPTIONS, "EPILOGUE"))
-    HAS_BIAS: gl.constexpr = option(OPTIONS, "HAS_BIAS") and not BY_ROWS
+    HAS_BIAS: gl.constexpr = option(OPTIONS, "HAS_BIAS")
     PARTS: gl.constexpr = parts_of(COLUMNS)
     STRIPS: gl.constexpr = COLUMNS // 8
     STAGE_BYTES: gl.constexpr = (GROUPS + PARTS) * UNIT_BYTES
@@ -303,13 +303,13 @@ def _finish(units, pointers, total, tall, end, OPTIONS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["total", "tall"])
 def _gemm_hopper_kernel(
-    x_desc, w_desc, other_desc, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr,
-    total, tall, N: gl.constexpr, K: gl.constexpr, W_BYTES: gl.constexpr, PARTNER: gl.constexpr, GROUPS: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    KEEPS_PRE: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr, SHARED_ANGLES: gl.constexpr,
-    FINISHERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, FINISHER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    x_desc, w_desc, other_desc, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, second_ptr, third_ptr, pre_ptr,
+    cos_ptr, sin_ptr, total, tall, N: gl.constexpr, K: gl.constexpr, W_BYTES: gl.constexpr, PARTNER: gl.constexpr,
+    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    KEEPS_PRE: gl.constexpr, SUMS: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
+    SHARED_ANGLES: gl.constexpr, FINISHERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    FINISHER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). x [total, K], weight [N, K], bias [N]. W_BYTES: of weights in one piece each, or 0.
 
@@ -320,12 +320,13 @@ def _gemm_hopper_kernel(
     The first `tall` tiles of rows have GROUPS x 64, the others 64 less, and come last: programs are done at about the
     same time then.
 
-    out [total, N] in rows of STRIDE_OUT, zeros behind; of "swiglu" N / 2 wide. Of "rotary" out, k, v are [total, heads,
-    HEAD_DIM], and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of, where KEEPS_PRE.
+    out [total, N] in rows of STRIDE_OUT, zeros behind; of "swiglu" N / 2 wide. Of "rotary" out, second and third are q,
+    k and v [total, heads, HEAD_DIM], and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of,
+    where KEEPS_PRE.
 
-    Of a gradient, "gelu_tanh_gradient" and its like, out = (x weight) f'(pre) and k = f(pre), in rows of STRIDE_OUT:
-    weight is [K, N], pre is read, COLUMNS are whole units, and v takes four rows of sums of out for every 64 rows,
-    fp32 [4 ceil(total / 64), N], where HAS_BIAS.
+    Of a gradient, "gelu_tanh_gradient" and its like, out = (x weight) f'(pre) and second = f(pre), in rows of
+    STRIDE_OUT: weight is [K, N], pre is read, COLUMNS are whole units, and with SUMS third takes four rows of sums of
+    out for every 64 rows, fp32 [4 ceil(total / 64), N].
     """
     HALVES: gl.constexpr = halves_of(EPILOGUE)
     DTYPE: gl.constexpr = x_desc.dtype
@@ -334,7 +335,7 @@ def _gemm_hopper_kernel(
     OPTIONS: gl.constexpr = (
         "W_BYTES", W_BYTES, "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
         "FINISHERS", FINISHERS, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
-        "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "STRIDE_OUT", STRIDE_OUT,
+        "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "SUMS", SUMS, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
     )  # fmt: skip
@@ -348,7 +349,7 @@ def _gemm_hopper_kernel(
     bars = units.index(PLACES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     make_barriers(shared_base() + PLACES * UNIT_BYTES, (1,) * STAGES)
     fence_async_shared()
-    pointers = (out_ptr, k_ptr, v_ptr, pre_ptr, cos_ptr, sin_ptr)
+    pointers = (out_ptr, second_ptr, third_ptr, pre_ptr, cos_ptr, sin_ptr)
     biases = (bias_ptr, up_bias_ptr)
     if GROUPS == 2:
         gl.warp_specialize(

@@ -9,8 +9,9 @@ once. Logistic functions take two instructions of the special function unit a va
               (Abramowitz and Stegun, 7.1.26: no difference of numbers close to each other)
     rotary (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of each head
 
-Of a gradient the tile is dh, and with pre, what f was of, from memory: dpre = dh f'(pre), h = f(pre). Of u s(2 u) and
-its like, with s(z) = 1 / (1 + e^-z), the slope is s + x s (1 - s) z', and neither s nor 1 - s comes of a difference.
+Of a gradient the tile is dh, and with pre, what f was of, from memory: dpre = dh f'(pre), h = f(pre). Of x s(z), with
+s(z) = 1 / (1 + e^-z) and z = 2 u for gelu_tanh, the slope is s + x s (1 - s) z', and neither s nor 1 - s comes of a
+difference; of gelu it is gelu(x) / x + x e^(-x^2 / 2) / sqrt(2 pi).
 """
 
 from triton.experimental import gluon
@@ -152,7 +153,7 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
 
 @gluon.jit
 def _store_gradients(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
-    """dpre and h; where there is a bias, of every 64 rows four sums of dpre before it is rounded. By four warps."""
+    """dpre and h, and with SUMS of every 64 rows four sums of dpre before it is rounded. By four warps."""
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
     STRIDE_OUT: gl.constexpr = option(OPTIONS, "STRIDE_OUT")
@@ -183,7 +184,7 @@ def _store_gradients(units, FIRST: gl.constexpr, row, n, pointers, total, OPTION
             wanted = (rows < total - first)[:, None] & stored[None, :]
             gl.store(dpre_ptr + at, dpre.to(units.dtype), mask=wanted)
             gl.store(h_ptr + at, h.to(units.dtype), mask=wanted)
-        if option(OPTIONS, "HAS_BIAS"):
+        if option(OPTIONS, "SUMS"):
             # A thread's rows, then those of its warp: no warp waits for another.
             sums = gl.sum(gl.sum(added.reshape([2, 4, 4, 64]), 0), 1)
             lines = row // 64 * 4 + gl.arange(0, 4, gl.SliceLayout(1, sums.type.layout))

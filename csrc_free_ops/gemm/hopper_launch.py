@@ -5,7 +5,7 @@ by side make a round. How long a round takes is measured, and how many there are
 
 What the kernel gains is what it does behind the product. Of a product alone cuBLAS, which has clusters of programs
 share what they load, is as fast or faster: 50 to 55 us for both of 3136 rows by 4304 x 1152, 17.5 and 27 us of 784. So
-the launcher leaves such to PyTorch, and of few rows all: then most programs have nothing to do.
+the launcher leaves such to PyTorch, and of few rows most (`too_few`): then most programs have nothing to do.
 """
 
 import functools
@@ -53,7 +53,7 @@ def linear_launch(total: int, n: int, epilogue: str, programs: int) -> Launch:
 
 
 def gradient_launch(total: int, n: int, programs: int) -> Launch:
-    """The same of a gradient, whose four finishing warps read and write twice as much."""
+    """The same of a gradient, whose finishing warps are four: they read pre, and write dpre and h."""
     return tile_launch(*min(GRADIENT_TILES, key=lambda tile: shared_out(tile, total, n, programs)[0]), finishers=4)
 
 

@@ -1,7 +1,7 @@
 """`vk bench encoder`: the whole vision encoder next to its peers, forward and a training step, by wall time of a call.
 
-Tower L of Qwen3-VL with random weights. Batches and contenders can be chosen, so that a run can be spread over GPUs;
-what was measured is written row by row.
+Tower L of Qwen3-VL with random weights. Batches and contenders can be chosen, and `--side-by-side` spreads batches over
+processes and GPUs; what was measured is written row by row.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ SideBySide = Annotated[
     bool,
     typer.Option(
         "--side-by-side",
-        help="Each row in a process of its own, on all GPUs there are unless one is given: they prepare at the same "
-        "time, which takes most of it, and are timed one at a time.",
+        help="Each row in a process of its own, on all GPUs of the same name unless --device is given: they prepare at "
+        "the same time, which is most of the work, and are timed one at a time.",
     ),
 ]
 Quick = Annotated[

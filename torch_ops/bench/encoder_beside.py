@@ -42,7 +42,7 @@ def measure_beside(
     rows: Sequence[Row], running: Sequence[EncoderContender], dtype: torch.dtype, devices: Sequence[torch.device],
     rounds: int, changes: dict[str, Any],
 ) -> Iterator[tuple[str, EncoderRow | Exception]]:  # fmt: skip
-    """Each row's name and what was measured, or why it was not, as they are done; in turn on `devices`."""
+    """Each row's name and what was measured, or why it was not, as they finish; rows are dealt to `devices` in turn."""
     names = tuple(each.name for each in running)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as processes:
         under_way: dict[Future[EncoderRow], str] = {}
@@ -80,7 +80,7 @@ def _measure(task: _Task) -> EncoderRow:
 
 @contextlib.contextmanager
 def _locked(file: Any, kind: int) -> Iterator[None]:
-    """By the kernel, which lets go of it when the process ends, however it does."""
+    """The operating system's lock, which is let go of when the process ends, however it does."""
     fcntl.flock(file, kind)
     try:
         yield

@@ -7,8 +7,8 @@ both ways. What differs is how a block is computed:
 
 - q, k and v come rotated from one op, and attention takes all images in one packed call.
 - A block hands on what it would add to the residual stream beside the stream itself, (branch, residual). The next norm
-  adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`. It is a list, which a block
-  empties: what nobody else holds is free once it is read, and not when the call returns.
+  adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`. A block takes the pair as a
+  list and empties it, so that what nobody else holds is free once it is read, and not when the call returns.
 - The activation of an MLP is computed with its first product.
 
 An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
@@ -152,15 +152,17 @@ class VisionBlock(nn.Module):
     def forward(
         self, stream: Stream, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, returns_entered: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(branch, residual) to the block's own; and their sum, the hidden states that entered it, if it is wanted."""
+        """The block's own (branch, residual), and with `returns_entered` the sum that entered it. Empties `stream`."""
         if self.gradient_checkpointing and self.training:
-            # Summed before, since what goes in is kept: one tensor instead of two.
             branch, residual = stream
             assert branch is not None
+            stream.clear()
+            # Summed before, since what goes in is kept: one tensor instead of two.
             entered = branch if residual is None else branch + residual
+            del branch, residual
             start = self._started_from(entered)
-            branch, residual = self._gradient_checkpointing_func(self._compute_again, start, cos, sin, cu_seqlens)
-            return branch, residual, entered
+            branch, total = self._gradient_checkpointing_func(self._compute_again, start, cos, sin, cu_seqlens)
+            return branch, total, entered if returns_entered else None
         return self._compute(stream, cos, sin, cu_seqlens, returns_entered)
 
     def _compute_again(self, entered: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -398,7 +400,7 @@ class QwenVisionEncoder(nn.Module):
                 taps.append(self._tap(layer - 1, entered))
             if keep:
                 kept.append(entered)
-            # Else its memory would wait for the next block's.
+            # Or it would live until the next block returns.
             del entered
         branch, residual = stream
         assert branch is not None
