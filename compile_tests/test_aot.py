@@ -76,8 +76,13 @@ def _rule_points() -> list[Point]:
 
 
 def _shipped_points() -> list[Point]:
-    """One per dtype, head dimension and range of lengths that has rows of its own, causal or not."""
+    """One per dtype, head dimension and range of lengths that has rows of its own.
+
+    A row for calls that are causal or not is built with the mask, which only adds to what registers hold, and of each
+    dtype and head dimension one without.
+    """
     points: dict[Point, None] = {}
+    bare: set[tuple[str, str, int, bool]] = set()
     for gpu in SHIPPED_GPUS:
         rows = set(shipped_rows(gpu))
         for row in shipped_rows(gpu):
@@ -85,9 +90,14 @@ def _shipped_points() -> list[Point]:
             if row.dtype == "float16" and replace(row, dtype="bfloat16") in rows:
                 continue
             length = 64 if row.kernel.endswith("_short") else max(row.min_length, 65)
-            for causal in (False, True) if row.causal is None else (row.causal,):
-                point = Point(SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), causal, length, gpu)
-                points[point] = None
+            point = Point(
+                SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), row.causal is not False, length, gpu
+            )
+            points[point] = None
+            kind = (gpu, row.dtype, row.head_dim, point.short)
+            if row.causal is None and kind not in bare:
+                bare.add(kind)
+                points[replace(point, causal=False)] = None
     return list(points)
 
 
@@ -170,10 +180,7 @@ def _hopper_builds(head_dim: int, variant: str) -> dict[str, Build]:
 
 # At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
 HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
-    (head_dim, variant)
-    for head_dim in PARTS
-    for variant in ("one", "many", "causal", "window", "apart")
-    if head_dim != 72
+    (head_dim, variant) for head_dim in PARTS for variant in ("one", "many", "window", "apart") if head_dim != 72
 ]
 PLACES = ("forward", "delta", "backward", "round")
 
@@ -195,8 +202,9 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str, place: str) 
     assert built.shared <= shared_memory(SM90), str(built)
     products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
     assert bool(products) == (place in ("forward", "backward"))
-    waits = sass(built).count("WARPGROUP.DEPBAR")
-    assert waits < products / 2 or not products, f"{waits} waits for {products} products: {built}"
+    if products:
+        waits = sass(built).count("WARPGROUP.DEPBAR")
+        assert waits < products / 2, f"{waits} waits for {products} products: {built}"
     assert built.spilled == 0, str(built)
 
 
