@@ -1,10 +1,12 @@
 """Rows of the encoder's bench side by side: in processes that prepare together and are timed in turn."""
 
 import dataclasses
+import multiprocessing
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +61,33 @@ def test_command_gathers_what_processes_measure(tmp_path: Path) -> None:
     assert kept.exit_code == 0 and "tiny: kept" in kept.stderr and "train_tiny: kept" in kept.stderr
 
 
+def test_processes_end_with_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(receivers: Any) -> Any:
+        assert multiprocessing.active_children()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encoder_beside.connection, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(measure_beside([TINY], [BY_NAME["vk"]], torch.float32, [CPU], 2, {}))
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However that ends."""
+    gone, ended, sent = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(encoder_beside.multiprocessing, "parent_process", lambda: SimpleNamespace(join=gone.wait))
+    monkeypatch.setattr(encoder_beside.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(encoder_beside, "_measure", lambda task: task)
+    task: Any = "what is measured"
+    encoder_beside._report(task, SimpleNamespace(send=sent.append))
+    assert sent == [task] and not ended.is_set()
+    gone.set()
+    assert ended.wait(timeout=30)
+
+
 def test_a_row_that_fails_takes_no_other_with_it() -> None:
     nobody = dataclasses.replace(BY_NAME["vk"], name="nobody")
     ((name, failed),) = measure_beside([TINY], [nobody], torch.float32, [CPU], 2, {})
-    assert name == "tiny" and isinstance(failed, ValueError) and "nobody" in str(failed)
+    assert (
+        name == "tiny" and isinstance(failed, RuntimeError) and "ValueError" in str(failed) and "nobody" in str(failed)
+    )

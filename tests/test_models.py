@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision_utils
 
 import torch_ops.models as models
@@ -477,21 +478,53 @@ def test_one_chunk_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_vision", "qwen2_5_vl_vision"])
-def test_a_block_lets_go_of_what_it_was_given_before_its_mlp(model_type: str) -> None:
-    """There memory is at its peak; and what entered the block is not kept for one that nothing taps."""
+def test_what_entered_a_block_is_let_go_of_before_its_mlp(model_type: str) -> None:
+    """Unless something taps it: there memory is at its peak."""
     encoder = frozen(model_type, torch.float32)
-    given: list[Any] = []
+    entered: list[Any] = []
     alive: list[int] = []
-
-    def note(block: Any, inputs: Any, *outputs: Any) -> None:
-        given.extend(weakref.ref(tensor) for tensor in (outputs[0] if outputs else inputs[0]) if tensor is not None)
-
     for block in encoder.blocks:
-        block.register_forward_pre_hook(note)
-        block.register_forward_hook(note)
-        block.mlp.register_forward_pre_hook(lambda *args: alive.append(sum(each() is not None for each in given)))
+        # What attention's result is added to.
+        add = block.norm2.after_sum
+        block.norm2.after_sum = lambda x, total, add=add: entered.append(weakref.ref(total)) or add(x, total)
+        block.mlp.register_forward_pre_hook(lambda *args: alive.append(sum(each() is not None for each in entered)))
     encoder(draw_pixels(encoder, IMAGES), IMAGES)
-    assert alive == [0] * len(encoder.blocks) and len(alive) > 1
+    tapped = [layer + 1 for layer in encoder._taps]
+    # The first of an encoder without positions to add is the caller's own.
+    expected = [int(layer in tapped or (layer == 0 and encoder.pos_embed is None)) for layer in range(len(alive))]
+    assert alive == expected and 0 in alive
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_may_be_wrapped(reentrant: bool) -> None:
+    """As FSDP's checkpoints are, which see only tensors that are arguments themselves."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, *args: Any) -> Any:
+            return checkpoint(self.block, *args, use_reentrant=reentrant)
+
+    encoder = from_transformers(tiny_tower("qwen3_vl_vision", torch.float64)).train()
+    pixels = draw_pixels(encoder, IMAGES).double().requires_grad_()
+
+    def gradients() -> dict[str, Tensor]:
+        encoder.zero_grad()
+        outputs = named_outputs(encoder(pixels, IMAGES))
+        torch.stack([out.sum() for out in outputs.values()]).sum().backward()
+        return {name.replace(".block.", "."): leaf.grad.clone() for name, leaf in encoder.named_parameters()}
+
+    expected = gradients()
+    seen: list[int] = []
+    for layer, block in enumerate(encoder.blocks):
+        encoder.blocks[layer] = Wrapped(block)
+        block.register_full_backward_hook(lambda block, inputs, outputs: seen.append(len(inputs)))
+    actual = gradients()
+    assert len(seen) == len(encoder.blocks) and min(seen) >= 2
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=about(name))
 
 
 def test_the_configuration_says_what_is_returned() -> None:

@@ -96,6 +96,8 @@ def encoder(
         rounds = 1
         running = running if contenders else tuple(each for each in running if each.group != UNCAPTURED)
     options.check_output(out, "--out")
+    if resume and out is None:
+        raise options.bad("--resume", "it is of what --out holds; give one")
     origin = provenance(where, commit, _about(running))
     report = Report(origin)
     if resume and out is not None and out.is_file():

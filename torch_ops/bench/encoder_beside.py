@@ -7,10 +7,12 @@ GPU they are on: launches want the host to themselves.
 import contextlib
 import fcntl
 import multiprocessing
+import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch_ops.bench.encoder_contenders import CONTENDERS, EncoderContender
 from torch_ops.bench.encoder_contest import prepare_row, time_row
 from torch_ops.bench.encoder_rows import ROWS, SMOKE, Row, Session, make_scene, make_tower
 from torch_ops.bench.results import EncoderRow
-from torch_ops.bench.room import find_named
+from torch_ops.bench.room import find_named, one_line
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,55 @@ def measure_beside(
     rounds: int, changes: dict[str, Any],
 ) -> Iterator[tuple[str, EncoderRow | Exception]]:  # fmt: skip
     """Each row's name and what was measured, or why it was not, as they finish; rows are dealt to `devices` in turn."""
-    names = tuple(each.name for each in running)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as processes:
-        under_way: dict[Future[EncoderRow], str] = {}
-        for place, row in enumerate(rows):
-            device = devices[place % len(devices)]
-            task = _Task(row.name, names, dtype, device, rounds, changes, Path(folder) / "turns")
-            # A pool for each: a process that dies breaks its own.
-            pool = processes.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
-            under_way[pool.submit(_measure, task)] = row.name
-        for done in as_completed(under_way):
-            error = done.exception()
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            yield under_way[done], error or done.result()
+    names, context = tuple(each.name for each in running), multiprocessing.get_context("spawn")
+    processes: list[Any] = []
+    under_way: dict[Any, tuple[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for place, row in enumerate(rows):
+                device = devices[place % len(devices)]
+                task = _Task(row.name, names, dtype, device, rounds, changes, Path(folder) / "turns")
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_report, args=(task, sender))
+                process.start()
+                processes.append(process)
+                # Where the process holds the only one, its end is seen.
+                sender.close()
+                under_way[receiver] = (row.name, process)
+            while under_way:
+                for ready in connection.wait(list(under_way)):
+                    name, process = under_way.pop(ready)
+                    yield name, _received(ready, process)
+        finally:
+            # Those that are done have nothing left to do, and the others nobody to do it for.
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _received(receiver: Any, process: Any) -> EncoderRow | Exception:
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return RuntimeError(f"its process ended with {process.exitcode}")
+
+
+def _report(task: _Task, sender: Any) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        found: EncoderRow | Exception = _measure(task)
+    except Exception as error:
+        # As words: not every exception can be sent.
+        found = RuntimeError(one_line(error))
+    sender.send(found)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _measure(task: _Task) -> EncoderRow:

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from torch_ops.bench.results import check_replaceable
 from torch_ops.bench.room import Contender, Room
 from torch_ops.settings import PATHS
 
@@ -117,8 +118,14 @@ def find_peers(room: Room, names: Sequence[str], device: torch.device) -> tuple[
 
 def check_output(path: Path | None, option: str) -> None:
     """Refuses before the work begins what could not be written after it."""
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise bad(option, f"there is no folder {str(path.parent)!r}; make it first")
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        raise bad(option, f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -261,17 +261,28 @@ def replace_text(path: Path, text: str) -> None:
 
     What is no file, such as a device, is written to.
     """
-    path = path.resolve()
+    path, partial = path.resolve(), _partial(path)
     if path.exists() and not path.is_file():
         path.write_text(text)
         return
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises the OSError that `replace_text` would."""
+    if path.is_file() or not path.exists():
+        _partial(path).touch(exist_ok=False)
+        _partial(path).unlink()
+
+
+def _partial(path: Path) -> Path:
+    path = path.resolve()
+    return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
 def read_report(path: Path) -> Report:

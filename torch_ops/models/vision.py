@@ -7,8 +7,7 @@ both ways. What differs is how a block is computed:
 
 - q, k and v come rotated from one op, and attention takes all images in one packed call.
 - A block hands on what it would add to the residual stream beside the stream itself, (branch, residual). The next norm
-  adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`. A block takes the pair as a
-  list and empties it, so that what nobody else holds is free once it is read, and not when the call returns.
+  adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`.
 - The activation of an MLP is computed with its first product.
 
 An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
@@ -49,8 +48,6 @@ from torch_ops.window_attn import window_attn
 
 # last_hidden_state, pooler_output, deepstack features, hidden states.
 Outputs = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
-# Of a block: [branch, residual]; the first has no residual where positions are not added.
-Stream = list[Tensor | None]
 
 
 class PatchEmbed(nn.Module):
@@ -150,23 +147,19 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(family, config)
 
     def forward(
-        self, stream: Stream, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, returns_entered: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The block's own (branch, residual), and with `returns_entered` the sum that entered it. Empties `stream`."""
+        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
+        returns_entered: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """(branch, residual) to the block's own, and with `returns_entered` the sum of the two, which entered it."""
         if self.gradient_checkpointing and self.training:
-            branch, residual = stream
-            assert branch is not None
-            stream.clear()
             # Summed before, since what goes in is kept: one tensor instead of two.
             entered = branch if residual is None else branch + residual
-            del branch, residual
             start = self._started_from(entered)
-            branch, total = self._gradient_checkpointing_func(self._compute_again, start, cos, sin, cu_seqlens)
+            branch, total, _ = self._gradient_checkpointing_func(
+                self._compute, start, None, cos, sin, cu_seqlens, False
+            )  # fmt: skip
             return branch, total, entered if returns_entered else None
-        return self._compute(stream, cos, sin, cu_seqlens, returns_entered)
-
-    def _compute_again(self, entered: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._compute([entered, None], cos, sin, cu_seqlens, False)[:2]
+        return self._compute(branch, residual, cos, sin, cu_seqlens, returns_entered)
 
     def _started_from(self, entered: Tensor) -> Tensor:
         """What a checkpoint is given: where it is reentrant, its parameters have gradients only if an input has one."""
@@ -178,17 +171,15 @@ class VisionBlock(nn.Module):
         return entered.detach().requires_grad_()
 
     def _compute(
-        self, stream: Stream, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, returns_entered: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        branch, residual = stream
-        assert branch is not None
-        stream.clear()
+        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
+        returns_entered: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         if residual is None:
             normed, entered = self.norm1(branch), branch
         else:
             normed, entered = after_sum(self.norm1, branch, residual)
-        del branch, residual
         normed, total = after_sum(self.norm2, self.attn(normed, cos, sin, cu_seqlens), entered)
+        # At the MLP memory is at its peak: there nothing is held that nobody wants.
         kept = entered if returns_entered else None
         del entered
         return self.mlp(normed), total, kept
@@ -388,22 +379,20 @@ class QwenVisionEncoder(nn.Module):
             residual = self._positions(branch, metadata)
         if metadata.window_index is not None:
             branch = gather_cells(branch, metadata.window_index, self.sizes)
-        stream: Stream = [branch, residual]
-        del branch, residual
         taps, kept = [], []
         for layer, block in enumerate(self.blocks):
             full = self._full_layers is None or layer in self._full_layers
             cu_seqlens = metadata.cu_seqlens if full else metadata.cu_window_seqlens
-            tapped = layer - 1 in self._taps
-            *stream, entered = block(stream, metadata.cos, metadata.sin, cu_seqlens, tapped or keep)
+            tapped = layer > 0 and layer - 1 in self._taps
+            branch, residual, entered = block(
+                branch, residual, metadata.cos, metadata.sin, cu_seqlens, tapped or keep
+            )  # fmt: skip
             if tapped:
                 taps.append(self._tap(layer - 1, entered))
             if keep:
                 kept.append(entered)
             # Or it would live until the next block returns.
             del entered
-        branch, residual = stream
-        assert branch is not None
         hidden = branch if residual is None else branch + residual
         if len(self.blocks) - 1 in self._taps:
             taps.append(self._tap(len(self.blocks) - 1, hidden))
