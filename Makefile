@@ -20,9 +20,11 @@ FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 # A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
 test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
+# Of what is only built, half: all of it takes longer than what runs.
+test: export VK_BUILDS ?= some
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test sanitize bench figures tables lint clean
+.PHONY: help demo test builds gpu-test sanitize bench figures tables lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -57,6 +59,9 @@ test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Trit
 	echo "And from their end:"; cat $$shared/from_the_end; \
 	echo "Kernels in the interpreter:"; cat $$shared/interpreted; \
 	exit $$status
+
+builds: $(VENV)/.installed-test ## all kernels built ahead of time for all GPUs, of which test builds half
+	$(BIN)/python -m pytest compile_tests/test_aot.py compile_tests/test_gemm.py $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.
 gpu-test sanitize bench: needs-torch

@@ -13,7 +13,7 @@ import torch
 
 from compile_tests import norms, rope
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
-from compile_tests.contract import APART, SM90, TARGETS, Build, build, fake_gpu, sass, shared_memory
+from compile_tests.contract import APART, SM90, TARGETS, Build, build, fake_gpu, sampled, sass, shared_memory
 from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
 from torch_ops import _attention_hopper, _attention_hopper_backward, settings
 from torch_ops._attention_hopper import PARTS, Descriptors, describe
@@ -102,6 +102,7 @@ def _shipped_points() -> list[Point]:
 
 
 POINTS = [*_rule_points(), *_shipped_points()]
+BUILT = sampled(POINTS)
 
 
 @lru_cache
@@ -124,20 +125,20 @@ FLAGGED = [
 ]
 
 
-@pytest.mark.parametrize("point", POINTS, ids=str)
+@pytest.mark.parametrize("point", BUILT, ids=str)
 def test_nothing_spills(point: Point) -> None:
     spilling = [str(built) for built in _builds(point) if built.spilled]
     assert not spilling, "\n".join(spilling)
 
 
-@pytest.mark.parametrize("point", [*POINTS, *FLAGGED], ids=str)
+@pytest.mark.parametrize("point", [*BUILT, *FLAGGED], ids=str)
 def test_shared_memory_is_within_the_target(point: Point) -> None:
     limit = shared_memory(TARGETS[point.target])
     too_much = [str(built) for built in _builds(point) if built.shared > limit]
     assert not too_much, "\n".join((f"limit {limit}", *too_much))
 
 
-HALF_ON_HOPPER = [point for point in POINTS if point.target == "sm_90" and point.dtype.itemsize == 2]
+HALF_ON_HOPPER = [point for point in BUILT if point.target == "sm_90" and point.dtype.itemsize == 2]
 
 
 @pytest.mark.parametrize("point", HALF_ON_HOPPER, ids=str)
@@ -189,7 +190,7 @@ PLACES = ("forward", "delta", "backward", "round")
     ("head_dim", "variant", "place"),
     [
         (head_dim, variant, place)
-        for head_dim, variant in HOPPER_POINTS
+        for head_dim, variant in sampled(HOPPER_POINTS)
         # Apart there is nothing to round, and the forward is not what it is there for.
         for place in (PLACES[1:3] if variant == "apart" else PLACES)
     ],

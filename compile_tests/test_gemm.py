@@ -20,6 +20,7 @@ from compile_tests.contract import (
     assert_plain_launch,
     build,
     fake_gpu,
+    sampled,
     sass,
     shared_memory,
     symbolic_size,
@@ -325,7 +326,7 @@ def _loops_of_products(code: str) -> dict[tuple[int, int], list[str]]:
     return found
 
 
-@pytest.mark.parametrize("point", HOPPER_POINTS)
+@pytest.mark.parametrize("point", sampled(HOPPER_POINTS))
 def test_hopper_products_fit_and_overlap(point: str) -> None:
     """Nothing spills, and no product waits for others but where the kernel says so.
 
