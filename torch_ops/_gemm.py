@@ -104,8 +104,7 @@ def plan_gradient(rows: Rows, weight: Tensor, activation: str, sums: bool, width
 
     dpre = (dout weight) f'(pre), with zeros behind k, and h = f(pre), whose columns behind k may stay unwritten, both
     in rows of `width`; with `sums` partial, fp32 [count_of_sums(M), k], takes parts of the sum of dpre's rows. dout is
-    [M, n], its layout `rows`; pre is contiguous.
-    None where the product and what follows it are to be apart.
+    [M, n], its layout `rows`; pre is contiguous. None where the product and what follows it are to be apart.
     """
     # "auto" waits for figures of it in a training step.
     if activation == GATED or settings.path != "hopper" or why_portable(rows, weight):
