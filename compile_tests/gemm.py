@@ -14,7 +14,7 @@ from csrc_free_ops.configs import Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
 from csrc_free_ops.gemm.hopper_launch import rotary_launch
 from torch_ops import _gemm, _gemm_hopper
-from torch_ops._gemm_portable import Rows
+from torch_ops._gemm_portable import Rows, padded
 from torch_ops._registry import OPS
 
 GEMM = ("mlp", "mlp_backward", "qkv_rope", "qkv_rope_backward")
@@ -106,7 +106,7 @@ def hopper_linear(
         for shape in (
             (n // 2 if apart else n, k),
             (rows, k),
-            (rows, n // 2 if activation == "swiglu" else n),
+            (rows, padded(n // 2 if activation == "swiglu" else n, dtype)),
             (rows, n),
         )
     )
@@ -122,17 +122,17 @@ def hopper_linear(
 
 
 def hopper_gradient(
-    launch: Launch, activation: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16, rows: int = 3136,
-    n: int = 1152, k: int = 4304,
+    activation: str, bias: bool = True, dtype: torch.dtype = torch.bfloat16, rows: int = 3136, n: int = 1152,
+    k: int = 4304,
 ) -> KernelLaunch:  # fmt: skip
-    """The gradient of a layer [n, k] and of the activation before it, on the Hopper path with this tile."""
+    """The gradient of a layer [n, k] and of the activation before it, on the Hopper path."""
     weight, dout, pre, dpre, h = (
         torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rows, n), (rows, k), (rows, k), (rows, k))
     )
     sums = torch.empty((_gemm_hopper.count_of_sums(rows), k), device="meta")
 
     def plan() -> Any:
-        return _gemm_hopper.plan_gradient_hopper(launch, Rows.of(dout), weight, activation, bias, k)
+        return _gemm_hopper.plan_gradient_hopper(Rows.of(dout), weight, activation, bias)
 
     return _recorded_on_hopper(plan, dout, weight, pre, dpre, h, sums)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.configs import ATEN, Launch, product_row
-from csrc_free_ops.gemm.hopper_launch import gradient_launch, linear_launch, rotary_launch, too_few
+from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch, too_few
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
 from torch_ops._gemm_elementwise import new_sums, plan_activate, plan_activation_backward, plan_rotate
@@ -99,21 +99,19 @@ def plan_linear(
     return _where_addressable(hopper, lambda args: plan_stock(args[1], args[5]), (0, 1, 5))
 
 
-def plan_gradient(rows: Rows, weight: Tensor, activation: str, sums: bool, width: int) -> Callable[..., None] | None:
+def plan_gradient(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None] | None:
     """launch(dout, weight, pre, dpre, h, partial): the gradient of a layer [n, k] and of the activation f before it.
 
-    dpre = (dout weight) f'(pre), with zeros behind k, and h = f(pre), whose columns behind k may stay unwritten, both
-    in rows of `width`; with `sums` partial, fp32 [count_of_sums(M), k], takes parts of the sum of dpre's rows. dout is
-    [M, n], its layout `rows`; pre is contiguous. None where the product and what follows it are to be apart.
+    dpre = (dout weight) f'(pre) and h = f(pre); with `sums` partial, fp32 [count_of_sums(M), k], takes parts of the sum
+    of dpre's rows. dout is [M, n], its layout `rows`; pre, dpre and h are contiguous [M, k]. None where the product and
+    what follows it are to be apart, as where rows of pre do not all begin at 16 bytes.
     """
-    # "auto" waits for figures of it in a training step.
-    if activation == GATED or settings.path != "hopper" or why_portable(rows, weight):
+    if activation == GATED or weight.shape[1] % 8 or why_portable(rows, weight):
         return None
     if not is_eager():
         return partial(_launch_gradient_opaque, activation=activation, sums=sums)
-    launch = gradient_launch(rows.count, weight.shape[1], programs(weight.device.index))
-    hopper = plan_gradient_hopper(launch, rows, weight, activation, sums, width)
-    return _where_addressable(hopper, lambda args: _plan_gradient_aten(rows, args[1], activation, sums, width), (0, 1))
+    hopper = plan_gradient_hopper(rows, weight, activation, sums)
+    return _where_addressable(hopper, lambda args: _plan_gradient_aten(rows, args[1], activation, sums), (0, 1, 2))
 
 
 def plan_rotary(
@@ -174,7 +172,7 @@ def hopper_launch(
             return ATEN, FEW_ROWS
     if epilogue == "rotary":
         return rotary_launch(head_dim), "as many whole heads as a tile has room for"
-    return linear_launch(rows.count, n, epilogue, busy), "the tile whose rounds take the least time"
+    return linear_launch(rows.count, n, busy), "the tile whose rounds take the least time"
 
 
 def _launch_linear_in_graph(
@@ -205,15 +203,15 @@ def _prepare_linear(
 def _launch_gradient_opaque(
     dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor, activation: str, sums: bool
 ) -> None:
-    _prepare_gradient(dout, weight, dpre, activation, sums)(dout, weight, pre, dpre, h, partial)
+    _prepare_gradient(dout, weight, activation, sums)(dout, weight, pre, dpre, h, partial)
 
 
 @remembered
-def _prepare_gradient(dout: Tensor, weight: Tensor, dpre: Tensor, activation: str, sums: bool) -> Callable[..., None]:
-    rows, width = Rows.of(dout), dpre.shape[1]
-    plan = plan_gradient(rows, weight, activation, sums, width)
+def _prepare_gradient(dout: Tensor, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
+    rows = Rows.of(dout)
+    plan = plan_gradient(rows, weight, activation, sums)
     # There are no rows, or the setting is another by now: the graph has what it was traced for.
-    return _plan_gradient_aten(rows, weight, activation, sums, width) if plan is None else plan
+    return _plan_gradient_aten(rows, weight, activation, sums) if plan is None else plan
 
 
 @opaque_launch("_rotary", writes=("q", "k", "v"))
@@ -270,13 +268,14 @@ def _plan_linear_aten(
     return launch_linear
 
 
-def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, sums: bool, width: int) -> Callable[..., None]:
+def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
+    width = weight.shape[1]
     columns = (0, width, width)
     differentiate = plan_activation_backward(Rows(rows.count, 0), weight.t(), activation, columns, True, sums)
 
     def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
-        found = new_sums(dout, dout.shape[0] if sums else 0, weight.shape[1])
-        differentiate(torch.mm(dout, to_columns(weight, width)), pre, dpre, h, found)
+        found = new_sums(dout, dout.shape[0] if sums else 0, width)
+        differentiate(torch.mm(dout, weight), pre, dpre, h, found)
         if sums:
             partial.zero_()
             partial[:1] = found.sum(0)

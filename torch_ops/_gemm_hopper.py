@@ -14,17 +14,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
-from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, finishing_warps, tall_tiles, whole_tiles
+from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, finishing_warps, gradient_launch, tall_tiles, whole_tiles
 from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._launches import Relaunch
 
 # By consumer warpgroups and finishing warps: registers of a consumer's thread, of a finisher's, of the producer's, and
 # at launch.
-REGISTERS = {
-    (2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128),
-    (3, 2): (136, 104, 104, 128), (3, 4): (112, 104, 40, 96),
-}  # fmt: skip
+REGISTERS = {(2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128), (3, 4): (112, 104, 40, 96)}
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -109,22 +106,21 @@ def plan_linear_hopper(
     return launch_linear
 
 
-def plan_gradient_hopper(
-    launch: Launch, rows: Rows, weight: Tensor, activation: str, sums: bool, width: int
-) -> Callable[..., None]:
+def plan_gradient_hopper(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
     """launch(dout, weight, pre, dpre, h, partial), as of `plan_gradient`, on tensors that `addressable` allows, dout of
     one row at least."""
+    launch = gradient_launch()
     constants = _constants(weight.t(), launch, f"{activation}_gradient", False)
     w_bytes = weight.nbytes if weight.is_contiguous() else 0
-    constants |= {"W_BYTES": w_bytes, "KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": width, **_NOT_ROTATED}
+    constants |= {"W_BYTES": w_bytes, "KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": weight.shape[1], **_NOT_ROTATED}
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
     sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
     relaunch = Relaunch(grid, sizes)
 
     def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
-        descriptors = descriptors_of(dout, weight, weight)
-        tensors = (weight, weight, weight, weight, dpre, h, partial, pre, weight, weight)
+        descriptors = descriptors_of(dout, weight, pre)
+        tensors = (weight, weight, weight, weight, dpre, h, partial, weight, weight, weight)
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)

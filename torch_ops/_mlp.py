@@ -190,7 +190,7 @@ def prepare_mlp_backward(
     if not runs_kernels(dout):
         launch: Layer = partial(activation_backward_cpu, activation, columns[0])
     elif inner:
-        whole = plan_gradient(Rows.of(dout), w2, activation, sums, width)
+        whole = plan_gradient(Rows.of(dout), w2, activation, sums)
         if whole is not None:
             return again, _with_product(whole, needs_h, sums)
         launch = plan_activation_backward(rows, w1, activation, (*columns, width), needs_h, sums, w_up)

@@ -5,7 +5,7 @@
 
 The halves of "swiglu" may have weights of their own: pre = [x w1^T + b1, x w_up^T + b_up].
 
-Kernels: `csrc_free_ops.gemm`. The gradients' products are PyTorch's own, but for dh with `settings(path="hopper")`.
+Kernels: `csrc_free_ops.gemm`. The gradients' products are PyTorch's own, but for dh on Hopper GPUs.
 """
 
 from typing import Any

@@ -1,15 +1,17 @@
 """Products on Hopper, in Gluon: out = f(x weight^T + bias), or a gradient (x weight) f'(pre), by warp specialization.
 
 A program has one producer warp, which brings tiles of x and of weight [COLUMNS, 64] by TMA to a ring of STAGES stages;
-GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and two or
-four warps that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Tiles are dealt out in
-order of rows, so that programs side by side share rows of x and, over all of them, weight stays in the L2 cache.
+GROUPS consumer warpgroups, two or three, of 64 rows each, which multiply them by one wgmma of exact width; and four
+warps, of a rotation two, that finish a tile while the consumers are at the next: f, and out (`hopper_finish`). Of a
+gradient they also bring what f was of. Tiles are dealt out in order of rows, so that programs side by side share rows
+of x and, over all of them, weight stays in the L2 cache.
 
     consumer    acc = sum over k of x_k weight_k^T      in fp32
                 half = round(acc + bias)                to shared memory
     finisher    out = round(f(half))                    the roundings of a linear layer and of f behind it
 
-On an H200 the tensor cores are busy nine cycles in ten, and f costs nothing: it hides behind the products.
+On an H200 f costs nothing, it hides behind the products; a gradient, which reads and writes three times as much, does
+not quite: 522 us of 25088 x 4304, 324 without what is behind the product, 714 where that is a kernel of its own.
 Whose tile is the last of its program finishes it by itself, since nothing is left to hide behind.
 """
 
@@ -171,7 +173,7 @@ def _load_bias(biases, n, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _make_tile(
-    INDEX: gl.constexpr, units, pointers, biases, row, n, total, is_first, is_last, stage, phase, OPTIONS: gl.constexpr
+    INDEX: gl.constexpr, units, pointers, biases, row, n, total, turn, is_last, stage, phase, OPTIONS: gl.constexpr
 ):  # fmt: skip
     """A consumer's part of a tile: the products, to shared memory, and of the program's last tile what follows them."""
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
@@ -184,13 +186,13 @@ def _make_tile(
     STRIPS: gl.constexpr = COLUMNS // 8
     STAGE_BYTES: gl.constexpr = (GROUPS + PARTS) * UNIT_BYTES
     DTYPE: gl.constexpr = units.dtype
-    OWN: gl.constexpr = STAGES * (GROUPS + PARTS) + INDEX * PARTS
+    OWN: gl.constexpr = option(OPTIONS, "RING") + INDEX * PARTS
     TILE_FULL: gl.constexpr = FIRST_BARRIER + STAGES + INDEX
     TILE_EMPTY: gl.constexpr = TILE_FULL + GROUPS
     AT_TILE: gl.constexpr = 128 + 32 * option(OPTIONS, "FINISHERS")
 
     base = shared_base()
-    bars_at = base + (STAGES * (GROUPS + PARTS) + GROUPS * PARTS) * UNIT_BYTES
+    bars_at = base + option(OPTIONS, "PLACES") * UNIT_BYTES
     sums = zero_strips(STRIPS)
     behind = 0
     for step in range(STEPS):
@@ -214,7 +216,7 @@ def _make_tile(
         halves = narrow_strips(shifted, DTYPE)
     else:
         halves = narrow_strips(sums, DTYPE)
-    if is_first == 0:
+    if turn > 0:
         barrier_sync(TILE_EMPTY, AT_TILE)
     for part in gl.static_range(PARTS):
         # Of a last part that is not full, the first strip stands in for those that are not there.
@@ -224,7 +226,9 @@ def _make_tile(
         units.index(OWN + part).store(join_strips(strips, 0, 8))
     if is_last:
         meet()
-        finish_rows(units, OWN, row + INDEX * 64, n, pointers, total, OPTIONS)
+        if BY_ROWS:
+            await_phase(bars_at + (STAGES + INDEX) * 8, turn & 1)
+        finish_rows(units, OWN, OWN + GROUPS * PARTS, row + INDEX * 64, n, pointers, total, OPTIONS)
     else:
         barrier_arrive(TILE_FULL, AT_TILE)
     return stage, phase
@@ -235,8 +239,7 @@ def _pass_tile(stage, phase, OPTIONS: gl.constexpr):
     """Of a tile that has no rows for this consumer: what is loaded for the others is let go of by all."""
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
-    PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
-    bars_at = shared_base() + (STAGES * (GROUPS + PARTS) + GROUPS * PARTS) * UNIT_BYTES
+    bars_at = shared_base() + option(OPTIONS, "PLACES") * UNIT_BYTES
     for _ in range(option(OPTIONS, "STEPS")):
         await_phase(bars_at + stage * 8, phase)
         barrier_arrive(FIRST_BARRIER + stage, 32 + 128 * GROUPS)
@@ -254,51 +257,80 @@ def _consume(INDEX: gl.constexpr, units, pointers, biases, total, tall, end, OPT
     phase = 0
     for work in range(gl.program_id(0), end, gl.num_programs(0)):
         row, n, whole = _place(work, tall, GROUPS, TILES_N)
-        is_first = work < gl.num_programs(0)
+        turn = work // gl.num_programs(0)
         is_last = work + gl.num_programs(0) >= end
         if INDEX < GROUPS - 1:
             stage, phase = _make_tile(
-                INDEX, units, pointers, biases, row, n, total, is_first, is_last, stage, phase, OPTIONS
+                INDEX, units, pointers, biases, row, n, total, turn, is_last, stage, phase, OPTIONS
             )  # fmt: skip
         else:
             if whole:
                 stage, phase = _make_tile(
-                    INDEX, units, pointers, biases, row, n, total, is_first, is_last, stage, phase, OPTIONS
+                    INDEX, units, pointers, biases, row, n, total, turn, is_last, stage, phase, OPTIONS
                 )  # fmt: skip
             else:
                 stage, phase = _pass_tile(stage, phase, OPTIONS)
                 # None of its tiles comes after a short one, so that nothing else takes what the finishers arrive at;
                 # they do so late, and the other consumers are not to wait.
                 _, _, before = _place(work - gl.num_programs(0), tall, GROUPS, TILES_N)
-                if before & (is_first == 0):
+                if before & (turn > 0):
                     barrier_sync(FIRST_BARRIER + option(OPTIONS, "STAGES") + GROUPS + INDEX, AT_TILE)
 
 
 @gluon.jit
-def _finish_part(GROUP: gl.constexpr, units, pointers, row, n, total, OPTIONS: gl.constexpr):
+def _bring_pre(GROUP: gl.constexpr, desc, units, bars, row, n, wanted, OPTIONS: gl.constexpr):
+    """Of a gradient, what its activation was of, of one consumer's part of a tile."""
+    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
+    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
+    PARTS: gl.constexpr = parts_of(COLUMNS)
+    bar = bars.index(option(OPTIONS, "STAGES") + GROUP)
+    mbarrier.expect(bar, PARTS * UNIT_BYTES, pred=wanted)
+    for part in gl.static_range(PARTS):
+        place = units.index(option(OPTIONS, "RING") + (GROUPS + GROUP) * PARTS + part)
+        tma.async_copy_global_to_shared(desc, [row + GROUP * 64, n * COLUMNS + part * 64], bar, place, pred=wanted)
+
+
+@gluon.jit
+def _finish_part(GROUP: gl.constexpr, pre_desc, units, bars, pointers, work, total, tall, OPTIONS: gl.constexpr):
     PARTS: gl.constexpr = parts_of(option(OPTIONS, "COLUMNS"))
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
+    TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    GRADIENT: gl.constexpr = is_gradient(option(OPTIONS, "EPILOGUE"))
+    FIRST: gl.constexpr = option(OPTIONS, "RING") + GROUP * PARTS
     AT_TILE: gl.constexpr = 128 + 32 * option(OPTIONS, "FINISHERS")
+    row, n, _ = _place(work, tall, GROUPS, TILES_N)
     barrier_sync(FIRST_BARRIER + STAGES + GROUP, AT_TILE)
-    finish_rows(
-        units, STAGES * (GROUPS + PARTS) + GROUP * PARTS, row + GROUP * 64, n, pointers, total, OPTIONS
-    )  # fmt: skip
+    if GRADIENT:
+        bars_at = shared_base() + option(OPTIONS, "PLACES") * UNIT_BYTES
+        await_phase(bars_at + (STAGES + GROUP) * 8, work // gl.num_programs(0) & 1)
+    finish_rows(units, FIRST, FIRST + GROUPS * PARTS, row + GROUP * 64, n, pointers, total, OPTIONS)
+    if GRADIENT:
+        meet()
+        # There is a next tile: the last is not finished here.
+        row, n, whole = _place(work + gl.num_programs(0), tall, GROUPS, TILES_N)
+        _bring_pre(GROUP, pre_desc, units, bars, row, n, whole | (GROUP < GROUPS - 1), OPTIONS)
     barrier_arrive(FIRST_BARRIER + STAGES + GROUPS + GROUP, AT_TILE)
 
 
 @gluon.jit
-def _finish(units, pointers, total, tall, end, OPTIONS: gl.constexpr):
+def _finish(pre_desc, units, bars, pointers, total, tall, end, OPTIONS: gl.constexpr):
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
+    if is_gradient(option(OPTIONS, "EPILOGUE")):
+        await_kernel()
+        row, n, whole = _place(gl.program_id(0), tall, GROUPS, TILES_N)
+        for group in gl.static_range(GROUPS):
+            wanted = (gl.program_id(0) < end) & (whole | (group < GROUPS - 1))
+            _bring_pre(group, pre_desc, units, bars, row, n, wanted, OPTIONS)
     for work in range(gl.program_id(0), end - gl.num_programs(0), gl.num_programs(0)):
-        row, n, whole = _place(work, tall, GROUPS, TILES_N)
+        _, _, whole = _place(work, tall, GROUPS, TILES_N)
         for group in gl.static_range(GROUPS):
             if group == GROUPS - 1:
                 if whole:
-                    _finish_part(group, units, pointers, row, n, total, OPTIONS)
+                    _finish_part(group, pre_desc, units, bars, pointers, work, total, tall, OPTIONS)
             else:
-                _finish_part(group, units, pointers, row, n, total, OPTIONS)
+                _finish_part(group, pre_desc, units, bars, pointers, work, total, tall, OPTIONS)
 
 
 @gluon.jit(do_not_specialize=["total", "tall"])
@@ -314,8 +346,8 @@ def _gemm_hopper_kernel(
     """Grid (programs). x [total, K], weight [N, K], bias [N]. W_BYTES: of weights in one piece each, or 0.
 
     Of "swiglu" weight and bias hold N / 2 gates; what they gate stands PARTNER rows on in up and up_bias, which are
-    tensors of their own, or the same where both are packed. other_desc is up's; else it counts where COLUMNS is no
-    multiple of 64, and has tiles of what is left over.
+    tensors of their own, or the same where both are packed. other_desc is up's; of a gradient it is pre's; of
+    "rotary" it counts where COLUMNS is no multiple of 64, and has tiles of what is left over.
 
     The first `tall` tiles of rows have GROUPS x 64, the others 64 less, and come last: programs are done at about the
     same time then.
@@ -324,30 +356,33 @@ def _gemm_hopper_kernel(
     k and v [total, heads, HEAD_DIM], and COLUMNS holds whole heads. pre [total, N], contiguous, takes what f is of,
     where KEEPS_PRE.
 
-    Of a gradient, "gelu_tanh_gradient" and its like, out = (x weight) f'(pre) and second = f(pre), in rows of
-    STRIDE_OUT: weight is [K, N], pre is read, COLUMNS are whole units, and with SUMS third takes four rows of sums of
-    out for every 64 rows, fp32 [4 ceil(total / 64), N].
+    Of a gradient, "gelu_tanh_gradient" and its like, out = (x weight) f'(pre) and second = f(pre), both [total, N]:
+    weight is [K, N], and with SUMS third takes four rows of sums of out for every 64 rows, fp32
+    [4 ceil(total / 64), N].
     """
     HALVES: gl.constexpr = halves_of(EPILOGUE)
     DTYPE: gl.constexpr = x_desc.dtype
     PARTS: gl.constexpr = parts_of(COLUMNS)
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    # Units of shared memory: of the stages, and with those of a finished tile, of a gradient with as many of pre.
+    RING: gl.constexpr = STAGES * (GROUPS + PARTS)
+    PLACES: gl.constexpr = RING + GROUPS * PARTS * (2 if is_gradient(EPILOGUE) else 1)
     OPTIONS: gl.constexpr = (
         "W_BYTES", W_BYTES, "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
         "FINISHERS", FINISHERS, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
-        "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE, "SUMS", SUMS, "STRIDE_OUT", STRIDE_OUT,
+        "RING", RING, "PLACES", PLACES, "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE,
+        "SUMS", SUMS, "STRIDE_OUT", STRIDE_OUT,
         "HEAD_DIM", HEAD_DIM, "NUM_HEADS", NUM_HEADS, "NUM_K_HEADS", NUM_K_HEADS,
         "STRIDE_COS", STRIDE_COS, "STRIDE_SIN", STRIDE_SIN, "SHARED_ANGLES", SHARED_ANGLES,
     )  # fmt: skip
     SHORT: gl.constexpr = GROUPS * 64 - 64
     num_tiles = (tall + (gl.maximum(total - tall * (GROUPS * 64), 0) + SHORT - 1) // SHORT) * TILES_N
     end = _end(tall, num_tiles, TILES_N)
-    # One allocation, so that it lies where `shared_base` says: the stages, a finished tile, and a unit for barriers.
-    PLACES: gl.constexpr = STAGES * (GROUPS + PARTS) + GROUPS * PARTS
+    # One allocation, so that it lies where `shared_base` says, with a unit for barriers at its end.
     units = gl.allocate_shared_memory(DTYPE, [PLACES + 1, 64, 64], x_desc.layout)
     check_base(units.index(0))
     bars = units.index(PLACES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
-    make_barriers(shared_base() + PLACES * UNIT_BYTES, (1,) * STAGES)
+    make_barriers(shared_base() + PLACES * UNIT_BYTES, (1,) * (STAGES + GROUPS))
     fence_async_shared()
     pointers = (out_ptr, second_ptr, third_ptr, pre_ptr, cos_ptr, sin_ptr)
     biases = (bias_ptr, up_bias_ptr)
@@ -356,7 +391,7 @@ def _gemm_hopper_kernel(
             [
                 (_consume, (0, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_consume, (1, units, pointers, biases, total, tall, end, OPTIONS)),
-                (_finish, (units, pointers, total, tall, end, OPTIONS)),
+                (_finish, (other_desc, units, bars, pointers, total, tall, end, OPTIONS)),
                 (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
             ],
             [4, FINISHERS, 1], [CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],
@@ -367,7 +402,7 @@ def _gemm_hopper_kernel(
                 (_consume, (0, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_consume, (1, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_consume, (2, units, pointers, biases, total, tall, end, OPTIONS)),
-                (_finish, (units, pointers, total, tall, end, OPTIONS)),
+                (_finish, (other_desc, units, bars, pointers, total, tall, end, OPTIONS)),
                 (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
             ],
             [4, 4, FINISHERS, 1],

@@ -9,7 +9,7 @@ once. Logistic functions take two instructions of the special function unit a va
               (Abramowitz and Stegun, 7.1.26: no difference of numbers close to each other)
     rotary (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of each head
 
-Of a gradient the tile is dh, and with pre, what f was of, from memory: dpre = dh f'(pre), h = f(pre). Of x s(z), with
+Of a gradient the tile is dh, and pre, what f was of, lies beside it: dpre = dh f'(pre), h = f(pre). Of x s(z), with
 s(z) = 1 / (1 + e^-z) and z = 2 u for gelu_tanh, the slope is s + x s (1 - s) z', and neither s nor 1 - s comes of a
 difference; of gelu it is gelu(x) / x + x e^(-x^2 / 2) / sqrt(2 pi).
 """
@@ -105,37 +105,33 @@ def _activate_with_slope(x, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
+    """By four warps, as high a piece at a time as they reach at once."""
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
     EPILOGUE: gl.constexpr = option(OPTIONS, "EPILOGUE")
     KEEPS_PRE: gl.constexpr = option(OPTIONS, "KEEPS_PRE")
     STRIDE_OUT: gl.constexpr = option(OPTIONS, "STRIDE_OUT")
     HALVES: gl.constexpr = halves_of(EPILOGUE)
-    PARTS: gl.constexpr = parts_of(COLUMNS)
     HALF: gl.constexpr = COLUMNS // HALVES
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    HEIGHT: gl.constexpr = 8 * gl.num_warps()
-    PIECES: gl.constexpr = 64 // HEIGHT
-    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, LAYOUT))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     out_ptr, _, _, pre_ptr, _, _ = pointers
     width = gl.minimum(WIDTH - n * HALF, HALF)
-    # Two pieces at a time, as high as all warps reach at once: registers do not suffice for a whole part.
-    pieces = units._reinterpret(units.dtype, [units.shape[0] * PIECES, HEIGHT, 64], units.type.layout)
-    for pair in range((width + 63) // 64 * (PIECES // 2)):
-        column = pair // (PIECES // 2) * 64 + cols
+    pieces = units._reinterpret(units.dtype, [units.shape[0] * 2, 32, 64], units.type.layout)
+    for part in range((width + 63) // 64):
+        column = part * 64 + cols
         valid = column < width
         # Of rows that are longer than the weight has columns, the rest is zero.
         stored = column < gl.minimum(STRIDE_OUT - n * HALF, HALF)
         for index in gl.static_range(2):
-            piece = pair * 2 + index
-            first = row + piece % PIECES * HEIGHT
+            first = row + index * 32
             inside = (rows < total - first)[:, None] & valid[None, :]
-            half = pieces.index(FIRST * PIECES + piece).load(LAYOUT)
+            half = pieces.index((FIRST + part) * 2 + index).load(LAYOUT)
             pre_at = pre_ptr + first.to(gl.int64) * (WIDTH * HALVES) + n * HALF
             pre_at = pre_at + (rows * (WIDTH * HALVES))[:, None] + column[None, :]
             if EPILOGUE == "swiglu":
-                up = pieces.index((FIRST + PARTS // 2) * PIECES + piece).load(LAYOUT)
+                up = pieces.index((FIRST + HALF // 64 + part) * 2 + index).load(LAYOUT)
                 gate = half.to(gl.float32)
                 y = gate * _logistic(gate, 1.0) * up.to(gl.float32)
                 if KEEPS_PRE:
@@ -152,38 +148,35 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
 
 
 @gluon.jit
-def _store_gradients(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
-    """dpre and h, and with SUMS of every 64 rows four sums of dpre before it is rounded. By four warps."""
+def _store_gradients(
+    units, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """dpre and h, and with SUMS of every 64 rows four sums of dpre before it is rounded. By four warps.
+
+    From registers: rows that TMA stores pass through shared memory twice more, whose ports the products need.
+    """
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
-    STRIDE_OUT: gl.constexpr = option(OPTIONS, "STRIDE_OUT")
     ACTIVATION: gl.constexpr = _activation_of(option(OPTIONS, "EPILOGUE"))
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-    dpre_ptr, h_ptr, sums_ptr, pre_ptr, _, _ = pointers
+    dpre_ptr, h_ptr, sums_ptr, _, _, _ = pointers
     width = gl.minimum(WIDTH - n * COLUMNS, COLUMNS)
     halves = units._reinterpret(units.dtype, [units.shape[0] * 2, 32, 64], units.type.layout)
     for part in range((width + 63) // 64):
         column = part * 64 + cols
-        # Of rows that are longer than there are columns, the rest is zero, as the product is.
-        stored = column < gl.minimum(STRIDE_OUT - n * COLUMNS, COLUMNS)
-        pres = ()
-        for half in gl.static_range(2):
-            first = row + half * 32
-            at = pre_ptr + first.to(gl.int64) * WIDTH + n * COLUMNS + (rows * WIDTH)[:, None] + column[None, :]
-            inside = (rows < total - first)[:, None] & (column < width)[None, :]
-            pres = pres + (gl.load(at, mask=inside, other=0.0),)
         added = gl.zeros([32, 64], gl.float32, LAYOUT)
         for half in gl.static_range(2):
             first = row + half * 32
-            h, slope = _activate_with_slope(pres[half].to(gl.float32), ACTIVATION)
+            pre = halves.index((PRE + part) * 2 + half).load(LAYOUT)
+            h, slope = _activate_with_slope(pre.to(gl.float32), ACTIVATION)
             dpre = halves.index((FIRST + part) * 2 + half).load(LAYOUT).to(gl.float32) * slope
             added = added + dpre
-            at = first.to(gl.int64) * STRIDE_OUT + n * COLUMNS + (rows * STRIDE_OUT)[:, None] + column[None, :]
-            wanted = (rows < total - first)[:, None] & stored[None, :]
-            gl.store(dpre_ptr + at, dpre.to(units.dtype), mask=wanted)
-            gl.store(h_ptr + at, h.to(units.dtype), mask=wanted)
+            at = first.to(gl.int64) * WIDTH + n * COLUMNS + (rows * WIDTH)[:, None] + column[None, :]
+            inside = (rows < total - first)[:, None] & (column < width)[None, :]
+            gl.store(dpre_ptr + at, dpre.to(units.dtype), mask=inside)
+            gl.store(h_ptr + at, h.to(units.dtype), mask=inside)
         if option(OPTIONS, "SUMS"):
             # A thread's rows, then those of its warp: no warp waits for another.
             sums = gl.sum(gl.sum(added.reshape([2, 4, 4, 64]), 0), 1)
@@ -291,11 +284,14 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
 
 
 @gluon.jit
-def finish_rows(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
-    """Of the 64 rows from `row` on, in units from FIRST on: f, and out. By the warps of the partition that calls it."""
+def finish_rows(units, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
+    """Of the 64 rows from `row` on, in units from FIRST on: f, and out. By the warps of the partition that calls it.
+
+    Of a gradient, what f was of is in units from PRE on.
+    """
     if option(OPTIONS, "EPILOGUE") == "rotary":
         _store_rotated(FIRST, row, n, pointers, total, units.dtype, OPTIONS)
     elif is_gradient(option(OPTIONS, "EPILOGUE")):
-        _store_gradients(units, FIRST, row, n, pointers, total, OPTIONS)
+        _store_gradients(units, FIRST, PRE, row, n, pointers, total, OPTIONS)
     else:
         _store_columns(units, FIRST, row, n, pointers, total, OPTIONS)
