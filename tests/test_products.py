@@ -160,10 +160,10 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         report = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None)
         assert report["path"] == "hopper"
         assert report["why"] == "h200 is a Hopper GPU; left to PyTorch: gemm 1152x4304"
-        tile = linear_launch(784, 4304, "gelu_tanh", 132)
+        tile = linear_launch(784, 4304, 132)
         assert report["kernels"]["gemm_hopper 4304x1152"]["launch"] == tile.entry()
         gated = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None, "swiglu", w_up=w1)
-        tile = linear_launch(784, 8608, "swiglu", 132)
+        tile = linear_launch(784, 8608, 132)
         assert gated["kernels"]["gemm_hopper 8608x1152"]["launch"] == tile.entry()
         odd = torch.empty(784 * 1152 + 1, dtype=torch.bfloat16)[1:].view(784, 1152)
         assert torch_ops.explain(torch_ops.mlp, odd, w1, None, w2, None)["path"] == "portable"
@@ -190,7 +190,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_ops._norms_portable.gpu", lambda: H200)
-    case = MergerCase("explained", "", 3136, 1152, 4096)
+    case = MergerCase("explained", "", 8192, 1152, 4096)
     args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
     with torch_ops.settings(path="auto"):
         report = torch_ops.explain(torch_ops.patch_merger, *args)
