@@ -4,11 +4,12 @@ Plans depend on metadata alone; what they return launches, into tensors that its
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import cdiv
+from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.configs import Launch
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
@@ -26,19 +27,20 @@ from torch_ops._gemm_portable import (
 from torch_ops._launches import Relaunch, blocks_of, readable, row_stride, with_columns
 from torch_ops._registry import runs_kernels, wrap_triton
 
-# Rows of a gradient that one program sums up; as many rows of sums are left as there are such runs.
-RUN = 128
+# Rows of a gradient that one program sums up; as many rows of sums are left as there are such runs. A rotation's are
+# short, since its tiles are wide.
+RUN, ROTATED_RUN = 128, 16
 
 
-def _count_runs(rows: int) -> int:
+def _count_runs(rows: int, run: int) -> int:
     """At least two, so that no graph of dynamic shape asks whether there is one; what is past the end sums to 0."""
-    return rows // RUN + 2
+    return rows // run + 2
 
 
-def new_sums(like: Tensor, rows: int, columns: int) -> Tensor:
+def new_sums(like: Tensor, rows: int, columns: int, run: int = RUN) -> Tensor:
     """Where the sums of so many rows go: a row for each run, one for all where no kernel computes, none of no rows."""
     nothing = not isinstance(rows, torch.SymInt) and rows == 0
-    runs = 0 if nothing else _count_runs(rows) if runs_kernels(like) else 1
+    runs = 0 if nothing else _count_runs(rows, run) if runs_kernels(like) else 1
     return like.new_empty((runs, columns), dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -83,7 +85,7 @@ def plan_activation_backward(
     up_begins, stride, stride_h = columns
     # Behind the last columns of up there may be more zeros than a tile of inner ones has room for.
     longest = max(inner, stride - up_begins) if activation == GATED else inner
-    grid = (_count_runs(rows.count), cdiv(longest, launch.block_n))
+    grid = (_count_runs(rows.count, RUN), cdiv(longest, launch.block_n))
     constants = {
         "N": inner, "STRIDE_GM": stride_h, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
         "STRIDE_HM": stride_h,
@@ -132,10 +134,11 @@ def plan_rotary_backward(
     launch, _ = choose_product("qkv_rope_bwd", rows, weight)
     angles = angle_constants(cos, sin, weight.shape[0], num_heads, dk.shape[1])
     unit, strides = head_strides(dq, dk, dv)
-    grid = (_count_runs(total), _pair_tiles(angles, launch))
+    launch = _no_larger(launch, num_heads * angles["HALF"])
+    grid = (_count_runs(total, ROTATED_RUN), _pair_tiles(angles, launch))
     constants = {
         "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv), "UNIT": unit,
-        "PACKS": packs, "SUMS": sums, "ROWS": RUN, **angles, **blocks_of(launch),
+        "PACKS": packs, "SUMS": sums, "ROWS": ROTATED_RUN, **angles, **blocks_of(launch),
     }  # fmt: skip
     scalars = (*strides, total)
     relaunch = Relaunch(grid, scalars)
@@ -152,6 +155,14 @@ def plan_rotary_backward(
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_backward
+
+
+def _no_larger(launch: Launch, pairs: int) -> Launch:
+    """With tiles that a run of rows and so many pairs fill, and as many pairs to a warp."""
+    rows, columns = min(launch.block_m, ROTATED_RUN), min(launch.block_n, next_power_of_2(pairs))
+    return replace(
+        launch, block_m=rows, block_n=columns, num_warps=max(1, launch.num_warps * columns // launch.block_n)
+    )
 
 
 def _pair_tiles(angles: dict[str, Any], launch: Launch) -> int:

@@ -27,7 +27,7 @@ from torch_ops._checks import (
 )
 from torch_ops._gemm import plan_rotary
 from torch_ops._gemm_cpu import qkv_rope_cpu, rotary_backward_cpu
-from torch_ops._gemm_elementwise import new_sums, plan_rotary_backward, sum_runs
+from torch_ops._gemm_elementwise import ROTATED_RUN, new_sums, plan_rotary_backward, sum_runs
 from torch_ops._gemm_portable import Rows, rows_of
 from torch_ops._registry import remembered, runs_kernels, vk_op
 
@@ -175,7 +175,7 @@ def qkv_rope_backward_op(
     launch = _prepare_qkv_rope_backward(dq, dk, dv, x, weight, cos, sin, needs_weight, packs, needs_bias)
     n = weight.shape[0]
     packed = dq.new_empty((dq.shape[0], n) if packs else (0, n))
-    partial = new_sums(dq, dq.shape[0] if needs_bias else 0, n)
+    partial = new_sums(dq, dq.shape[0] if needs_bias else 0, n, ROTATED_RUN)
     launch(dq, dk, dv, cos, sin, packed, partial)
     with torch._C._DisableAutocast():
         return (
