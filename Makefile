@@ -20,7 +20,7 @@ FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 # A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
 test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
-# Of what is only built, half: all of it takes longer than what runs.
+# Of what is only built, a third: all of it takes longer than what runs.
 test: export VK_BUILDS ?= some
 
 .DEFAULT_GOAL := help
@@ -60,7 +60,7 @@ test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Trit
 	echo "Kernels in the interpreter:"; cat $$shared/interpreted; \
 	exit $$status
 
-builds: $(VENV)/.installed-test ## all kernels built ahead of time for all GPUs, of which test builds half
+builds: $(VENV)/.installed-test ## all kernels built ahead of time for all GPUs, of which test builds a third
 	$(BIN)/python -m pytest compile_tests/test_aot.py compile_tests/test_gemm.py $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.

@@ -38,7 +38,7 @@ from compile_tests.gemm import (
 )
 from compile_tests.test_aot import TARGETS
 from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, tile_launch
-from torch_ops import _gemm, settings
+from torch_ops import _gemm
 from torch_ops._gemm_portable import Rows
 from torch_ops._registry import OPS
 
@@ -415,12 +415,10 @@ def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytes
     for name in ("plan_linear_hopper", "plan_rotary_hopper", "plan_gradient_hopper"):
         monkeypatch.setattr(_gemm, name, lambda *args: lambda *tensors: None)
     monkeypatch.setattr(_gemm, "why_portable", lambda *args, **options: "")
-    monkeypatch.setattr(_gemm, "programs", lambda index: 132)
     monkeypatch.setattr(_gemm, "hopper_launch", lambda *args, **options: (None, ""))
     x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
     rows = Rows.of(x)
-    with settings(path="hopper"):
-        gradient = _gemm.plan_gradient(rows, weight, "gelu", True)
+    gradient = _gemm.plan_gradient(rows, weight, "gelu", True)
     plans = [
         gradient,
         _gemm.plan_linear(rows, weight, False, "swiglu", False, 24, up if apart else None),

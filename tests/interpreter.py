@@ -1,12 +1,16 @@
 """Triton's interpreter without work that it does over and over: half of its time, and none of its results."""
 
-from collections.abc import Iterator
+import itertools
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -51,3 +55,12 @@ def without_checks_of_int32() -> Iterator[None]:
     builder = interpreter.interpreter_builder
     with mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
         yield
+
+
+def with_dtypes(cases: Sequence[Any], dtypes: Sequence[torch.dtype]) -> pytest.MarkDecorator:
+    """Parametrizes `case` and `dtype`: each case at every dtype, in the interpreter at one, dtypes in turn."""
+    pairs = list(itertools.product(cases, dtypes))
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        pairs = [(case, dtypes[place % len(dtypes)]) for place, case in enumerate(cases)]
+    points = [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in pairs]
+    return pytest.mark.parametrize(("case", "dtype"), points)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ops
+from tests.interpreter import with_dtypes
 from torch_ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs, norm_cases
@@ -63,8 +64,7 @@ def of_case(name: str, op: str, dtype: torch.dtype, device: str, **changes: Any)
     return make_norm_inputs(op, dataclasses.replace(case, **changes), dtype, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", norm_cases("edge"), ids=lambda case: case.name)
+@with_dtypes(norm_cases("edge"), DTYPES)
 @pytest.mark.parametrize("op", NORMS)
 def test_agrees_with_reference(op: str, case: NormCase, dtype: torch.dtype, device: str) -> None:
     verify(op, make_norm_inputs(op, case, dtype, device))

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.attention import backward, differentiate, verify
+from tests.interpreter import with_dtypes
 from torch_ops import rope_window_attn, window_attn
 from torch_ops.testing import poisoned, references
 from torch_ops.testing.cases import (
@@ -69,8 +70,7 @@ def test_rotation_of_the_reference_is_that_of_transformers(dtype: torch.dtype) -
         assert torch.equal(references.rotated(x, inputs.cos, inputs.sin), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@with_dtypes(CASES, DTYPES)
 def test_agrees_with_reference(case: WindowAttnCase, dtype: torch.dtype, device: str) -> None:
     verify(make_rope_inputs(case, dtype, device))
 

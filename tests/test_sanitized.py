@@ -97,7 +97,7 @@ def few_programs() -> Iterator[None]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile", ROUND, ids=str)
 def test_products_are_right(tile: tuple[int, int], bias: bool) -> None:
-    for activation in ("gelu_tanh", "swiglu") if tile[1] % 128 == 0 else ("gelu_tanh",):
+    for activation in ("gelu_tanh", "swiglu"):
         Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_launch(*tile))
 
 

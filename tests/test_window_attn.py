@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.attention import backward, differentiate, verify
+from tests.interpreter import with_dtypes
 from torch_ops import window_attn
 from torch_ops._attention_portable import precision_of
 from torch_ops.testing import assert_close_to_reference, check, references
@@ -47,8 +48,7 @@ def test_references_agree_with_each_other(case: WindowAttnCase) -> None:
         torch.testing.assert_close(tensor, by_autograd[name])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@with_dtypes(CASES, DTYPES)
 def test_agrees_with_reference(case: WindowAttnCase, dtype: torch.dtype, device: str) -> None:
     verify(make_inputs(case, dtype, device))
 

@@ -134,7 +134,7 @@ def plan_rotary_backward(
     launch, _ = choose_product("qkv_rope_bwd", rows, weight)
     angles = angle_constants(cos, sin, weight.shape[0], num_heads, dk.shape[1])
     unit, strides = head_strides(dq, dk, dv)
-    launch = _no_larger(launch, num_heads * angles["HALF"])
+    launch = _no_larger(launch, int(num_heads * angles["HALF"]))
     grid = (_count_runs(total, ROTATED_RUN), _pair_tiles(angles, launch))
     constants = {
         "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv), "UNIT": unit,

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from csrc_free_ops.configs import Gpu, Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
 from csrc_free_ops.gemm.hopper_launch import WIDEST_ROTATED, finishing_warps, gradient_launch, tall_tiles, whole_tiles
-from torch_ops._gemm_portable import GATED, Rows, angle_constants, partner_rows, product_size, rows_of
+from torch_ops._gemm_portable import GATED, Rows, angle_constants, padded, partner_rows, product_size, rows_of
 from torch_ops._hopper import Descriptors, hopper_refusal, programs
 from torch_ops._launches import Relaunch
 
@@ -46,7 +46,9 @@ def addressable(*tensors: Tensor) -> bool:
 
 def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows and 64 columns; what lies outside of the tensor reads as zero."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, 64], _LAYOUT)
+    # The stride of a single row may be anything.
+    stride = padded(tensor.shape[1], tensor.dtype) if tensor.shape[0] == 1 else tensor.stride(0)
+    return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], [rows, 64], _LAYOUT)
 
 
 # Of what rotates nothing.
@@ -112,7 +114,7 @@ def plan_gradient_hopper(rows: Rows, weight: Tensor, activation: str, sums: bool
     launch = gradient_launch()
     constants = _constants(weight.t(), launch, f"{activation}_gradient", False)
     w_bytes = weight.nbytes if weight.is_contiguous() else 0
-    constants |= {"W_BYTES": w_bytes, "KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": weight.shape[1], **_NOT_ROTATED}
+    constants |= {"W_BYTES": w_bytes, "KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": 0, **_NOT_ROTATED}
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
     sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))

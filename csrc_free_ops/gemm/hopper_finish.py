@@ -178,7 +178,7 @@ def _store_gradients(
             gl.store(dpre_ptr + at, dpre.to(units.dtype), mask=inside)
             gl.store(h_ptr + at, h.to(units.dtype), mask=inside)
         if option(OPTIONS, "SUMS"):
-            # A thread's rows, then those of its warp: no warp waits for another.
+            # A thread's rows, then those of its warp: sums of all warps would have to wait for each other.
             sums = gl.sum(gl.sum(added.reshape([2, 4, 4, 64]), 0), 1)
             lines = row // 64 * 4 + gl.arange(0, 4, gl.SliceLayout(1, sums.type.layout))
             own = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, sums.type.layout))
