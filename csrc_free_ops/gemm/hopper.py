@@ -10,8 +10,8 @@ of x and, over all of them, weight stays in the L2 cache.
                 half = round(acc + bias)                to shared memory
     finisher    out = round(f(half))                    the roundings of a linear layer and of f behind it
 
-On an H200 f costs nothing, it hides behind the products; a gradient, which reads and writes three times as much, does
-not quite: 522 us of 25088 x 4304, 324 without what is behind the product, 714 where that is a kernel of its own.
+On an H200 f hides behind the products: 25088 x 4304 by 1152 take 393 us with GELU, and cuBLAS 430 without. A gradient,
+which reads and writes three times as much, does not quite: 522 us, 430 of the bare product, 714 with a kernel behind.
 Whose tile is the last of its program finishes it by itself, since nothing is left to hide behind.
 """
 
