@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("require_gpu") and _gpu() is None:
         raise pytest.UsageError("--require-gpu: torch sees no GPU on this machine")
-    if _gpu() is None:
+    if _gpu() is None or config.getoption("shard") is not None:
         _one_thread()
 
 
