@@ -683,7 +683,7 @@ def test_a_capture_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatc
         runner(pixels, grid)
     assert runner.captured == ()
     assert_same_bits(runner(pixels, grid), list(named_outputs(expected).values()))
-    assert runner.captured == runner.budgets and calls == 4
+    assert len(runner.captured) == 1 and calls == 4
 
 
 @pytest.mark.gpu
