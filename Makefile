@@ -121,24 +121,24 @@ figures-encoder: $(if $(filter figures,$(MAKECMDGOALS)),| $(filter-out figures-e
 	$(call FIGURES,encoder_timeline,1,timeline)
 
 # Of the other ops: parts of some minutes, each on a GPU of its own.
-QKV = 'qkv_1152_*,qkv_1024_*,qkv_1280_*'
-MLPS = 'mlp_*_4096,mlp_*_25088,mlp_1152_*'
+QKV = 'qkv_1*_4096,qkv_1*_25088'
+MLPS = 'mlp_*_4096,mlp_*_25088'
 NORMS = 'qwen_l_*,qwen_m_25088,qwen_qwen25_25088,merger_6272,decoder_4096'
 OP_RUNS = figures-projections figures-norms figures-rope figures-vision-attention
 .PHONY: figures-ops $(OP_RUNS)
 figures-ops: $(OP_RUNS) ## the same of the other ops; make -j4 figures-ops GPUS='0 1 2 3'
 $(OP_RUNS): | needs-gpu
 figures-projections:
-	$(call FIGURES,qkv_rope,1,qkv_rope --shapes $(QKV) --rounds 8)
-	$(call FIGURES,mlp,1,mlp --shapes $(MLPS) --rounds 8)
-	$(call FIGURES,patch_merger,1,patch_merger --rounds 8)
+	$(call FIGURES,qkv_rope,1,qkv_rope --shapes $(QKV) --rounds 6)
+	$(call FIGURES,mlp,1,mlp --shapes $(MLPS) --rounds 6)
+	$(call FIGURES,patch_merger,1,patch_merger --rounds 6)
 figures-norms:
 	$(call FIGURES,norms,2,norms --shapes $(NORMS) --backward)
 figures-rope:
-	$(call FIGURES,rope_window_attn,3,rope_window_attn --backward --rounds 10)
+	$(call FIGURES,rope_window_attn,3,rope_window_attn --backward --rounds 6)
 	$(call FIGURES,grids,3,grids)
 figures-vision-attention:
-	$(call FIGURES,vision_attention,4,vision_attention --backward --rounds 8)
+	$(call FIGURES,vision_attention,4,vision_attention --backward --rounds 6)
 	$(call FIGURES,host_ops,4,host qkv_rope mlp patch_merger norms rope_window_attn vision_attention grids)
 
 tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
