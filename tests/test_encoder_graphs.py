@@ -276,7 +276,7 @@ def test_bad_arguments_are_refused() -> None:
     runner = runner_of(encoder)
     with pytest.raises(ValueError, match="pixel values must be of 280 rows, the patches of the grid, got 279"):
         runner(pixels[1:], IMAGES)
-    with pytest.raises(ValueError, match="the width, must be a multiple of 2"):
+    with pytest.raises(ValueError, match="the width, must be at least 0 and a multiple of 2"):
         runner(pixels, torch.tensor([[1, 2, 3]]))
 
 

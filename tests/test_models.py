@@ -352,13 +352,46 @@ def test_a_video_of_no_frames_and_no_image_at_all() -> None:
         (torch.zeros(3, dtype=torch.int64), r"grid_thw must be a tensor of shape \[n, 3\].*got shape \[3\]"),
         ([[1, 2, 2]], "grid_thw must be a tensor.*got list"),
         (torch.ones(1, 3), "grid_thw must be of an integer dtype, got torch.float32"),
-        (torch.tensor([[1, 2, 2], [1, 2, 3]]), r"grid_thw\[1, 2\], the width, must be a multiple of 2.*, got 3"),
+        (
+            torch.tensor([[1, 2, 2], [1, 2, 3]]),
+            r"grid_thw\[1, 2\], the width, must be at least 0 and a multiple of 2.*, got 3",
+        ),
+        (torch.tensor([[1, -2, 2]]), r"grid_thw\[0, 1\], the height, must be at least 0 and a multiple.*, got -2"),
+        (torch.ones(1, 3, dtype=torch.int64, device="meta"), "grid_thw must be a tensor that has values, got one on"),
         (torch.tensor([[-1, 2, 2]]), r"grid_thw\[0, 0\], frames, must be at least 0, got -1"),
     ],
 )
 def test_bad_grids_are_refused(grid: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         vision_metadata(grid, VisionSizes(72))
+
+
+@pytest.mark.parametrize("grid", [[[1, 2, 2]], torch.ones(3)], ids=str)
+def test_helpers_refuse_what_is_no_grid(grid: Any) -> None:
+    encoder = frozen("qwen3_vl_vision")
+    output = encoder(draw_pixels(encoder, IMAGES), IMAGES)
+    with pytest.raises(ValueError, match="^encode: grid_thw must be a tensor of shape"):
+        qwen_vl.encode(encoder, draw_pixels(encoder, IMAGES), grid)
+    with pytest.raises(ValueError, match="^split_by_image: grid_thw must be a tensor of shape"):
+        qwen_vl.split_by_image(output, grid)
+
+
+def test_metadata_of_another_encoder_is_refused() -> None:
+    """Without a word it would be another order of rows, or images that see each other."""
+    with_windows, without = frozen("qwen2_5_vl_vision"), frozen("qwen2_vl_vision")
+    for encoder, other, message in (
+        (with_windows, without, "with windows, as the encoder is, got metadata without"),
+        (without, with_windows, "without windows, as the encoder is, got metadata with"),
+    ):
+        pixels, metadata = draw_pixels(encoder, IMAGES), vision_metadata(IMAGES, other.sizes)
+        with pytest.raises(ValueError, match=r"metadata must be made for encoder\.sizes = VisionSizes\("):
+            encoder(pixels, metadata=metadata)
+        # Of a clone, as of what a compiler takes apart, tensors alone may be known.
+        with pytest.raises(ValueError, match=f"metadata must be {message}"):
+            encoder.encode_packed(pixels, replace(metadata, sizes=None))
+    turned = vision_metadata(IMAGES, replace(without.sizes, theta=100.0))
+    with pytest.raises(ValueError, match="metadata must be made for encoder.sizes"):
+        without(draw_pixels(without, IMAGES), metadata=turned)
 
 
 def test_bad_calls_are_refused() -> None:
@@ -370,10 +403,17 @@ def test_bad_calls_are_refused() -> None:
         (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
         ("pixel values must be of 280 rows, the patches of the grid, got 279", (pixels[1:], IMAGES), {}),
         ("metadata must be of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
-        ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
-        ("chunk_tokens must be None where the host", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
+        ("pixel values must be a tensor, got list", (pixels.tolist(), IMAGES), {}),
+        ("pixel values must be of a real dtype, got complex128", (pixels.to(torch.complex128), IMAGES), {}),
+        ("pixel values must be on cpu as the encoder is, got meta", (pixels.to("meta"), IMAGES), {}),
+        ("position_ids must be a tensor, got list", (pixels, IMAGES), {"position_ids": [[0, 0]]}),
         *(
-            ("chunk_tokens must be None where the host", (pixels, IMAGES), {**named, "chunk_tokens": 8})
+            (f"chunk_tokens must be an integer of 1 or more, got {most}", (pixels, IMAGES), {"chunk_tokens": most})
+            for most in (0, 8.5, True, "3")
+        ),
+        ("chunk_tokens must be None with a clone", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
+        *(
+            ("chunk_tokens must be None with a clone", (pixels, IMAGES), {**named, "chunk_tokens": 8})
             for named in ({"cu_seqlens": made["cu_seqlens"]}, {"position_ids": made["position_ids"]}, made)
         ),
     ):
@@ -587,6 +627,8 @@ def test_attention_alone() -> None:
     assert VisionAttention(96, 2, 64).qkv.weight.shape == (384, 96)
     with pytest.raises(ValueError, match="cos and sin must be given together"):
         attention(x, torch.ones(50, 36))
+    with pytest.raises(ValueError, match=r"x must be of shape \[T, C\], got \[2, 25, 144\]"):
+        attention(x.view(2, 25, 144))
 
 
 @pytest.mark.parametrize(

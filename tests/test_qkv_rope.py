@@ -256,6 +256,19 @@ def test_autocast_follows_the_region_and_leaves_tables_alone(dtype: torch.dtype,
     assert weight.grad.dtype == torch.float32 and weight.grad.isfinite().all()
 
 
+def test_autocast_takes_tables_of_another_half_type_along(device: str) -> None:
+    """As x, which had their dtype."""
+    inputs = make_qkv_rope_inputs(TOWER, torch.float32, device)
+    region = torch.float16
+    everything = {**inputs.leaves, "cos": inputs.cos, "sin": inputs.sin}
+    other = {name: tensor.to(torch.bfloat16) for name, tensor in everything.items()}
+    with torch.autocast(device, dtype=region):
+        results = inputs.call(qkv_rope, **other)
+    expected = inputs.call(qkv_rope, **{name: tensor.to(region) for name, tensor in other.items()})
+    for actual, wanted in zip(results, expected, strict=True):
+        assert actual.dtype == region and torch.equal(actual, wanted)
+
+
 def _changed(**changes: Any) -> Any:
     return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
 

@@ -84,7 +84,8 @@ def _pre_gradient(dh: Tensor, pre: Tensor, activation: str) -> Tensor:
         return torch.ops.aten.gelu_backward(dh, pre)
     if activation == "quick_gelu":
         share = torch.sigmoid(QUICK * pre)
-        return dh * (share + QUICK * pre * share * (1 - share))
+        # In this order, or the largest pre would be infinite before it is multiplied by 0.
+        return dh * (share + pre * (share * (1 - share)) * QUICK)
     return torch.ops.aten.silu_backward(dh, pre)
 
 

@@ -98,10 +98,17 @@ def remembered(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def remembering(*args: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
             return prepare(*args)
-        signature = (
-            settings.generation,
-            *[(arg.shape, arg.stride(), arg.dtype, arg.device) if isinstance(arg, Tensor) else arg for arg in args],
-        )
+        try:
+            signature = (
+                settings.generation,
+                *[
+                    (arg.shape, arg.stride(), arg.dtype, arg.device, arg.layout) if isinstance(arg, Tensor) else arg
+                    for arg in args
+                ],
+            )
+        except RuntimeError:
+            # Of a tensor without strides, which no op takes.
+            return prepare(*args)
         prepared = memory.get(signature)
         if prepared is None:
             if len(memory) >= REMEMBERED:
@@ -150,8 +157,8 @@ def vk_op(
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
     itself uses.
-    With `autocast` the floating tensors are cast to the autocast region's dtype, but for the arguments named in
-    `keeps_dtype`: tables that are of fp32 on purpose. `flops(*args)` counts a call.
+    With `autocast` the floating tensors are cast to the autocast region's dtype, but for those of fp32 among the
+    arguments named in `keeps_dtype`: tables, which are so on purpose. `flops(*args)` counts a call.
     """
 
     def register(body: Callable[..., Any]) -> KernelOp:
@@ -247,7 +254,11 @@ def _install_autocast(name: str, overload: Any, kept: frozenset[int]) -> None:
             dtype = torch.get_autocast_dtype(device_type)
             castable = (torch.float16, torch.bfloat16, torch.float32)
             args = tuple(
-                arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype in castable and place not in kept else arg
+                arg.to(dtype)
+                if isinstance(arg, Tensor)
+                and arg.dtype in castable
+                and not (place in kept and arg.dtype is torch.float32)
+                else arg
                 for place, arg in enumerate(args)
             )
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):

@@ -255,7 +255,8 @@ def mlp(
         recompute: whether the backward makes the first product again instead of keeping it, which takes as much memory
             as w1 and w_up have rows for each row of x.
         w_up: [I, C], for "swiglu" alone: what the gates w1 [I, C] gate, where the two are parameters of their own, as
-            the gate_proj and up_proj of Qwen2.5-VL. Nothing is packed; they are copied only where their strides differ.
+            the gate_proj and up_proj of Qwen2.5-VL. Nothing is packed; they are copied only where their strides differ
+            or, beside x, fit no kernel.
         b_up: [I]; given where b1 is.
 
     Returns:

@@ -32,7 +32,7 @@ from torch_ops.models._checkpoint import read_tensors, vision_config, vision_pla
 from torch_ops.models.families import FAMILIES, vision_config_of
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
-from torch_ops.models.vision_metadata import sent, vision_metadata
+from torch_ops.models.vision_metadata import check_grid, sent, vision_metadata
 
 Progress = Callable[[int, int], None]
 
@@ -252,6 +252,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     ``pooler_output`` ``[T / 4, out_hidden_size]`` and, where the tower has taps,
     ``deepstack_features``.
     """
+    check_grid("encode", grid_thw)
     grid = grid_thw.cpu()
     if isinstance(tower, EncoderGraphs):
         return tower(pixel_values, grid, chunk_tokens=chunk_tokens)
@@ -293,6 +294,7 @@ def _precomputed(tower: Any, grid: torch.Tensor) -> tuple[dict[str, torch.Tensor
 
 def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
     """Each image's rows of the output of ``encode``, as views; ``grid_thw`` is int64 ``[n, 3]``."""
+    check_grid("split_by_image", grid_thw)
     tokens = grid_thw.prod(dim=1).tolist()
     # Of a batch without patches any number will do.
     merge = output.last_hidden_state.shape[0] // max(1, output.pooler_output.shape[0]) or 1

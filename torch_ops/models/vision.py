@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops._checks import check_head_dim, check_num_heads, refuse
+from torch_ops._checks import check_device, check_head_dim, check_matrix, check_num_heads, dtype_name, refuse
 from torch_ops.models._layers import LayerNorm, RMSNorm, after_sum, chained, norm_of, plain
 from torch_ops.models.families import FAMILIES, Family, vision_config_of
 from torch_ops.models.vision_metadata import (
@@ -98,6 +98,7 @@ class VisionAttention(nn.Module):
 
         Without cos and sin nothing is rotated, and without cu_seqlens all rows are one segment.
         """
+        check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
         if (cos is None) != (sin is None):
             refuse("VisionAttention", "cos and sin", "given together", "one without the other")
         if cu_seqlens is None:
@@ -307,6 +308,8 @@ class QwenVisionEncoder(nn.Module):
         """
         if metadata is not None and not isinstance(metadata, VisionMetadata):
             refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
+        if metadata is not None and metadata.sizes not in (None, self.sizes):
+            refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"that of {metadata.sizes}")
         images: tuple[Image, ...] | None = ()
         if metadata is None and grid_thw is not None and all(kwargs.get(name) is None for name in PRECOMPUTED):
             if chunk_tokens is None:
@@ -349,7 +352,13 @@ class QwenVisionEncoder(nn.Module):
         return self._output(**fields)
 
     def check_pixels(self, pixel_values: Tensor, rows: int) -> None:
-        columns = self.patch_embed.proj.weight.shape[1:].numel()
+        if not isinstance(pixel_values, Tensor):
+            refuse("vision encoder", "pixel values", "a tensor", type(pixel_values).__name__)
+        if pixel_values.is_complex():
+            refuse("vision encoder", "pixel values", "of a real dtype", dtype_name(pixel_values.dtype))
+        weight = self.patch_embed.proj.weight
+        check_device("vision encoder", "pixel values", pixel_values, "the encoder", weight)
+        columns = weight.shape[1:].numel()
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
             refuse("vision encoder", "pixel values", f"of shape [T, {columns}], a row for each patch", got)
@@ -374,6 +383,9 @@ class QwenVisionEncoder(nn.Module):
         return pos_embed_interpolate(table, metadata.grid, rows, merge_size).to(patches.dtype)
 
     def _encode(self, pixel_values: Tensor, metadata: VisionMetadata, keep: bool) -> Outputs:
+        if (metadata.window_index is None) != (self.sizes.window is None):
+            wanted, got = ("with", "without") if metadata.window_index is None else ("without", "with")
+            refuse("vision encoder", "metadata", f"{wanted} windows, as the encoder is", f"metadata {got}")
         branch, residual = self.patch_embed(pixel_values), None
         if self.pos_embed is not None:
             residual = self._positions(branch, metadata)
@@ -441,10 +453,12 @@ class QwenVisionEncoder(nn.Module):
         self, pixel_values: Tensor, images: tuple[Image, ...] | None, chunk_tokens: int
     ) -> Iterable[tuple[Tensor, VisionMetadata]]:
         """Rows of consecutive frames, and their own metadata."""
-        if chunk_tokens < 1:
-            refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
+        if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
+            refuse("vision encoder", "chunk_tokens", "an integer of 1 or more", chunk_tokens)
         if images is None or patches_of(images) != pixel_values.shape[0]:
-            wanted = f"None where the host knows tensors alone, of clone() or of {', '.join(PRECOMPUTED)},"
+            wanted = (
+                f"None with a clone() of metadata or with any of {', '.join(PRECOMPUTED)}: the host knows no frames"
+            )
             refuse("vision encoder", "chunk_tokens", wanted, chunk_tokens)
         start = 0
         for run in split_images(images or (), chunk_tokens):

@@ -64,10 +64,10 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class VisionMetadata:
-    """Tensors on the encoder's device, and the images as the host knows them.
+    """Tensors on the encoder's device, the images as the host knows them, and the sizes of the encoder they are for.
 
     ``cos`` and ``sin`` are in the order of the blocks' rows: of an encoder with windows, that of its windows. A segment
-    is a frame. To torch.compile and torch.export this is a structure of its tensors; ``images`` is not part of it.
+    is a frame. To torch.compile and torch.export this is a structure of its tensors; the rest is not part of it.
     """
 
     grid: Tensor | None  # int64 [n, 3]
@@ -80,6 +80,7 @@ class VisionMetadata:
     interp_indices: Tensor | None = None  # int64 [T, taps], where Transformers' own are given
     interp_weights: Tensor | None = None
     images: tuple[Image, ...] | None = None
+    sizes: VisionSizes | None = None
 
     @property
     def total(self) -> int:
@@ -88,7 +89,8 @@ class VisionMetadata:
 
     def clone(self) -> "VisionMetadata":
         """A copy with tensors of its own, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
-        return dataclasses.replace(self, images=None, **{name: tensor.clone() for name, tensor in self.tensors()})
+        tensors: Any = {name: tensor.clone() for name, tensor in self.tensors()}
+        return dataclasses.replace(self, images=None, **tensors)
 
     def copy_(self, other: "VisionMetadata") -> "VisionMetadata":
         """Fills the tensors of a `clone` with another batch's, of the same shapes; never waits.
@@ -116,16 +118,17 @@ class VisionMetadata:
                 yield name, getattr(self, name)
 
 
-_TENSORS = [field.name for field in dataclasses.fields(VisionMetadata) if field.name != "images"]
+_KNOWN_TO_THE_HOST = ["images", "sizes"]
+_TENSORS = [field.name for field in dataclasses.fields(VisionMetadata) if field.name not in _KNOWN_TO_THE_HOST]
 
 pytree.register_dataclass(
     VisionMetadata,
     field_names=_TENSORS,
-    drop_field_names=["images"],
+    drop_field_names=_KNOWN_TO_THE_HOST,
     serialized_type_name="torch_ops.models.vision_metadata.VisionMetadata",
 )
 # An exported program is saved with the inputs it was traced with.
-torch.serialization.add_safe_globals([VisionMetadata])
+torch.serialization.add_safe_globals([VisionMetadata, VisionSizes])
 
 
 @torch.compiler.disable
@@ -160,21 +163,28 @@ def patches_of(images: Iterable[Image]) -> int:
     return sum(t * h * w for t, h, w in images)
 
 
-@torch.compiler.disable
-def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
-    """The rows (t, h, w) of a grid, checked, in the name of `op`; a grid on a device is read back."""
+def check_grid(op: str, grid_thw: Tensor) -> None:
+    """What can be known of a grid without reading it."""
     if not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         got = f"shape {list(grid_thw.shape)}" if isinstance(grid_thw, Tensor) else type(grid_thw).__name__
         refuse(op, "grid_thw", "a tensor of shape [n, 3], a row (t, h, w) for each image", got)
     if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
         refuse(op, "grid_thw", "of an integer dtype", grid_thw.dtype)
+    if grid_thw.is_meta:
+        refuse(op, "grid_thw", "a tensor that has values", "one on the meta device")
+
+
+@torch.compiler.disable
+def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
+    """The rows (t, h, w) of a grid, checked, in the name of `op`; a grid on a device is read back."""
+    check_grid(op, grid_thw)
     images = tuple((t, h, w) for t, h, w in grid_thw.tolist())
     for image, (t, h, w) in enumerate(images):
         if t < 0:
             refuse(op, f"grid_thw[{image}, 0], frames,", "at least 0", t)
         for column, name, size in ((1, "height", h), (2, "width", w)):
             if size < 0 or size % merge_size:
-                wanted = f"a multiple of {merge_size}, the encoder's spatial_merge_size"
+                wanted = f"at least 0 and a multiple of {merge_size}, the encoder's spatial_merge_size"
                 refuse(op, f"grid_thw[{image}, {column}], the {name},", wanted, size)
     return images
 
@@ -238,6 +248,7 @@ def _remembered(
         reverse_index=reverse_index,
         cu_window_seqlens=cu_window_seqlens,
         images=images,
+        sizes=sizes,
     )
 
 
@@ -300,6 +311,9 @@ def precomputed_metadata(
     Tensors may lie on the host, and are sent. With one of them the images are not known, since it need not follow from
     the grid.
     """
+    for name in PRECOMPUTED:
+        if not isinstance(given.get(name), Tensor | None):
+            refuse("vision encoder", name, "a tensor", type(given[name]).__name__)
     values: Any = (None if given.get(name) is None else sent(given[name], device) for name in PRECOMPUTED)
     cu_seqlens, position_ids, indices, weights, window_index, cu_window_seqlens = values
     interpolated = indices is not None and weights is not None
@@ -346,6 +360,7 @@ def precomputed_metadata(
         interp_indices=indices if interpolated else None,
         interp_weights=weights if interpolated else None,
         images=None if used else base.images,
+        sizes=sizes,
     )
 
 
