@@ -37,7 +37,7 @@ def golden() -> Report:
 def test_tables_set_the_best_of_each_group_against_ours(tmp_path: Path) -> None:
     lines = documents.summary(golden()).splitlines()
     assert lines[0].startswith("| batch | patches of each frame | best of ours, ms | TFLOP/s | of matmul | compiled /")
-    both = "2.00, 2.00 vk_graph | 400 | 50% | 1.05, 1.05 | 12.0, 12.0 hf | 6.00, 6.00"
+    both = "2.00, 2.00 vk_graph | 400 | 50% | 1.05, 1.05 vk_compiled | 12.0, 12.0 hf | 6.00, 6.00"
     assert lines[2:4] == [
         f"| 448 | 784 | {both} | 3.00, 2.50 graph_cudnn | 1.50, 1.25 | 1024 / 1024 / 1024 |",
         f"| train_8x896, training step | 784 | {both} | - | - | 1024 / 1024 / - |",

@@ -182,6 +182,16 @@ def test_summary_sets_every_peer_against_ours() -> None:
     ]
 
 
+def test_summary_says_what_was_measured() -> None:
+    report = golden_report()
+    (kind,) = {f"{one.dtype}, {one.cache} cache, {one.path} path" for one in report.measurements}
+    assert f"\n- {kind}\n" in documents.summary(report)
+    first, *others = report.measurements
+    cold = dataclasses.replace(first, cache="cold", path="portable")
+    parted = dataclasses.replace(report, measurements=(cold, *others))
+    assert f"\n- {kind}; {first.case}: {first.dtype}, cold cache, portable path\n" in documents.summary(parted)
+
+
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope"))]
 
 

@@ -45,10 +45,20 @@ def summary(report: Report) -> str:
     notes = (
         "Under a peer's name: its time over ours, so that above 1 ours is faster. "
         "*wrong*: its result breaks the tolerance rule. -: it cannot run the case.",
+        *_kinds(report.measurements),
         *yardsticks(report),
         *origin(report),
     )
     return "\n".join((*lines, *(f"- {note}" for note in notes))) + "\n"
+
+
+def _kinds(measurements: Sequence[Measurement]) -> list[str]:
+    """Of what dtype, with what in the cache and by which path: most cases, and by name all others."""
+    cases: dict[str, dict[str, None]] = {}
+    for one in measurements:
+        cases.setdefault(f"{one.dtype}, {one.cache} cache, {one.path} path", {})[one.case] = None
+    most, *others = sorted(cases, key=lambda kind: -len(cases[kind]))
+    return ["; ".join((most, *(f"{', '.join(cases[kind])}: {kind}" for kind in others)))]
 
 
 def _summary_of(measurements: Sequence[Measurement]) -> Table:

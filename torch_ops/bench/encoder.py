@@ -240,6 +240,8 @@ def _is_whole(there: EncoderRow, scene: Scene, running: tuple[EncoderContender, 
 
 
 def _session(device: torch.device, dtype: torch.dtype) -> Session:
+    if device.type != "cuda":
+        options.say("on the CPU the tower is not L, but has two narrow layers")
     try:
         return Session(make_tower(device, dtype))
     except ImportError as error:

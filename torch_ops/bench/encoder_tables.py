@@ -58,7 +58,7 @@ def encoder_summary(report: Report) -> Table:
         ready |= {each: row.ready[each] for each in shown if each in row.ready}
         rows.append(
             (
-                name, row.shape, _best(ours), *_rate(row, ours, report), _over(compiled, ours),
+                name, row.shape, _best(ours), *_rate(row, ours, report), _named(_over(compiled, ours), compiled),
                 _best(plain), _over(plain, ours), _best(assembled), _over(assembled, ours),
                 " / ".join(map(_mib, (ours, plain, assembled))),
             )
@@ -106,7 +106,11 @@ def _row_table(row: EncoderRow, report: Report) -> Table:
 
 
 def _best(timed: Timed | None) -> str:
-    return NOTHING if timed is None else f"{', '.join(digits(ms) for ms in passes(timed))} {timed.name}"
+    return NOTHING if timed is None else _named(", ".join(digits(ms) for ms in passes(timed)), timed)
+
+
+def _named(figures: str, timed: Timed | None) -> str:
+    return figures if timed is None or figures == NOTHING else f"{figures} {timed.name}"
 
 
 def _over(timed: Timed | None, reference: Timed | None) -> str:
