@@ -229,7 +229,7 @@ def qkv_rope(
             `qkv` of Transformers' vision encoders has them. D is a multiple of 8 up to 256.
         bias: [(H + 2 Hk) D], or None.
         cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; in fp32 or x's
-            dtype. They are constants: they get no gradient. Autocast leaves them as they are.
+            dtype. They are constants: they get no gradient. Autocast leaves those of fp32 as they are.
         num_heads, num_k_heads: H, and Hk, which is H where None.
 
     Returns:

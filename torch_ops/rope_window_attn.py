@@ -245,8 +245,8 @@ def rope_window_attn(
             projection; columns that are not contiguous are copied. On the CPU also fp64.
         k, v: [T, Hk, D], dtype and device of q, H a multiple of Hk: each key head serves H / Hk query heads.
         cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; in fp32 or q's
-            dtype, of the same row for q and k. They are constants: they get no gradient. Autocast leaves them as they
-            are.
+            dtype, of the same row for q and k. They are constants: they get no gradient. Autocast leaves those of fp32
+            as they are.
         cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] up to
             cu_seqlens[s + 1]. What q, k, v, cos and sin hold outside all segments reaches neither results nor
             gradients.
