@@ -75,8 +75,8 @@ def plan_linear(
     n, _ = product_size(weight, up)
     width = n if width is None else width
 
-    # In here, since torch looks for the kernels of an op five calls deep (`get_inner_triton_kernels`). Of the tensors
-    # it is given: a plan is remembered, and what it named of its own call would be kept.
+    # A function within is one call less: torch finds an op's kernels five calls deep (`get_inner_triton_kernels`). It
+    # is given its tensors since a plan is remembered, and would keep those of its own call.
     def plan_stock(weight: Tensor, up: Tensor | None = None) -> Callable[..., None]:
         launch, _ = choose_product(product_kernel(activation), rows, weight, up)
         if launch == ATEN:
@@ -248,7 +248,7 @@ def _plan_linear_aten(
 ) -> Callable[..., None]:
     n, _ = product_size(weight, up)
     if activation == "none" and width == n and not keeps_pre:
-        return lambda x, weight, bias, out, pre: linear_into(x, weight, bias, out)
+        return lambda x, weight, bias, out, *nothing: linear_into(x, weight, bias, out)
     activate = plan_activate(rows, weight, activation, width, up)
 
     def launch_linear(

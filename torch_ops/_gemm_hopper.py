@@ -1,6 +1,9 @@
 """The launcher of the GEMM core's Hopper kernel (Gluon), which no compiler of PyTorch's can take apart.
 
 `refusal` says from metadata alone why a call cannot take this path; the plans are as those of `_gemm`.
+
+Their `tensors` are the kernel's pointers in its order: weight, up, bias, up_bias, out, second, third, pre, cos and sin.
+In the place of one that is not read stands another of the call.
 """
 
 from collections.abc import Callable

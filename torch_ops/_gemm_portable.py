@@ -109,9 +109,9 @@ def _constants(launch: Launch, rows: Rows, strides: tuple[int, int], k: int) -> 
 class _Weight:
     """How kernels read a weight, and beside it one of the same shape: as they lie, or with `copies` in padded rows.
 
-    Copied to rows that begin at 16 bytes where those of x do and their own do not, and where two lie differently. The
-    first, for which rows are longer than they were with `pads`, only where a row or a setting has it so: the rule
-    leaves such a product to PyTorch.
+    Copied where two lie differently, and where the rows of x begin at 16 bytes and the weight's own do not. With `pads`
+    the copy's rows are longer than the weight's, so that they begin at 16 bytes: such a product is PyTorch's by the
+    rule, and only a row or a setting gives it to the kernels.
     """
 
     strides: tuple[int, int]

@@ -187,8 +187,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     keeps_x = needs[1] or needs[7] or (hidden.shape[1] == 0 and any((*needs[:4], *needs[7:])))
     ctx.save_for_backward(x if keeps_x else None, w1, b1, w2, hidden, w_up, b_up)
     ctx.shape = x.shape
-    # Else hidden is differentiable: what the backward makes of it then depends on x, without x being kept, and a second
-    # derivative is refused.
+    # Gradients that are made from hidden depend on x by it, though x may not be kept: then it stays differentiable, so
+    # that a second derivative is refused rather than dropped. Elsewhere it is a constant.
     if hidden.shape[1] == 0 or not any((*needs[:3], *needs[7:])):
         ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
