@@ -252,12 +252,11 @@ def _install_autocast(name: str, overload: Any, kept: frozenset[int]) -> None:
     def make(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
         def cast(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
-            castable = (torch.float16, torch.bfloat16, torch.float32)
+            halves = torch.float16, torch.bfloat16
+            castable = *halves, torch.float32
             args = tuple(
                 arg.to(dtype)
-                if isinstance(arg, Tensor)
-                and arg.dtype in castable
-                and not (place in kept and arg.dtype is torch.float32)
+                if isinstance(arg, Tensor) and arg.dtype in (halves if place in kept else castable)
                 else arg
                 for place, arg in enumerate(args)
             )

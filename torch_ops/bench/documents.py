@@ -57,8 +57,9 @@ def _kinds(measurements: Sequence[Measurement]) -> list[str]:
     cases: dict[str, dict[str, None]] = {}
     for one in measurements:
         cases.setdefault(f"{one.dtype}, {one.cache} cache, {one.path} path", {})[one.case] = None
-    most, *others = sorted(cases, key=lambda kind: -len(cases[kind]))
-    return ["; ".join((most, *(f"{', '.join(cases[kind])}: {kind}" for kind in others)))]
+    kinds = sorted(cases, key=lambda kind: -len(cases[kind]))
+    others = (f"{', '.join(cases[kind])}: {kind}" for kind in kinds[1:])
+    return ["; ".join((*kinds[:1], *others))] if kinds else []
 
 
 def _summary_of(measurements: Sequence[Measurement]) -> Table:

@@ -98,7 +98,6 @@ class VisionAttention(nn.Module):
 
         Without cos and sin nothing is rotated, and without cu_seqlens all rows are one segment.
         """
-        check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
         if (cos is None) != (sin is None):
             refuse("VisionAttention", "cos and sin", "given together", "one without the other")
         if cu_seqlens is None:
@@ -107,6 +106,7 @@ class VisionAttention(nn.Module):
             q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
             out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
         else:
+            check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
             q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
             if cos is None or sin is None:
                 out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
