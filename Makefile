@@ -133,7 +133,7 @@ figures-projections:
 	$(call FIGURES,mlp,1,mlp --shapes $(MLPS) --rounds 6)
 	$(call FIGURES,patch_merger,1,patch_merger --rounds 6)
 figures-norms:
-	$(call FIGURES,norms,2,norms --shapes $(NORMS) --backward)
+	$(call FIGURES,norms,2,norms --shapes $(NORMS) --backward --rounds 6)
 figures-rope:
 	$(call FIGURES,rope_window_attn,3,rope_window_attn --backward --rounds 6)
 	$(call FIGURES,grids,3,grids)

@@ -16,8 +16,9 @@ of the residual sum, dsum, with g = dout weight:
     dbias   = sum_i dout
 
 Nothing is saved but the inputs: a row is in registers anyway, so its statistics are made again. dx is the gradient of x
-and of the residual alike. Each program of the backward takes every num_programs-th tile of rows and keeps fp32 sums of
-its own for dweight and dbias, which the sums kernel adds in a fixed order: the same bits every time.
+and of the residual alike. Each program takes every num_programs-th tile of rows, while the next ones are on their way
+to shared memory. Those of the backward keep fp32 sums of their own for dweight and dbias, which the sums kernel adds in
+a fixed order: the same bits every time.
 
 A row is held as parts of MAIN columns (`tiles/rows.py`, with WIDTH for HEAD_DIM): 1152 columns are five parts of 256,
 the last of them half empty, where one power of two would be 2048. Parts are alike, whatever of the last is empty, so
@@ -107,36 +108,36 @@ def _norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
     STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M rows). See the module for the maths."""
+    """Grid (programs), any number. See the module for the maths."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_M
-    remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
-    x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
-    if HAS_RESIDUAL:
-        residual = load_rows(
-            residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
-        )
     # For every row of the tile, from rows that are 0 apart: in the layout of x. And before the sums, so as not to wait
     # for them.
     if HAS_WEIGHT:
         weight = load_rows(weight_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
     if HAS_BIAS:
         bias = load_rows(bias_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
-    if HAS_RESIDUAL:
-        x = _add_rounded(x, residual)
-        store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
-    centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
-    out = scale_rows(centered, rstd)
-    if HAS_WEIGHT:
-        out = _multiply(out, weight)
-    if HAS_BIAS:
-        out = add_rows(out, bias)
-    store_rows(out_ptr + first * WIDTH, starts, rows, remaining, out, WIDTH, WIDTH, MAIN, TAIL)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * BLOCK_M
+        remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
+        x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+        if HAS_RESIDUAL:
+            residual = load_rows(
+                residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
+            )
+            x = _add_rounded(x, residual)
+            store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
+        centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
+        out = scale_rows(centered, rstd)
+        if HAS_WEIGHT:
+            out = _multiply(out, weight)
+        if HAS_BIAS:
+            out = add_rows(out, bias)
+        store_rows(out_ptr + first * WIDTH, starts, rows, remaining, out, WIDTH, WIDTH, MAIN, TAIL)
 
 
 @triton.jit
@@ -162,10 +163,11 @@ def _norm_bwd_kernel(
     STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), any number. dweight and dbias are [programs, WIDTH], fp32: what each program has summed."""
+    await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
     program = tl.program_id(0)
     starts = (0, WIDTH // MAIN * MAIN)
@@ -178,16 +180,12 @@ def _norm_bwd_kernel(
         dbias = zero_rows(BLOCK_M, WIDTH, MAIN, TAIL)
     for tile in tl.range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * BLOCK_M
-        remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32)
+        remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
         dout = load_rows(
             dout_ptr + first * STRIDE_DO, starts, rows, remaining, STRIDE_DO, WIDTH, MAIN, TAIL, BLOCK_M > 1
         )
         if NEEDS_DX or NEEDS_DWEIGHT:
             x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
-        if HAS_DSUM and NEEDS_DX:
-            dsum = load_rows(
-                dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
-            )
         if NEEDS_DBIAS:
             dbias = add_rows(dbias, dout)
         if NEEDS_DX or NEEDS_DWEIGHT:
@@ -200,14 +198,18 @@ def _norm_bwd_kernel(
                 g = _multiply(dout, weight)
             else:
                 g = scale_rows(dout, tl.full((1, 1), 1.0, tl.float32))
-            along = _along_rows(tl.div_rn(_row_sums(_multiply(g, xhat), BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+            along = _along_rows(_row_sums(_multiply(g, xhat), BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
             across = along
             if HAS_MEAN:
-                across = _along_rows(tl.div_rn(_row_sums(g, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+                across = _along_rows(_row_sums(g, BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
             dx = (_differentiate_part(g[0], xhat[0], rstd, along, across, HAS_MEAN),)
             for index in tl.static_range(1, len(g)):
                 dx += (_differentiate_part(g[index], xhat[index], rstd, along, across, HAS_MEAN),)
             if HAS_DSUM:
+                # Last, so that registers need not hold it meanwhile; it is on its way with the rest.
+                dsum = load_rows(
+                    dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
+                )
                 dx = add_rows(dx, dsum)
             store_rows(dx_ptr + first * WIDTH, starts, rows, remaining, dx, WIDTH, WIDTH, MAIN, TAIL)
     own = program.to(tl.int64) * WIDTH
@@ -218,30 +220,34 @@ def _norm_bwd_kernel(
 
 
 @triton.jit
-def _add_programs(ptr, cols, num_programs, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sums of [num_programs, WIDTH] over programs, of these columns."""
+def _add_programs(
+    ptr, out_ptr, num_programs, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """out = sums of [num_programs, WIDTH] over programs, of this program's columns."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
     for first in tl.range(0, num_programs, BLOCK_M):
         seen = ((first + rows) < num_programs)[:, None] & (cols < WIDTH)[None, :]
         total += tl.load(ptr + ((first + rows) * WIDTH)[:, None] + cols[None, :], mask=seen, other=0.0)
-    return tl.sum(total, 0)
+    tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _norm_bwd_sums_kernel(
     dweights_ptr, dbiases_ptr, dweight_ptr, dbias_ptr, num_programs,
-    WIDTH: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
+    WIDTH: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of BLOCK_N columns). dweight and dbias, from what the programs of the backward have summed."""
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid (blocks of BLOCK_N columns, those of dweight and dbias that are needed): what the programs of the backward
+    have summed, added up."""
+    await_before(OVERLAPS)
     if NEEDS_DWEIGHT:
-        dweight = _add_programs(dweights_ptr, cols, num_programs, WIDTH, BLOCK_M, BLOCK_N)
-        tl.store(dweight_ptr + cols, dweight.to(dweight_ptr.dtype.element_ty), mask=cols < WIDTH)
+        if tl.program_id(1) == 0:
+            _add_programs(dweights_ptr, dweight_ptr, num_programs, WIDTH, BLOCK_M, BLOCK_N)
     if NEEDS_DBIAS:
-        dbias = _add_programs(dbiases_ptr, cols, num_programs, WIDTH, BLOCK_M, BLOCK_N)
-        tl.store(dbias_ptr + cols, dbias.to(dbias_ptr.dtype.element_ty), mask=cols < WIDTH)
+        if tl.program_id(1) == tl.num_programs(1) - 1:
+            _add_programs(dbiases_ptr, dbias_ptr, num_programs, WIDTH, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

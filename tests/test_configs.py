@@ -337,7 +337,7 @@ def test_info_says_which_paths_and_rows_there_are(
 
 
 @pytest.mark.parametrize(
-    ("width", "covered"), [(7, 16), (72, 128), (768, 768), (1152, 1280), (4608, 5120), (5120, 5120)]
+    ("width", "covered"), [(7, 16), (72, 128), (768, 768), (1152, 1280), (4608, 5120), (4096, 4096)]
 )
 def test_parts_of_a_norm_s_row_hold_it_and_little_more(width: int, covered: int) -> None:
     launch, source = pick("norm_fwd", UNKNOWN, "bfloat16", 2, width, False, None)
@@ -346,10 +346,13 @@ def test_parts_of_a_norm_s_row_hold_it_and_little_more(width: int, covered: int)
     assert launch.block_m * launch.block_n == launch.num_warps * 32 * 8
 
 
-def test_programs_of_a_norm_s_backward_are_no_more_than_its_tiles() -> None:
+@pytest.mark.parametrize(("kernel", "together"), [("norm_fwd", 6), ("norm_bwd", 2)])
+def test_programs_of_a_norm_take_equally_many_tiles(kernel: str, together: int) -> None:
     launch = Launch(2, 512, 4, 1)
-    assert norm_programs(H200, launch, None) == norm_programs(H200, launch, 25088) == 2 * H200.multiprocessors
-    assert [norm_programs(H200, launch, rows) for rows in (100, 1, 0)] == [50, 1, 1]
+    most = together * H200.multiprocessors
+    assert norm_programs(H200, kernel, launch, None) == norm_programs(H200, kernel, launch, 6 * most) == most
+    assert norm_programs(H200, kernel, launch, 2 * most + 2) == (most + 2) // 2
+    assert [norm_programs(H200, kernel, launch, rows) for rows in (100, 1, 0)] == [50, 1, 1]
 
 
 def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from csrc_free_ops.configs import Launch, norm_kernel, norm_programs, norm_tail, pick
+from csrc_free_ops.configs import Gpu, Launch, norm_kernel, norm_programs, norm_tail, pick
 from csrc_free_ops.norms import (
     _norm_bwd_kernel,
     _norm_bwd_sums_kernel,
@@ -28,15 +28,18 @@ from torch_ops.settings import settings
 
 def norm_launch(kernel: str, x: Tensor) -> tuple[Launch, str]:
     """The launch of `kernel` for this dtype, width and, where it is known, number of rows, and where it comes from."""
-    device = INTERPRETED_GPU if INTERPRET else gpu()
     rows = _known(_num_rows(x))
-    return pick(kernel, device, dtype_name(x.dtype), x.dtype.itemsize, x.shape[-1], False, rows, settings.rows)
+    return pick(kernel, _gpu(), dtype_name(x.dtype), x.dtype.itemsize, x.shape[-1], False, rows, settings.rows)
 
 
 def norm_launches(x: Tensor) -> dict[str, tuple[Launch, str]]:
     """By kernel, forward and backward, what `norm_launch` gives."""
     kernels = (*(norm_kernel(kernel, x.shape[-1]) for kernel in ("norm_fwd", "norm_bwd")), "norm_bwd_sums")
     return {kernel: norm_launch(kernel, x) for kernel in kernels}
+
+
+def _gpu() -> Gpu:
+    return INTERPRETED_GPU if INTERPRET else gpu()
 
 
 def _num_rows(x: Tensor) -> int:
@@ -111,8 +114,9 @@ def plan_forward(
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "OVERLAPS": overlaps,
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)), **_options(launch),
         **({"launch_pdl": True} if overlaps else {}),
+        **({} if wide else {"STAGES": launch.num_stages}),
     }  # fmt: skip
-    grid = (num_rows if wide else cdiv(num_rows, launch.block_m),)
+    grid = (num_rows if wide else norm_programs(_gpu(), kernel, launch, _known(num_rows)),)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(
@@ -153,24 +157,26 @@ def plan_backward(
     ready = folded and _compact(weight)
     scalars = (num_rows, eps)
     needs = {"NEEDS_DWEIGHT": needs_dweight, "NEEDS_DBIAS": needs_dbias}
+    overlaps = can_overlap()
+    early = {"launch_pdl": True} if overlaps else {}
     constants = {
         **dict(zip(("STRIDE_DO", "STRIDE_DS", "STRIDE_X"), strides, strict=True)),
         "HAS_MEAN": has_mean, "HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None,
         "NEEDS_DX": needs_dx, **needs, **_options(launch),
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)),
-        **({} if wide else {"STAGES": launch.num_stages}),
+        **({} if wide else {"OVERLAPS": overlaps, "STAGES": launch.num_stages, **early}),
     }  # fmt: skip
     # Without sums of columns programs need not be few.
-    programs = norm_programs(INTERPRETED_GPU if INTERPRET else gpu(), launch, _known(num_rows))
-    grid = (programs if sums else cdiv(num_rows, launch.block_m),)
+    programs = norm_programs(_gpu(), kernel if sums else "norm_fwd", launch, _known(num_rows))
+    grid = (programs,)
     relaunch = Relaunch(grid, scalars)
 
     sums_launch, _ = norm_launch("norm_bwd_sums", x)
     sums_constants = {
-        "WIDTH": width, **needs, "BLOCK_M": sums_launch.block_m, "BLOCK_N": sums_launch.block_n,
-        **_options(sums_launch),
+        "WIDTH": width, **needs, "OVERLAPS": overlaps,
+        "BLOCK_M": sums_launch.block_m, "BLOCK_N": sums_launch.block_n, **_options(sums_launch), **early,
     }  # fmt: skip
-    sums_grid = (cdiv(width, sums_launch.block_n),)
+    sums_grid = (cdiv(width, sums_launch.block_n), needs_dweight + needs_dbias)
     relaunch_sums = Relaunch(sums_grid, (programs,))
 
     def launch_backward(
