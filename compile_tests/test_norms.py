@@ -477,9 +477,10 @@ def test_forward_of_few_rows_reads_and_writes_by_16_bytes_and_keeps_rows_in_regi
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_forward_of_many_rows_has_the_next_ones_on_their_way(width: int, op: str, dtype: torch.dtype) -> None:
-    """By 16 bytes straight to shared memory, and from there to the registers that need them."""
+    """By 16 bytes straight to shared memory, and from there to registers; beside a residual programs have one row."""
     built = _build(Point("sm_90", width, dtype, op, torch.bfloat16), "forward")
-    assert set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", built.asm["ptx"])) == {"0x10"}
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", built.asm["ptx"])
+    assert set(copies) == (set() if op.startswith("add_") else {"0x10"})
     assert _accesses(built, "ld|st") == {"v4.b32"}
     assert "ttg.convert_layout" not in built.asm["ttgir"]
 

@@ -351,8 +351,8 @@ def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | Non
     tiles = math.inf if rows is None else rows / launch.block_m
     if gpu.backend == "hip" or tiles <= norm_programs(gpu, kernel, launch, None):
         return launch
-    # What comes in: x and the residual; dout, x and dsum.
-    in_flight = (3 if kernel == "norm_bwd" else 2) * (cdiv(width, main) * main) * launch.block_m * itemsize
+    # What comes in: x; dout, x and dsum.
+    in_flight = (3 if kernel == "norm_bwd" else 1) * (cdiv(width, main) * main) * launch.block_m * itemsize
     stages = max(1, min(3, gpu.shared_memory // _programs_together(gpu, share) // in_flight))
     return replace(launch, num_stages=stages)
 

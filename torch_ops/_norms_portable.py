@@ -6,6 +6,7 @@ allocated.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,6 +106,11 @@ def plan_forward(
     kernel = norm_kernel("norm_fwd", width)
     wide = kernel != "norm_fwd"
     launch, _ = norm_launch(kernel, x)
+    # Beside a residual, where twice as much is under way, a program for each tile is faster: 56.5 us of 25088 x 1152 on
+    # an H200, where taking turns needs 59.7; without one 34.6 and 30.5.
+    takes_turns = not wide and residual is None
+    if not takes_turns:
+        launch = replace(launch, num_stages=1)
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
     ready = folded and _compact(weight) and _compact(bias)
     scalars = (num_rows, eps)
@@ -116,7 +122,8 @@ def plan_forward(
         **({"launch_pdl": True} if overlaps else {}),
         **({} if wide else {"STAGES": launch.num_stages}),
     }  # fmt: skip
-    grid = (num_rows if wide else norm_programs(_gpu(), kernel, launch, _known(num_rows)),)
+    tiles = cdiv(num_rows, launch.block_m)
+    grid = (norm_programs(_gpu(), kernel, launch, _known(num_rows)) if takes_turns else tiles,)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(

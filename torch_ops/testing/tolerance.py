@@ -97,19 +97,24 @@ def check(actual: dict[str, Tensor], eager: dict[str, Tensor], reference: dict[s
     return _refused_unless_passed(_compared(actual, eager, reference))
 
 
+FEW = 64
 # actual, eager and reference, by name.
 Draw = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
 def check_draws(draw: Callable[[int], Draw], more: int = 3) -> dict[str, Report]:
     """`check` of draw(0) or, where tensors break the rule by their maximum alone, of it with `more` draws together.
+    Of fewer than FEW numbers the root mean square is luck as well.
 
     All numbers of a name are judged as one tensor. Those of the first draw stay among them: what is really wrong there
     is so still.
     """
     draws = [draw(0)]
     reports = _compared(*draws[0])
-    lucky = all(report.passed_but_for_maximum for report in reports.values())
+    lucky = all(
+        report.passed_but_for_maximum or (not report.problem and draws[0][2][name].numel() < FEW)
+        for name, report in reports.items()
+    )
     if not lucky or all(report.passed for report in reports.values()):
         return _refused_unless_passed(reports)
     for seed in range(1, more + 1):
