@@ -79,7 +79,7 @@ def test_runs_reach_what_targets_ask_for(commands: dict[str, list[str]]) -> None
     peers = {op: ROOMS[op].default_peers(CUDA) for op in ROOMS}
     assert peers["qkv_rope"] == ("linear", "eager", "compiled")
     assert peers["mlp"] == ("pair", "epilogue", "eager", "compiled")
-    assert all("copy" in peers[op] for op in FAMILIES["norms"])
+    assert all(peers[op][-2:] == ("copy", "neg") for op in FAMILIES["norms"])
     backward = {file for file, arguments in commands.items() if "--backward" in arguments}
     assert backward == {f"h200_{name}.json" for name in ("norms", "rope_window_attn", "vision_attention")}
 
@@ -94,9 +94,11 @@ def test_a_family_is_one_document(tmp_path: Path) -> None:
     about = report.provenance.peers["eager"]
     assert all(f"torch_ops.testing.references.{op}" in about.split("; ") for op in FAMILIES["norms"])
     text = documents.summary(report)
-    parts = re.findall(r"\*\*(\w+)\*\*\n\n\| case \| shape \| forward ms \| eager \| copy \|\n\|.*\n\| narrow \|", text)
+    head = r"\| case \| shape \| forward ms \| eager \| copy \| neg \|"
+    parts = re.findall(rf"\*\*(\w+)\*\*\n\n{head}\n\|.*\n\| narrow \|", text)
     assert tuple(parts) == FAMILIES["norms"]
-    assert text.count("- *yardstick*: copy") == 1 and text.count("Under a peer's name") == 1
+    assert all(text.count(f"- *yardstick*: {name}") == 1 for name in ("copy", "neg"))
+    assert text.count("Under a peer's name") == 1
 
 
 def test_host_times_of_several_ops(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def _compiled(op: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class _Copies(Call):
+class _Moves(Call):
     """Moves the rows that the norm must read and write, and computes nothing."""
 
     backward: Callable[[], Tensor] = torch.Tensor
@@ -89,15 +89,26 @@ class _Copies(Call):
         return lambda: (self.backward(),)
 
 
-def _bind_copy(op: str, case: NormCase, inputs: NormInputs) -> Call:
-    def copy(backward: bool) -> Callable[[], Tensor]:
-        # Of whole rows: a copy of 2304 bytes more, the parameters', takes half as long again (H200, CUDA 13.0).
+def _bind_moves(move: Callable[[Tensor], Tensor], case: NormCase, inputs: NormInputs) -> Call:
+    def moved(backward: bool) -> Callable[[], Tensor]:
+        # Whole rows: the driver copies 2304 bytes more, the parameters', in half as long again (H200, CUDA 13.0).
         elements = _rows_moved(inputs, backward) * inputs.x.numel() // 2
         source = torch.randn(elements, device=inputs.x.device).to(inputs.x.dtype)
         # Into memory of its own, as an op's result is: what comes next may lie where the last result lay.
-        return source.clone
+        return partial(move, source)
 
-    return _Copies(copy(False), {}, (), backward=copy(True))
+    return _Moves(moved(False), {}, (), backward=moved(True))
+
+
+def _yardstick(name: str, about: str, move: Callable[[Tensor], Tensor]) -> Contender:
+    return Contender(name, partial(_bind_moves, move), lambda case, dtype, device: "", lambda: about, yardstick=about)
+
+
+# Large copies are the driver's and reach 2.7 TB/s on an H200, where elementwise kernels reach 4.
+YARDSTICKS = (
+    _yardstick("copy", "clones as many bytes and computes nothing", torch.clone),
+    _yardstick("neg", "negates as many bytes, the fastest way that PyTorch moves them", torch.neg),
+)
 
 
 def _rows_moved(inputs: NormInputs, backward: bool) -> int:
@@ -167,7 +178,6 @@ def _raw_launch(op: str, inputs: NormInputs) -> tuple[Callable[[], object] | Non
 
 
 def _room(op: str) -> Room:
-    copied = "copies as many bytes and computes nothing"
     return Room(
         op=op,
         cases=_cases,
@@ -181,11 +191,9 @@ def _room(op: str) -> Room:
         peers=(
             _contender("eager", f"torch_ops.testing.references.{op}", lambda: getattr(references, op)),
             _contender("compiled", "the same under torch.compile", partial(_compiled, op)),
-            Contender(
-                "copy", partial(_bind_copy, op), lambda case, dtype, device: "", lambda: copied, yardstick=copied
-            ),
+            *YARDSTICKS,
         ),
-        default_peers=lambda device: ("eager", "compiled", "copy") if device.type == "cuda" else ("eager", "copy"),
+        default_peers=lambda device: ("eager", *(("compiled",) if device.type == "cuda" else ()), "copy", "neg"),
         host_calls=partial(_host_calls, op),
         kernels=partial(_kernels, op),
         jits=JITS,
