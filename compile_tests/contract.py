@@ -389,11 +389,20 @@ def sass(built: Build) -> str:
     return _cuobjdump(built.asm["cubin"], "-sass")
 
 
+def registers(built: Build) -> int:
+    """What a thread has of them, on an NVIDIA GPU."""
+    return _usage(built.asm["cubin"], "REG")
+
+
 def _local_bytes(cubin: bytes) -> int:
+    return _usage(cubin, "STACK") + _usage(cubin, "LOCAL")
+
+
+def _usage(cubin: bytes, resource: str) -> int:
     usage = _cuobjdump(cubin, "-res-usage")
-    figures = re.findall(r"\bSTACK:(\d+).*\bLOCAL:(\d+)", usage)
+    figures = re.findall(rf"\b{resource}:(\d+)", usage)
     assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {usage!r}"
-    return sum(map(int, figures[0]))
+    return int(figures[0])
 
 
 def _vgprs(amdgcn: str) -> int:

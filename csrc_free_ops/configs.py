@@ -161,23 +161,31 @@ def norm_kernel(kernel: str, width: int) -> str:
     return kernel if width <= WIDEST_NORM[kernel] else f"{kernel}_wide"
 
 
-def norm_programs(gpu: Gpu, kernel: str, launch: Launch, rows: int | None) -> int:
-    """Programs of a norm's kernel, which take tiles of rows in turn: equally many, where the number of rows is known.
+def norm_programs(gpu: Gpu, launch: Launch, rows: int | None, sums: bool) -> int:
+    """Programs of a norm's backward, which take tiles of rows in turn: equally many, where the number of rows is known.
 
-    Of the backward, where each sums columns of its own, as many warps for each multiprocessor as its registers hold;
-    of the forward more than that, which evens out their ends: 30.4 us of 25088 x 1152 on an H200, where 16 warps take
-    33.0 and a program for each tile 34.7.
+    Where each sums columns of its own, as many warps for each multiprocessor as its registers hold; else three times
+    as many, which evens out their ends.
     """
-    together = max(1, 24 // launch.num_warps) if kernel == "norm_fwd" else _programs_together(gpu, launch.num_warps)
-    programs = gpu.multiprocessors * together
+    programs = gpu.multiprocessors * max(1, (_backward_warps(gpu) if sums else 24) // launch.num_warps)
     if rows is None:
         return programs
     tiles = max(1, cdiv(rows, launch.block_m))
     return cdiv(tiles, cdiv(tiles, programs))
 
 
-def _programs_together(gpu: Gpu, warps: int) -> int:
-    return max(1, (8 if gpu.backend == "cuda" else 12) // warps)
+def _backward_warps(gpu: Gpu) -> int:
+    """That a multiprocessor's registers hold of a norm's backward."""
+    return 8 if gpu.backend == "cuda" else 12
+
+
+def parameters_early(gpu: Gpu, launch: Launch, rows: int | None) -> bool:
+    """Whether weight and bias of a norm without a residual come while x does: where there are not more rows than
+    multiprocessors hold at once, registers do, and one row's time is what counts.
+
+    layer_norm of 784 x 1152 takes 2.0 us so on an H200, 3.5 otherwise; of 4096 x 1152 5.6, and 4.3 otherwise.
+    """
+    return rows is not None and cdiv(rows, launch.block_m) * launch.num_warps <= 24 * gpu.multiprocessors
 
 
 def gpu_name(name: str) -> str:
@@ -330,9 +338,9 @@ FEW_ROWS = 4096
 
 def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | None) -> Launch:
     """As few warps share a row as have registers for it: up to 1280 columns that is one, and no warp waits for another.
-    Threads load 16 bytes of each part. A program has one tile at a time, and the next two are on their way: 25088 x
-    1152 take 30 us forward and 49 us backward on an H200, where a copy of the same bytes takes 29 and 43; programs of
-    four warps, one tile each, take 38 forward."""
+    Threads load 16 bytes of each part. Forward, a program has four warps and one tile, of a single row and the warps
+    that share it where rows are few: 25088 x 1152 take 29.9 us on an H200, where a copy of the same bytes takes 28.5,
+    and programs of one warp 33. Backward, a program has one row at a time, and the next two are on their way."""
     if kernel.endswith("_wide"):
         return Launch(1, 4096, 8, 1)
     if kernel == "norm_bwd_sums":
@@ -342,18 +350,22 @@ def _norm_rule(kernel: str, gpu: Gpu, itemsize: int, width: int, rows: int | Non
     lanes = 64 if gpu.backend == "hip" else 32
     vector = 16 // itemsize
     # Of each row a thread's registers hold so many columns; in the backward sums of them as well.
-    columns = (64 if itemsize == 2 else 40) if kernel == "norm_fwd" else (40 if itemsize == 2 else 24)
+    columns = 40 if kernel == "norm_fwd" or itemsize == 2 else 24
     share = 1
     while share < 16 and width > columns * lanes * share:
         share *= 2
     main = min(share * lanes * vector, max(16, next_power_of_2(width)))
-    launch = Launch(share * lanes * vector // main, main, share, 1)
-    tiles = math.inf if rows is None else rows / launch.block_m
-    if gpu.backend == "hip" or tiles <= norm_programs(gpu, kernel, launch, None):
+    tile = share * lanes * vector // main
+    if kernel == "norm_fwd":
+        together = 1 if rows is not None and rows <= 16 * gpu.multiprocessors else max(1, 4 // share)
+        return Launch(together * tile, main, together * share, 1)
+    launch = Launch(tile, main, share, 1)
+    tiles = math.inf if rows is None else rows / tile
+    if gpu.backend == "hip" or tiles <= norm_programs(gpu, launch, None, True):
         return launch
-    # What comes in: x; dout, x and dsum.
-    in_flight = (3 if kernel == "norm_bwd" else 1) * (cdiv(width, main) * main) * launch.block_m * itemsize
-    stages = max(1, min(3, gpu.shared_memory // _programs_together(gpu, share) // in_flight))
+    # What comes in: dout, x and dsum.
+    in_flight = 3 * (cdiv(width, main) * main) * tile * itemsize
+    stages = max(1, min(3, gpu.shared_memory // max(1, _backward_warps(gpu) // share) // in_flight))
     return replace(launch, num_stages=stages)
 
 

@@ -16,9 +16,9 @@ of the residual sum, dsum, with g = dout weight:
     dbias   = sum_i dout
 
 Nothing is saved but the inputs: a row is in registers anyway, so its statistics are made again. dx is the gradient of x
-and of the residual alike. Each program takes every num_programs-th tile of rows, while the next ones are on their way
-to shared memory. Those of the backward keep fp32 sums of their own for dweight and dbias, which the sums kernel adds in
-a fixed order: the same bits every time.
+and of the residual alike. Each program of the backward takes every num_programs-th tile of rows, while the next ones
+are on their way to shared memory, and keeps fp32 sums of its own for dweight and dbias, which the sums kernel adds in a
+fixed order: the same bits every time.
 
 A row is held as parts of MAIN columns (`tiles/rows.py`, with WIDTH for HEAD_DIM): 1152 columns are five parts of 256,
 the last of them half empty, where one power of two would be 2048. Parts are alike, whatever of the last is empty, so
@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import add_rows, load_rows, scale_rows, store_rows, zero_rows
+from csrc_free_ops.tiles.rows import add_rows, load_part, load_rows, scale_rows, store_part, store_rows, zero_rows
 
 SIZES = ("num_rows", "num_programs")
 
@@ -103,41 +103,56 @@ def _standardize(
     return centered, _along_rows(rstd, BLOCK_M)
 
 
+@triton.jit
+def _parameter_part(
+    ptr, parts, index: tl.constexpr, rows,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Part `index` of weight or bias in fp32. For every row of the tile, from rows that are 0 apart: in x's layout."""
+    if EARLY:
+        part = parts[index]
+    else:
+        part = load_part(ptr, index * MAIN, rows, BLOCK_M, 0, MAIN, WIDTH - index * MAIN, False)
+    return part.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
     STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs), any number. See the module for the maths."""
+    """Grid (tiles of BLOCK_M rows). See the module for the maths. With EARLY weight and bias are on their way while x
+    is; else they come part by part when the row's statistics are there, and registers hold half as much."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
-    # For every row of the tile, from rows that are 0 apart: in the layout of x. And before the sums, so as not to wait
-    # for them.
-    if HAS_WEIGHT:
+    x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+    weight = x
+    bias = x
+    if EARLY and HAS_WEIGHT:
         weight = load_rows(weight_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
-    if HAS_BIAS:
+    if EARLY and HAS_BIAS:
         bias = load_rows(bias_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * BLOCK_M
-        remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
-        x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
-        if HAS_RESIDUAL:
-            residual = load_rows(
-                residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
-            )
-            x = _add_rounded(x, residual)
-            store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
-        centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
-        out = scale_rows(centered, rstd)
+    if HAS_RESIDUAL:
+        residual = load_rows(
+            residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
+        )
+        x = _add_rounded(x, residual)
+        store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
+    centered, rstd = _standardize(x, eps, rows, remaining, WIDTH, MAIN, HAS_MEAN, BLOCK_M)
+    out_ptr += first * WIDTH
+    for index in tl.static_range(0, len(centered)):
+        out = centered[index] * rstd
         if HAS_WEIGHT:
-            out = _multiply(out, weight)
+            out *= _parameter_part(weight_ptr, weight, index, rows, WIDTH, MAIN, BLOCK_M, EARLY)
         if HAS_BIAS:
-            out = add_rows(out, bias)
-        store_rows(out_ptr + first * WIDTH, starts, rows, remaining, out, WIDTH, WIDTH, MAIN, TAIL)
+            out += _parameter_part(bias_ptr, bias, index, rows, WIDTH, MAIN, BLOCK_M, EARLY)
+        store_part(out_ptr, index * MAIN, rows, remaining, out, WIDTH, MAIN, WIDTH - index * MAIN)
 
 
 @triton.jit

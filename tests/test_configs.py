@@ -20,6 +20,7 @@ from csrc_free_ops.configs import (
     covered_width,
     norm_programs,
     norm_tail,
+    parameters_early,
     pick,
     read_rows,
     rule,
@@ -343,16 +344,23 @@ def test_parts_of_a_norm_s_row_hold_it_and_little_more(width: int, covered: int)
     launch, source = pick("norm_fwd", UNKNOWN, "bfloat16", 2, width, False, None)
     assert "rule" in source
     assert max(1, width // launch.block_n) * launch.block_n + norm_tail(width, launch.block_n) == covered
-    assert launch.block_m * launch.block_n == launch.num_warps * 32 * 8
+    assert launch.block_m * launch.block_n == launch.num_warps * 32 * 8 and launch.num_warps >= 4
 
 
-@pytest.mark.parametrize(("kernel", "together"), [("norm_fwd", 6), ("norm_bwd", 2)])
-def test_programs_of_a_norm_take_equally_many_tiles(kernel: str, together: int) -> None:
+@pytest.mark.parametrize(("sums", "together"), [(False, 6), (True, 2)])
+def test_programs_of_a_norm_take_equally_many_tiles(sums: bool, together: int) -> None:
     launch = Launch(2, 512, 4, 1)
     most = together * H200.multiprocessors
-    assert norm_programs(H200, kernel, launch, None) == norm_programs(H200, kernel, launch, 6 * most) == most
-    assert norm_programs(H200, kernel, launch, 2 * most + 2) == (most + 2) // 2
-    assert [norm_programs(H200, kernel, launch, rows) for rows in (100, 1, 0)] == [50, 1, 1]
+    assert norm_programs(H200, launch, None, sums) == norm_programs(H200, launch, 6 * most, sums) == most
+    assert norm_programs(H200, launch, 2 * most + 2, sums) == (most + 2) // 2
+    assert [norm_programs(H200, launch, rows, sums) for rows in (100, 1, 0)] == [50, 1, 1]
+
+
+def test_parameters_of_a_norm_come_early_where_all_rows_fit_at_once() -> None:
+    rows = 24 * H200.multiprocessors
+    for launch in (Launch(4, 256, 4, 1), Launch(1, 256, 1, 1)):
+        assert [parameters_early(H200, launch, some) for some in (rows, rows + 1, None)] == [True, False, False]
+    assert not parameters_early(H200, Launch(1, 1024, 4, 1), rows)
 
 
 def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ allocated.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from triton import cdiv
 
-from csrc_free_ops.configs import Gpu, Launch, norm_kernel, norm_programs, norm_tail, pick
+from csrc_free_ops.configs import Gpu, Launch, norm_kernel, norm_programs, norm_tail, parameters_early, pick
 from csrc_free_ops.norms import (
     _norm_bwd_kernel,
     _norm_bwd_sums_kernel,
@@ -106,24 +105,20 @@ def plan_forward(
     kernel = norm_kernel("norm_fwd", width)
     wide = kernel != "norm_fwd"
     launch, _ = norm_launch(kernel, x)
-    # Beside a residual, where twice as much is under way, a program for each tile is faster: 56.5 us of 25088 x 1152 on
-    # an H200, where taking turns needs 59.7; without one 34.6 and 30.5.
-    takes_turns = not wide and residual is None
-    if not takes_turns:
-        launch = replace(launch, num_stages=1)
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
     ready = folded and _compact(weight) and _compact(bias)
     scalars = (num_rows, eps)
     overlaps = can_overlap()
+    # One parameter's registers are few enough, and beside a residual what is under way is enough.
+    early = residual is not None or weight is None or bias is None
     constants = {
         "STRIDE_X": stride_x, "STRIDE_R": stride_r, "HAS_MEAN": has_mean, "HAS_RESIDUAL": residual is not None,
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "OVERLAPS": overlaps,
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)), **_options(launch),
         **({"launch_pdl": True} if overlaps else {}),
-        **({} if wide else {"STAGES": launch.num_stages}),
+        **({} if wide else {"EARLY": early or parameters_early(_gpu(), launch, _known(num_rows))}),
     }  # fmt: skip
-    tiles = cdiv(num_rows, launch.block_m)
-    grid = (norm_programs(_gpu(), kernel, launch, _known(num_rows)) if takes_turns else tiles,)
+    grid = (cdiv(num_rows, launch.block_m),)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(
@@ -173,8 +168,7 @@ def plan_backward(
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)),
         **({} if wide else {"OVERLAPS": overlaps, "STAGES": launch.num_stages, **early}),
     }  # fmt: skip
-    # Without sums of columns programs need not be few.
-    programs = norm_programs(_gpu(), kernel if sums else "norm_fwd", launch, _known(num_rows))
+    programs = norm_programs(_gpu(), launch, _known(num_rows), sums)
     grid = (programs,)
     relaunch = Relaunch(grid, scalars)
 

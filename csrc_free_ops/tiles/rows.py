@@ -47,7 +47,7 @@ def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
 
 
 @triton.jit
-def _load_part(
+def load_part(
     base, start, rows, num_rows,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -70,16 +70,16 @@ def load_rows(
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows of one head; with CHECK_ROWS, rows from num_rows on read as zero, else all of them must exist."""
-    parts = (_load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
+    parts = (load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
     for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
-        parts += (_load_part(base, starts[0] + begin, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),)
+        parts += (load_part(base, starts[0] + begin, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),)
     if TAIL > 0:
-        parts += (_load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM % MAIN, CHECK_ROWS),)
+        parts += (load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM % MAIN, CHECK_ROWS),)
     return parts
 
 
 @triton.jit
-def _store_part(
+def store_part(
     base,
     start,
     rows,
@@ -103,11 +103,11 @@ def store_rows(
     base, starts, rows, num_rows, parts, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    _store_part(base, starts[0], rows, num_rows, parts[0], STRIDE, MAIN, HEAD_DIM)
+    store_part(base, starts[0], rows, num_rows, parts[0], STRIDE, MAIN, HEAD_DIM)
     for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
-        _store_part(base, starts[0] + begin, rows, num_rows, parts[begin // MAIN], STRIDE, MAIN, MAIN)
+        store_part(base, starts[0] + begin, rows, num_rows, parts[begin // MAIN], STRIDE, MAIN, MAIN)
     if TAIL > 0:
-        _store_part(base, starts[1], rows, num_rows, parts[len(parts) - 1], STRIDE, TAIL, HEAD_DIM % MAIN)
+        store_part(base, starts[1], rows, num_rows, parts[len(parts) - 1], STRIDE, TAIL, HEAD_DIM % MAIN)
 
 
 @triton.jit
