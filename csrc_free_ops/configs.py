@@ -70,7 +70,7 @@ GRID_TILES = {
     "rotary_table": (2048, 128, 4),
     "pos_embed_fwd": (4096, 256, 8),
     "pos_embed_bwd": (1024, 64, 2),
-    "spatial_merge_fwd": (4096, 256, 4),
+    "spatial_merge_fwd": (2048, 256, 4),
     "spatial_merge_bwd": (4096, 256, 4),
 }
 
