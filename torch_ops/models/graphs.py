@@ -161,7 +161,7 @@ class EncoderGraphs:
                 self.encoder, hidden_states, grid_thw, metadata=metadata, return_dict=return_dict, **kwargs
             )
         assert images is not None and budget is not None
-        self.encoder.check_pixels(hidden_states, sum(t * h * w for t, h, w in images))
+        self.encoder.check_pixels(hidden_states, sum(t * h * w for t, h, w in images), sent=True)
         with self._lock, _device_of(self.encoder):
             last, pooled, *taps = self._replayed(hidden_states, images, budget)
         output = self.encoder.output_of(last, pooled, taps)

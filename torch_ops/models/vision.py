@@ -351,13 +351,15 @@ class QwenVisionEncoder(nn.Module):
             fields["deepstack_features"] = list(taps)
         return self._output(**fields)
 
-    def check_pixels(self, pixel_values: Tensor, rows: int) -> None:
+    def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
+        """With `sent`, who calls sends pixel values of the host."""
         if not isinstance(pixel_values, Tensor):
             refuse("vision encoder", "pixel values", "a tensor", type(pixel_values).__name__)
         if pixel_values.is_complex():
             refuse("vision encoder", "pixel values", "of a real dtype", dtype_name(pixel_values.dtype))
         weight = self.patch_embed.proj.weight
-        check_device("vision encoder", "pixel values", pixel_values, "the encoder", weight)
+        if not (sent and pixel_values.device.type == "cpu"):
+            check_device("vision encoder", "pixel values", pixel_values, "the encoder", weight)
         columns = weight.shape[1:].numel()
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
