@@ -57,8 +57,9 @@ def _checks_of_int32(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# Of GPU memory, what a test marked `large` may take.
+# Of GPU memory, what a test marked `large` may take, and what is left to all others beside them.
 LARGE_BYTES = 26 * 2**30
+OTHERS_BYTES = 16 * 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def _in_turns(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     gpu = torch.cuda.get_device_properties(0)
     with contextlib.ExitStack() as stack:
-        _take_turn(stack, f"{gpu.uuid}-{os.getuid()}", max(1, gpu.total_memory // LARGE_BYTES))
+        _take_turn(stack, f"{gpu.uuid}-{os.getuid()}", max(1, (gpu.total_memory - OTHERS_BYTES) // LARGE_BYTES))
         yield
         gc.collect()
         torch.cuda.empty_cache()
