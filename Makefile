@@ -60,7 +60,7 @@ test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Trit
 	echo "Kernels in the interpreter:"; cat $$shared/interpreted; \
 	exit $$status
 
-builds: $(VENV)/.installed-test ## all kernels built ahead of time for all GPUs, of which test builds a third
+builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a third
 	$(BIN)/python -m pytest compile_tests/test_aot.py compile_tests/test_gemm.py $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.

@@ -18,7 +18,7 @@ KERNELS: dict[str, JITFunction] = {
 
 BACKWARD = {"_norm_bwd_kernel", "_norm_bwd_wide_kernel", "_norm_bwd_sums_kernel"}
 # The kernels of each op. What torch must take them to write depends on the call.
-WRITES = {name: {"_norm_fwd_kernel", "_norm_fwd_wide_kernel"} for name in NORMS} | {
+KERNELS_OF = {name: {"_norm_fwd_kernel", "_norm_fwd_wide_kernel"} for name in NORMS} | {
     f"{name}_backward": BACKWARD for name in NORMS
 }
 

@@ -32,7 +32,7 @@ from compile_tests.contract import (
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.norms import KERNELS, NORMS, VARIANTS, WRITES, norm_calls, norm_launches
+from compile_tests.norms import KERNELS, KERNELS_OF, NORMS, VARIANTS, norm_calls, norm_launches
 from compile_tests.test_aot import TARGETS
 from torch_ops._device import gpu
 from torch_ops._registry import OPS
@@ -192,9 +192,9 @@ def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, batched: bool) -> 
     assert not mode.shape_env.guards and not mode.shape_env.replacements
 
 
-@pytest.mark.parametrize("op", WRITES)
+@pytest.mark.parametrize("op", KERNELS_OF)
 def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
-    assert {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")} == WRITES[op]
+    assert {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")} == KERNELS_OF[op]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -213,7 +213,7 @@ def test_launches_carry_nothing_that_compilation_drops(op: str, variant: str) ->
 
 
 def test_frozen_parameters_have_no_sums() -> None:
-    """And as many programs as a forward has."""
+    """And up to three times as many programs."""
     sums, frozen = (
         norm_launches("layer_norm", rows=25088, needs_parameters=needed)["_norm_bwd_kernel"] for needed in (True, False)
     )
@@ -346,7 +346,6 @@ def _layout(tensors: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("op", NORMS)
 def test_fake_and_meta_outputs_have_the_strides_of_real_ones(op: str, layout: str, device: str) -> None:
     inputs = _inputs(op, device, rows=(4, 5), layout=layout)
-    forward = (*inputs.tensors.values(), inputs.eps)
 
     def both(move: Callable[[Tensor], Tensor]) -> list[Tensor]:
         moved = replace(inputs, **{name: move(t) for name, t in vars(inputs).items() if isinstance(t, Tensor)})
@@ -355,7 +354,6 @@ def test_fake_and_meta_outputs_have_the_strides_of_real_ones(op: str, layout: st
         grads = [backward(*_backward_args(op, moved, flags)) for flags in FLAGS.values()]
         return [*(results if isinstance(results, tuple) else (results,)), *(each for group in grads for each in group)]
 
-    assert len(forward) > 1
     real = both(lambda tensor: tensor)
     with FakeTensorMode() as mode:
         fake = both(mode.from_tensor)

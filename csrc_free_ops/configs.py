@@ -65,7 +65,7 @@ ATEN = Launch(0, 0, 0, 0, path="aten")
 # Kernels of the GEMM core that PyTorch can stand in for.
 PRODUCTS = ("gemm", "gemm_pair")
 # Of kernels that work row by row on image grids: elements of a tile, its most columns, and warps. The head dimension of
-# their rows is the width of what they write. Tiles that spill somewhere were left out.
+# their rows is the width of what they write, of merges that of x. Tiles that spill somewhere were left out.
 GRID_TILES = {
     "rotary_table": (2048, 128, 4),
     "pos_embed_fwd": (4096, 256, 8),
@@ -389,16 +389,17 @@ def pick(
     for row in (*user_rows, *shipped_rows(gpu.name)):
         if row.gpu in ("", gpu.name) and row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
+    basis = "unmeasured"
     if kernel.startswith("norm_"):
-        launch = _norm_rule(kernel, gpu, itemsize, head_dim, length)
+        launch, basis = _norm_rule(kernel, gpu, itemsize, head_dim, length), "by figures of an H200"
     elif kernel == "rope":
         # Of each half of the heads a thread has 16 elements, so that many loads are under way at once; of few rows 8,
         # so that all multiprocessors have some. By 784, 1024 and 16384 rows on an H200.
         launch = Launch(4, 256, 4, 1) if length is not None and length < FEW_ROWS else Launch(16, 256, 8, 1)
-        launch = Launch(2, 64, 4, 1) if gpu.backend == "interpreter" else launch
+        launch, basis = Launch(2, 64, 4, 1) if gpu.backend == "interpreter" else launch, "by figures of an H200"
     else:
         launch = rule(kernel, gpu, itemsize, head_dim, masked)
-    return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
+    return launch, f"rule for {gpu.backend} {gpu.arch}, {basis}"
 
 
 def product_row(

@@ -156,10 +156,11 @@ def _norm_fwd_kernel(
 
 
 @triton.jit
-def _differentiate_part(g, xhat, rstd, along, across, HAS_MEAN: tl.constexpr):
-    centered = g - xhat * along
+def _differentiate_part(g, xhat, rstd, mean_gx, mean_g, HAS_MEAN: tl.constexpr):
+    """mean_gx and mean_g are a row's means of g xhat and, with HAS_MEAN, of g."""
+    centered = g - xhat * mean_gx
     if HAS_MEAN:
-        centered -= across
+        centered -= mean_g
     return centered * rstd
 
 
@@ -213,13 +214,13 @@ def _norm_bwd_kernel(
                 g = _multiply(dout, weight)
             else:
                 g = scale_rows(dout, tl.full((1, 1), 1.0, tl.float32))
-            along = _along_rows(_row_sums(_multiply(g, xhat), BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
-            across = along
+            mean_gx = _along_rows(_row_sums(_multiply(g, xhat), BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
+            mean_g = mean_gx
             if HAS_MEAN:
-                across = _along_rows(_row_sums(g, BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
-            dx = (_differentiate_part(g[0], xhat[0], rstd, along, across, HAS_MEAN),)
+                mean_g = _along_rows(_row_sums(g, BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
+            dx = (_differentiate_part(g[0], xhat[0], rstd, mean_gx, mean_g, HAS_MEAN),)
             for index in tl.static_range(1, len(g)):
-                dx += (_differentiate_part(g[index], xhat[index], rstd, along, across, HAS_MEAN),)
+                dx += (_differentiate_part(g[index], xhat[index], rstd, mean_gx, mean_g, HAS_MEAN),)
             if HAS_DSUM:
                 # Last, so that registers need not hold it meanwhile; it is on its way with the rest.
                 dsum = load_rows(
@@ -368,8 +369,8 @@ def _norm_bwd_wide_kernel(
                     g *= _load_block(weight_ptr, start + local, WIDTH)
                 products += g * ((_load_block(x_row, start + local, WIDTH) - mean) * rstd)
                 total += g
-            along = tl.div_rn(tl.sum(products), 1.0 * WIDTH)
-            across = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+            mean_gx = tl.div_rn(tl.sum(products), 1.0 * WIDTH)
+            mean_g = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
         for start in tl.range(0, WIDTH, BLOCK_N):
             cols = start + local
             dout = _load_block(dout_row, cols, WIDTH)
@@ -383,9 +384,9 @@ def _norm_bwd_wide_kernel(
                 g = dout
                 if HAS_WEIGHT:
                     g *= _load_block(weight_ptr, cols, WIDTH)
-                dx = g - xhat * along
+                dx = g - xhat * mean_gx
                 if HAS_MEAN:
-                    dx -= across
+                    dx -= mean_g
                 dx *= rstd
                 if HAS_DSUM:
                     dx += _load_block(dsum_ptr + row * STRIDE_DS, cols, WIDTH)

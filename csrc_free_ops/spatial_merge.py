@@ -22,7 +22,7 @@ from csrc_free_ops.tiles.images import (
 def _load_patch(
     x_ptr, part: tl.constexpr, corner, below, total, cols, mask, STRIDE_X: tl.constexpr, MERGE: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N]: of each block patch `part`, in the row order of a block whose rows are `below` apart."""
+    """[BLOCK_M, BLOCK_N]: patch `part`, counted row by row, of each block; its rows are `below` apart in memory."""
     source = corner + part // MERGE * below + part % MERGE
     source = tl.minimum(tl.maximum(source, 0), total - 1).to(tl.int64)
     return tl.load(x_ptr + source[:, None] * STRIDE_X + cols[None, :], mask=mask, other=0.0)
@@ -51,21 +51,22 @@ def _spatial_merge_fwd_kernel(
         corner = tl.where(inside, frame + row * w + col, corner)
         below = tl.where(inside, w, MERGE)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # A load waits for the store before it, which may be to where it reads: so those of 2 x 2 patches come first.
+    # The compiler moves no load past a store, which could be to the same place: so all four of 2 x 2 patches are loaded
+    # before any is stored. Of larger blocks the registers do not hold all, and patches come one by one.
     AHEAD: tl.constexpr = UNIT if UNIT <= 4 else 1
     for begin in tl.static_range(0, UNIT, AHEAD):
         parts = (_load_patch(x_ptr, begin, corner, below, total, cols, mask, STRIDE_X, MERGE),)
         for part in tl.static_range(begin + 1, begin + AHEAD):
             parts += (_load_patch(x_ptr, part, corner, below, total, cols, mask, STRIDE_X, MERGE),)
-        for index in tl.static_range(0, AHEAD):
+        for place in tl.static_range(0, AHEAD):
             if MEAN:
-                acc += parts[index].to(tl.float32)
+                acc += parts[place].to(tl.float32)
             else:
-                merged = blocks.to(tl.int64) * UNIT + (begin + index)
-                tl.store(out_ptr + merged[:, None] * WIDTH + cols[None, :], parts[index], mask=mask)
+                merged = blocks.to(tl.int64) * UNIT + (begin + place)
+                tl.store(out_ptr + merged[:, None] * WIDTH + cols[None, :], parts[place], mask=mask)
     if MEAN:
-        place = out_ptr + blocks.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-        tl.store(place, (acc / UNIT).to(out_ptr.dtype.element_ty), mask=mask)
+        mean_ptr = out_ptr + blocks.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+        tl.store(mean_ptr, (acc / UNIT).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=(*COUNTS, "num_rows"))

@@ -162,6 +162,8 @@ class GridContract:
         assert tuple(report["kernels"]) == (self.kernels if computed else ())
         with pytest.raises(ValueError, match=f"^{self.op}: total must be"):
             torch_ops.explain(self.function, **{**arguments, "total": -4})
+        # By name, arguments come in any order.
+        assert torch_ops.explain(self.function, **dict(reversed(arguments.items()))) == report
 
     def test_autocast_changes_no_dtype(self, device: str) -> None:
         with torch.autocast(device, dtype=torch.float16):

@@ -53,6 +53,14 @@ def test_tables_set_the_best_of_each_group_against_ours(tmp_path: Path) -> None:
     assert f"{note}tables for vk_graph, graph_cudnn; nothing for hf" in lines
 
 
+def test_each_pass_is_set_against_its_own_best() -> None:
+    """A peer that wavers is not to hide the one that was ahead of it in the other pass."""
+    wavering, steady = timed("hf_reduced", 18.0, 18.0, 12.0, 12.0), timed("hf_flash2", 16.0, 16.0)
+    row = dataclasses.replace(golden().encoders[0], uncaptured=(wavering, steady))
+    (cells,) = encoder_summary(dataclasses.replace(golden(), encoders=(row,))).rows
+    assert cells[6:8] == ("16.0 hf_flash2, 12.0 hf_reduced", "8.00, 6.00")
+
+
 def test_rows_of_another_dtype_or_path_are_told_apart() -> None:
     report = golden()
     assert encoder_summary(report).title == "vision encoder, bfloat16, hopper path"

@@ -104,7 +104,7 @@ class TestMarkdown(expecttest.TestCase):
 - NVIDIA H200, driver 580.1; torch 2.11.0, triton 3.6.0
 - cudnn: cuDNN 9
 - flash4: FlashAttention-4
-- measured in this run: copy 4000 GB/s, bfloat16 matmul 800 TFLOP/s
+- measured in this run: memory 4000 GB/s, bfloat16 matmul 800 TFLOP/s
 - 2030-01-02T03:04:05+00:00, commit abc: `vk bench window_attn`
 """,  # noqa: E501
         )

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ops
+from csrc_free_ops.configs import norm_programs
 from tests.interpreter import with_dtypes
 from torch_ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torch_ops._device import gpu
+from torch_ops._norms_portable import norm_launches
 from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs, norm_cases
 from torch_ops.testing.tolerance import Draw
@@ -122,6 +125,16 @@ def test_a_sum_is_normed_as_it_was_rounded(op: str, name: str, device: str) -> N
     assert torch.equal(total, inputs.x + inputs.residual)
     parameters = [tensor for tensor in (inputs.weight, inputs.bias) if tensor is not None]
     assert torch.equal(normed, PUBLIC[op](total, *parameters))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", NORMS)
+def test_programs_add_up_rows_of_many_columns(op: str, device: str) -> None:
+    """Of rows wider than registers a program keeps its sums in memory, where other threads add than before."""
+    inputs = make_norm_inputs(op, NormCase("in_turn", "rows in turn", (700,), 8300), torch.bfloat16, device)
+    (launch, _) = norm_launches(inputs.x)["norm_bwd_wide"]
+    assert norm_programs(gpu(), launch, 700, True) < 700
+    verify(op, inputs)
 
 
 @pytest.mark.parametrize("op", NORMS)
@@ -309,7 +322,7 @@ def test_nan_stays_in_its_row(op: str, name: str, device: str) -> None:
 @pytest.mark.parametrize("op", NORMS)
 def test_rows_that_are_not_there_reach_no_sum(op: str, device: str) -> None:
     """With eps = 0 what pads a tile of rows has an infinite 1 / sqrt, and times 0 that is NaN."""
-    inputs = of_case("narrow", op, torch.float32, device, eps=0.0)
+    inputs = of_case("narrow", op, torch.float16, device, eps=0.0, rows=(71,))
     for name, tensor in differentiate(operator(op), inputs).items():
         assert tensor.isfinite().all(), name
 

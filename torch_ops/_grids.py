@@ -3,6 +3,7 @@
 Rows, images and merge-block order: `csrc_free_ops.tiles.images`.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from csrc_free_ops.configs import Launch, pick
 from torch_ops._checks import check_dense, check_device, dtype_name, refuse
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._explanations import by_reference, called_on_fakes, describe
-from torch_ops._registry import INTERPRET, KernelOp, is_eager, runs_kernels
+from torch_ops._registry import INTERPRET, OPS, KernelOp, is_eager, runs_kernels
 from torch_ops.settings import settings
 
 # Row numbers are 32-bit in the kernels.
@@ -92,7 +93,7 @@ def send_grid(
 
 
 def grid_launch(kernel: str, dtype: torch.dtype, width: int) -> tuple[Launch, str]:
-    """The launch of a kernel that writes rows of this width, and where it comes from; the user's rows come first."""
+    """The launch of a kernel that works on rows of this width, and where it comes from; the user's rows come first."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
     return pick(kernel, device, dtype_name(dtype), dtype.itemsize, width, False, None, settings.rows)
 
@@ -162,7 +163,8 @@ def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
 
 def explain_on_grids(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
     outputs = called_on_fakes(op, *args, **kwargs)
-    first = args[0] if args else next(iter(kwargs.values()))
+    leaf = next(iter(inspect.signature(OPS[op].body).parameters))
+    first = args[0] if args else kwargs[leaf]
     out = outputs[0] if isinstance(outputs, tuple) else outputs
     if not (runs_kernels(out) or INTERPRET and op == "rotary_table"):
         return by_reference(op, first.device)

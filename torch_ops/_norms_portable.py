@@ -160,13 +160,13 @@ def plan_backward(
     scalars = (num_rows, eps)
     needs = {"NEEDS_DWEIGHT": needs_dweight, "NEEDS_DBIAS": needs_dbias}
     overlaps = can_overlap()
-    early = {"launch_pdl": True} if overlaps else {}
+    launched_early = {"launch_pdl": True} if overlaps else {}
     constants = {
         **dict(zip(("STRIDE_DO", "STRIDE_DS", "STRIDE_X"), strides, strict=True)),
         "HAS_MEAN": has_mean, "HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None,
         "NEEDS_DX": needs_dx, **needs, **_options(launch),
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)),
-        **({} if wide else {"OVERLAPS": overlaps, "STAGES": launch.num_stages, **early}),
+        **({} if wide else {"OVERLAPS": overlaps, "STAGES": launch.num_stages, **launched_early}),
     }  # fmt: skip
     programs = norm_programs(_gpu(), launch, _known(num_rows), sums)
     grid = (programs,)
@@ -175,7 +175,7 @@ def plan_backward(
     sums_launch, _ = norm_launch("norm_bwd_sums", x)
     sums_constants = {
         "WIDTH": width, **needs, "OVERLAPS": overlaps,
-        "BLOCK_M": sums_launch.block_m, "BLOCK_N": sums_launch.block_n, **_options(sums_launch), **early,
+        "BLOCK_M": sums_launch.block_m, "BLOCK_N": sums_launch.block_n, **_options(sums_launch), **launched_early,
     }  # fmt: skip
     sums_grid = (cdiv(width, sums_launch.block_n), needs_dweight + needs_dbias)
     relaunch_sums = Relaunch(sums_grid, (programs,))

@@ -91,8 +91,8 @@ class _Moves(Call):
 
 def _bind_moves(move: Callable[[Tensor], Tensor], case: NormCase, inputs: NormInputs) -> Call:
     def moved(backward: bool) -> Callable[[], Tensor]:
-        # Whole rows: the driver copies 2304 bytes more, the parameters', in half as long again (H200, CUDA 13.0).
-        elements = _rows_moved(inputs, backward) * inputs.x.numel() // 2
+        # Not the parameters: with their 2304 bytes the driver's copy takes half as long again (H200, CUDA 13.0).
+        elements = _tensors_moved(inputs, backward) * inputs.x.numel() // 2
         source = torch.randn(elements, device=inputs.x.device).to(inputs.x.dtype)
         # Into memory of its own, as an op's result is: what comes next may lie where the last result lay.
         return partial(move, source)
@@ -107,11 +107,11 @@ def _yardstick(name: str, about: str, move: Callable[[Tensor], Tensor]) -> Conte
 # Copies are the driver's: of a GiB and at some odd sizes 2.7 TB/s on an H200, where elementwise kernels reach 4.
 YARDSTICKS = (
     _yardstick("copy", "clones as many bytes and computes nothing", torch.clone),
-    _yardstick("neg", "negates as many bytes, the fastest way that PyTorch moves them", torch.neg),
+    _yardstick("neg", "negates as many bytes, by a kernel of PyTorch's as the norm is one", torch.neg),
 )
 
 
-def _rows_moved(inputs: NormInputs, backward: bool) -> int:
+def _tensors_moved(inputs: NormInputs, backward: bool) -> int:
     """Tensors of x's shape. Forward: x and the residual in, both results out. Backward: the gradients of the results
     and what was normed in, one gradient out."""
     tensors = 1 if inputs.residual is None else 2
@@ -120,10 +120,10 @@ def _rows_moved(inputs: NormInputs, backward: bool) -> int:
 
 def _cost(inputs: NormInputs, backward: bool) -> Cost:
     """Per element some ten operations of fp32: what a copy of so many bytes has time for many times over."""
-    rows = _rows_moved(inputs, backward) * inputs.x.numel() * inputs.x.element_size()
+    moved = _tensors_moved(inputs, backward) * inputs.x.numel() * inputs.x.element_size()
     parameters = sum(vector.nbytes for vector in (inputs.weight, inputs.bias) if vector is not None)
     weight = 0 if inputs.weight is None else inputs.weight.nbytes
-    return Cost((16 if backward else 8) * inputs.x.numel(), rows + (weight + parameters if backward else parameters))
+    return Cost((16 if backward else 8) * inputs.x.numel(), moved + (weight + parameters if backward else parameters))
 
 
 def _trials(op: str, case: NormCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:

@@ -106,7 +106,7 @@ def origin(report: Report, peers: bool = True) -> list[str]:
         lines += [f"{name}: {about}" for name, about in source.peers.items()]
     if report.ceilings is not None:
         lines.append(
-            f"measured in this run: copy {digits(report.ceilings.copy_gb_s)} GB/s, "
+            f"measured in this run: memory {digits(report.ceilings.copy_gb_s)} GB/s, "
             f"{report.ceilings.matmul_dtype} matmul "
             f"{digits(report.ceilings.matmul_tflops)} TFLOP/s"
         )

@@ -203,7 +203,8 @@ def _readable(path: str | Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} does not exist; give the path of an image file") from error
     except IsADirectoryError as error:
-        raise IsADirectoryError(f"{path} is a directory; give the images in it one by one") from error
+        wanted = "give the images in it one by one, or --frames for those of a video"
+        raise IsADirectoryError(f"{path} is a directory; {wanted}") from error
     except PermissionError as error:
         raise PermissionError(f"{path} cannot be read: permission denied") from error
     except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

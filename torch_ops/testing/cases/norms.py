@@ -133,7 +133,7 @@ NORMS = (
     _case("merger", "a row of several warps", (5,), 4608),
     _case("decoder", "a row of several warps, no rest", (4,), 4096),
     _case("wide", "columns in blocks, the last not full", (3,), 16500),
-    _case("wide_rows", "columns in blocks, more rows than programs", (7,), 8300),
+    _case("wide_rows", "a gradient of columns in blocks, more rows than an interpreter's programs", (20,), 6200),
     _case("batched", "leading dimensions that fold into one", (2, 3, 5), 160),
     _case("fp32_parameters", "parameters of another dtype", (11,), 768, parameters="fp32"),
     _case("bare", "no parameters", (11,), 200, parameters="none"),
