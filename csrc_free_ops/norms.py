@@ -8,7 +8,9 @@ A row x of C columns; with a residual r first x = round(x + r) to the dtype, whi
     out    = xhat weight + bias
 
 LayerNorm: arXiv 1607.06450; RMSNorm: arXiv 1910.07467. The variance is taken of differences, after the mean: the
-difference of E[x^2] and E[x]^2 cancels. Everything is fp32, and out is rounded once. Backward, for upstream dout and,
+difference of E[x^2] and E[x]^2 cancels. Everything is fp32, and out is rounded once. Of fp32 rows the mean of x - mean
+is taken off too: of a row of equal values the mean's own rounding would be all there is, and rstd makes 1000 times of
+it; sums of half types leave room for none. Backward, for upstream dout and,
 of the residual sum, dsum, with g = dout weight:
 
     dx      = rstd (g - xhat mean_c(g xhat) - mean_c(g)) + dsum      RMSNorm: without mean_c(g)
@@ -80,6 +82,19 @@ def _center_part(part, mean, VALID: tl.constexpr, HAS_MEAN: tl.constexpr):
 
 
 @triton.jit
+def _center(parts, mean, WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr):
+    centered = (_center_part(parts[0], mean, WIDTH, HAS_MEAN),)
+    for index in tl.static_range(1, len(parts)):
+        centered += (_center_part(parts[index], mean, WIDTH - index * MAIN, HAS_MEAN),)
+    return centered
+
+
+@triton.jit
+def _mean_of_rows(parts, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    return _along_rows(tl.div_rn(_row_sums(parts, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+
+
+@triton.jit
 def _reciprocal_deviation(squares, eps, WIDTH: tl.constexpr):
     """1 / sqrt(squares / WIDTH + eps), exactly rounded at each step: a row has one, and every column takes it."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * WIDTH) + eps))
@@ -93,10 +108,10 @@ def _standardize(
     """x minus its mean, in fp32, and rstd as a factor of it: 0 for rows from num_rows on, which hold only zeros."""
     mean = 0.0
     if HAS_MEAN:
-        mean = _along_rows(tl.div_rn(_row_sums(x, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
-    centered = (_center_part(x[0], mean, WIDTH, HAS_MEAN),)
-    for index in tl.static_range(1, len(x)):
-        centered += (_center_part(x[index], mean, WIDTH - index * MAIN, HAS_MEAN),)
+        mean = _mean_of_rows(x, WIDTH, BLOCK_M)
+    centered = _center(x, mean, WIDTH, MAIN, HAS_MEAN)
+    if HAS_MEAN and x[0].dtype == tl.float32:
+        centered = _center(centered, _mean_of_rows(centered, WIDTH, BLOCK_M), WIDTH, MAIN, True)
     rstd = _reciprocal_deviation(_row_sums(_multiply(centered, centered), BLOCK_M), eps, WIDTH)
     if BLOCK_M > 1:
         rstd = tl.where(rows < num_rows, rstd, 0.0)
@@ -292,6 +307,12 @@ def _wide_statistics(
         for start in tl.range(0, WIDTH, BLOCK_N):
             total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
         mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+        if x_ptr.dtype.element_ty == tl.float32:
+            rest = tl.zeros((BLOCK_N,), tl.float32)
+            for start in tl.range(0, WIDTH, BLOCK_N):
+                centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
+                rest += tl.where(start + local < WIDTH, centered, 0.0)
+            mean += tl.div_rn(tl.sum(rest), 1.0 * WIDTH)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_N):
         centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean

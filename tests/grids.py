@@ -145,6 +145,13 @@ class GridContract:
         with pytest.raises(ValueError, match=f"^{self.op}: {message}"):
             self.call(torch.tensor([one, other]), device)
 
+    @pytest.mark.parametrize("value", [None, "2", 8.5, True, torch.tensor(8)], ids=str)
+    def test_counts_are_integers(self, value: Any) -> None:
+        for name in ("total", "merge_size"):
+            message = f"^{self.op}: {name} must be an integer, got "
+            with pytest.raises(ValueError, match=message):
+                self.function(**{**self.good, name: value})
+
     @pytest.mark.parametrize(("one", "other", "message"), BAD)
     def test_checked_mode_names_the_image(self, one: Any, other: Any, message: str, device: str) -> None:
         """The op itself takes what it is given, unless settings say otherwise; a device's grid is passed on to it."""

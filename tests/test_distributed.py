@@ -69,6 +69,17 @@ def test_every_frame_has_one_place(images: list[tuple[int, int, int]], ranks: in
     assert max(whole) - min(whole) <= frame * (1 + 1e-9)
 
 
+def test_what_cannot_be_spread_is_refused() -> None:
+    for arguments, message in (
+        (([(1, 2, 2)], 1.5), "ranks must be an integer of 1 or more, got 1.5"),
+        (([(1, 2, 2)], 2, "x"), "balance must be a positive number of patches, got x"),
+        ((None, 2), r"grid_thw must be a tensor or triples \(t, h, w\), got NoneType"),
+        (([(10**12, 0, 0)], 2), "grid_thw must be of at most"),
+    ):
+        with pytest.raises(ValueError, match=f"^spread_images: {message}"):
+            spread_images(*arguments)
+
+
 def test_videos_are_parted_and_attention_counts() -> None:
     assert [share.parts for share in spread_images([(5, 4, 4)], 2)] == [
         (Part(0, 3, 4, 4),),
@@ -102,7 +113,7 @@ def test_balance_of_what_is_not_known() -> None:
 
 
 def test_bad_plans_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="ranks must be an integer of 1 or more, got 0"):
         spread_images([(1, 2, 2)], 0)
     with pytest.raises(ValueError, match="balance must be a positive number of patches, got nan"):
         spread_images([(1, 2, 2)], 2, float("nan"))

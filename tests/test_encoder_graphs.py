@@ -261,6 +261,7 @@ def test_bad_arguments_are_refused() -> None:
     for message, args, named in (
         ("encoder must be a QwenVisionEncoder.*got Linear", (nn.Linear(2, 2), [4]), {}),
         ("budgets must be at least one, got none", (encoder, []), {}),
+        ("budgets must be a list, as token_budgets makes it, got 64", (encoder, 64), {}),
         (r"budgets\[1\] must be of a multiple of 4 patches, got 10", (encoder, [8, 10]), {}),
         (r"budgets\[0\] must be of a multiple of 4 patches, got None", (encoder, [Padding(images=4)]), {}),
         (
@@ -274,6 +275,10 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             EncoderGraphs(*args, **named)
     runner = runner_of(encoder)
+    others = vision_metadata(IMAGES, dataclasses.replace(encoder.sizes, theta=100.0))
+    for message, metadata in (("of vision_metadata, got str", "x"), ("made for encoder.sizes", others)):
+        with pytest.raises(ValueError, match=f"metadata must be {message}"):
+            runner(pixels, metadata=metadata)
     with pytest.raises(ValueError, match="pixel values must be of 280 rows, the patches of the grid, got 279"):
         runner(pixels[1:], IMAGES)
     with pytest.raises(ValueError, match="the width, must be at least 0 and a multiple of 2"):

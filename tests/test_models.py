@@ -188,6 +188,8 @@ def test_encoder_stands_in_a_whole_model() -> None:
 def test_models_without_an_encoder_are_refused() -> None:
     with pytest.raises(TypeError, match="must be or hold one vision encoder.*Qwen3VLVisionModel.*got Linear"):
         from_transformers(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="must be or hold one vision encoder.*got NoneType$"):
+        from_transformers(None)
     with pytest.raises(ValueError, match="config must be of one of qwen2_vl_vision.*got Qwen3VLTextConfig"):
         from_config(tiny_model().config.text_config)
     tower = tiny_tower("qwen3_vl_vision")
@@ -346,6 +348,30 @@ def test_a_video_of_no_frames_and_no_image_at_all() -> None:
     assert output.last_hidden_state.shape == (0, 160) and output.pooler_output.shape == (0, 40)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_was_set_on_modules_counts_or_is_refused(model_type: str) -> None:
+    def activation(tower: nn.Module) -> None:
+        mlp = tower.blocks[0].mlp
+        setattr(mlp, "act_fn" if hasattr(mlp, "act_fn") else "act", nn.ReLU())
+
+    def eps(tower: nn.Module) -> None:
+        norm = tower.blocks[0].norm2
+        setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.5)
+
+    def scale(tower: nn.Module) -> None:
+        tower.blocks[0].attn.scaling = 0.01
+
+    for change, message in (
+        (activation, r"blocks\.0\.mlp\.act(_fn)? must be .*, by the config, got ReLU"),
+        (eps, r"blocks\.0\.norm2\.(eps|variance_epsilon) must be 1e-06, by the config, got 0\.5"),
+        (scale, r"blocks\.0\.attn\.scaling must be .*, by the config, got 0\.01"),
+    ):
+        tower = tiny_tower(model_type)
+        change(tower)
+        with pytest.raises(ValueError, match=f"^from_transformers: {message}"):
+            from_transformers(tower)
+
+
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
@@ -359,6 +385,7 @@ def test_a_video_of_no_frames_and_no_image_at_all() -> None:
         (torch.tensor([[1, -2, 2]]), r"grid_thw\[0, 1\], the height, must be at least 0 and a multiple.*, got -2"),
         (torch.ones(1, 3, dtype=torch.int64, device="meta"), "grid_thw must be a tensor that has values, got one on"),
         (torch.tensor([[-1, 2, 2]]), r"grid_thw\[0, 0\], frames, must be at least 0, got -1"),
+        (torch.tensor([[1, 2, 2], [2**40, 0, 0]]), f"grid_thw must be of at most {2**24} frames, got {2**40 + 1}"),
     ],
 )
 def test_bad_grids_are_refused(grid: Any, message: str) -> None:
@@ -402,11 +429,22 @@ def test_bad_calls_are_refused() -> None:
         ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),
         (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
         ("pixel values must be of 280 rows, the patches of the grid, got 279", (pixels[1:], IMAGES), {}),
+        # Before there are tables of so many.
+        (f"pixel values must be of {2**50} rows", (pixels, torch.tensor([[2**20, 2**15, 2**15]])), {}),
         ("metadata must be of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
         ("pixel values must be a tensor, got list", (pixels.tolist(), IMAGES), {}),
         ("pixel values must be of a real dtype, got complex128", (pixels.to(torch.complex128), IMAGES), {}),
         ("pixel values must be on cpu as the encoder is, got meta", (pixels.to("meta"), IMAGES), {}),
         ("position_ids must be a tensor, got list", (pixels, IMAGES), {"position_ids": [[0, 0]]}),
+        (r"position_ids must be of shape \[T, 2\]", (pixels, IMAGES), {"position_ids": made["position_ids"][:, :1]}),
+        ("cu_seqlens must be of int32 or int64, got float32", (pixels, IMAGES), {"cu_seqlens": torch.tensor([0, 8.9])}),
+        ("cu_seqlens must be of int32 or int64, got bool", (pixels, IMAGES), {"cu_seqlens": torch.tensor([False])}),
+        ("cu_seqlens must be of 1 dimensions, got shape", (pixels, IMAGES), {"cu_seqlens": torch.zeros(2, 2).int()}),
+        (
+            r"interp_weights must be of shape \[280, 4\] as interp_indices is, got shape \[280, 1\]",
+            (pixels, IMAGES),
+            {**made, "interp_weights": made["interp_weights"][:, :1]},
+        ),
         *(
             (f"chunk_tokens must be an integer of 1 or more, got {most}", (pixels, IMAGES), {"chunk_tokens": most})
             for most in (0, 8.5, True, "3")
@@ -426,6 +464,10 @@ def test_bad_calls_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             vision_metadata(IMAGES, encoder.sizes, padding=padding)
+    with pytest.raises(ValueError, match="padding must be a Padding or None, got int"):
+        vision_metadata(IMAGES, encoder.sizes, padding=8)
+    with pytest.raises(ValueError, match="sizes must be VisionSizes, as encoder.sizes, got int"):
+        vision_metadata(IMAGES, 16)
 
 
 @pytest.mark.parametrize("model_type", KINDS)

@@ -327,6 +327,20 @@ def test_rows_that_are_not_there_reach_no_sum(op: str, device: str) -> None:
         assert tensor.isfinite().all(), name
 
 
+@pytest.mark.parametrize("width", [72, 1152, 6200, 16500])
+def test_a_row_of_equal_values_has_no_deviation(width: int, device: str) -> None:
+    """A mean that is off by its rounding would come out as many times as large as 1 / sqrt(eps)."""
+    values = torch.tensor([1.2345, 123.456, -7.7], device=device)
+    for dtype in DTYPES:
+        x = values.to(dtype)[:, None].expand(-1, width).contiguous().requires_grad_()
+        out = layer_norm(x, eps=1e-6)
+        assert not out.any(), dtype
+        dout = torch.randn(3, width, device=device).to(dtype)
+        (dx,) = torch.autograd.grad(out, x, dout)
+        truth = 1000.0 * (dout.double() - dout.double().mean(1, keepdim=True))
+        torch.testing.assert_close(dx, truth.to(dtype))
+
+
 def test_large_differences_are_not_lost_beside_a_large_mean(device: str) -> None:
     """E[x^2] - E[x]^2 would be 0 or less here."""
     x = 10000.0 + torch.arange(64, device=device).float().remainder(2)[None].repeat(3, 1)

@@ -32,9 +32,16 @@ def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: T
         refuse(op, argument, f"on {like.device} as {like_name} is", tensor.device)
 
 
+def check_int(op: str, argument: str, value: object) -> None:
+    """Also what a trace has for one, and numpy's; a bool is none."""
+    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
+        refuse(op, argument, "an integer", repr(value))
+
+
 def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
-    if tensor is None or tensor.layout is not torch.strided:
-        refuse(op, argument, "a dense tensor", "None" if tensor is None else f"one of layout {tensor.layout}")
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        got = "None" if tensor is None else "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        refuse(op, argument, "a dense tensor", got)
 
 
 def check_packed(op: str, argument: str, tensor: Tensor) -> None:

@@ -16,7 +16,9 @@ def _standardized(x: Tensor, eps: float, has_mean: bool) -> tuple[Tensor, Tensor
     """xhat, and rstd [..., 1]."""
     x = _widened(x)
     if has_mean:
-        x = x - x.mean(-1, keepdim=True)
+        # The second time what the first mean was rounded by.
+        for _ in range(2 if x.dtype is torch.float32 else 1):
+            x = x - x.mean(-1, keepdim=True)
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
 

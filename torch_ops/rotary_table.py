@@ -5,12 +5,13 @@ Kernel and maths: `csrc_free_ops.rotary_table`.
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.rotary_table import _rotary_table_kernel
-from torch_ops._checks import check_head_dim, refuse
+from torch_ops._checks import check_head_dim, check_int, refuse
 from torch_ops._grids import (
     check_grid,
     check_on_device,
@@ -26,7 +27,10 @@ from torch_ops._registry import INTERPRET, remembered, vk_op, wrap_triton
 def _check_rotary_table(grid: Tensor, total: int, dim: int, theta: float, merge_size: int) -> None:
     op = "rotary_table"
     check_grid(op, grid, total, merge_size)
+    check_int(op, "dim", dim)
     check_head_dim(op, "dim", dim)
+    if isinstance(theta, bool) or not isinstance(theta, Real | torch.SymInt | torch.SymFloat):
+        refuse(op, "theta", "a number", repr(theta))
     if not 1 <= theta <= torch.finfo(torch.float32).max:
         refuse(op, "theta", "a number of at least 1 that fp32 holds", theta)
 

@@ -81,10 +81,12 @@ def spread_images(
         ValueError: names the argument, what was wanted and what came.
     """
     op = "spread_images"
-    if ranks < 1:
-        refuse(op, "ranks", "1 or more", ranks)
-    if not balance > 0:
+    if not isinstance(ranks, int) or ranks < 1:
+        refuse(op, "ranks", "an integer of 1 or more", ranks)
+    if not isinstance(balance, int | float) or not balance > 0:
         refuse(op, "balance", "a positive number of patches", balance)
+    if not isinstance(grid_thw, Iterable):
+        refuse(op, "grid_thw", "a tensor or triples (t, h, w)", type(grid_thw).__name__)
     grid = grid_thw if isinstance(grid_thw, Tensor) else _as_grid(op, grid_thw)
     return _spread(images_of(op, grid, 1), ranks, balance)
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch_ops.integrations.transformers_encoder import (
     accelerate,
     holds_encoder,
+    modules_of,
     put_back,
     register_encoders,
     unregister_encoders,
@@ -123,7 +124,7 @@ def vision_encoders(model: nn.Module) -> list[PreTrainedModel]:
     """
     encoders = [
         module
-        for module in model.modules()
+        for module in modules_of(model)
         if isinstance(module, PreTrainedModel)
         and hasattr(module, "patch_embed")
         and hasattr(module, "blocks")

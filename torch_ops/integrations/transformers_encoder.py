@@ -4,6 +4,7 @@ In a model that exists the two share their parameters, so that state dicts, opti
 In models to come Transformers itself builds ours: its patch mapping names a class to be built instead of another.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -20,9 +21,14 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _ORIGINAL = "_encoder_of_transformers"
 
 
+def modules_of(model: object) -> Iterable[nn.Module]:
+    """None of what is no module, which callers then refuse by what they look for."""
+    return model.modules() if isinstance(model, nn.Module) else ()
+
+
 def holds_encoder(model: nn.Module) -> bool:
     """Whether a `QwenVisionEncoder` is in `model`, or is it."""
-    return any(isinstance(module, QwenVisionEncoder) for module in model.modules())
+    return any(isinstance(module, QwenVisionEncoder) for module in modules_of(model))
 
 
 def accelerate(model: ModelT) -> ModelT:
@@ -39,7 +45,7 @@ def accelerate(model: ModelT) -> ModelT:
     (compile it afterwards), ValueError for an encoder with other parameters than its family's, or with parameters that
     are offloaded or on several devices. Then nothing is replaced.
     """
-    towers = {id(module): module for module in model.modules() if is_vision_model(module)}
+    towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
         raise TypeError(
             f"model must be or hold a vision encoder of Transformers ({vision_classes()}), got {type(model).__name__}"

@@ -74,6 +74,8 @@ class EncoderGraphs:
             refuse(OP, "encoder", "a QwenVisionEncoder, as from_transformers makes it", type(encoder).__name__)
         if fallback not in ("eager", "refuse"):
             refuse(OP, "fallback", "'eager' or 'refuse'", repr(fallback))
+        if not isinstance(budgets, Iterable):
+            refuse(OP, "budgets", "a list, as token_budgets makes it", repr(budgets))
         named = [(f"budgets[{i}]", budget) for i, budget in enumerate(budgets)]
         complete = set[Padding]().union(*(whole_budgets(OP, *each, encoder.sizes) for each in named))
         if not complete:
@@ -149,6 +151,7 @@ class EncoderGraphs:
             return_dict = getattr(self.encoder.config, "return_dict", None)
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = getattr(self.encoder.config, "output_hidden_states", None)
+        self.encoder.check_metadata(metadata)
         images = self._images(grid_thw, metadata)
         budget = None if images is None else self._budget(images)
         if (obstacle := self._obstacle(images, budget, kwargs)) is not None:

@@ -15,6 +15,7 @@ quantised layer), holds quantised weights or has hooks is called as the module i
 after it, or with attention that turns q and k itself. So is a norm, after PyTorch's own sum.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -38,7 +39,6 @@ from torch_ops.models.vision_metadata import (
     metadata_of,
     patches_of,
     precomputed_metadata,
-    vision_metadata,
 )
 from torch_ops.patch_merger import patch_merger
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
@@ -306,23 +306,21 @@ class QwenVisionEncoder(nn.Module):
         Raises:
             ValueError: names the argument, what was wanted and what came.
         """
-        if metadata is not None and not isinstance(metadata, VisionMetadata):
-            refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
-        if metadata is not None and metadata.sizes not in (None, self.sizes):
-            refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"that of {metadata.sizes}")
+        self.check_metadata(metadata)
         images: tuple[Image, ...] | None = ()
         if metadata is None and grid_thw is not None and all(kwargs.get(name) is None for name in PRECOMPUTED):
+            images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
+            # A wrong grid may be of more patches than there is memory for their tables.
+            self.check_pixels(hidden_states, patches_of(images))
+            # Chunks have metadata of their own: the rotary tables of the whole may be as large as its features.
             if chunk_tokens is None:
-                metadata = vision_metadata(grid_thw, self.sizes, self.device)
-            else:
-                # Chunks have metadata of their own; the rotary tables of the whole may be as large as its features.
-                images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
+                metadata = metadata_of(images, self.sizes, self.device)
         elif metadata is None:
             learned = self.pos_embed is not None
             metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, self.device, learned)
         if metadata is not None:
             images = metadata.images
-        self.check_pixels(hidden_states, patches_of(images or ()) if metadata is None else metadata.cos.shape[0])
+            self.check_pixels(hidden_states, metadata.cos.shape[0])
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         if chunk_tokens is None:
             assert metadata is not None
@@ -350,6 +348,12 @@ class QwenVisionEncoder(nn.Module):
         if self.family.taps:
             fields["deepstack_features"] = list(taps)
         return self._output(**fields)
+
+    def check_metadata(self, metadata: VisionMetadata | None) -> None:
+        if metadata is not None and not isinstance(metadata, VisionMetadata):
+            refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
+        if metadata is not None and metadata.sizes not in (None, self.sizes):
+            refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"that of {metadata.sizes}")
 
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
         """With `sent`, who calls sends pixel values of the host."""
@@ -523,11 +527,12 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     quantised ones) are shared as modules, and called. Raises TypeError where `model` has no vision encoder of a
     supported family, ValueError where other parameters are not that class's own.
     """
-    found = [module for module in model.modules() if is_vision_model(module)]
+    found = [module for module in model.modules() if is_vision_model(module)] if isinstance(model, nn.Module) else []
     if len(found) != 1:
+        holds = f", which holds {len(found) or 'none'}" if isinstance(model, nn.Module) else ""
         raise TypeError(
             f"model must be or hold one vision encoder of Transformers ({vision_classes()}), "
-            f"got {type(model).__name__}, which holds {len(found) or 'none'}"
+            f"got {type(model).__name__}{holds}"
         )
     (source,) = found
     if isinstance(source, QwenVisionEncoder):
@@ -535,6 +540,7 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     with torch.device("meta"):
         encoder = QwenVisionEncoder(source.config)
     _check_parameters(source, encoder)
+    _check_constants(source, encoder.family)
     share(source, encoder, encoder.layer_names)
     return encoder.train(source.training)
 
@@ -554,6 +560,27 @@ def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder) -> None:
     for name, parameter in parameters.items():
         if parameter.shape != shapes[name]:
             refuse("from_transformers", name, f"of shape {list(shapes[name])}", list(parameter.shape))
+
+
+def _check_constants(source: nn.Module, family: Family) -> None:
+    """Refuses what was set on modules of the tower and is not as its configuration has it: it would not count here."""
+    config: Any = copy.deepcopy(source.config)
+    # Whatever was chosen instead counts nowhere here.
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        made = family.tower_class()(config)
+    modules = dict(source.named_modules())
+    for name, module in made.named_modules():
+        theirs = modules.get(name)
+        if not isinstance(theirs, type(module)):
+            if not list(module.parameters()):
+                refuse("from_transformers", name, f"{type(module).__name__}, by the config", type(theirs).__name__)
+            # A layer or norm that was replaced is called as it is.
+            continue
+        for constant in ("eps", "variance_epsilon", "scaling"):
+            wanted, got = getattr(module, constant, None), getattr(theirs, constant, None)
+            if wanted is not None and wanted != got:
+                refuse("from_transformers", f"{name}.{constant}", f"{wanted}, by the config", got)
 
 
 def share(source: nn.Module, target: nn.Module, layer_names: Iterable[str]) -> None:

@@ -19,19 +19,24 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_ops._checks import refuse
+from torch_ops._checks import dtype_name, refuse
 from torch_ops._registry import is_eager
 from torch_ops.rotary_table import rotary_table
 
 Image = tuple[int, int, int]
 
+# Frames that a host would make borders of; a clip of a day has two million.
+MOST_FRAMES = 2**24
+
 # Batches whose metadata is kept; of a large batch (36,000 patches of head dimension 72) it takes 11 MB.
 REMEMBERED = 32
 
-# What Transformers' vision encoders take ready-made, but for the longest segment, which has no use here.
-PRECOMPUTED = (
-    "cu_seqlens", "position_ids", "interp_indices", "interp_weights", "window_index", "cu_window_seqlens",
-)  # fmt: skip
+# What Transformers' vision encoders take ready-made, and its dimensions; but for the longest segment, which has no use
+# here.
+PRECOMPUTED = {
+    "cu_seqlens": 1, "position_ids": 2, "interp_indices": 2, "interp_weights": 2, "window_index": 1,
+    "cu_window_seqlens": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,10 @@ def vision_metadata(
     Raises:
         ValueError: names the argument, what was wanted and what came.
     """
+    if not isinstance(sizes, VisionSizes):
+        refuse("vision_metadata", "sizes", "VisionSizes, as encoder.sizes", type(sizes).__name__)
+    if not isinstance(padding, Padding | None):
+        refuse("vision_metadata", "padding", "a Padding or None", type(padding).__name__)
     images = images_of("vision_metadata", grid_thw, sizes.merge_size)
     return metadata_of(images, sizes, device, padding)
 
@@ -186,6 +195,8 @@ def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
             if size < 0 or size % merge_size:
                 wanted = f"at least 0 and a multiple of {merge_size}, the encoder's spatial_merge_size"
                 refuse(op, f"grid_thw[{image}, {column}], the {name},", wanted, size)
+    if (frames := sum(t for t, _, _ in images)) > MOST_FRAMES:
+        refuse(op, "grid_thw", f"of at most {MOST_FRAMES} frames", frames)
     return images
 
 
@@ -311,9 +322,7 @@ def precomputed_metadata(
     Tensors may lie on the host, and are sent. With one of them the images are not known, since it need not follow from
     the grid.
     """
-    for name in PRECOMPUTED:
-        if not isinstance(given.get(name), Tensor | None):
-            refuse("vision encoder", name, "a tensor", type(given[name]).__name__)
+    _check_precomputed(given)
     values: Any = (None if given.get(name) is None else sent(given[name], device) for name in PRECOMPUTED)
     cu_seqlens, position_ids, indices, weights, window_index, cu_window_seqlens = values
     interpolated = indices is not None and weights is not None
@@ -362,6 +371,26 @@ def precomputed_metadata(
         images=None if used else base.images,
         sizes=sizes,
     )
+
+
+def _check_precomputed(given: Mapping[str, Any]) -> None:
+    """What can be known of ready-made tensors without reading them."""
+    for name in PRECOMPUTED:
+        tensor = given.get(name)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            refuse("vision encoder", name, "a tensor", type(tensor).__name__)
+        if tensor.dim() != PRECOMPUTED[name]:
+            refuse("vision encoder", name, f"of {PRECOMPUTED[name]} dimensions", f"shape {list(tensor.shape)}")
+        if name != "interp_weights" and tensor.dtype not in (torch.int32, torch.int64):
+            refuse("vision encoder", name, "of int32 or int64", dtype_name(tensor.dtype))
+    places, indices, weights = (given.get(name) for name in ("position_ids", "interp_indices", "interp_weights"))
+    if places is not None and places.shape[1] != 2:
+        refuse("vision encoder", "position_ids", "of shape [T, 2], a row and a column", f"shape {list(places.shape)}")
+    if indices is not None and weights is not None and weights.shape != indices.shape:
+        wanted = f"of shape {list(indices.shape)} as interp_indices is"
+        refuse("vision encoder", "interp_weights", wanted, f"shape {list(weights.shape)}")
 
 
 def _int32(tensor: Any) -> Tensor:
