@@ -385,6 +385,10 @@ def test_what_was_set_on_modules_counts_or_is_refused(model_type: str) -> None:
         (torch.tensor([[1, -2, 2]]), r"grid_thw\[0, 1\], the height, must be at least 0 and a multiple.*, got -2"),
         (torch.ones(1, 3, dtype=torch.int64, device="meta"), "grid_thw must be a tensor that has values, got one on"),
         (torch.tensor([[-1, 2, 2]]), r"grid_thw\[0, 0\], frames, must be at least 0, got -1"),
+        (
+            torch.ones(1, 3, dtype=torch.int64).to_sparse(),
+            "grid_thw must be a dense tensor, got one of layout torch.sp",
+        ),
         (torch.tensor([[1, 2, 2], [2**40, 0, 0]]), f"grid_thw must be of at most {2**24} frames, got {2**40 + 1}"),
     ],
 )

@@ -7,7 +7,8 @@
   and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
 - Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
   and leave everything that watches dispatch (modes, subclasses, fake tensors) to the generic path.
-- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros.
+- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros, and so do
+  gradients by `torch.func`.
 - FLOPs are registered for `torch.utils.flop_counter`.
 
 `composed_op` is for an op made of ops: a schema and one implementation for every key (CompositeImplicitAutograd), the
@@ -228,6 +229,8 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
     def autograd(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
+        if torch._C._are_functorch_transforms_active():
+            _refuse_transforms(name, args)
         # Modes, subclasses, fake tensors and functionalisation all leave a key above the backend's own.
         if (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId() != _CUDA:
             return generic(keyset, *args)
@@ -240,6 +243,14 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
     _library.impl(name, run, "CUDA")
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         _library.impl(name, autograd, key, with_keyset=True)
+
+
+def _refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        raise NotImplementedError(
+            f"{NAMESPACE}::{name} has no gradient within torch.func, which PyTorch's custom ops do not take part in; "
+            "use torch.autograd"
+        )
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:

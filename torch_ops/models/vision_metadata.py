@@ -179,6 +179,8 @@ def check_grid(op: str, grid_thw: Tensor) -> None:
         refuse(op, "grid_thw", "a tensor of shape [n, 3], a row (t, h, w) for each image", got)
     if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
         refuse(op, "grid_thw", "of an integer dtype", grid_thw.dtype)
+    if grid_thw.layout is not torch.strided:
+        refuse(op, "grid_thw", "a dense tensor", f"one of layout {grid_thw.layout}")
     if grid_thw.is_meta:
         refuse(op, "grid_thw", "a tensor that has values", "one on the meta device")
 
