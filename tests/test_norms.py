@@ -296,14 +296,6 @@ def test_a_second_derivative_and_a_tangent_are_refused(op: str, device: str) -> 
         torch.func.jvp(lambda x: inputs.call(PUBLIC[op], x=x), (inputs.x.detach(),), (torch.ones_like(inputs.x),))
 
 
-@pytest.mark.parametrize("transform", ["grad", "jacrev"])
-@pytest.mark.parametrize("op", NORMS)
-def test_gradients_by_torch_func_are_refused_by_name(op: str, transform: str, device: str) -> None:
-    inputs = of_case("narrow", op, torch.float32, device)
-    with pytest.raises(NotImplementedError, match=f"vk::{op} has no gradient within torch.func"):
-        getattr(torch.func, transform)(lambda x: inputs.call(operator(op), x=x)[0].sum())(inputs.x)
-
-
 @pytest.mark.parametrize("parameters", ["same", "fp32"])
 @pytest.mark.parametrize("op", NORMS)
 def test_autocast_changes_nothing(op: str, parameters: str, device: str) -> None:

@@ -7,8 +7,8 @@
   and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
 - Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
   and leave everything that watches dispatch (modes, subclasses, fake tensors) to the generic path.
-- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros, and so do
-  gradients by `torch.func`.
+- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros, and
+  gradients within `torch.func`, which PyTorch has none of, do so by name.
 - FLOPs are registered for `torch.utils.flop_counter`.
 
 `composed_op` is for an op made of ops: a schema and one implementation for every key (CompositeImplicitAutograd), the
@@ -20,9 +20,10 @@ Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions
 enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_kernels` reads the source).
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,7 +231,11 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
         if torch._C._are_functorch_transforms_active():
-            _refuse_transforms(name, args)
+            with _naming_transforms(name):
+                return differentiated(keyset, *args)
+        return differentiated(keyset, *args)
+
+    def differentiated(keyset: Any, *args: Any) -> Any:
         # Modes, subclasses, fake tensors and functionalisation all leave a key above the backend's own.
         if (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId() != _CUDA:
             return generic(keyset, *args)
@@ -245,12 +250,17 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
         _library.impl(name, autograd, key, with_keyset=True)
 
 
-def _refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+@contextlib.contextmanager
+def _naming_transforms(name: str) -> Iterator[None]:
+    """PyTorch's own refusal of a gradient within torch.func, in which its custom ops take no part, names no op."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
         raise NotImplementedError(
-            f"{NAMESPACE}::{name} has no gradient within torch.func, which PyTorch's custom ops do not take part in; "
-            "use torch.autograd"
-        )
+            f"{NAMESPACE}::{name} has no gradient within torch.func; use torch.autograd"
+        ) from error
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
