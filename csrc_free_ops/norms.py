@@ -9,9 +9,9 @@ A row x of C columns; with a residual r first x = round(x + r) to the dtype, whi
 
 LayerNorm: arXiv 1607.06450; RMSNorm: arXiv 1910.07467. The variance is taken of differences, after the mean: the
 difference of E[x^2] and E[x]^2 cancels. Everything is fp32, and out is rounded once. Of fp32 rows the mean of x - mean
-is taken off too: of a row of equal values the mean's own rounding would be all there is, and rstd makes 1000 times of
-it; sums of half types leave room for none. Backward, for upstream dout and,
-of the residual sum, dsum, with g = dout weight:
+is taken off too: where all values are equal, what the mean was rounded by would be all that is left, times 1000 by
+rstd. Equal values of a half type add up exactly. Backward, for upstream dout and, of the residual sum, dsum, with
+g = dout weight:
 
     dx      = rstd (g - xhat mean_c(g xhat) - mean_c(g)) + dsum      RMSNorm: without mean_c(g)
     dweight = sum_i dout xhat

@@ -71,7 +71,7 @@ def test_every_frame_has_one_place(images: list[tuple[int, int, int]], ranks: in
 
 def test_what_cannot_be_spread_is_refused() -> None:
     for arguments, message in (
-        (([(1, 2, 2)], 1.5), "ranks must be an integer of 1 or more, got 1.5"),
+        (([(1, 2, 2)], 1.5), "ranks must be an integer, got 1.5"),
         (([(1, 2, 2)], 2, "x"), "balance must be a positive number of patches, got x"),
         ((None, 2), r"grid_thw must be a tensor or triples \(t, h, w\), got NoneType"),
         (([(10**12, 0, 0)], 2), "grid_thw must be of at most"),
@@ -113,7 +113,7 @@ def test_balance_of_what_is_not_known() -> None:
 
 
 def test_bad_plans_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks must be an integer of 1 or more, got 0"):
+    with pytest.raises(ValueError, match="ranks must be 1 or more, got 0"):
         spread_images([(1, 2, 2)], 0)
     with pytest.raises(ValueError, match="balance must be a positive number of patches, got nan"):
         spread_images([(1, 2, 2)], 2, float("nan"))

@@ -188,7 +188,7 @@ def test_encoder_stands_in_a_whole_model() -> None:
 def test_models_without_an_encoder_are_refused() -> None:
     with pytest.raises(TypeError, match="must be or hold one vision encoder.*Qwen3VLVisionModel.*got Linear"):
         from_transformers(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="must be or hold one vision encoder.*got NoneType$"):
+    with pytest.raises(TypeError, match="must be or hold one vision encoder.*got NoneType, which holds none$"):
         from_transformers(None)
     with pytest.raises(ValueError, match="config must be of one of qwen2_vl_vision.*got Qwen3VLTextConfig"):
         from_config(tiny_model().config.text_config)

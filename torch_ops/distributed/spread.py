@@ -24,12 +24,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ops._checks import refuse
+from torch_ops._checks import check_int, refuse
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision_metadata import REMEMBERED, Image, images_of
 
@@ -81,9 +82,10 @@ def spread_images(
         ValueError: names the argument, what was wanted and what came.
     """
     op = "spread_images"
-    if not isinstance(ranks, int) or ranks < 1:
-        refuse(op, "ranks", "an integer of 1 or more", ranks)
-    if not isinstance(balance, int | float) or not balance > 0:
+    check_int(op, "ranks", ranks)
+    if ranks < 1:
+        refuse(op, "ranks", "1 or more", ranks)
+    if not isinstance(balance, Real) or not balance > 0:
         refuse(op, "balance", "a positive number of patches", balance)
     if not isinstance(grid_thw, Iterable):
         refuse(op, "grid_thw", "a tensor or triples (t, h, w)", type(grid_thw).__name__)

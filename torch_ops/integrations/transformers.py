@@ -24,11 +24,11 @@ from torch import nn
 from torch_ops.integrations.transformers_encoder import (
     accelerate,
     holds_encoder,
-    modules_of,
     put_back,
     register_encoders,
     unregister_encoders,
 )
+from torch_ops.models.vision import modules_of
 from torch_ops.window_attn import window_attn
 
 try:

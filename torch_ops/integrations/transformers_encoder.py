@@ -4,7 +4,6 @@ In a model that exists the two share their parameters, so that state dicts, opti
 In models to come Transformers itself builds ours: its patch mapping names a class to be built instead of another.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -13,17 +12,19 @@ from torch import nn
 
 from torch_ops._checks import refuse
 from torch_ops.models.families import FAMILIES
-from torch_ops.models.vision import QwenVisionEncoder, from_transformers, is_vision_model, share, vision_classes
+from torch_ops.models.vision import (
+    QwenVisionEncoder,
+    from_transformers,
+    is_vision_model,
+    modules_of,
+    share,
+    vision_classes,
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Of an encoder: the module that it stands for, in a tuple, so that it is no submodule.
 _ORIGINAL = "_encoder_of_transformers"
-
-
-def modules_of(model: object) -> Iterable[nn.Module]:
-    """None of what is no module, which callers then refuse by what they look for."""
-    return model.modules() if isinstance(model, nn.Module) else ()
 
 
 def holds_encoder(model: nn.Module) -> bool:

@@ -527,12 +527,11 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     quantised ones) are shared as modules, and called. Raises TypeError where `model` has no vision encoder of a
     supported family, ValueError where other parameters are not that class's own.
     """
-    found = [module for module in model.modules() if is_vision_model(module)] if isinstance(model, nn.Module) else []
+    found = [module for module in modules_of(model) if is_vision_model(module)]
     if len(found) != 1:
-        holds = f", which holds {len(found) or 'none'}" if isinstance(model, nn.Module) else ""
         raise TypeError(
             f"model must be or hold one vision encoder of Transformers ({vision_classes()}), "
-            f"got {type(model).__name__}{holds}"
+            f"got {type(model).__name__}, which holds {len(found) or 'none'}"
         )
     (source,) = found
     if isinstance(source, QwenVisionEncoder):
@@ -593,6 +592,11 @@ def share(source: nn.Module, target: nn.Module, layer_names: Iterable[str]) -> N
     for name, parameter in source.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, parameter)
+
+
+def modules_of(model: object) -> Iterable[nn.Module]:
+    """None of what is no module, which callers then refuse by what they look for."""
+    return model.modules() if isinstance(model, nn.Module) else ()
 
 
 def is_vision_model(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_ops._checks import dtype_name, refuse
+from torch_ops._checks import check_dense, dtype_name, refuse
 from torch_ops._registry import is_eager
 from torch_ops.rotary_table import rotary_table
 
@@ -31,8 +31,7 @@ MOST_FRAMES = 2**24
 # Batches whose metadata is kept; of a large batch (36,000 patches of head dimension 72) it takes 11 MB.
 REMEMBERED = 32
 
-# What Transformers' vision encoders take ready-made, and its dimensions; but for the longest segment, which has no use
-# here.
+# What Transformers' vision encoders take ready-made, with its dimensions, but for the longest segment, of no use here.
 PRECOMPUTED = {
     "cu_seqlens": 1, "position_ids": 2, "interp_indices": 2, "interp_weights": 2, "window_index": 1,
     "cu_window_seqlens": 1,
@@ -179,8 +178,7 @@ def check_grid(op: str, grid_thw: Tensor) -> None:
         refuse(op, "grid_thw", "a tensor of shape [n, 3], a row (t, h, w) for each image", got)
     if grid_thw.is_floating_point() or grid_thw.is_complex() or grid_thw.dtype == torch.bool:
         refuse(op, "grid_thw", "of an integer dtype", grid_thw.dtype)
-    if grid_thw.layout is not torch.strided:
-        refuse(op, "grid_thw", "a dense tensor", f"one of layout {grid_thw.layout}")
+    check_dense(op, "grid_thw", grid_thw)
     if grid_thw.is_meta:
         refuse(op, "grid_thw", "a tensor that has values", "one on the meta device")
 
