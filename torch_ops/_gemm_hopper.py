@@ -2,7 +2,7 @@
 
 `refusal` says from metadata alone why a call cannot take this path; the plans are as those of `_gemm`.
 
-Their `tensors` are the kernel's pointers in its order: weight, up, bias, up_bias, out, second, third, pre, cos and sin.
+Their `tensors` are the kernel's pointers in its order: bias, up_bias, out, second, third, pre, cos and sin.
 In the place of one that is not read stands another of the call.
 """
 
@@ -66,10 +66,8 @@ def _constants(
     groups, finishers = launch.block_m // 64, finishing_warps(launch)
     consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
     n, k = product_size(weight, up)
-    weights = (weight,) if up is None else (weight, up)
     return {
-        "N": n, "K": k, "W_BYTES": n * k * 2 if all(each.is_contiguous() for each in weights) else 0,
-        "PARTNER": partner_rows(weight, up) if epilogue == GATED else 0, "GROUPS": groups,
+        "N": n, "K": k, "PARTNER": partner_rows(weight, up) if epilogue == GATED else 0, "GROUPS": groups,
         "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE": epilogue, "HAS_BIAS": has_bias,
         "FINISHERS": finishers, "CONSUMER_REGISTERS": consumer, "FINISHER_REGISTERS": finisher,
         "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
@@ -103,7 +101,7 @@ def plan_linear_hopper(
         up = weight if up is None else up
         pre = out if pre is None else pre
         descriptors = descriptors_of(x, weight, up)
-        tensors = (weight, up, bias, up_bias, out, out, out, pre, weight, weight)
+        tensors = (bias, up_bias, out, out, out, pre, weight, weight)
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)
@@ -116,8 +114,7 @@ def plan_gradient_hopper(rows: Rows, weight: Tensor, activation: str, sums: bool
     one row at least."""
     launch = gradient_launch()
     constants = _constants(weight.t(), launch, f"{activation}_gradient", False)
-    w_bytes = weight.nbytes if weight.is_contiguous() else 0
-    constants |= {"W_BYTES": w_bytes, "KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": 0, **_NOT_ROTATED}
+    constants |= {"KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": 0, **_NOT_ROTATED}
     descriptors_of = _descriptors(launch)
     grid = (programs(weight.device.index),)
     sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
@@ -125,7 +122,7 @@ def plan_gradient_hopper(rows: Rows, weight: Tensor, activation: str, sums: bool
 
     def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
         descriptors = descriptors_of(dout, weight, pre)
-        tensors = (weight, weight, weight, weight, dpre, h, partial, weight, weight, weight)
+        tensors = (weight, weight, dpre, h, partial, weight, weight, weight)
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)
@@ -160,7 +157,7 @@ def plan_rotary_hopper(
     ) -> None:
         bias = weight if bias is None else bias.contiguous()
         descriptors = descriptors_of(x, weight, weight)
-        tensors = (weight, weight, bias, bias, q, k, v, q, rows_of(cos), rows_of(sin))
+        tensors = (bias, bias, q, k, v, q, rows_of(cos), rows_of(sin))
         if not relaunch(None, tensors, descriptors):
             compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
             relaunch.keep(None, tensors, constants, compiled)

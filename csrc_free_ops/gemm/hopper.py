@@ -37,14 +37,12 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel, prefetch
+from csrc_free_ops.tiles.hopper_memory import admit_kernel, await_kernel
 
 # The first named barrier that is not Triton's, with five partitions.
 FIRST_BARRIER = gl.constexpr(6)
 # Tiles lie in shared memory in units of 64 rows and 64 columns.
 UNIT_BYTES = gl.constexpr(64 * 64 * 2)
-# Bytes of a weight that the L2 cache has room for beside x.
-PREFETCHED = gl.constexpr(16 * 2**20)
 # Threads at a tile's barrier, AT_TILE, are a consumer's and the finishers'; at a stage's, the producer's and all
 # consumers'.
 
@@ -77,25 +75,13 @@ def _place(work, tall, GROUPS: gl.constexpr, TILES_N: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_weight(w_ptr, BYTES: gl.constexpr):
-    """Each program's share to the L2 cache, while the kernel before is at its end: it has x, and seldom the weight."""
-    if BYTES > 0:
-        each = (BYTES // 16 + gl.num_programs(0) - 1) // gl.num_programs(0) * 16
-        begin = gl.program_id(0) * each
-        size = gl.minimum(each, BYTES // 16 * 16 - begin)
-        if size > 0:
-            prefetch(w_ptr.to(gl.int64) + begin, size)
-
-
-@gluon.jit
-def _produce(descs, weights, units, bars, tall, end, OPTIONS: gl.constexpr):
+def _produce(descs, units, bars, tall, end, OPTIONS: gl.constexpr):
     COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
     GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     TILES_N: gl.constexpr = option(OPTIONS, "TILES_N")
     STEPS: gl.constexpr = option(OPTIONS, "STEPS")
     PARTNER: gl.constexpr = option(OPTIONS, "PARTNER")
-    W_BYTES: gl.constexpr = option(OPTIONS, "W_BYTES")
     HALVES: gl.constexpr = halves_of(option(OPTIONS, "EPILOGUE"))
     BY_ROWS: gl.constexpr = is_gradient(option(OPTIONS, "EPILOGUE"))
     PARTS: gl.constexpr = parts_of(COLUMNS)
@@ -105,12 +91,6 @@ def _produce(descs, weights, units, bars, tall, end, OPTIONS: gl.constexpr):
     BYTES: gl.constexpr = (GROUPS * 64 + HALVES * WHOLE * 64 + TAIL) * 128
 
     admit_kernel()
-    if W_BYTES <= PREFETCHED:
-        if HALVES == 2 and PARTNER == 0:
-            for half in gl.static_range(2):
-                _prefetch_weight(weights[half], W_BYTES // 2)
-        else:
-            _prefetch_weight(weights[0], W_BYTES)
     await_kernel()
     stage = 0
     loaded = 0
@@ -335,15 +315,15 @@ def _finish(pre_desc, units, bars, pointers, total, tall, end, OPTIONS: gl.const
 
 @gluon.jit(do_not_specialize=["total", "tall"])
 def _gemm_hopper_kernel(
-    x_desc, w_desc, other_desc, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, second_ptr, third_ptr, pre_ptr,
-    cos_ptr, sin_ptr, total, tall, N: gl.constexpr, K: gl.constexpr, W_BYTES: gl.constexpr, PARTNER: gl.constexpr,
+    x_desc, w_desc, other_desc, bias_ptr, up_bias_ptr, out_ptr, second_ptr, third_ptr, pre_ptr, cos_ptr, sin_ptr,
+    total, tall, N: gl.constexpr, K: gl.constexpr, PARTNER: gl.constexpr,
     GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
     KEEPS_PRE: gl.constexpr, SUMS: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
     SHARED_ANGLES: gl.constexpr, FINISHERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     FINISHER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). x [total, K], weight [N, K], bias [N]. W_BYTES: of weights in one piece each, or 0.
+    """Grid (programs). x [total, K], weight [N, K], bias [N].
 
     Of "swiglu" weight and bias hold N / 2 gates; what they gate stands PARTNER rows on in up and up_bias, which are
     tensors of their own, or the same where both are packed. other_desc is up's; of a gradient it is pre's; of
@@ -368,7 +348,7 @@ def _gemm_hopper_kernel(
     RING: gl.constexpr = STAGES * (GROUPS + PARTS)
     PLACES: gl.constexpr = RING + GROUPS * PARTS * (2 if is_gradient(EPILOGUE) else 1)
     OPTIONS: gl.constexpr = (
-        "W_BYTES", W_BYTES, "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
+        "WIDTH", N // HALVES, "PARTNER", PARTNER, "GROUPS", GROUPS,
         "FINISHERS", FINISHERS, "COLUMNS", COLUMNS, "STAGES", STAGES, "TILES_N", TILES_N, "STEPS", (K + 63) // 64,
         "RING", RING, "PLACES", PLACES, "EPILOGUE", EPILOGUE, "HAS_BIAS", HAS_BIAS, "KEEPS_PRE", KEEPS_PRE,
         "SUMS", SUMS, "STRIDE_OUT", STRIDE_OUT,
@@ -392,7 +372,7 @@ def _gemm_hopper_kernel(
                 (_consume, (0, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_consume, (1, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_finish, (other_desc, units, bars, pointers, total, tall, end, OPTIONS)),
-                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), units, bars, tall, end, OPTIONS)),
             ],
             [4, FINISHERS, 1], [CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
@@ -403,7 +383,7 @@ def _gemm_hopper_kernel(
                 (_consume, (1, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_consume, (2, units, pointers, biases, total, tall, end, OPTIONS)),
                 (_finish, (other_desc, units, bars, pointers, total, tall, end, OPTIONS)),
-                (_produce, ((x_desc, w_desc, other_desc), (w_ptr, up_ptr), units, bars, tall, end, OPTIONS)),
+                (_produce, ((x_desc, w_desc, other_desc), units, bars, tall, end, OPTIONS)),
             ],
             [4, 4, FINISHERS, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],

@@ -101,20 +101,6 @@ def admit_kernel():
 
 
 @gluon.jit
-def prefetch(address, size):
-    """Asks for `size` bytes from global `address` on, both multiples of 16, to come to the L2 cache. By one warp."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred one; .reg .b32 lane;
-        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
-        @one cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def take_ticket(counter, last):
     """The number at global `counter`, which goes up by one, and from `last` back to 0. By one warp.
 
