@@ -64,7 +64,7 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item], index: int, cou
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """One process begins with the first test and one with the last: where they meet both are done, and neither waited.
 
     Neighbours share what they build, which only the two at the meeting lose.
@@ -76,6 +76,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     try:
         (meeting / taken).touch(exist_ok=False)
     except FileExistsError:
+        # What the test before left for this one is not left for the next.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
     return None
 

@@ -1,10 +1,12 @@
 """The tolerance rule: what it passes, refuses and does not judge; inputs drawn again; shares of a run, and turns."""
 
+import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch_ops.testing.tolerance import Draw, assert_close_to_reference
 
 pytestmark = pytest.mark.no_interpret
 
+ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = torch.linspace(-3, 3, 101, dtype=torch.float64)
 EAGER = REFERENCE.half()
 
@@ -139,15 +142,22 @@ def test_redrawn_inputs_keep_tables_and_what_they_share() -> None:
     assert not torch.equal(drawn.dout, inputs.dout)
 
 
-def test_processes_that_meet_run_each_test_once(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if hasattr(each, "_keep_shard"))
+def test_processes_that_meet_run_each_test_once(tmp_path: Path) -> None:
+    """The tests of a file, and of a class in it, are torn down where others ran what was left of them."""
+    for name in ("one", "two"):
+        (tmp_path / f"test_{name}.py").write_text(
+            "class TestClass:\n    def test_first(self): pass\n    def test_last(self): pass\ndef test_behind(): pass\n"
+        )
 
-    def run(name: str, meeting: Path | None = tmp_path) -> bool:
-        item = SimpleNamespace(nodeid=name, config=SimpleNamespace(getoption={"meeting": meeting}.get))
-        return plugin.pytest_runtest_protocol(item) is None
+    def passed(*names: str) -> int:
+        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", f"--meeting={tmp_path}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ran = subprocess.run([*command, *names], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout
+        return int(ran.stdout.splitlines()[-1].split(" passed")[0].split()[-1])
 
-    assert [run(name) for name in ("a", "b", "a", "c", "b")] == [True, True, False, True, False]
-    assert run("a", None) and run("a", None)
+    assert passed("test_one.py::TestClass::test_last", "test_two.py::test_behind") == 2
+    assert passed() == 4
 
 
 @pytest.mark.parametrize("turns", (1, 2))
