@@ -177,6 +177,9 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         ):
             report = torch_ops.explain(op, *args)
             assert report["path"] == "aten" and _gemm.FEW_ROWS in str(report["kernels"])
+            # That rows are few comes before what they begin at.
+            moved = torch.empty(args[0].numel() + 1, dtype=torch.bfloat16)[1:].view(args[0].shape)
+            assert torch_ops.explain(op, moved, *args[1:]) == report
             with torch_ops.settings(path="hopper"):
                 assert torch_ops.explain(op, *args)["path"] == "hopper"
         with torch_ops.settings(path="portable"):
@@ -185,6 +188,16 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
                 (torch_ops.qkv_rope, x, weight, None, table, table, 16),
             ):
                 assert torch_ops.explain(*args)["path"] == "portable"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_explain_takes_the_operators_own_arguments() -> None:
+    args = (torch.empty(784, 1152), torch.empty(4304, 1152), None, torch.empty(1152, 4304), None)
+    said = torch_ops.explain(torch_ops.mlp, *args, recompute=True)
+    assert said == torch_ops.explain(torch.ops.vk.mlp, *args, return_hidden=False)
+    assert said == torch_ops.explain(torch.ops.vk.mlp.default, *args, return_hidden=False)
+    with pytest.raises(TypeError, match="recompute"):
+        torch_ops.explain(torch.ops.vk.mlp, *args, recompute=True)
 
 
 @pytest.mark.usefixtures("on_hopper")

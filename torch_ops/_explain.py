@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ from torch_ops._attention_explained import explain_attention, explain_turned_att
 from torch_ops._attention_hopper import refusal
 from torch_ops._device import gpu
 from torch_ops._explanations import describe
-from torch_ops._gemm_explained import Product, explain_mlp, explain_products, explain_qkv_rope
+from torch_ops._gemm_explained import (
+    Product,
+    explain_mlp,
+    explain_mlp_operator,
+    explain_products,
+    explain_qkv_rope,
+)
 from torch_ops._gemm_portable import Rows, padded
 from torch_ops._grids import GRID_KERNELS, explain_on_grids
 from torch_ops._norms import explain_norm
@@ -32,7 +39,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
     if name not in EXPLAINERS:
         raise ValueError(f"explain: op must be one of {', '.join(EXPLAINERS)}, got {name!r}")
-    return EXPLAINERS[name](name, *args, **kwargs)
+    explainers = EXPLAINERS if isinstance(op, FunctionType) else EXPLAINERS | OPERATOR_EXPLAINERS
+    return explainers[name](name, *args, **kwargs)
 
 
 def _explain_patch_merger(
@@ -71,6 +79,8 @@ EXPLAINERS: dict[str, Callable[..., dict[str, Any]]] = {
     "patch_merger": _explain_patch_merger,
     "window_attn": explain_attention,
 }
+# Of operators whose arguments are not the public function's.
+OPERATOR_EXPLAINERS = {"mlp": explain_mlp_operator}
 
 
 def info() -> dict[str, Any]:

@@ -30,17 +30,18 @@ class Product:
         """Its kernel and the size of its weight, as in "gemm 4304x1152"; its launch, and where that comes from."""
         n, k = product_size(self.weight, self.up)
         tensors = (x, self.weight) if self.up is None else (x, self.weight, self.up)
-        why = why_portable(self.rows, self.weight, self.head_dim, self.up)
-        if not why and not isinstance(x, FakeTensor) and not addressable(*tensors):
-            why = "TMA cannot address tensors that do not begin at 16 bytes"
-        if why:
-            launch, source = choose_product(self.kernel, self.rows, self.weight, self.up)
-            return f"{self.kernel} {n}x{k}", launch, source
-        if self.activation == "none":
+        hopper = not why_portable(self.rows, self.weight, self.head_dim, self.up)
+        if hopper and self.activation == "none":
             return f"{self.kernel} {n}x{k}", ATEN, NOTHING_FOLLOWS
-        epilogue = "rotary" if self.head_dim else self.activation
-        launch, source = hopper_launch(self.rows, self.weight, epilogue, self.up, self.head_dim)
-        return f"{self.kernel if launch == ATEN else 'gemm_hopper'} {n}x{k}", launch, source
+        if hopper:
+            epilogue = "rotary" if self.head_dim else self.activation
+            launch, source = hopper_launch(self.rows, self.weight, epilogue, self.up, self.head_dim)
+            if launch == ATEN:
+                return f"{self.kernel} {n}x{k}", launch, source
+            # Which only real tensors say.
+            if isinstance(x, FakeTensor) or addressable(*tensors):
+                return f"gemm_hopper {n}x{k}", launch, source
+        return f"{self.kernel} {n}x{k}", *choose_product(self.kernel, self.rows, self.weight, self.up)
 
 
 def explain_products(op: str, x: Tensor, products: list[Product]) -> dict[str, Any]:
@@ -68,7 +69,14 @@ def explain_mlp(
     op: str, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
     recompute: bool = False, w_up: Tensor | None = None, b_up: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    called_on_fakes(op, x, w1, b1, w2, b2, activation, not recompute, w_up, b_up)
+    return explain_mlp_operator(op, x, w1, b1, w2, b2, activation, not recompute, w_up, b_up)
+
+
+def explain_mlp_operator(
+    op: str, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
+    return_hidden: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    called_on_fakes(op, x, w1, b1, w2, b2, activation, return_hidden, w_up, b_up)
     rows = Rows.of(x)
     between = Rows(rows.count, padded(w2.shape[1], x.dtype))
     first = Product(product_kernel(activation), rows, w1, activation, up=w_up)
