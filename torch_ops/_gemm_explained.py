@@ -30,15 +30,14 @@ class Product:
         """Its kernel and the size of its weight, as in "gemm 4304x1152"; its launch, and where that comes from."""
         n, k = product_size(self.weight, self.up)
         tensors = (x, self.weight) if self.up is None else (x, self.weight, self.up)
-        hopper = not why_portable(self.rows, self.weight, self.head_dim, self.up)
-        if hopper and self.activation == "none":
-            return f"{self.kernel} {n}x{k}", ATEN, NOTHING_FOLLOWS
-        if hopper:
+        if not why_portable(self.rows, self.weight, self.head_dim, self.up):
+            if self.activation == "none":
+                return f"{self.kernel} {n}x{k}", ATEN, NOTHING_FOLLOWS
             epilogue = "rotary" if self.head_dim else self.activation
             launch, source = hopper_launch(self.rows, self.weight, epilogue, self.up, self.head_dim)
             if launch == ATEN:
                 return f"{self.kernel} {n}x{k}", launch, source
-            # Which only real tensors say.
+            # Fake tensors have no address.
             if isinstance(x, FakeTensor) or addressable(*tensors):
                 return f"gemm_hopper {n}x{k}", launch, source
         return f"{self.kernel} {n}x{k}", *choose_product(self.kernel, self.rows, self.weight, self.up)
