@@ -13,7 +13,7 @@ from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, recor
 from csrc_free_ops.configs import Launch
 from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
 from csrc_free_ops.gemm.hopper_launch import rotary_launch
-from torch_ops import _gemm, _gemm_hopper
+from torch_ops import _gemm_aten, _gemm_hopper
 from torch_ops._gemm_portable import Rows, padded
 from torch_ops._registry import OPS
 
@@ -75,7 +75,7 @@ def gemm_launches(
 ) -> dict[str, list[KernelLaunch]]:
     """By op, what its body launches on such a GPU, beside the products that are left to PyTorch."""
     found = {}
-    with fake_gpu(target, gpu, path) as mode, mode, mock.patch.object(_gemm, "linear_into"):
+    with fake_gpu(target, gpu, path) as mode, mode, mock.patch.object(_gemm_aten, "linear_into"):
         for name, (args, options) in gemm_calls(**variant).items():
             with record_launches() as launches:
                 OPS[name].body(*args, **options)

@@ -132,6 +132,34 @@ def test_every_epilogue_in_fp16(activation: str, launches: list[dict[str, Any]])
     assert len(launches) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pytorchs_product_makes_gelu_of_few_rows(dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
+    """Unless the kernel is asked for, what GELU is of is kept, or there is no bias."""
+    with settings(path="auto"):
+        for rows in (1, 77, 784, 1205):
+            Layer("gelu_tanh", 4304, 1152, rows, dtype, keeps_pre=False).verify()
+        assert not launches
+        for options in ({"keeps_pre": True}, {"keeps_pre": False, "bias": False}):
+            Layer("gelu_tanh", 4304, 1152, 784, dtype, **options).verify()
+        Layer("gelu_tanh", 4304, 1152, 1206, dtype, keeps_pre=False).verify()
+    assert len(launches) == 3
+    Layer("gelu_tanh", 4304, 1152, 784, dtype, keeps_pre=False).verify()
+    assert len(launches) == 4
+
+
+def test_graphs_give_the_bits_of_gelu_in_pytorchs_product(device: str) -> None:
+    inputs = make_mlp_inputs(MlpCase("tower", "", (784,), 1152, 4304, "gelu_tanh"), torch.bfloat16, device)
+    with settings(path="auto"), torch.no_grad():
+        expected = inputs.call(mlp)
+        assert torch.equal(inputs.call(torch.compile(mlp, fullgraph=True, dynamic=True)), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = inputs.call(mlp)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("size", ["gated", "deep", "narrow"])
 def test_tails_of_rows_and_columns(size: str, rows: int, launches: list[dict[str, Any]]) -> None:

@@ -191,6 +191,36 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
+    """Of few rows, with a bias, and where nothing else is kept; of more rows only where the kernel gains nothing."""
+
+    def explained(
+        rows: int, op: Any = torch_ops.mlp, activation: str = "gelu_tanh", inner: int = 4304, **options: Any
+    ) -> Any:
+        shapes = ((rows, 1152), (inner, 1152), (inner,), (1152, inner), (1152,))
+        args = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        if options.pop("without_bias", False):
+            args[2] = None
+        args[1].requires_grad_(options.pop("trains", False))
+        return torch_ops.explain(op, *args, activation, **options)
+
+    with torch_ops.settings(path="auto"):
+        for rows in (1, 784, 1205):
+            report = explained(rows)
+            assert report["path"] == "aten"
+            assert report["kernels"]["gemm 4304x1152"] == {"launch": {"path": "aten"}, "source": _gemm.GELU_WITHIN}
+            assert explained(rows, torch.ops.vk.mlp, return_hidden=False) == report
+            assert explained(rows, recompute=True, trains=True) == report
+        for report in (
+            explained(1206), explained(784, activation="gelu"), explained(784, without_bias=True),
+            explained(784, trains=True), explained(784, torch.ops.vk.mlp), explained(784, inner=4300),
+        ):  # fmt: skip
+            assert report["path"] == "hopper", report
+    with torch_ops.settings(path="hopper"):
+        assert explained(784)["path"] == "hopper"
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_explain_takes_the_operators_own_arguments() -> None:
     args = (torch.empty(784, 1152), torch.empty(4304, 1152), None, torch.empty(1152, 4304), None)
     said = torch_ops.explain(torch_ops.mlp, *args, recompute=True)

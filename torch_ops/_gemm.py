@@ -10,14 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from csrc_free_ops.configs import ATEN, Launch, product_row
-from csrc_free_ops.gemm.hopper_launch import linear_launch, rotary_launch, too_few
+from csrc_free_ops.gemm.hopper_launch import few_for_gelu, linear_launch, rotary_launch, too_few
 from torch_ops._checks import dtype_name
 from torch_ops._device import gpu
-from torch_ops._gemm_elementwise import new_sums, plan_activate, plan_activation_backward, plan_rotate
+from torch_ops._gemm_aten import (
+    gelu_into,
+    has_gelu_within,
+    plan_gradient_aten,
+    plan_linear_aten,
+    plan_rotary_aten,
+)
 from torch_ops._gemm_hopper import (
     addressable,
     plan_gradient_hopper,
@@ -33,7 +38,6 @@ from torch_ops._gemm_portable import (
     plan_rotary_portable,
     product_kernel,
     product_size,
-    to_columns,
 )
 from torch_ops._hopper import is_packaged, programs
 from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
@@ -42,6 +46,7 @@ from torch_ops.settings import settings
 # Why a product that could take the Hopper path is PyTorch's, whatever rows say of the portable kernels.
 NOTHING_FOLLOWS = "PyTorch's products are as fast where nothing follows them"
 FEW_ROWS = "PyTorch's products are faster where rows are few"
+GELU_WITHIN = "PyTorch's products make tanh GELU too, and are faster where rows are few"
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 
 
@@ -80,19 +85,20 @@ def plan_linear(
     def plan_stock(weight: Tensor, up: Tensor | None = None) -> Callable[..., None]:
         launch, _ = choose_product(product_kernel(activation), rows, weight, up)
         if launch == ATEN:
-            return _plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
+            return plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
         return plan_linear_portable(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
 
     if why_portable(rows, weight, up=up):
         return plan_stock(weight, up)
     if activation == "none":
         # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/gemm/hopper_launch.py).
-        return _plan_linear_aten(rows, weight, activation, keeps_pre, width)
+        return plan_linear_aten(rows, weight, activation, keeps_pre, width)
     if not is_eager():
         return partial(_launch_linear_in_graph, activation)
-    launch, _ = hopper_launch(rows, weight, activation, up)
+    within = has_gelu_within(weight, has_bias, activation, keeps_pre, width)
+    launch, _ = hopper_launch(rows, weight, activation, up, within=within)
     if launch == ATEN:
-        return _plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
+        return gelu_into if within else plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
     hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
     if up is None:
         return _where_addressable(hopper, lambda args: plan_stock(args[1]), (0, 1))
@@ -111,7 +117,7 @@ def plan_gradient(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Ca
     if not is_eager():
         return partial(_launch_gradient_opaque, activation=activation, sums=sums)
     hopper = plan_gradient_hopper(rows, weight, activation, sums)
-    return _where_addressable(hopper, lambda args: _plan_gradient_aten(rows, args[1], activation, sums), (0, 1, 2))
+    return _where_addressable(hopper, lambda args: plan_gradient_aten(rows, args[1], activation, sums), (0, 1, 2))
 
 
 def plan_rotary(
@@ -123,7 +129,7 @@ def plan_rotary(
     def plan_stock(weight: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., None]:
         launch, _ = choose_product("gemm_pair", rows, weight)
         if launch == ATEN:
-            return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
+            return plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
         return plan_rotary_portable(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
 
     if why_portable(rows, weight, head_dim):
@@ -132,7 +138,7 @@ def plan_rotary(
         return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
     launch, _ = hopper_launch(rows, weight, "rotary", head_dim=head_dim)
     if launch == ATEN:
-        return _plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
+        return plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
     hopper = plan_rotary_hopper(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
     return _where_addressable(hopper, lambda args: plan_stock(args[1], *args[3:5]), (0, 1))
 
@@ -156,10 +162,10 @@ def _where_addressable(
 
 
 def hopper_launch(
-    rows: Rows, weight: Tensor, epilogue: str, up: Tensor | None = None, head_dim: int = 0
+    rows: Rows, weight: Tensor, epilogue: str, up: Tensor | None = None, head_dim: int = 0, within: bool = False
 ) -> tuple[Launch, str]:
     """The tile of a product that may take the Hopper path, its rows known, or ATEN where PyTorch is to make it; and
-    where that comes from."""
+    where that comes from. `within`: whether PyTorch's makes the activation too (`has_gelu_within`)."""
     kernel = "gemm_pair" if epilogue == "rotary" else product_kernel(epilogue)
     n, k = product_size(weight, up)
     busy = programs(weight.device.index)
@@ -168,6 +174,8 @@ def hopper_launch(
         row = product_row(settings.rows, kernel, gpu(), dtype_name(weight.dtype), n, k, rows.known)
         if row is not None and row.launch == ATEN:
             return ATEN, row.source
+        if within and few_for_gelu(rows.count, n, busy):
+            return ATEN, GELU_WITHIN
         if too_few(rows.count, n, k, epilogue, head_dim, busy):
             return ATEN, FEW_ROWS
     if epilogue == "rotary":
@@ -211,7 +219,7 @@ def _prepare_gradient(dout: Tensor, weight: Tensor, activation: str, sums: bool)
     rows = Rows.of(dout)
     plan = plan_gradient(rows, weight, activation, sums)
     # There are no rows, or the setting is another by now: the graph has what it was traced for.
-    return _plan_gradient_aten(rows, weight, activation, sums) if plan is None else plan
+    return plan_gradient_aten(rows, weight, activation, sums) if plan is None else plan
 
 
 @opaque_launch("_rotary", writes=("q", "k", "v"))
@@ -227,73 +235,3 @@ def _prepare_rotary(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
 ) -> Callable[..., None]:
     return plan_rotary(Rows.of(x), weight, bias is not None, cos, sin, num_heads, num_k_heads)
-
-
-def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x weight^T + bias by PyTorch, whatever autocast says; out is [M, n] with contiguous columns.
-
-    Columns of x that weight has none for are zeros, and so are weight's then: 63 us of 4096 x 3424 by 1280, the copy
-    among them, where PyTorch takes 196 us for 3420 columns on an H200.
-    """
-    weight = to_columns(weight, x.shape[1])
-    with torch._C._DisableAutocast():
-        if bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _plan_linear_aten(
-    rows: Rows, weight: Tensor, activation: str, keeps_pre: bool, width: int, up: Tensor | None = None
-) -> Callable[..., None]:
-    n, _ = product_size(weight, up)
-    if activation == "none" and width == n and not keeps_pre:
-        return lambda x, weight, bias, out, *nothing: linear_into(x, weight, bias, out)
-    activate = plan_activate(rows, weight, activation, width, up)
-
-    def launch_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
-        up: Tensor | None = None, up_bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        if pre is None:
-            pre = x.new_empty((x.shape[0], n))
-        if up is None:
-            linear_into(x, weight, bias, pre)
-        else:
-            half = n // 2
-            linear_into(x, weight, bias, pre.narrow(1, 0, half))
-            linear_into(x, up, up_bias, pre.narrow(1, half, half))
-        activate(pre, out)
-
-    return launch_linear
-
-
-def _plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
-    width = weight.shape[1]
-    columns = (0, width, width)
-    differentiate = plan_activation_backward(Rows(rows.count, 0), weight.t(), activation, columns, True, sums)
-
-    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
-        found = new_sums(dout, dout.shape[0] if sums else 0, width)
-        differentiate(torch.mm(dout, weight), pre, dpre, h, found)
-        if sums:
-            partial.zero_()
-            partial[:1] = found.sum(0)
-
-    return launch_gradient
-
-
-def _plan_rotary_aten(
-    rows: Rows, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
-) -> Callable[..., None]:
-    rotate = plan_rotate(rows, weight, cos, sin, num_heads, num_k_heads)
-    n = weight.shape[0]
-
-    def launch_rotary(
-        x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        packed = x.new_empty((x.shape[0], n))
-        linear_into(x, weight, bias, packed)
-        rotate(packed, cos, sin, q, k, v)
-
-    return launch_rotary

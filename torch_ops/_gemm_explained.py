@@ -10,8 +10,10 @@ from csrc_free_ops.configs import ATEN, Launch
 from torch_ops._device import gpu
 from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._gemm import NOTHING_FOLLOWS, hopper_launch, why_portable
+from torch_ops._gemm_aten import has_gelu_within
 from torch_ops._gemm_hopper import addressable
 from torch_ops._gemm_portable import Rows, choose_product, padded, product_kernel, product_size
+from torch_ops._mlp import keeps_hidden
 from torch_ops._registry import runs_kernels
 
 
@@ -25,6 +27,7 @@ class Product:
     activation: str = ""
     head_dim: int = 0
     up: Tensor | None = None
+    within: bool = False
 
     def describe(self, x: Tensor) -> tuple[str, Launch, str]:
         """Its kernel and the size of its weight, as in "gemm 4304x1152"; its launch, and where that comes from."""
@@ -34,7 +37,7 @@ class Product:
             if self.activation == "none":
                 return f"{self.kernel} {n}x{k}", ATEN, NOTHING_FOLLOWS
             epilogue = "rotary" if self.head_dim else self.activation
-            launch, source = hopper_launch(self.rows, self.weight, epilogue, self.up, self.head_dim)
+            launch, source = hopper_launch(self.rows, self.weight, epilogue, self.up, self.head_dim, self.within)
             if launch == ATEN:
                 return f"{self.kernel} {n}x{k}", launch, source
             # Fake tensors have no address.
@@ -68,7 +71,8 @@ def explain_mlp(
     op: str, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
     recompute: bool = False, w_up: Tensor | None = None, b_up: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    return explain_mlp_operator(op, x, w1, b1, w2, b2, activation, not recompute, w_up, b_up)
+    keeps = keeps_hidden(recompute, x, w1, b1, w2, b2, w_up, b_up)
+    return explain_mlp_operator(op, x, w1, b1, w2, b2, activation, keeps, w_up, b_up)
 
 
 def explain_mlp_operator(
@@ -77,6 +81,8 @@ def explain_mlp_operator(
 ) -> dict[str, Any]:  # fmt: skip
     called_on_fakes(op, x, w1, b1, w2, b2, activation, return_hidden, w_up, b_up)
     rows = Rows.of(x)
-    between = Rows(rows.count, padded(w2.shape[1], x.dtype))
-    first = Product(product_kernel(activation), rows, w1, activation, up=w_up)
+    width = padded(w2.shape[1], x.dtype)
+    between = Rows(rows.count, width)
+    within = has_gelu_within(w1, b1 is not None, activation, return_hidden, width)
+    first = Product(product_kernel(activation), rows, w1, activation, up=w_up, within=within)
     return explain_products(op, x, [first, Product("gemm", between, w2, "none")])

@@ -124,6 +124,14 @@ def prepare_mlp(
     return first, second, width
 
 
+def keeps_hidden(recompute: bool, *inputs: Tensor | None) -> bool:
+    """Whether `mlp` keeps the first product: where a gradient may be wanted. What is no tensor is refused later."""
+    wanted = torch.is_grad_enabled() and any(
+        each is not None and (not isinstance(each, Tensor) or each.requires_grad) for each in inputs
+    )
+    return wanted and not recompute
+
+
 def gradient_columns(w1: Tensor, w_up: Tensor | None) -> tuple[int, int]:
     """Of the rows of dpre: where what is of up begins, and how many there are.
 

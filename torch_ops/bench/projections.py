@@ -12,7 +12,7 @@ import torch_ops
 from csrc_free_ops.configs import PRODUCTS
 from csrc_free_ops.gemm import activations, portable, rotary
 from torch_ops import _gemm_elementwise, _gemm_portable
-from torch_ops._gemm import FEW_ROWS, NOTHING_FOLLOWS
+from torch_ops._gemm import FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS
 from torch_ops.bench import results
 from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
@@ -80,7 +80,7 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     for described, choice in report["kernels"].items():
         name, _, size = described.partition(" ")
         # Beside products there may be kernels that have a room of their own, and on the Hopper path no row decides.
-        if name not in PRODUCTS or choice["source"] in (FEW_ROWS, NOTHING_FOLLOWS):
+        if name not in PRODUCTS or choice["source"] in (FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS):
             continue
         n, k = map(int, size.split("x"))
         found.append(TunedKernel(name, False, str(inputs.x.dtype).removeprefix("torch."), 0, False, rows, n, k))
