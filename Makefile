@@ -8,11 +8,15 @@ RESULTS ?= docs/results
 GPU ?= h200
 GPUS ?= 0 0 0 0
 COMMIT ?=
+JOBS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	-c constraints-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Workers begin with neighbours, which share what they build, and take from each other in the end.
+AT_A_TIME = -n $(1) --dist worksteal
 
 # The tree comes first, then whatever the caller's own PYTHONPATH holds.
 FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
@@ -34,6 +38,7 @@ help: ## this list
 	@echo "  TORCH_INDEX=URL   another package index, for PyTorch's CPU wheels:"
 	@echo "                    https://download.pytorch.org/whl/cpu"
 	@echo "  OP=window_attn    gpu-test, bench: this op alone"
+	@echo "  JOBS=8            test, gpu-test: so many tests at a time, which take turns at the GPUs (pytest-xdist)"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
 	@echo "  RESULTS=FOLDER    figures, figures-ops: where they go; GPU=h200, how their files begin; COMMIT=..., the commit to note"
@@ -43,21 +48,15 @@ demo: $(VENV)/.installed-test ## encode the example image on this machine, no GP
 	$(BIN)/vk info
 	$(BIN)/vk encode examples/street.png --compare
 
-# The interpreter has a process of its own: ahead-of-time builds fail in it. It runs beside the rest, each on one core;
-# after it, another process runs the rest from the end, until it meets the first.
-WITHOUT = env -u TRITON_INTERPRET $(BIN)/python -m pytest --meeting=$$shared/taken $(ARGS)
-test: $(VENV)/.installed-test ## all tests and, beside them, the kernels in Triton's interpreter
-	@shared=$$(mktemp -d); status=0; mkdir $$shared/taken; \
-	( trap 'kill $$!; exit 143' TERM; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) >$$shared/interpreted 2>&1 & \
-	wait $$! || status=1; \
-	$(WITHOUT) --backwards >$$shared/from_the_end 2>&1 & wait $$! || status=1; exit $$status ) & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null; rm -rf $$shared' EXIT; trap 'exit 130' INT TERM; \
+# The interpreter has a process of its own, since ahead-of-time builds fail in it; it runs beside the rest.
+test: $(VENV)/.installed-test ## all tests, JOBS at a time, and beside them the kernels in Triton's interpreter
+	@interpreted=$$(mktemp); status=0; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) >$$interpreted 2>&1 & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null; rm -f $$interpreted' EXIT; trap 'exit 130' INT TERM; \
 	echo "All tests, without the interpreter:"; \
-	$(WITHOUT) --require-run || status=1; \
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2)) $(ARGS) || status=1; \
 	wait $$beside || status=1; \
-	echo "And from their end:"; cat $$shared/from_the_end; \
-	echo "Kernels in the interpreter:"; cat $$shared/interpreted; \
+	echo "Kernels in the interpreter:"; cat $$interpreted; \
 	exit $$status
 
 builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a third
@@ -74,9 +73,9 @@ needs-gpu: needs-torch
 
 # The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
 TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
-gpu-test: ## the tests on this machine's GPU and its own packages (OP=..., SHARD=i/n)
-	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
-	$(FROM_TREE) pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
+gpu-test: ## the tests on this machine's GPUs and its own packages (OP=..., JOBS=n, SHARD=i/n)
+	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer$(if $(JOBS),; import xdist)" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
+	$(FROM_TREE) pytest --require-gpu $(if $(JOBS),$(call AT_A_TIME,$(JOBS))) $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
 		$(wildcard $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(OP)).py)),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
 
 # Racecheck before CUDA 13.5 takes what Triton itself hands to the partitions of a kernel for races.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import os
 import re
 import zlib
-from pathlib import Path
 
 import pytest
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -24,16 +24,16 @@ def _shard(text: str) -> tuple[int, int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vk")
     group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N equal shares")
-    group.addoption("--meeting", type=Path, metavar="FOLDER", help="run what no other process of this folder runs")
-    group.addoption("--backwards", action="store_true", help="begin with the last test")
     group.addoption("--require-gpu", action="store_true", help="refuse to start without a GPU")
     group.addoption("--require-run", action="store_true", help="fail unless some test passed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if WORKER:
+        _begin_with_own_gpu()
     if config.getoption("require_gpu") and _gpu() is None:
         raise pytest.UsageError("--require-gpu: torch sees no GPU on this machine")
-    if _gpu() is None or config.getoption("shard") is not None:
+    if _gpu() is None or WORKER or config.getoption("shard") is not None:
         _one_thread()
 
 
@@ -51,8 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shard = config.getoption("shard")
     if shard is not None:
         _keep_shard(config, items, *shard)
-    if config.getoption("backwards"):
-        items.reverse()
 
 
 def _keep_shard(config: pytest.Config, items: list[pytest.Item], index: int, count: int) -> None:
@@ -63,32 +61,25 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item], index: int, cou
     items[:] = [item for item in items if item.nodeid in mine]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """One process begins with the first test and one with the last: where they meet both are done, and neither waited.
-
-    Neighbours share what they build, which only the two at the meeting lose.
-    """
-    meeting = item.config.getoption("meeting")
-    if meeting is None:
-        return None
-    taken = hashlib.sha256(item.nodeid.encode()).hexdigest()
-    try:
-        (meeting / taken).touch(exist_ok=False)
-    except FileExistsError:
-        # What the test before left for this one is not left for the next.
-        item.session._setupstate.teardown_exact(nextitem)
-        return True
-    return None
-
-
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus != pytest.ExitCode.OK or not session.config.getoption("require_run"):
+    # A worker of pytest-xdist may have been left without tests.
+    if exitstatus != pytest.ExitCode.OK or WORKER or not session.config.getoption("require_run"):
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not reporter.getreports("passed"):
         reporter.write_line("\n--require-run: every test was skipped", red=True)
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _begin_with_own_gpu() -> None:
+    """Before CUDA is asked for: pytest-xdist's workers take turns at which of the machine's GPUs is their first."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count > 1:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        turn = int(WORKER.removeprefix("gw")) % count
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[turn:] + gpus[:turn])
 
 
 def _one_thread() -> None:

@@ -1,8 +1,6 @@
 """The tolerance rule: what it passes, refuses and does not judge; inputs drawn again; shares of a run, and turns."""
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,6 @@ from torch_ops.testing.tolerance import Draw, assert_close_to_reference
 
 pytestmark = pytest.mark.no_interpret
 
-ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = torch.linspace(-3, 3, 101, dtype=torch.float64)
 EAGER = REFERENCE.half()
 
@@ -142,22 +139,18 @@ def test_redrawn_inputs_keep_tables_and_what_they_share() -> None:
     assert not torch.equal(drawn.dout, inputs.dout)
 
 
-def test_processes_that_meet_run_each_test_once(tmp_path: Path) -> None:
-    """The tests of a file, and of a class in it, are torn down where others ran what was left of them."""
-    for name in ("one", "two"):
-        (tmp_path / f"test_{name}.py").write_text(
-            "class TestClass:\n    def test_first(self): pass\n    def test_last(self): pass\ndef test_behind(): pass\n"
-        )
-
-    def passed(*names: str) -> int:
-        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", f"--meeting={tmp_path}"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        ran = subprocess.run([*command, *names], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
-        return int(ran.stdout.splitlines()[-1].split(" passed")[0].split()[-1])
-
-    assert passed("test_one.py::TestClass::test_last", "test_two.py::test_behind") == 2
-    assert passed() == 4
+@pytest.mark.parametrize(("before", "after"), [(None, "1,2,0"), ("7,5,3", "5,3,7")])
+def test_workers_begin_with_gpus_in_turns(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if hasattr(each, "_begin_with_own_gpu"))
+    monkeypatch.setattr(plugin, "WORKER", "gw4")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before or "")
+    if before is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    plugin._begin_with_own_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 
 @pytest.mark.parametrize("turns", (1, 2))
