@@ -15,7 +15,7 @@ import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
 from csrc_free_ops.gemm.hopper_launch import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
-from torch_ops import _gemm, _gemm_explained, _gemm_portable, cli
+from torch_ops import _gemm, _gemm_aten, _gemm_explained, _gemm_portable, cli
 from torch_ops._device import SHARED_MEMORY
 from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
 from torch_ops.bench.contest import Terms, contest
@@ -192,7 +192,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
-    """Of few rows, with a bias, and where nothing else is kept; of more rows only where the kernel gains nothing."""
+    """Of few rows, with a bias, and where nothing else is kept."""
 
     def explained(
         rows: int, op: Any = torch_ops.mlp, activation: str = "gelu_tanh", inner: int = 4304, **options: Any
@@ -211,6 +211,11 @@ def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
             assert report["kernels"]["gemm 4304x1152"] == {"launch": {"path": "aten"}, "source": _gemm.GELU_WITHIN}
             assert explained(rows, torch.ops.vk.mlp, return_hidden=False) == report
             assert explained(rows, recompute=True, trains=True) == report
+            made = _gemm.plan_linear(_gemm_portable.Rows(rows, 1152), torch.empty(4304, 1152).half(), True, "gelu_tanh")
+            assert made is _gemm_aten.gelu_into
+        square = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((784, 3072), (3072, 3072), (3072,))]
+        said = torch_ops.explain(torch_ops.mlp, *square, *square[1:])["kernels"]["gemm 3072x3072"]["source"]
+        assert said == f"{_gemm.GELU_WITHIN}; {_gemm.NOTHING_FOLLOWS}"
         for report in (
             explained(1206), explained(784, activation="gelu"), explained(784, without_bias=True),
             explained(784, trains=True), explained(784, torch.ops.vk.mlp), explained(784, inner=4300),

@@ -177,7 +177,7 @@ def hopper_launch(
         if within and few_for_gelu(rows.count, n, busy):
             return ATEN, GELU_WITHIN
         if too_few(rows.count, n, k, epilogue, head_dim, busy):
-            return ATEN, FEW_ROWS
+            return ATEN, GELU_WITHIN if within else FEW_ROWS
     if epilogue == "rotary":
         return rotary_launch(head_dim), "as many whole heads as a tile has room for"
     return linear_launch(rows.count, n, busy), "the tile whose rounds take the least time"

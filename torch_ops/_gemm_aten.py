@@ -27,14 +27,17 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def has_gelu_within(weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int) -> bool:
-    """Whether `gelu_into` makes this layer."""
+    """Whether `gelu_into` can make this layer."""
     return activation == "gelu_tanh" and has_bias and not keeps_pre and width == weight.shape[0]
 
 
 def gelu_into(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *nothing: Tensor | None) -> None:
-    """out = GELU(x weight^T + bias) by cuBLAS's epilogue, the tanh form, of sums that are not rounded before."""
+    """out = GELU(x weight^T + bias), the tanh form, by cuBLAS's epilogue, of sums that are not rounded before.
+
+    Of one row PyTorch itself launches GELU behind a product that is rounded, as of a bias that is not contiguous.
+    """
     with torch._C._DisableAutocast():
-        torch._addmm_activation(bias, x, weight.t(), use_gelu=True, out=out)
+        torch._addmm_activation(bias.contiguous(), x, weight.t(), use_gelu=True, out=out)
 
 
 def plan_linear_aten(

@@ -56,7 +56,12 @@ def explain_products(op: str, x: Tensor, products: list[Product]) -> dict[str, A
     if any(name.startswith("gemm_hopper") for name, *_ in chosen):
         path, words = "hopper", [f"{gpu().name} is a Hopper GPU", *words]
     why = "; ".join(words) or "every product has a launch of its own"
-    return describe(op, x.device, path, why, {name: (launch, source) for name, launch, source in chosen})
+    kernels: dict[str, tuple[Launch, str]] = {}
+    for name, launch, source in chosen:
+        # Both products of a square weight may be PyTorch's, each for a reason of its own.
+        before = kernels.get(name, (launch, source))[1]
+        kernels[name] = launch, source if before == source else f"{before}; {source}"
+    return describe(op, x.device, path, why, kernels)
 
 
 def explain_qkv_rope(
@@ -71,7 +76,7 @@ def explain_mlp(
     op: str, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
     recompute: bool = False, w_up: Tensor | None = None, b_up: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    keeps = keeps_hidden(recompute, x, w1, b1, w2, b2, w_up, b_up)
+    keeps = keeps_hidden(recompute, x, w1, b1, w2, w_up, b_up)
     return explain_mlp_operator(op, x, w1, b1, w2, b2, activation, keeps, w_up, b_up)
 
 

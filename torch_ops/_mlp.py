@@ -125,7 +125,10 @@ def prepare_mlp(
 
 
 def keeps_hidden(recompute: bool, *inputs: Tensor | None) -> bool:
-    """Whether `mlp` keeps the first product: where a gradient may be wanted. What is no tensor is refused later."""
+    """Whether `mlp` keeps the first product: where a gradient of `inputs` may be wanted, of all but b2.
+
+    What is no tensor is refused later.
+    """
     wanted = torch.is_grad_enabled() and any(
         each is not None and (not isinstance(each, Tensor) or each.requires_grad) for each in inputs
     )

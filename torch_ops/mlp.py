@@ -270,14 +270,14 @@ def mlp(
         RuntimeError: PyTorch's own, for an argument of another type.
 
     Sums and the activation are fp32. In half types the activation's input is rounded first, as by a linear layer,
-    except in the kernels in stock Triton and, of few rows on Hopper GPUs, in cuBLAS's GELU, which takes calls that keep
-    no first product (docs/gemm.md); its result and out are rounded on every path. fp32 inputs use tf32 only where
+    except in the kernels in stock Triton and in cuBLAS's own GELU, which takes few rows on Hopper GPUs where no first
+    product is kept (docs/gemm.md); its result and out are rounded on every path. fp32 inputs use tf32 only where
     `torch.backends.cuda.matmul` allows it. No width is special: 4304, 3420 or 1365 columns take no padding of weights
     from the caller. Gradients are made for what requires them: with w1 and w_up frozen x is not kept, unless to
     recompute. A second derivative raises NotImplementedError. Forward and backward give the same bits for the same
     inputs.
     """
-    keeps = keeps_hidden(recompute, x, w1, b1, w2, b2, w_up, b_up)
+    keeps = keeps_hidden(recompute, x, w1, b1, w2, w_up, b_up)
     return mlp_op(x, w1, b1, w2, b2, activation, keeps, w_up, b_up)[0]
 
 

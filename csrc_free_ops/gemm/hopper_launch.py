@@ -37,9 +37,9 @@ LEAST_GAIN = 0.98
 # over before that begins. By sums of 1152, 1280, 4608 and 5120 products, of 49 to 1764 rows, on an H200.
 SHORT_SUM, LEAST_WORK = 2048, {True: 0.4, False: 0.8}
 
-# Rounds of 192 x 128 up to which PyTorch's product that makes tanh GELU too is faster, whatever K: by 7 to 26 % of 196
-# to 1176 rows of 4304 x 1152 and 4096 x 1024 on an H100. Of 2.0 to 2.1 rounds it was 9 % faster and 9 % slower, of 4.2
-# 11 % slower.
+# Rounds of 192 x 128 up to which PyTorch's product that makes tanh GELU too is faster, whatever K: by 5 to 26 % of 196
+# to 1176 rows of 4304 x 1152, 4096 x 1024 and 3072 x 3072 on H100s. Of 2.0 to 2.1 rounds it was 8 % faster and 10 %
+# slower, of 4.2 10 % slower.
 MOST_WITHIN = 1.6
 
 
@@ -130,8 +130,11 @@ def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: 
 
 
 def few_for_gelu(total: int, n: int, programs: int) -> bool:
-    """Whether there are so few rows that PyTorch's product is faster where it makes the activation too."""
-    return total * n <= MOST_WITHIN * 192 * 128 * programs
+    """Whether there are so few rows that PyTorch's product is faster where it makes the activation too.
+
+    Fewer than columns: nothing was measured of narrower layers.
+    """
+    return total <= n and total * n <= MOST_WITHIN * 192 * 128 * programs
 
 
 def rotary_launch(head_dim: int) -> Launch:

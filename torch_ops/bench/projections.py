@@ -80,7 +80,7 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     for described, choice in report["kernels"].items():
         name, _, size = described.partition(" ")
         # Beside products there may be kernels that have a room of their own, and on the Hopper path no row decides.
-        if name not in PRODUCTS or choice["source"] in (FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS):
+        if name not in PRODUCTS or {FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS}.issuperset(choice["source"].split("; ")):
             continue
         n, k = map(int, size.split("x"))
         found.append(TunedKernel(name, False, str(inputs.x.dtype).removeprefix("torch."), 0, False, rows, n, k))
