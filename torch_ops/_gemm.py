@@ -3,7 +3,7 @@
 Ops that stand on the core call `plan_linear`, `plan_gradient` and `plan_rotary` by bare name. A plan depends on
 metadata alone, never on values on the device; it returns the function that launches, which writes into tensors that the
 op allocated. Here the path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a row
-or the rule says so, PyTorch's own product and an elementwise kernel behind it.
+or the rule says so, PyTorch's own product (`_gemm_aten`).
 """
 
 from collections.abc import Callable

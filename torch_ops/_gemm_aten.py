@@ -1,4 +1,4 @@
-"""Products of the GEMM core that are PyTorch's, with an elementwise kernel behind them where something follows.
+"""Products of the GEMM core that are PyTorch's: alone, with GELU within, or with an elementwise kernel behind.
 
 Plans are as those of `_gemm`, which chooses among the paths.
 """
@@ -34,7 +34,7 @@ def has_gelu_within(weight: Tensor, has_bias: bool, activation: str, keeps_pre: 
 def gelu_into(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *nothing: Tensor | None) -> None:
     """out = GELU(x weight^T + bias), the tanh form, by cuBLAS's epilogue, of sums that are not rounded before.
 
-    Of one row PyTorch itself launches GELU behind a product that is rounded, as of a bias that is not contiguous.
+    Of one row PyTorch itself launches GELU behind a product that is rounded. So it would of a bias in other strides.
     """
     with torch._C._DisableAutocast():
         torch._addmm_activation(bias.contiguous(), x, weight.t(), use_gelu=True, out=out)
