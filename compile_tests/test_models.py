@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from compile_tests.contract import capture_graphs, run_forked
 from compile_tests.models import draw_pixels, named_outputs, tiny_tower
@@ -207,6 +208,27 @@ def test_whole_call_compiles_with_its_metadata(model_type: str, device: str) -> 
         actual = compiled(pixels, **named)
         assert type(actual) is encoder.family.output_class()
         check(on_host(named_outputs(actual)), eager, truth)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_whole_call_compiles_around_a_grid_that_the_host_reads(model_type: str, device: str) -> None:
+    encoder = encoder_of(model_type).requires_grad_(False).to(device)
+    exact = exact_of(encoder)
+    counters.clear()
+    compiled = torch.compile(encoder, dynamic=True, backend=(counter := CompileCounterWithBackend("aot_eager")))
+    for named in ({}, {"chunk_tokens": 40}):
+        for rows in ([[1, 6, 8], [2, 4, 4]], [[3, 4, 10], [1, 2, 6]]):
+            grid = torch.tensor(rows)
+            pixels, _ = inputs(encoder, grid)
+            truth = named_outputs(exact(pixels.double().cpu(), grid))
+            for given in (grid, grid.to(device)):
+                actual, eager = (on_host(named_outputs(call(pixels, given, **named))) for call in (compiled, encoder))
+                check(actual, eager, truth)
+        if not named:
+            # PyTorch may make others, of sizes alone.
+            assert 1 <= sum("vk.qkv_rope" in graph.code for graph in counter.graphs) <= 2
+            one, other = counters["graph_break"]
+            assert "the host reads the grid" in one and "metadata is made by the host" in other
 
 
 def export(encoder: QwenVisionEncoder) -> Any:

@@ -183,7 +183,7 @@ def check_grid(op: str, grid_thw: Tensor) -> None:
         refuse(op, "grid_thw", "a tensor that has values", "one on the meta device")
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="the host reads the grid")
 def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
     """The rows (t, h, w) of a grid, checked, in the name of `op`; a grid on a device is read back."""
     check_grid(op, grid_thw)
@@ -210,6 +210,8 @@ def filled_sizes(images: tuple[Image, ...], sizes: VisionSizes) -> Padding:
     return Padding(patches_of(images), len(images), frames, windows)
 
 
+# What Dynamo rebuilds of a CUDA stream after a graph break has no `cuda_stream` in PyTorch 2.11.
+@torch.compiler.disable(reason="metadata is made by the host, and remembered")
 def metadata_of(
     images: tuple[Image, ...], sizes: VisionSizes, device: torch.device | str, padding: Padding | None = None
 ) -> VisionMetadata:
