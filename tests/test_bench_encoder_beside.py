@@ -2,9 +2,9 @@
 
 import dataclasses
 import multiprocessing
+import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,27 +24,50 @@ pytestmark = pytest.mark.no_interpret
 quick = encoder_bench.quick
 
 
+def log_instead(task: Any, pipe: Any) -> None:
+    """A process's part: it is slow to prepare, to measure, and to end."""
+    with Path(task.changes["log"]).open("a", buffering=1) as log:
+        time.sleep(0.1)
+        log.write("prepared\n")
+        pipe.send(None)
+        pipe.recv()
+        log.write(f"{task.row} begins on {task.device}\n")
+        time.sleep(0.1)
+        pipe.send(task.row)
+        time.sleep(0.3)
+        log.write(f"{task.row} is gone\n")
+
+
 def test_rows_prepare_together_and_are_timed_one_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    together, timed, most = threading.Barrier(3), [0], [0]
+    monkeypatch.setattr(encoder_beside, "_report", log_instead)
+    rows = [dataclasses.replace(TINY, name=name) for name in "abc"]
+    devices = [CPU, torch.device("meta")]
+    changes = {"log": str(tmp_path / "log")}
+    found = list(measure_beside(rows, [BY_NAME["vk"]], torch.float32, devices, 2, changes))
+    assert sorted(found) == [("a", "a"), ("b", "b"), ("c", "c")]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[:3] == ["prepared"] * 3
+    where = {"a": "cpu", "b": "meta", "c": "cpu"}
+    assert lines[3:] == [line for name, _ in found for line in (f"{name} begins on {where[name]}", f"{name} is gone")]
 
-    def prepare_row(scene: Any, running: Any, say: Any) -> list[Any]:
-        # Nobody is through before all are here.
-        together.wait(timeout=30)
-        return []
 
-    def time_row(scene: Any, entries: Any, rounds: int, say: Any) -> Any:
-        timed[0] += 1
-        most[0] = max(most[0], timed[0])
-        time.sleep(0.02)
-        timed[0] -= 1
-        return rounds
+def end_early(task: Any, pipe: Any) -> None:
+    if task.row == "b":
+        pipe.send(None)
+        pipe.recv()
+    if task.row != "c":
+        os._exit(3)
+    log_instead(task, pipe)
 
-    monkeypatch.setattr(encoder_beside, "prepare_row", prepare_row)
-    monkeypatch.setattr(encoder_beside, "time_row", time_row)
-    task = encoder_beside._Task("tiny", ("vk",), torch.float32, CPU, 2, {}, tmp_path / "turns")
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(encoder_beside._measure, [task] * 3)) == [2, 2, 2]
-    assert most == [1] and timed == [0]
+
+def test_a_process_that_ends_early_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While it prepares, or is timed."""
+    monkeypatch.setattr(encoder_beside, "_report", end_early)
+    rows = [dataclasses.replace(TINY, name=name) for name in "abc"]
+    changes = {"log": str(tmp_path / "log")}
+    found = dict(measure_beside(rows, [BY_NAME["vk"]], torch.float32, [CPU], 2, changes))
+    assert found.pop("c") == "c"
+    assert {name: str(why) for name, why in found.items()} == dict.fromkeys("ab", "its process ended with 3")
 
 
 def test_command_gathers_what_processes_measure(tmp_path: Path) -> None:
@@ -77,7 +100,7 @@ def test_a_process_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> Non
     gone, ended, sent = threading.Event(), threading.Event(), []
     monkeypatch.setattr(encoder_beside.multiprocessing, "parent_process", lambda: SimpleNamespace(join=gone.wait))
     monkeypatch.setattr(encoder_beside.os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(encoder_beside, "_measure", lambda task: task)
+    monkeypatch.setattr(encoder_beside, "_measure", lambda task, wait_for_turn: task)
     task: Any = "what is measured"
     encoder_beside._report(task, SimpleNamespace(send=sent.append))
     assert sent == [task] and not ended.is_set()

@@ -1,19 +1,17 @@
 """Rows of the encoder's bench side by side: each in a process of its own, which prepare together and are timed in turn.
 
-Most of a row's time goes into compiling its contenders, on one core. While one row is timed all others wait, whichever
-GPU they are on: launches want the host to themselves.
+Most of a row's time goes into compiling its contenders, on one core. A row is timed while nothing else runs, on
+whichever GPU: launches want the host to themselves. So the first is told to begin when all are prepared, and the next
+when the process before it is gone, since what that held of a device is freed by the driver that others launch through.
 """
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +35,6 @@ class _Task:
     device: torch.device
     rounds: int
     changes: dict[str, Any]
-    lock: Path
 
 
 def measure_beside(
@@ -47,48 +44,67 @@ def measure_beside(
     """Each row's name and what was measured, or why it was not, as they finish; rows are dealt to `devices` in turn."""
     names, context = tuple(each.name for each in running), multiprocessing.get_context("spawn")
     processes: list[Any] = []
-    under_way: dict[Any, tuple[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for place, row in enumerate(rows):
-                device = devices[place % len(devices)]
-                task = _Task(row.name, names, dtype, device, rounds, changes, Path(folder) / "turns")
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_report, args=(task, sender))
-                process.start()
-                processes.append(process)
-                # Where the process holds the only one, its end is seen.
-                sender.close()
-                under_way[receiver] = (row.name, process)
-            while under_way:
-                for ready in connection.wait(list(under_way)):
-                    name, process = under_way.pop(ready)
-                    yield name, _received(ready, process)
-        finally:
-            # Those that are done have nothing left to do, and the others nobody to do it for.
-            for process in processes:
-                process.terminate()
-                process.join()
-
-
-def _received(receiver: Any, process: Any) -> EncoderRow | Exception:
+    preparing: dict[Any, tuple[str, Any]] = {}
+    prepared: list[tuple[Any, str, Any]] = []
     try:
-        return receiver.recv()
-    except EOFError:
+        for place, row in enumerate(rows):
+            task = _Task(row.name, names, dtype, devices[place % len(devices)], rounds, changes)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_report, args=(task, theirs))
+            process.start()
+            processes.append(process)
+            # Where the process holds the only one, its end is seen.
+            theirs.close()
+            preparing[ours] = (row.name, process)
+        while preparing:
+            for pipe in connection.wait(list(preparing)):
+                name, process = preparing.pop(pipe)
+                if (failed := _received(pipe, process)) is None:
+                    prepared.append((pipe, name, process))
+                else:
+                    yield name, failed
+        for pipe, name, process in prepared:
+            found = _timed(pipe, process)
+            process.join()
+            yield name, found
+    finally:
+        # Those that are done have nothing left to do, and the others nobody to do it for.
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _timed(pipe: Any, process: Any) -> Any:
+    # It may have ended while it waited.
+    with contextlib.suppress(OSError):
+        pipe.send(None)
+    return _received(pipe, process)
+
+
+def _received(pipe: Any, process: Any) -> Any:
+    """None of a row that is prepared, else what was measured or why it was not."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
         process.join()
         return RuntimeError(f"its process ended with {process.exitcode}")
 
 
-def _report(task: _Task, sender: Any) -> None:
+def _report(task: _Task, pipe: Any) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    def wait_for_turn() -> None:
+        pipe.send(None)
+        pipe.recv()
+
     try:
-        found: EncoderRow | Exception = _measure(task)
+        found: EncoderRow | Exception = _measure(task, wait_for_turn)
     except Exception as error:
         # As words: not every exception can be sent.
         found = RuntimeError(one_line(error))
-    sender.send(found)
+    pipe.send(found)
 
 
 def _end_with(parent: Any) -> None:
@@ -96,7 +112,7 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def _measure(task: _Task) -> EncoderRow:
+def _measure(task: _Task, wait_for_turn: Callable[[], None]) -> EncoderRow:
     def say(line: str) -> None:
         options.say(f"{task.row}: {line.strip()}")
 
@@ -104,22 +120,11 @@ def _measure(task: _Task) -> EncoderRow:
         torch.cuda.set_device(task.device)
     (row,) = find_named((*ROWS, *SMOKE), [task.row])
     running = find_named(CONTENDERS, task.contenders)
-    with task.lock.open("w") as lock, torch_ops.settings(**task.changes):
-        with _locked(lock, fcntl.LOCK_SH):
-            scene = make_scene(Session(make_tower(task.device, task.dtype)), row)
-            entries = prepare_row(scene, running, say)
-            if task.device.type == "cuda":
-                # What is free here is room for the others.
-                torch.cuda.empty_cache()
-        with _locked(lock, fcntl.LOCK_EX):
-            return time_row(scene, entries, task.rounds, say)
-
-
-@contextlib.contextmanager
-def _locked(file: Any, kind: int) -> Iterator[None]:
-    """The operating system's lock, which is let go of when the process ends, however it does."""
-    fcntl.flock(file, kind)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+    with torch_ops.settings(**task.changes):
+        scene = make_scene(Session(make_tower(task.device, task.dtype)), row)
+        entries = prepare_row(scene, running, say)
+        if task.device.type == "cuda":
+            # What is free here is room for the others.
+            torch.cuda.empty_cache()
+        wait_for_turn()
+        return time_row(scene, entries, task.rounds, say)
