@@ -88,9 +88,8 @@ sanitize: ## attention kernels and Hopper products on small cases under compute-
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
 
-# FILE, its place among GPUS or nothing, which is all of them, and the arguments of the run.
-COMMA := ,
-FIGURES = CUDA_VISIBLE_DEVICES=$(if $(2),$(word $(2),$(GPUS)),$(ALL_GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
+# FILE, its place among GPUS, and the arguments of the run.
+FIGURES = CUDA_VISIBLE_DEVICES=$(word $(2),$(GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
 	--out $(RESULTS)/$(GPU)_$(1).json $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
 VISION = 'qwen3vl_l_*,qwen25vl_*'
@@ -112,11 +111,9 @@ figures-vision-cold:
 	$(call FIGURES,window_attn_close_cold,3,window_attn --shapes $(CLOSE) $(MANY_ROUNDS) --cold)
 figures-dense-cold:
 	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS) --cold)
-# On all of the GPUs, so after the others, unless it is asked for by itself.
-EMPTY :=
-ALL_GPUS = $(subst $(EMPTY) $(EMPTY),$(COMMA),$(sort $(GPUS)))
+# It wants the host to itself, so after the others, unless it is asked for by itself.
 figures-encoder: $(if $(filter figures,$(MAKECMDGOALS)),| $(filter-out figures-encoder,$(RUNS)))
-	$(call FIGURES,encoder,,encoder --side-by-side)
+	$(call FIGURES,encoder,1,encoder --side-by-side)
 	$(call FIGURES,encoder_timeline,1,timeline)
 
 # Of the other ops: parts of some minutes, each on a GPU of its own.

@@ -31,7 +31,7 @@ def log_instead(task: Any, pipe: Any) -> None:
         log.write("prepared\n")
         pipe.send(None)
         pipe.recv()
-        log.write(f"{task.row} begins on {task.device}\n")
+        log.write(f"{task.row} begins\n")
         time.sleep(0.1)
         pipe.send(task.row)
         time.sleep(0.3)
@@ -41,14 +41,12 @@ def log_instead(task: Any, pipe: Any) -> None:
 def test_rows_prepare_together_and_are_timed_one_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(encoder_beside, "_report", log_instead)
     rows = [dataclasses.replace(TINY, name=name) for name in "abc"]
-    devices = [CPU, torch.device("meta")]
     changes = {"log": str(tmp_path / "log")}
-    found = list(measure_beside(rows, [BY_NAME["vk"]], torch.float32, devices, 2, changes))
+    found = list(measure_beside(rows, [BY_NAME["vk"]], torch.float32, CPU, 2, changes))
     assert sorted(found) == [("a", "a"), ("b", "b"), ("c", "c")]
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[:3] == ["prepared"] * 3
-    where = {"a": "cpu", "b": "meta", "c": "cpu"}
-    assert lines[3:] == [line for name, _ in found for line in (f"{name} begins on {where[name]}", f"{name} is gone")]
+    assert lines[3:] == [line for name, _ in found for line in (f"{name} begins", f"{name} is gone")]
 
 
 def end_early(task: Any, pipe: Any) -> None:
@@ -65,7 +63,7 @@ def test_a_process_that_ends_early_takes_no_other_with_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(encoder_beside, "_report", end_early)
     rows = [dataclasses.replace(TINY, name=name) for name in "abc"]
     changes = {"log": str(tmp_path / "log")}
-    found = dict(measure_beside(rows, [BY_NAME["vk"]], torch.float32, [CPU], 2, changes))
+    found = dict(measure_beside(rows, [BY_NAME["vk"]], torch.float32, CPU, 2, changes))
     assert found.pop("c") == "c"
     assert {name: str(why) for name, why in found.items()} == dict.fromkeys("ab", "its process ended with 3")
 
@@ -91,7 +89,7 @@ def test_processes_end_with_a_command_that_is_interrupted(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(encoder_beside.connection, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(measure_beside([TINY], [BY_NAME["vk"]], torch.float32, [CPU], 2, {}))
+        list(measure_beside([TINY], [BY_NAME["vk"]], torch.float32, CPU, 2, {}))
     assert not multiprocessing.active_children()
 
 
@@ -110,7 +108,7 @@ def test_a_process_ends_with_its_command(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_row_that_fails_takes_no_other_with_it() -> None:
     nobody = dataclasses.replace(BY_NAME["vk"], name="nobody")
-    ((name, failed),) = measure_beside([TINY], [nobody], torch.float32, [CPU], 2, {})
+    ((name, failed),) = measure_beside([TINY], [nobody], torch.float32, CPU, 2, {})
     assert (
         name == "tiny" and isinstance(failed, RuntimeError) and "ValueError" in str(failed) and "nobody" in str(failed)
     )

@@ -1,7 +1,7 @@
 """`vk bench encoder`: the whole vision encoder next to its peers, forward and a training step, by wall time of a call.
 
-Tower L of Qwen3-VL with random weights. Batches and contenders can be chosen, and `--side-by-side` spreads batches over
-processes and GPUs; what was measured is written row by row.
+Tower L of Qwen3-VL with random weights. Batches and contenders can be chosen, and `--side-by-side` gives each batch a
+process of its own; what was measured is written row by row.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ SideBySide = Annotated[
     bool,
     typer.Option(
         "--side-by-side",
-        help="Each row in a process of its own, on all GPUs of the same name unless --device is given: they prepare at "
-        "the same time, which is most of the work, and are timed one at a time.",
+        help="Each row in a process of its own, all on one GPU: they prepare at the same time, which is most of the "
+        "work, and are timed one at a time.",
     ),
 ]
 Quick = Annotated[
@@ -110,8 +110,7 @@ def encoder(
         wanted = _lacking(report, session, chosen, running, rounds)
         if side_by_side:
             del session
-            devices = [where] if device is not None else _alike(where)
-            measured = measure_beside(wanted, running, kind, devices, rounds, changes)
+            measured = measure_beside(wanted, running, kind, where, rounds, changes)
         else:
             measured = _one_by_one(session, wanted, running, rounds)
         report, failed = _gathered(report, measured, out)
@@ -167,14 +166,6 @@ def _kept(report: Report, origin: Provenance) -> Report:
             raise ValueError(f"it holds rows of another {name}, {theirs}, where this run has {ours}")
     about = {**report.provenance.peers, **origin.peers}
     return dataclasses.replace(report, provenance=dataclasses.replace(report.provenance, peers=about))
-
-
-def _alike(device: torch.device) -> list[torch.device]:
-    """All GPUs of this name, or the CPU."""
-    if device.type != "cuda":
-        return [device]
-    every = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [each for each in every if torch.cuda.get_device_name(each) == torch.cuda.get_device_name(device)]
 
 
 def _with_ceilings(report: Report, device: torch.device, dtype: torch.dtype) -> Report:
