@@ -50,8 +50,9 @@ def test_rows_prepare_together_and_are_timed_one_at_a_time(monkeypatch: pytest.M
 
 
 def end_early(task: Any, pipe: Any) -> None:
-    if task.row == "b":
+    if task.row in "bd":
         pipe.send(None)
+    if task.row == "b":
         pipe.recv()
     if task.row != "c":
         os._exit(3)
@@ -59,13 +60,44 @@ def end_early(task: Any, pipe: Any) -> None:
 
 
 def test_a_process_that_ends_early_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While it prepares, or is timed."""
+    """While it prepares, is timed, or waits for that."""
     monkeypatch.setattr(encoder_beside, "_report", end_early)
-    rows = [dataclasses.replace(TINY, name=name) for name in "abc"]
+    rows = [dataclasses.replace(TINY, name=name) for name in "abcd"]
     changes = {"log": str(tmp_path / "log")}
     found = dict(measure_beside(rows, [BY_NAME["vk"]], torch.float32, CPU, 2, changes))
     assert found.pop("c") == "c"
-    assert {name: str(why) for name, why in found.items()} == dict.fromkeys("ab", "its process ended with 3")
+    assert {name: str(why) for name, why in found.items()} == dict.fromkeys("abd", "its process ended with 3")
+
+
+def stay(task: Any, pipe: Any) -> None:
+    """A process that is done and does not end."""
+    pipe.send(None)
+    pipe.recv()
+    pipe.send(task.row)
+    time.sleep(600)
+
+
+def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_beside, "_report", stay)
+    monkeypatch.setattr(encoder_beside, "_SECONDS_TO_END", 0.1)
+    rows = [dataclasses.replace(TINY, name=name) for name in "ab"]
+    found = list(measure_beside(rows, [BY_NAME["vk"]], torch.float32, CPU, 2, {}))
+    assert sorted(found) == [("a", "a"), ("b", "b")]
+    assert not multiprocessing.active_children()
+
+
+def test_a_report_that_cannot_be_written_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two rows: the other waits for a turn that does not come."""
+
+    def refuse(report: Any, path: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Report, "write", refuse)
+    options = ("--device", "cpu", "--commit", "abc", "--contenders", "vk", "--rounds", "2")
+    out = ("--out", str(tmp_path / "run.json"))
+    result = CliRunner().invoke(cli.app, ["bench", "encoder", *options, *out, "--side-by-side"])
+    assert isinstance(result.exception, OSError)
+    assert not multiprocessing.active_children()
 
 
 def test_command_gathers_what_processes_measure(tmp_path: Path) -> None:
@@ -83,11 +115,11 @@ def test_command_gathers_what_processes_measure(tmp_path: Path) -> None:
 
 
 def test_processes_end_with_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(receivers: Any) -> Any:
+    def interrupt(pipe: Any, process: Any) -> Any:
         assert multiprocessing.active_children()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(encoder_beside.connection, "wait", interrupt)
+    monkeypatch.setattr(encoder_beside, "_received", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(measure_beside([TINY], [BY_NAME["vk"]], torch.float32, CPU, 2, {}))
     assert not multiprocessing.active_children()

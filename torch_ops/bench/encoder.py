@@ -4,9 +4,10 @@ Tower L of Qwen3-VL with random weights. Batches and contenders can be chosen, a
 process of its own; what was measured is written row by row.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,10 +111,13 @@ def encoder(
         wanted = _lacking(report, session, chosen, running, rounds)
         if side_by_side:
             del session
+            _emptied(where)
             measured = measure_beside(wanted, running, kind, where, rounds, changes)
         else:
             measured = _one_by_one(session, wanted, running, rounds)
-        report, failed = _gathered(report, measured, out)
+        # What it began ends with it: where a report can't be written, its processes must not wait for a turn.
+        with contextlib.closing(measured):
+            report, failed = _gathered(report, measured, out)
     options.say(f"{time.perf_counter() - begin:.0f} s in all")
     if show_markdown:
         typer.echo(markdown(report), nl=False)
@@ -195,13 +199,17 @@ def _lacking(
 
 def _one_by_one(
     session: Session, rows: Iterable[Row], running: tuple[EncoderContender, ...], rounds: int
-) -> Iterator[tuple[str, EncoderRow]]:
+) -> Generator[tuple[str, EncoderRow | Exception]]:
     begin = time.perf_counter()
     for row in rows:
         options.say(f"{row.name}, {row.direction}, {row.shape}; {time.perf_counter() - begin:.0f} s so far")
         yield row.name, _row(session, row, running, rounds)
-        if session.tower.device.type == "cuda":
-            torch.cuda.empty_cache()
+        _emptied(session.tower.device)
+
+
+def _emptied(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _gathered(

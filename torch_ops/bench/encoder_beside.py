@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -24,6 +24,8 @@ from torch_ops.bench.encoder_contest import prepare_row, time_row
 from torch_ops.bench.encoder_rows import ROWS, SMOKE, Row, Session, make_scene, make_tower
 from torch_ops.bench.results import EncoderRow
 from torch_ops.bench.room import find_named, one_line
+
+_SECONDS_TO_END = 60
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Task:
 def measure_beside(
     rows: Sequence[Row], running: Sequence[EncoderContender], dtype: torch.dtype, device: torch.device,
     rounds: int, changes: dict[str, Any],
-) -> Iterator[tuple[str, EncoderRow | Exception]]:  # fmt: skip
+) -> Generator[tuple[str, EncoderRow | Exception]]:  # fmt: skip
     """Each row's name and what was measured, or why it was not, as they finish."""
     names, context = tuple(each.name for each in running), multiprocessing.get_context("spawn")
     processes: list[Any] = []
@@ -63,16 +65,24 @@ def measure_beside(
                 if (failed := _received(pipe, process)) is None:
                     prepared.append((pipe, name, process))
                 else:
+                    _end(process)
                     yield name, failed
         for pipe, name, process in prepared:
             found = _timed(pipe, process)
-            process.join()
+            _end(process)
             yield name, found
     finally:
         # Those that are done have nothing left to do, and the others nobody to do it for.
         for process in processes:
             process.terminate()
             process.join()
+
+
+def _end(process: Any) -> None:
+    """What was measured is here; a process that hangs at its end holds up no other."""
+    process.join(_SECONDS_TO_END)
+    process.kill()
+    process.join()
 
 
 def _timed(pipe: Any, process: Any) -> Any:

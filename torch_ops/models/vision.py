@@ -309,12 +309,8 @@ class QwenVisionEncoder(nn.Module):
         self.check_metadata(metadata)
         images: tuple[Image, ...] | None = ()
         if metadata is None and grid_thw is not None and all(kwargs.get(name) is None for name in PRECOMPUTED):
-            images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
-            # A wrong grid may be of more patches than there is memory for their tables.
-            self.check_pixels(hidden_states, patches_of(images))
             # Chunks have metadata of their own: the rotary tables of the whole may be as large as its features.
-            if chunk_tokens is None:
-                metadata = metadata_of(images, self.sizes, self.device)
+            images, metadata = self._read(hidden_states, grid_thw, chunk_tokens is None)
         elif metadata is None:
             learned = self.pos_embed is not None
             metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, self.device, learned)
@@ -331,6 +327,16 @@ class QwenVisionEncoder(nn.Module):
         if keep:
             output["hidden_states"] = (*kept, last)
         return output if self._asked("return_dict", return_dict, True) else output.to_tuple()
+
+    # One break of a compiled call. What saw the images would be compiled anew for every count of them.
+    @torch.compiler.disable(reason="the host reads the grid, and makes or remembers its metadata")
+    def _read(
+        self, pixel_values: Tensor, grid_thw: Tensor, whole: bool
+    ) -> tuple[tuple[Image, ...], VisionMetadata | None]:
+        images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
+        # A wrong grid may be of more patches than there is memory for their tables.
+        self.check_pixels(pixel_values, patches_of(images))
+        return images, metadata_of(images, self.sizes, self.device) if whole else None
 
     def encode_packed(
         self, pixel_values: Tensor, metadata: VisionMetadata

@@ -183,7 +183,6 @@ def check_grid(op: str, grid_thw: Tensor) -> None:
         refuse(op, "grid_thw", "a tensor that has values", "one on the meta device")
 
 
-@torch.compiler.disable(reason="the host reads the grid")
 def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
     """The rows (t, h, w) of a grid, checked, in the name of `op`; a grid on a device is read back."""
     check_grid(op, grid_thw)
