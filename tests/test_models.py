@@ -752,12 +752,16 @@ def check_features(tower: Any, grid: Tensor) -> None:
 
 def check_gradients(tower: Any, grid: Tensor) -> None:
     """The reference keeps only what enters its blocks, since scores in fp64 of all of them would fit no memory."""
-    pixels = draw_pixels(tower, grid, tower.dtype).to(tower.device)
-    exact = doubled(tower).train()
+    encoder, exact = from_transformers(tower), doubled(tower).train()
     exact.gradient_checkpointing_enable({"use_reentrant": False})
-    truth = run(exact, pixels.double(), grid.to(tower.device))
-    del exact
-    check(run(from_transformers(tower), pixels, grid), run(tower, pixels, grid.to(tower.device)), truth)
+
+    # Of hundreds of tensors one may have its largest error where PyTorch is lucky.
+    def draw(seed: int) -> Draw:
+        pixels, on_device = draw_pixels(tower, grid, tower.dtype, seed).to(tower.device), grid.to(tower.device)
+        truth = run(exact, pixels.double(), on_device, seed)
+        return run(encoder, pixels, grid, seed), run(tower, pixels, on_device, seed), truth
+
+    check_draws(draw)
 
 
 @pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_omni_moe_vision_encoder"))
