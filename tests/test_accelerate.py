@@ -4,9 +4,9 @@ import copy
 import importlib.util
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
 
-from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower, vision_config
+from compile_tests.models import FAMILIES, GRID, draw_pixels, named_outputs, tiny_tower, vision_config
 from tests.test_models import check_outputs, doubled
 from tests.test_models import tiny_model as tiny_qwen3
 from torch_ops.integrations.transformers import (
@@ -427,7 +427,7 @@ def test_replaced_forwards_and_hooks_of_layers_are_seen() -> None:
     for name in encoder.layer_names:
         encoder.get_submodule(name).register_forward_hook(lambda module, *rest: seen.append(module))
     assert_close_to_reference(encoder(pixels, IMAGES).pooler_output, eager, truth)
-    assert len(seen) == len(encoder.layer_names) == 1 + 1 + 3 * 4 + 3 * 2
+    assert len(seen) == len(encoder.layer_names) == 1 + 1 + 3 * (4 + 2) + 3 * (2 + 1)
     layer = encoder.blocks[0].attn.qkv
     layer._forward_hooks.clear()
     layer.forward = lambda x: nn.functional.linear(x, 2 * layer.weight, layer.bias)
@@ -464,6 +464,84 @@ def test_replaced_norms_and_hooks_of_norms_are_seen(model_type: str) -> None:
     replaced = run(encoder, torch.float32)
     assert len(seen) == len(names)
     check(dict(zip(hooked, replaced.values(), strict=True)), eager, truth)
+
+
+def _as_subclass(norm: nn.Module) -> None:
+    forward = type(norm).forward
+    norm.__class__ = type("Tripled", (type(norm),), {"forward": lambda self, x: 3 * forward(self, x)})
+
+
+def _by_forward(norm: nn.Module) -> None:
+    # A bound method, which a copy of the module binds to the copy.
+    norm.forward = MethodType(lambda self, x: 3 * type(self).forward(self, x), norm)
+
+
+def _by_hook(norm: nn.Module) -> None:
+    norm.register_forward_hook(lambda module, args, output: 3 * output)
+
+
+@pytest.mark.parametrize("triple", [_as_subclass, _by_forward, _by_hook])
+@pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_vl_vision"))
+def test_norms_that_do_something_else_are_called_and_come_back(
+    model_type: str, triple: Callable[[nn.Module], None]
+) -> None:
+    tower = tiny_tower(model_type)
+    plain = run(tower, torch.float32)
+    norms = [name for name in QwenVisionEncoder(tower.config).layer_names if "norm" in name or "ln_q" in name]
+    assert len(norms) >= 3 * 2 + 1
+    found = {name: tower.get_submodule(name) for name in norms}
+    for norm in found.values():
+        triple(norm)
+    eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
+    assert (eager["pooler_output"] - plain["pooler_output"]).abs().max() > 0.1
+    encoder = accelerate(tower)
+    check(run(encoder, torch.float32), eager, truth)
+    assert restore(encoder) is tower
+    assert all(tower.get_submodule(name) is norm for name, norm in found.items())
+
+
+def test_a_norm_put_in_afterwards_goes_to_the_restored_tower() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    encoder = accelerate(tower)
+    encoder.blocks[1].norm1 = put_in = nn.LayerNorm(encoder.config.hidden_size, eps=0.5)
+    encoder.blocks[1].norm2.register_forward_hook(lambda *rest: None)
+    expected = run(encoder, torch.float32)
+    assert restore(encoder).blocks[1].norm1 is put_in and type(tower.blocks[1].norm2) is nn.LayerNorm
+    check(expected, run(tower, torch.float32), run(doubled(tower), torch.float64))
+
+
+def test_a_block_that_stands_twice() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    tower.blocks = nn.ModuleList([tower.blocks[0], tower.blocks[0], tower.blocks[2]])
+    eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
+    check(run(accelerate(tower), torch.float32), eager, truth)
+
+
+def _other_forward(module: nn.Module) -> None:
+    module.__class__ = type("Other", (type(module),), {"forward": lambda self, *args, **kwargs: None})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tower: _other_forward(tower.blocks[1]), r"blocks\.1\.forward must be that of \w+Block, got another"),
+        (lambda tower: _other_forward(tower), r"forward must be that of Qwen\w+, got another"),
+        (lambda tower: _other_forward(tower.rotary_pos_emb), r"rotary_pos_emb\.forward must be that of \w+, got"),
+        (lambda tower: _by_forward(tower.blocks[0].mlp), r"blocks\.0\.mlp\.forward must be that of \w+, got another"),
+        (lambda tower: _by_forward(tower.merger), r"merger\.forward must be that of \w+, got another"),
+        (lambda tower: tower.blocks.pop(2), r"blocks\.2 must be \w+Block, by the config, got none"),
+        (lambda tower: setattr(tower.blocks[0], "mlp", nn.Identity()), r"blocks\.0\.mlp must be \w+, .* got Identity"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_modules_of_which_nothing_would_count_are_refused(
+    model_type: str, change: Callable[[Any], None], message: str
+) -> None:
+    model = nn.ModuleList([tiny_tower(model_type)])
+    change(model[0])
+    with pytest.raises(ValueError, match=f"^from_transformers: {message}"):
+        accelerate(model)
+    assert not isinstance(model[0], QwenVisionEncoder)
 
 
 @pytest.mark.parametrize(
@@ -574,6 +652,17 @@ def test_hook_of_a_device_map_is_carried_over() -> None:
         assert isinstance(each, QwenVisionEncoder)
         check_outputs(each(pixels, **grid), eager, truth)
     assert torch.equal(restore(model)[0](pixels, **grid).pooler_output, eager.pooler_output)
+
+
+def test_hooks_of_a_device_map_inside_are_no_other_forwards() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
+    for module in tower.modules():
+        module._hf_hook = SimpleNamespace(offload=False)
+        module._old_forward = module.forward
+        module.forward = MethodType(lambda self, *args, **kwargs: self._old_forward(*args, **kwargs), module)
+    del tower._hf_hook, tower.forward
+    check(run(accelerate(tower), torch.float32), eager, truth)
 
 
 def test_encoders_that_are_spread_or_offloaded_are_refused() -> None:

@@ -88,7 +88,7 @@ def test_encode_json(checkpoint: Path, small_image: Path) -> None:
 @torch.no_grad()
 def test_compare_measures_the_difference(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong attention must show in the figures, at its true size."""
-    from torch_ops.models import vision
+    from torch_ops.models import from_transformers, vision
 
     def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         return v
@@ -99,7 +99,7 @@ def test_compare_measures_the_difference(checkpoint: Path, small_image: Path, mo
     monkeypatch.setattr(vision, "window_attn", wrong)
     result = vk("encode", small_image, "--model", checkpoint, "--compare", "--json", *CPU)
     differences = json.loads(result.stdout)["compare"]["differences"]["pooler_output"]
-    ours = encode(vision.from_transformers(tower), pixel_values, grid).pooler_output
+    ours = encode(from_transformers(tower), pixel_values, grid).pooler_output
     largest = (ours.double() - right.double()).abs().max().item()
     assert largest > 0
     assert differences["absolute"] == pytest.approx(largest)

@@ -428,6 +428,8 @@ def test_metadata_of_another_encoder_is_refused() -> None:
 def test_bad_calls_are_refused() -> None:
     encoder = frozen("qwen3_vl_vision")
     pixels = draw_pixels(encoder, IMAGES)
+    with pytest.raises(ValueError, match="metadata must be of vision_metadata, got Tensor"):
+        encoder.encode_packed(pixels, IMAGES)
     metadata, made = vision_metadata(IMAGES, encoder.sizes), precomputed(encoder, IMAGES)
     for message, args, named in (
         ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),

@@ -28,7 +28,7 @@ from torch_ops.integrations.transformers_encoder import (
     register_encoders,
     unregister_encoders,
 )
-from torch_ops.models.vision import modules_of
+from torch_ops.models._sharing import modules_of
 from torch_ops.window_attn import window_attn
 
 try:

@@ -11,15 +11,10 @@ import torch
 from torch import nn
 
 from torch_ops._checks import refuse
+from torch_ops.models._layers import NORMS, plain
+from torch_ops.models._sharing import from_transformers, is_vision_model, modules_of, share, vision_classes
 from torch_ops.models.families import FAMILIES
-from torch_ops.models.vision import (
-    QwenVisionEncoder,
-    from_transformers,
-    is_vision_model,
-    modules_of,
-    share,
-    vision_classes,
-)
+from torch_ops.models.vision import QwenVisionEncoder
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -36,15 +31,15 @@ def accelerate(model: ModelT) -> ModelT:
     """Replace every vision encoder in `model`, in place, by `torch_ops.models.QwenVisionEncoder`; return `model`.
 
     Ours shares the very parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
-    as they are. Wrappers (PEFT, DDP) are fine; linear layers that adapters or quantisation replaced are called as
+    as they are. Wrappers (PEFT, DDP) are fine; linear layers and norms that were replaced or have hooks are called as
     modules. Calling it again changes nothing, and `restore` undoes it. The hook by which Accelerate moves an encoder's
-    inputs to its device (`device_map`) is carried over; PyTorch's forward hooks on the encoder or its norms are not.
+    inputs to its device (`device_map`) is carried over; PyTorch's forward hooks on other modules of it are not.
 
     Where `model` itself is the vision encoder there is no place to put ours: ours is returned, use it instead.
 
     Raises TypeError for a model without an encoder of a supported family, or with one that is compiled on its own
-    (compile it afterwards), ValueError for an encoder with other parameters than its family's, or with parameters that
-    are offloaded or on several devices. Then nothing is replaced.
+    (compile it afterwards), ValueError for an encoder with other parameters or modules than its family's, or with
+    parameters that are offloaded or on several devices. Then nothing is replaced.
     """
     towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
@@ -166,7 +161,7 @@ def _after(hook: Any, module: nn.Module, args: Any, output: Any) -> Any:
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
-    share(encoder, tower, encoder.layer_names)
+    share(encoder, tower, _called(encoder, tower))
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
         tower.gradient_checkpointing = encoder.is_gradient_checkpointing
@@ -177,6 +172,17 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
         with torch.device(encoder.device):
             tower.rotary_pos_emb = type(rotary)(rotary.config)
     return tower.train(encoder.training)
+
+
+def _called(encoder: QwenVisionEncoder, tower: nn.Module) -> list[str]:
+    """The layers and norms of the encoder that the tower takes as modules; of the others their parameters."""
+    pairs = {name: (encoder.get_submodule(name), tower.get_submodule(name)) for name in encoder.layer_names}
+    # Our own norms stay here, whatever hooks they have.
+    return [
+        name
+        for name, (ours, theirs) in pairs.items()
+        if type(ours) not in NORMS and not (plain(ours) and plain(theirs))
+    ]
 
 
 def _copy_checkpointing(source: Any, target: Any) -> None:

@@ -1,8 +1,9 @@
 """Encoders and models that run on the ops of this library."""
 
+from torch_ops.models._sharing import from_transformers
 from torch_ops.models.budgets import token_budgets
 from torch_ops.models.graphs import EncoderGraphs
-from torch_ops.models.vision import PackedEncoder, QwenVisionEncoder, VisionAttention, from_config, from_transformers
+from torch_ops.models.vision import PackedEncoder, QwenVisionEncoder, VisionAttention, from_config
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, VisionSizes, vision_metadata
 
 __all__ = [

@@ -20,8 +20,10 @@ from torch_ops.rms_norm import add_rms_norm, rms_norm
 _TENSORS = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 _TENSORS_OR_NONE = (*_TENSORS, type(None))
 
+LAYERS = (nn.Linear, nn.Conv3d, nn.Embedding)
 
-def plain(layer: Any, kinds: tuple[type, ...] = (nn.Linear, nn.Conv3d, nn.Embedding)) -> bool:
+
+def plain(layer: Any, kinds: tuple[type, ...] = LAYERS) -> bool:
     """Whether calling this layer, of one of these kinds, is no more than its weight and bias on the input."""
     return (
         type(layer) in kinds
@@ -66,9 +68,12 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, 1e-6)
 
 
+NORMS = (LayerNorm, RMSNorm)
+
+
 def after_sum(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and the sum."""
-    if plain(norm, (LayerNorm, RMSNorm)):
+    if plain(norm, NORMS):
         return norm.after_sum(x, residual)
     total = x + residual
     return norm(total), total
@@ -103,4 +108,4 @@ def chained(x: Tensor, layers: list[Any], activation: str) -> Tensor:
     return mlp(x, gate.weight, gate.bias, last.weight, last.bias, activation, False, *up)
 
 
-__all__ = ["LayerNorm", "RMSNorm", "after_sum", "chained", "norm_of", "plain"]
+__all__ = ["LAYERS", "NORMS", "LayerNorm", "RMSNorm", "after_sum", "chained", "norm_of", "plain"]

@@ -29,9 +29,10 @@ except ImportError as error:
     raise ImportError("torch_ops.models.qwen_vl needs transformers: pip install 'vk-ops[transformers]'") from error
 
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
+from torch_ops.models._sharing import from_transformers
 from torch_ops.models.families import FAMILIES, vision_config_of
 from torch_ops.models.graphs import EncoderGraphs
-from torch_ops.models.vision import QwenVisionEncoder, from_config, from_transformers
+from torch_ops.models.vision import QwenVisionEncoder, from_config
 from torch_ops.models.vision_metadata import check_grid, sent, vision_metadata
 
 Progress = Callable[[int, int], None]

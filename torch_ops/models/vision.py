@@ -15,7 +15,6 @@ quantised layer), holds quantised weights or has hooks is called as the module i
 after it, or with attention that turns q and k itself. So is a norm, after PyTorch's own sum.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from torch_ops._checks import check_device, check_head_dim, check_matrix, check_num_heads, dtype_name, refuse
-from torch_ops.models._layers import LayerNorm, RMSNorm, after_sum, chained, norm_of, plain
+from torch_ops.models._layers import LAYERS, NORMS, RMSNorm, after_sum, chained, norm_of, plain
 from torch_ops.models.families import FAMILIES, Family, vision_config_of
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
@@ -211,7 +210,7 @@ class PatchMerger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         modules: list[Any] = [self.get_submodule(name) for name in self._names]
         norm, *layers = modules
-        if plain(norm, (LayerNorm, RMSNorm)) and all([plain(layer) for layer in layers]):
+        if plain(norm, NORMS) and all([plain(layer) for layer in layers]):
             first, second = layers
             return patch_merger(
                 x, norm.weight, getattr(norm, "bias", None), first.weight, first.bias, second.weight, second.bias,
@@ -249,7 +248,7 @@ class QwenVisionEncoder(nn.Module):
         if family.taps:
             self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
         # Whatever takes their place later has the same name.
-        self.layer_names = tuple(name for name, module in self.named_modules() if plain(module))
+        self.layer_names = tuple(name for name, module in self.named_modules() if plain(module, LAYERS + NORMS))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -346,6 +345,8 @@ class QwenVisionEncoder(nn.Module):
         For CUDA graphs, torch.compile and torch.export: nothing depends on values, and no shape but through the
         tensors'. Rows past the images are computed too, see nothing, and are finite where their pixels are.
         """
+        if not isinstance(metadata, VisionMetadata):
+            refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
         return self._encode(pixel_values, metadata, False)[:3]
 
     def output_of(self, last: Tensor, pooled: Tensor, taps: Iterable[Tensor]) -> Any:
@@ -526,92 +527,4 @@ def from_config(config: Any) -> QwenVisionEncoder:
     return QwenVisionEncoder(config)
 
 
-def from_transformers(model: nn.Module) -> QwenVisionEncoder:
-    """The vision encoder in `model`, itself or the one of a whole model, with the very parameters it has.
-
-    Nothing is copied: what trains, moves or casts one does so to the other. Linear layers that were replaced (adapters,
-    quantised ones) are shared as modules, and called. Raises TypeError where `model` has no vision encoder of a
-    supported family, ValueError where other parameters are not that class's own.
-    """
-    found = [module for module in modules_of(model) if is_vision_model(module)]
-    if len(found) != 1:
-        raise TypeError(
-            f"model must be or hold one vision encoder of Transformers ({vision_classes()}), "
-            f"got {type(model).__name__}, which holds {len(found) or 'none'}"
-        )
-    (source,) = found
-    if isinstance(source, QwenVisionEncoder):
-        return source
-    with torch.device("meta"):
-        encoder = QwenVisionEncoder(source.config)
-    _check_parameters(source, encoder)
-    _check_constants(source, encoder.family)
-    share(source, encoder, encoder.layer_names)
-    return encoder.train(source.training)
-
-
-def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder) -> None:
-    """Refuses a source that is no tower of the encoder's family, but for layers that were replaced."""
-    shapes = {name: parameter.shape for name, parameter in encoder.named_parameters()}
-    parameters = dict(source.named_parameters(remove_duplicate=False))
-    for layer in encoder.layer_names:
-        if not plain(source.get_submodule(layer)):
-            for named in (shapes, parameters):
-                for name in [name for name in named if name.startswith(f"{layer}.")]:
-                    del named[name]
-    for what, names in (("lacks", shapes.keys() - parameters), ("also holds", parameters.keys() - shapes.keys())):
-        if names:
-            raise ValueError(f"{type(source).__name__} {what} {', '.join(sorted(names)[:3])}; merge adapters first")
-    for name, parameter in parameters.items():
-        if parameter.shape != shapes[name]:
-            refuse("from_transformers", name, f"of shape {list(shapes[name])}", list(parameter.shape))
-
-
-def _check_constants(source: nn.Module, family: Family) -> None:
-    """Refuses what was set on modules of the tower and is not as its configuration has it: it would not count here."""
-    config: Any = copy.deepcopy(source.config)
-    # Whatever was chosen instead counts nowhere here.
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        made = family.tower_class()(config)
-    modules = dict(source.named_modules())
-    for name, module in made.named_modules():
-        theirs = modules.get(name)
-        if not isinstance(theirs, type(module)):
-            if not list(module.parameters()):
-                refuse("from_transformers", name, f"{type(module).__name__}, by the config", type(theirs).__name__)
-            # A layer or norm that was replaced is called as it is.
-            continue
-        for constant in ("eps", "variance_epsilon", "scaling"):
-            wanted, got = getattr(module, constant, None), getattr(theirs, constant, None)
-            if wanted is not None and wanted != got:
-                refuse("from_transformers", f"{name}.{constant}", f"{wanted}, by the config", got)
-
-
-def share(source: nn.Module, target: nn.Module, layer_names: Iterable[str]) -> None:
-    """Gives target the very parameters of source, and those of its layers that are not plain as modules."""
-    for name in layer_names:
-        theirs = source.get_submodule(name)
-        if not (plain(theirs) and plain(target.get_submodule(name))):
-            owner, _, leaf = name.rpartition(".")
-            setattr(target.get_submodule(owner), leaf, theirs)
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        setattr(target.get_submodule(owner), leaf, parameter)
-
-
-def modules_of(model: object) -> Iterable[nn.Module]:
-    """None of what is no module, which callers then refuse by what they look for."""
-    return model.modules() if isinstance(model, nn.Module) else ()
-
-
-def is_vision_model(module: nn.Module) -> bool:
-    model_type = getattr(getattr(module, "config", None), "model_type", None)
-    return model_type in FAMILIES and {"patch_embed", "blocks"} <= module._modules.keys()
-
-
-def vision_classes() -> str:
-    return ", ".join(family.vision_class for family in FAMILIES.values())
-
-
-__all__ = ["PackedEncoder", "QwenVisionEncoder", "VisionAttention", "from_config", "from_transformers"]
+__all__ = ["PackedEncoder", "QwenVisionEncoder", "VisionAttention", "from_config"]
