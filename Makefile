@@ -73,10 +73,13 @@ needs-gpu: needs-torch
 
 # The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
 TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
+# What is made of products has the tests of those too.
+ROOMS_OF = $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
+	$(if $(filter mlp qkv_rope patch_merger,$(1)),*/test_gemm*.py tests/test_products.py)
 gpu-test: ## the tests on this machine's GPUs and its own packages (OP=..., JOBS=n, SHARD=i/n)
 	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer$(if $(JOBS),; import xdist)" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
 	$(FROM_TREE) pytest --require-gpu $(if $(JOBS),$(call AT_A_TIME,$(JOBS))) $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
-		$(wildcard $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(OP)).py)),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
+		$(wildcard $(call ROOMS_OF,$(OP))),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
 
 # Racecheck before CUDA 13.5 takes what Triton itself hands to the partitions of a kernel for races.
 sanitize: ## attention kernels and Hopper products on small cases under compute-sanitizer, memcheck and racecheck (SHARD=i/n)

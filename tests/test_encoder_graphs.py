@@ -265,11 +265,13 @@ def test_bad_arguments_are_refused() -> None:
         (r"budgets\[1\] must be of a multiple of 4 patches, got 10", (encoder, [8, 10]), {}),
         (r"budgets\[0\] must be of a multiple of 4 patches, got None", (encoder, [Padding(images=4)]), {}),
         (
-            r"budgets\[0\] must be of integers, none of them negative, got Padding\(rows=8, images=-1",
+            r"budgets\[0\] must be of integers from 1 on, got Padding\(rows=8, images=-1",
             (encoder, [Padding(rows=8, images=-1)]),
             {},
         ),
-        (r"budgets\[1\] must be of integers, none of them negative, got 64.0", (encoder, [64, 64.0]), {}),
+        # No image would ever fit.
+        (r"budgets\[0\] must be of integers from 1 on, got .*images=0", (encoder, [Padding(rows=8, images=0)]), {}),
+        (r"budgets\[1\] must be of integers from 1 on, got 64.0", (encoder, [64, 64.0]), {}),
         ("fallback must be 'eager' or 'refuse', got 'no'", (encoder, [8]), {"fallback": "no"}),
     ):
         with pytest.raises(ValueError, match=message):

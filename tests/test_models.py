@@ -291,6 +291,17 @@ def test_precomputed_arguments_of_transformers(model_type: str) -> None:
     assert (full.last_hidden_state - eager.last_hidden_state).abs().max() > 1e-3
 
 
+def test_a_window_order_of_other_patches_is_refused() -> None:
+    encoder = frozen("qwen2_5_vl_vision")
+    pixels, given = draw_pixels(encoder, IMAGES), precomputed(encoder, IMAGES)
+    for change, wanted in (
+        ({"window_index": given["window_index"][:-1]}, "70 entries, the merged cells of the 280 patches .* got 69"),
+        ({"position_ids": given["position_ids"][:4]}, "1 entries, the merged cells of the 4 patches .* got 70"),
+    ):
+        with pytest.raises(ValueError, match=f"vision encoder: window_index must be of {wanted}"):
+            encoder(pixels, IMAGES, **{**given, **change})
+
+
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 11).map(lambda n: 2 * n), st.integers(1, 11).map(lambda n: 2 * n)),
     min_size=1,

@@ -47,8 +47,8 @@ def whole_budgets(op: str, name: str, budget: int | Padding, sizes: VisionSizes)
     Attention has a schedule for one segment, which it takes by their number, empty ones included.
     """
     padding = budget if isinstance(budget, Padding) else Padding(rows=budget)
-    if not all(size is None or (isinstance(size, Integral) and int(size) >= 0) for size in astuple(padding)):
-        refuse(op, name, "of integers, none of them negative", budget)
+    if not all(size is None or (isinstance(size, Integral) and int(size) >= 1) for size in astuple(padding)):
+        refuse(op, name, "of integers from 1 on", budget)
     rows, unit = padding.rows or 0, sizes.merge_size**2
     if rows < unit or rows % unit:
         refuse(op, name, f"of a multiple of {unit} patches", padding.rows)

@@ -358,6 +358,10 @@ def precomputed_metadata(
         cu_window_seqlens = base.cu_window_seqlens if windowed else None
     # The tables of the grid's own metadata are in window order already.
     if windowed and (ordered or position_ids is not None):
+        cells = cos.shape[0] // sizes.merge_size**2
+        if window_index.shape[0] != cells:
+            wanted = f"of {cells} entries, the merged cells of the {cos.shape[0]} patches that have angles"
+            refuse("vision encoder", "window_index", wanted, window_index.shape[0])
         cos, sin = gather_cells(cos, window_index, sizes), gather_cells(sin, window_index, sizes)
     return VisionMetadata(
         grid=None if base is None else base.grid,
