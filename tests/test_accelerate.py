@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
 
@@ -504,10 +505,49 @@ def test_a_norm_put_in_afterwards_goes_to_the_restored_tower() -> None:
     tower = tiny_tower("qwen3_vl_vision")
     encoder = accelerate(tower)
     encoder.blocks[1].norm1 = put_in = nn.LayerNorm(encoder.config.hidden_size, eps=0.5)
-    encoder.blocks[1].norm2.register_forward_hook(lambda *rest: None)
-    expected = run(encoder, torch.float32)
-    assert restore(encoder).blocks[1].norm1 is put_in and type(tower.blocks[1].norm2) is nn.LayerNorm
-    check(expected, run(tower, torch.float32), run(doubled(tower), torch.float64))
+    _by_hook(encoder.blocks[1].norm2)
+    prune.l1_unstructured(encoder.blocks[0].norm2, "weight", 0.5)
+    encoder.blocks[0].attn.proj.bias = None
+    for _ in range(2):
+        expected = run(encoder, torch.float32)
+        assert restore(encoder) is tower and tower.blocks[1].norm1 is put_in
+        assert tower.blocks[0].attn.proj.bias is None
+        check(expected, run(tower, torch.float32), expected)
+        encoder.blocks[0].attn.proj.bias = nn.Parameter(torch.zeros(encoder.config.hidden_size))
+        assert restore(encoder) is tower
+        encoder = accelerate(tower)
+        encoder.blocks[0].attn.proj.bias = None
+
+
+def test_a_wrapped_norm_may_be_unwrapped_afterwards() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
+    encoder = accelerate(tower)
+    encoder.blocks[1].norm1 = Forward(encoder.blocks[1].norm1)
+    encoder = accelerate(restore(encoder))
+    encoder.blocks[1].norm1 = encoder.blocks[1].norm1.norm
+    assert restore(encoder) is tower and tower.state_dict().keys() == tiny_tower("qwen3_vl_vision").state_dict().keys()
+    check(run(tower, torch.float32), eager, truth)
+
+
+def test_layers_keep_a_mode_of_their_own() -> None:
+    tower = adapt(tiny_tower("qwen3_vl_vision"), ("qkv",)).train()
+    resting = tower.blocks[1].attn.qkv.eval()
+    encoder = accelerate(tower)
+    assert encoder.training and encoder.blocks[0].attn.qkv.training and not resting.training
+    assert restore(encoder) is tower and tower.training and not resting.training
+    restore(accelerate(tower).eval())
+    assert not any(module.training for module in tower.modules())
+
+
+def test_what_computes_the_same_is_no_other_forward() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
+    tower.blocks[1].__class__ = type("Block", (type(tower.blocks[1]),), {})
+    for module in tower.modules():
+        module.forward = module.forward
+    tower.blocks = nn.Sequential(*tower.blocks)
+    check(run(accelerate(tower), torch.float32), eager, truth)
 
 
 def test_a_block_that_stands_twice() -> None:
@@ -521,14 +561,35 @@ def _other_forward(module: nn.Module) -> None:
     module.__class__ = type("Other", (type(module),), {"forward": lambda self, *args, **kwargs: None})
 
 
+def _hooked(module: nn.Module) -> None:
+    """Patched first, and then given a hook by Accelerate."""
+    module._hf_hook, module._old_forward = SimpleNamespace(offload=False), lambda *args, **kwargs: None
+    module.forward = module._old_forward
+
+
+def _copied(module: nn.Module) -> type:
+    return type(type(module).__name__, (nn.Module,), {"__module__": "elsewhere"})
+
+
+def _gelu(merger: nn.Module) -> None:
+    next(module for module in merger.modules() if isinstance(module, nn.GELU)).approximate = "tanh"
+
+
+ANOTHER = r" must be that of \w+ \(compile it afterwards.*, got another"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tower: _other_forward(tower.blocks[1]), r"blocks\.1\.forward must be that of \w+Block, got another"),
-        (lambda tower: _other_forward(tower), r"forward must be that of Qwen\w+, got another"),
-        (lambda tower: _other_forward(tower.rotary_pos_emb), r"rotary_pos_emb\.forward must be that of \w+, got"),
-        (lambda tower: _by_forward(tower.blocks[0].mlp), r"blocks\.0\.mlp\.forward must be that of \w+, got another"),
-        (lambda tower: _by_forward(tower.merger), r"merger\.forward must be that of \w+, got another"),
+        (lambda tower: _other_forward(tower.blocks[1]), r"blocks\.1\.forward" + ANOTHER),
+        (lambda tower: _other_forward(tower), "forward" + ANOTHER),
+        (lambda tower: _other_forward(tower.rotary_pos_emb), r"rotary_pos_emb\.forward" + ANOTHER),
+        (lambda tower: _by_forward(tower.blocks[0].mlp), r"blocks\.0\.mlp\.forward" + ANOTHER),
+        (lambda tower: _by_forward(tower.merger), r"merger\.forward" + ANOTHER),
+        (lambda tower: _by_forward(tower.rotary_pos_emb), r"rotary_pos_emb\.forward" + ANOTHER),
+        (lambda tower: _hooked(tower.blocks[1]), r"blocks\.1\.forward" + ANOTHER),
+        (lambda tower: setattr(tower, "__class__", _copied(tower)), r"the vision encoder must be \w+, .* elsewhere"),
+        (lambda tower: _gelu(tower.merger), r"merger\.\w+(\.1)?\.approximate must be none, by the config, got tanh"),
         (lambda tower: tower.blocks.pop(2), r"blocks\.2 must be \w+Block, by the config, got none"),
         (lambda tower: setattr(tower.blocks[0], "mlp", nn.Identity()), r"blocks\.0\.mlp must be \w+, .* got Identity"),
     ],

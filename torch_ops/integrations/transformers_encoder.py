@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from torch_ops._checks import refuse
-from torch_ops.models._layers import NORMS, plain
-from torch_ops.models._sharing import from_transformers, is_vision_model, modules_of, share, vision_classes
+from torch_ops.models._layers import LAYERS, NORMS, plain
+from torch_ops.models._sharing import from_transformers, is_vision_model, kinds_of, modules_of, share, vision_classes
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision import QwenVisionEncoder
 
@@ -161,7 +161,10 @@ def _after(hook: Any, module: nn.Module, args: Any, output: Any) -> Any:
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
-    share(encoder, tower, _called(encoder, tower))
+    called = _called(encoder, tower)
+    # Layers may have a mode of their own, such as an adapter that is put to rest.
+    modes = {module: module.training for name in called for module in encoder.get_submodule(name).modules()}
+    share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
         tower.gradient_checkpointing = encoder.is_gradient_checkpointing
@@ -171,18 +174,20 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     if any(buffer.device != encoder.device for buffer in rotary.buffers()):
         with torch.device(encoder.device):
             tower.rotary_pos_emb = type(rotary)(rotary.config)
-    return tower.train(encoder.training)
+    tower.train(encoder.training)
+    for module, mode in modes.items():
+        module.training = mode
+    return tower
 
 
 def _called(encoder: QwenVisionEncoder, tower: nn.Module) -> list[str]:
-    """The layers and norms of the encoder that the tower takes as modules; of the others their parameters."""
-    pairs = {name: (encoder.get_submodule(name), tower.get_submodule(name)) for name in encoder.layer_names}
-    # Our own norms stay here, whatever hooks they have.
+    """The layers and norms that the tower takes as modules, our norms too; of the others it takes the parameters."""
+    kinds = kinds_of(encoder)
     return [
-        name
-        for name, (ours, theirs) in pairs.items()
-        if type(ours) not in NORMS and not (plain(ours) and plain(theirs))
-    ]
+        name for name in encoder.layer_names
+        if not plain(encoder.get_submodule(name), LAYERS + NORMS)
+        or not plain(tower.get_submodule(name), (type(kinds[name]),))
+    ]  # fmt: skip
 
 
 def _copy_checkpointing(source: Any, target: Any) -> None:

@@ -1,6 +1,7 @@
 """An encoder on the very parameters of a vision encoder of Transformers, and back."""
 
 import copy
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,8 +34,19 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
         encoder = QwenVisionEncoder(source.config)
     called = _check_modules(source, encoder)
     _check_parameters(source, encoder, called)
+    # Before what is called is in it, which has a mode of its own.
+    encoder.train(source.training)
     share(source, encoder, called)
-    return encoder.train(source.training)
+    return encoder
+
+
+def kinds_of(encoder: QwenVisionEncoder) -> dict[str, nn.Module]:
+    """The modules of Transformers' class for the encoder's configuration, by name, without values."""
+    config: Any = copy.deepcopy(encoder.config)
+    # Whatever was chosen instead counts nowhere here.
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        return dict(encoder.family.tower_class()(config).named_modules())
 
 
 def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
@@ -42,37 +54,51 @@ def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
 
     Layers and norms may be others, since those are called. Returns their names.
     """
-    config: Any = copy.deepcopy(source.config)
-    # Whatever was chosen instead counts nowhere here.
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        made = encoder.family.tower_class()(config)
     modules = dict(source.named_modules(remove_duplicate=False))
     called = []
-    for name, module in made.named_modules():
+    for name, module in kinds_of(encoder).items():
+        kind, place = type(module), name or "the vision encoder"
         if name not in modules:
-            refuse("from_transformers", name, f"{type(module).__name__}, by the config", "none")
-        theirs, kind = modules[name], type(module)
-        if name in encoder.layer_names and not plain(theirs, (kind,)):
-            called.append(name)
+            refuse("from_transformers", place, f"{kind.__name__}, by the config", "none")
+        theirs = modules[name]
+        other = _other_constant(theirs, module)
+        if name in encoder.layer_names:
+            if other is not None or not plain(theirs, (kind,)):
+                called.append(name)
+            continue
+        # Of a list nothing is used but what it holds.
+        if kind is nn.ModuleList:
             continue
         if not isinstance(theirs, kind):
-            refuse("from_transformers", name, f"{kind.__name__}, by the config", type(theirs).__name__)
-        if type(theirs).forward is not kind.forward or _is_patched(theirs):
-            refuse("from_transformers", f"{name}.forward".lstrip("."), f"that of {kind.__name__}", "another")
-        for constant in ("eps", "variance_epsilon", "scaling"):
-            wanted, got = getattr(module, constant, None), getattr(theirs, constant, None)
-            if wanted is not None and wanted != got:
-                refuse("from_transformers", f"{name}.{constant}", f"{wanted}, by the config", got)
+            got = type(theirs).__name__
+            got = f"{got} of {type(theirs).__module__}" if got == kind.__name__ else got
+            refuse("from_transformers", place, f"{kind.__name__}, by the config", got)
+        # Transformers wraps the forward of each subclass of a block.
+        if inspect.unwrap(type(theirs).forward) is not inspect.unwrap(kind.forward) or _is_patched(theirs):
+            wanted = f"that of {kind.__name__} (compile it afterwards, undo what else was put there)"
+            refuse("from_transformers", f"{name}.forward".lstrip("."), wanted, "another")
+        if other is not None:
+            refuse("from_transformers", f"{name}.{other[0]}", f"{other[1]}, by the config", other[2])
     return called
+
+
+def _other_constant(theirs: nn.Module, made: nn.Module) -> tuple[str, object, object] | None:
+    """The first of the constants that `made` has and `theirs` has otherwise: its name, and both values."""
+    for constant in ("eps", "variance_epsilon", "scaling", "approximate"):
+        wanted, got = getattr(made, constant, None), getattr(theirs, constant, None)
+        if wanted is not None and wanted != got:
+            return constant, wanted, got
+    return None
 
 
 def _is_patched(module: nn.Module) -> bool:
     """Whether an instance has a forward of its own that may do something else.
 
-    Kernels of the hub give one to activations, Accelerate's hooks to every module: both compute the same.
+    The hub's kernels give activations one, which computes the same; Accelerate's hooks keep what they wrap.
     """
-    return "forward" in module.__dict__ and not hasattr(module, "_hf_hook") and any(True for _ in module.parameters())
+    forward = module.__dict__.get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    same = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+    return forward is not None and not same and bool([*module.parameters(), *module.buffers()])
 
 
 def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder, called: Iterable[str]) -> None:
@@ -96,9 +122,10 @@ def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
     for name in called:
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, source.get_submodule(name))
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        setattr(target.get_submodule(owner), leaf, parameter)
+    for name, module in source.named_modules(remove_duplicate=False):
+        # A bias may be None.
+        for leaf, parameter in module._parameters.items():
+            setattr(target.get_submodule(name), leaf, parameter)
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:
@@ -115,4 +142,4 @@ def vision_classes() -> str:
     return ", ".join(family.vision_class for family in FAMILIES.values())
 
 
-__all__ = ["from_transformers", "is_vision_model", "modules_of", "share", "vision_classes"]
+__all__ = ["from_transformers", "is_vision_model", "kinds_of", "modules_of", "share", "vision_classes"]
