@@ -345,8 +345,7 @@ class QwenVisionEncoder(nn.Module):
         For CUDA graphs, torch.compile and torch.export: nothing depends on values, and no shape but through the
         tensors'. Rows past the images are computed too, see nothing, and are finite where their pixels are.
         """
-        if not isinstance(metadata, VisionMetadata):
-            refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
+        _check_is_metadata(metadata)
         return self._encode(pixel_values, metadata, False)[:3]
 
     def output_of(self, last: Tensor, pooled: Tensor, taps: Iterable[Tensor]) -> Any:
@@ -357,9 +356,10 @@ class QwenVisionEncoder(nn.Module):
         return self._output(**fields)
 
     def check_metadata(self, metadata: VisionMetadata | None) -> None:
-        if metadata is not None and not isinstance(metadata, VisionMetadata):
-            refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
-        if metadata is not None and metadata.sizes not in (None, self.sizes):
+        if metadata is None:
+            return
+        _check_is_metadata(metadata)
+        if metadata.sizes not in (None, self.sizes):
             refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"that of {metadata.sizes}")
 
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
@@ -478,6 +478,11 @@ class QwenVisionEncoder(nn.Module):
             if rows := patches_of(run):
                 yield pixel_values[start : start + rows], metadata_of(run, self.sizes, self.device)
             start += rows
+
+
+def _check_is_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, VisionMetadata):
+        refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
 
 
 def split_images(images: Iterable[Image], most: int) -> Iterable[tuple[Image, ...]]:
