@@ -129,6 +129,28 @@ def test_guards_of_a_block_are_few(model_type: str, most: int) -> None:
     assert not [name for name in many if "type(" in name and "'gradient_checkpointing'" in name]
 
 
+def test_frozen_weights_are_each_encoder_s_own_and_may_be_replaced(device: str) -> None:
+    """With equal options PyTorch compiles once for all encoders unless its guards tell them apart."""
+    encoders = [encoder_of("qwen3_vl_vision").requires_grad_(False).to(device) for _ in range(2)]
+    with torch.no_grad():
+        encoders[1].blocks[0].attn.qkv.weight.mul_(2)
+    grid = torch.tensor([[1, 8, 12], [2, 4, 6]])
+
+    def agree(encoder: QwenVisionEncoder, compiled: Any) -> Tensor:
+        args, exact = inputs(encoder, grid), exact_of(encoder)
+        actual, eager = (on_host(named(call(*args))) for call in (compiled, encoder.encode_packed))
+        check(actual, eager, named(exact.encode_packed(*inputs(exact, grid))))
+        return actual["1"]
+
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
+        compiled = [torch.compile(each.encode_packed, fullgraph=True, dynamic=True) for each in encoders]
+        before, other = map(agree, encoders, compiled)
+        assert not torch.equal(before, other)
+        qkv = encoders[0].blocks[0].attn.qkv
+        qkv.weight = torch.nn.Parameter(2 * qkv.weight, requires_grad=False)
+        torch.testing.assert_close(agree(encoders[0], compiled[0]), other)
+
+
 class OtherTensor(Tensor):
     """As quantised weights are."""
 

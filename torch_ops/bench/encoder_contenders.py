@@ -1,6 +1,5 @@
 """Who encodes: ours, what a user of Transformers can run (a), and the strongest put together by hand (b)."""
 
-import copy
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -83,19 +82,12 @@ def _spoil(result: Features) -> None:
 
 # Ours.
 
-# torch.compile takes a mode or options; reduce-overhead is `triton.cudagraphs`. Functions compiled with equal options
-# share what is compiled, whatever the filter of their guards: without its `size_asserts`, of which a replay has none,
-# vk_reduced could be given the code of the last.
+# torch.compile takes a mode or options; reduce-overhead is `triton.cudagraphs`.
 OUR_COMPILERS: dict[str, dict[str, Any]] = {
     "vk_compiled": {"options": {"size_asserts": False}},
     "vk_reduced": {"mode": "reduce-overhead"},
-    "vk_reduced_unguarded": {
-        "options": {
-            **torch._inductor.list_mode_options("reduce-overhead"), "size_asserts": False,
-            "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-        },
-    },
-}  # fmt: skip
+    "vk_reduced_frozen": {"options": {**torch._inductor.list_mode_options("reduce-overhead"), "freezing": True}},
+}
 
 
 def _bind_ours(scene: Scene) -> Bound:
@@ -126,14 +118,21 @@ def _bind_ours_ready(scene: Scene) -> Bound:
 
 
 def _bind_ours_compiled(name: str, scene: Scene) -> Bound:
+    compiler = OUR_COMPILERS[name]
+
     def compile_it() -> Any:
-        # torch.compile takes the filter out of the options that it is given.
-        compiler = copy.deepcopy(OUR_COMPILERS[name])
         return torch.compile(scene.session.encoder.encode_packed, fullgraph=True, dynamic=True, **compiler)
 
     encode, metadata = scene.session.once(f"ours compiled, {name}", compile_it), scene.metadata()
     held = tuple(tensor for _, tensor in metadata.tensors())
-    return _stepped(lambda: encode(scene.pixels, metadata), None if name == "vk_compiled" else "reduce-overhead", held)
+    bound = _stepped(
+        lambda: encode(scene.pixels, metadata), None if name == "vk_compiled" else "reduce-overhead", held
+    )  # fmt: skip
+    if compiler.get("options", {}).get("freezing"):
+        # Dynamo, which takes the weights for constants, looks at the configuration of the process.
+        with torch.no_grad(), torch._inductor.config.patch(freezing=True):
+            bound.encode()
+    return bound
 
 
 def _stepped(encode: Callable[[], Features], mode: str | None, held: tuple[Tensor, ...]) -> Bound:
@@ -277,10 +276,9 @@ CONTENDERS = (
         partial(_bind_ours_compiled, "vk_reduced"), _needs_gpu, trains=False,
     ),
     EncoderContender(
-        "vk_reduced_unguarded", OURS,
-        "vk_reduced with the guard filter torch.compiler.skip_guard_on_all_nn_modules_unsafe: no look before each call "
-        "at whether modules or parameters were replaced; and without checks of sizes",
-        partial(_bind_ours_compiled, "vk_reduced_unguarded"), _needs_gpu, trains=False,
+        "vk_reduced_frozen", OURS,
+        "vk_reduced with torch._inductor.config.freezing: weights are constants of what is compiled",
+        partial(_bind_ours_compiled, "vk_reduced_frozen"), _needs_gpu, trains=False,
     ),
     EncoderContender(
         "vk_graph", OURS, "EncoderGraphs with a budget of just this batch, of a grid on the CPU", _bind_ours_graph,
