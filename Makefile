@@ -37,7 +37,7 @@ help: ## this list
 	@echo "  PYTHON=python3    makes $(VENV); runs gpu-test, sanitize and bench, which install nothing"
 	@echo "  TORCH_INDEX=URL   another package index, for PyTorch's CPU wheels:"
 	@echo "                    https://download.pytorch.org/whl/cpu"
-	@echo "  OP=window_attn    gpu-test, bench: this op alone"
+	@echo "  OP=window_attn    test, gpu-test, bench: this op alone"
 	@echo "  JOBS=8            test, gpu-test: so many tests at a time, which take turns at the GPUs (pytest-xdist)"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
@@ -48,13 +48,20 @@ demo: $(VENV)/.installed-test ## encode the example image on this machine, no GP
 	$(BIN)/vk info
 	$(BIN)/vk encode examples/street.png --compare
 
+# The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
+TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
+# What is made of products has the tests of those too.
+ROOMS_OF = $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
+	$(if $(filter mlp qkv_rope patch_merger,$(1)),*/test_gemm*.py tests/test_products.py)
+TESTED = $(if $(OP),$(or $(wildcard $(call ROOMS_OF,$(OP))),$(error no tests of OP=$(OP))))
+
 # The interpreter has a process of its own, since ahead-of-time builds fail in it; it runs beside the rest.
 test: $(VENV)/.installed-test ## all tests, JOBS at a time, and beside them the kernels in Triton's interpreter
 	@interpreted=$$(mktemp); status=0; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret tests $(ARGS) >$$interpreted 2>&1 & beside=$$!; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) >$$interpreted 2>&1 & beside=$$!; \
 	trap 'kill $$beside 2>/dev/null; rm -f $$interpreted' EXIT; trap 'exit 130' INT TERM; \
 	echo "All tests, without the interpreter:"; \
-	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2)) $(ARGS) || status=1; \
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2)) $(TESTED) $(ARGS) || status=1; \
 	wait $$beside || status=1; \
 	echo "Kernels in the interpreter:"; cat $$interpreted; \
 	exit $$status
@@ -71,15 +78,10 @@ needs-torch:
 needs-gpu: needs-torch
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || { echo "$(PYTHON) finds no GPU"; exit 1; }
 
-# The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
-TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
-# What is made of products has the tests of those too.
-ROOMS_OF = $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
-	$(if $(filter mlp qkv_rope patch_merger,$(1)),*/test_gemm*.py tests/test_products.py)
 gpu-test: ## the tests on this machine's GPUs and its own packages (OP=..., JOBS=n, SHARD=i/n)
 	@$(PYTHON) -c "import expecttest, hypothesis, pytest, typer$(if $(JOBS),; import xdist)" || { echo "the tests need more: pip install -e '.[test]'"; exit 1; }
-	$(FROM_TREE) pytest --require-gpu $(if $(JOBS),$(call AT_A_TIME,$(JOBS))) $(if $(SHARD),--shard $(SHARD)) $(if $(OP),$(or \
-		$(wildcard $(call ROOMS_OF,$(OP))),$(error no tests of OP=$(OP))),tests compile_tests) $(ARGS)
+	$(FROM_TREE) pytest --require-gpu $(if $(JOBS),$(call AT_A_TIME,$(JOBS))) $(if $(SHARD),--shard $(SHARD)) \
+		$(or $(TESTED),tests compile_tests) $(ARGS)
 
 # Racecheck before CUDA 13.5 takes what Triton itself hands to the partitions of a kernel for races.
 sanitize: ## attention kernels and Hopper products on small cases under compute-sanitizer, memcheck and racecheck (SHARD=i/n)

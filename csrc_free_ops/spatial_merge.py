@@ -22,7 +22,10 @@ from csrc_free_ops.tiles.images import (
 def _load_patch(
     x_ptr, part: tl.constexpr, corner, below, total, cols, mask, STRIDE_X: tl.constexpr, MERGE: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N]: patch `part`, counted row by row, of each block; its rows are `below` apart in memory."""
+    """[BLOCK_M, BLOCK_N]: patch `part`, counted row by row, of each block; its rows are `below` apart in memory.
+
+    Clamped to rows that there are, since a wild grid may name any.
+    """
     source = corner + part // MERGE * below + part % MERGE
     source = tl.minimum(tl.maximum(source, 0), total - 1).to(tl.int64)
     return tl.load(x_ptr + source[:, None] * STRIDE_X + cols[None, :], mask=mask, other=0.0)
@@ -42,6 +45,7 @@ def _spatial_merge_fwd_kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     corner = blocks * UNIT
     mask = (corner < total)[:, None] & (cols < WIDTH)[None, :]
+    # Blocks of rows as they lie: in merge-block order all, in raster order those of no image.
     below = MERGE
     if RASTER:
         inside, frame, index, _, w = place_rows_in_frames(
@@ -89,6 +93,7 @@ def _spatial_merge_bwd_kernel(
         across = tl.maximum(w, 1)
         merged = tl.where(inside, frame + to_merged(index // across, index % across, w, MERGE), rows)
         merged = tl.minimum(tl.maximum(merged, 0), total - 1)
+    # In dout, the row of its block and, of a concat, its part of that row.
     source = (merged // UNIT).to(tl.int64) * STRIDE_D
     if not MEAN:
         source += merged % UNIT * WIDTH

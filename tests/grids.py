@@ -36,6 +36,7 @@ BAD = [
     ((1, 4, 7), (1, 4, 4), r"the width of image 0, grid\[0, 2\] must be even and at least 0, got 7"),
     ((1, 4, 4), (1, 4, -2), r"the width of image 1, grid\[1, 2\] must be even and at least 0, got -2"),
     ((-1, 4, 4), (1, 4, 4), r"the number of frames of image 0, grid\[0, 0\] must be at least 0, got -1"),
+    ((1, 4, 4), (1, 2, 2**20 + 2), r"the width of image 1, grid\[1, 2\] must be at most 1048576, got 1048578"),
 ]
 WILD = [
     ((1, 3, 5), (2, 7, 1)),

@@ -544,6 +544,52 @@ def test_layers_keep_a_mode_of_their_own() -> None:
     assert not any(module.training for module in tower.modules())
 
 
+def test_modules_keep_a_mode_of_their_own() -> None:
+    tower = tiny_tower("qwen3_vl_vision").train()
+    tower.blocks[0].eval()
+    encoder = accelerate(tower)
+    assert encoder.training and encoder.blocks[1].training
+    assert not any(module.training for module in encoder.blocks[0].modules())
+    encoder.blocks[2].mlp.eval()
+    assert restore(encoder) is tower
+    for name, module in tower.named_modules():
+        assert module.training is not name.startswith(("blocks.0", "blocks.2.mlp")), name
+
+
+def test_buffers_of_modules_that_both_have_are_kept() -> None:
+    tower = tiny_tower("qwen3_vl_vision")
+    tower.register_buffer("scale", torch.ones(3))
+    tower.blocks[0].attn.register_buffer("passing", torch.ones(3), persistent=False)
+    keys = tower.state_dict().keys()
+    encoder = accelerate(tower)
+    assert encoder.state_dict().keys() == keys
+    assert encoder.scale is tower.scale and encoder.blocks[0].attn.passing is tower.blocks[0].attn.passing
+    encoder.register_buffer("added", torch.zeros(2))
+    restored = restore(encoder)
+    assert restored.state_dict().keys() == keys | {"added"} and "passing" in dict(
+        restored.blocks[0].attn.named_buffers()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda encoder: encoder.blocks.pop(2), r"blocks\.2 must be VisionBlock, as it was made, got none"),
+        (lambda encoder: delattr(encoder.blocks[0], "norm1"), r"blocks\.0\.norm1 must be LayerNorm, as it was made"),
+        (lambda encoder: setattr(encoder, "merger", nn.Identity()), "merger must be PatchMerger, .* got Identity"),
+        (lambda encoder: setattr(encoder, "extra", nn.Linear(2, 2)), "extra must be no module, .* got Linear"),
+    ],
+)
+def test_a_structure_that_transformers_has_no_place_for_is_not_restored(
+    change: Callable[[Any], None], message: str
+) -> None:
+    model = accelerate(nn.ModuleList([tiny_tower("qwen3_vl_vision")]))
+    change(encoder := model[0])
+    with pytest.raises(ValueError, match=f"^restore: {message}"):
+        restore(model)
+    assert model[0] is encoder
+
+
 def test_what_computes_the_same_is_no_other_forward() -> None:
     tower = tiny_tower("qwen3_vl_vision")
     eager, truth = run(tower, torch.float32), run(doubled(tower), torch.float64)
@@ -594,6 +640,10 @@ ANOTHER = r" must be that of \w+ \(compile it afterwards.*, got another"
         (lambda tower: _hooked(tower.blocks[1]), r"blocks\.1\.forward" + ANOTHER),
         (lambda tower: setattr(tower, "__class__", _copied(tower)), r"the vision encoder must be \w+, .* elsewhere"),
         (lambda tower: _gelu(tower.merger), r"merger\.\w+(\.1)?\.approximate must be none, by the config, got tanh"),
+        (lambda tower: setattr(tower.blocks[1].attn, "num_heads", 1), r"blocks\.1\.attn\.num_heads must be 2, by the"),
+        (lambda tower: setattr(tower, "spatial_merge_size", 1), r"spatial_merge_size must be 2, by the config, got 1"),
+        (lambda tower: setattr(tower.rotary_pos_emb, "attention_scaling", 2.0), r"rotary.*_scaling must be 1\.0, .* 2"),
+        (lambda tower: tower.rotary_pos_emb.inv_freq.mul_(0.99), r"rotary_pos_emb\.inv_freq must be the frequencies"),
         (lambda tower: tower.blocks.pop(2), r"blocks\.2 must be \w+Block, by the config, got none"),
         (lambda tower: setattr(tower.blocks[0], "mlp", nn.Identity()), r"blocks\.0\.mlp must be \w+, .* got Identity"),
     ],
@@ -607,6 +657,36 @@ def test_modules_of_which_nothing_would_count_are_refused(
     with pytest.raises(ValueError, match=f"^from_transformers: {message}"):
         accelerate(model)
     assert not isinstance(model[0], QwenVisionEncoder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [
+        ("qwen2_5_vl_vision", "fullatt_block_indexes", [0, 1, 2]),
+        ("qwen2_5_vl_vision", "window_size", 64),
+        ("qwen3_vl_vision", "deepstack_visual_indexes", [1, 2]),
+        ("qwen3_vl_vision", "interpolation_align_corners", False),
+        ("qwen3_vl_vision", "interpolation_mode", "bicubic"),
+        ("qwen3_vl_vision", "num_grid_per_side", 4),
+    ],
+)
+def test_settings_of_a_tower_that_are_not_its_configs_are_refused(model_type: str, name: str, value: Any) -> None:
+    tower = tiny_tower(model_type)
+    if not hasattr(tower, name):
+        pytest.skip("not of this version of Transformers")
+    wanted = getattr(tower, name)
+    setattr(tower, name, value)
+    with pytest.raises(ValueError) as refusal:
+        accelerate(tower)
+    assert str(refusal.value) == f"from_transformers: {name} must be {wanted}, by the config, got {value}"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_frequencies_that_were_cast_or_moved_are_the_configs(model_type: str, dtype: torch.dtype, device: str) -> None:
+    with torch.device(device):
+        accelerate(tiny_tower(model_type).to(device, dtype))
+    accelerate(tiny_tower(model_type).to(dtype).float())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -196,6 +197,8 @@ def test_models_without_an_encoder_are_refused() -> None:
     tower.blocks[0].attn.qkv.adapter = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="Qwen3VLVisionModel also holds blocks.0.attn.qkv.adapter; merge adapters"):
         from_transformers(tower)
+    with pytest.raises(ValueError, match="window_size must be of a merged cell, 8 pixels, or more, got 4"):
+        from_transformers(tiny_tower("qwen2_5_vl_vision", window_size=4))
     with pytest.raises(ValueError, match="hidden_act must be silu, got 'gelu'"):
         from_config(vision_config("qwen2_5_vl_vision", hidden_act="gelu"))
     with pytest.raises(ValueError, match="hidden_act must be one of gelu, .*, got 'relu'"):
@@ -469,10 +472,15 @@ def test_bad_calls_are_refused() -> None:
             {**made, "interp_weights": made["interp_weights"][:, :1]},
         ),
         *(
-            (f"chunk_tokens must be an integer of 1 or more, got {most}", (pixels, IMAGES), {"chunk_tokens": most})
+            (f"chunk_tokens must be an integer of 1 or more, got {most!r}", (pixels, IMAGES), {"chunk_tokens": most})
             for most in (0, 8.5, True, "3")
         ),
         ("chunk_tokens must be None with a clone", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
+        (
+            "chunk_tokens must be None with metadata that is padded",
+            (torch.cat([pixels, pixels[:8]]),),
+            {"metadata": vision_metadata(IMAGES, encoder.sizes, padding=Padding(rows=288)), "chunk_tokens": 8},
+        ),
         *(
             ("chunk_tokens must be None with a clone", (pixels, IMAGES), {**named, "chunk_tokens": 8})
             for named in ({"cu_seqlens": made["cu_seqlens"]}, {"position_ids": made["position_ids"]}, made)
@@ -484,6 +492,8 @@ def test_bad_calls_are_refused() -> None:
         ("padding.rows must be at least the 280 of the batch, got 8", Padding(rows=8)),
         ("padding.rows must be a multiple of 4, got 281", Padding(rows=281)),
         ("padding.segments must be at least the 6 of the batch, got 5", Padding(segments=5)),
+        ("padding.segments must be an integer or None, got 'a'", Padding(segments="a")),
+        ("padding.rows must be an integer or None, got 400.0", Padding(rows=400.0)),
     ):
         with pytest.raises(ValueError, match=message):
             vision_metadata(IMAGES, encoder.sizes, padding=padding)
@@ -536,7 +546,7 @@ def flat(outputs: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[Tensor]:
     return [outputs[0], outputs[1], *outputs[2]]
 
 
-@pytest.mark.parametrize("chunk_tokens", (1, 40, 64, 10**6))
+@pytest.mark.parametrize("chunk_tokens", (1, np.int64(40), 64, 10**6))
 @pytest.mark.parametrize("model_type", KINDS)
 def test_chunks_of_frames_change_nothing(model_type: str, chunk_tokens: int) -> None:
     encoder = frozen(model_type)
@@ -784,12 +794,14 @@ def check_gradients(tower: Any, grid: Tensor) -> None:
 
 
 @pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_omni_moe_vision_encoder"))
-def test_checks_of_towers_of_full_size(model_type: str) -> None:
+def test_checks_of_towers_of_full_size(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the GPU tests do with large towers holds for small ones, and sees an encoder that is wrong."""
     tower = tiny_tower(model_type, torch.bfloat16)
     check_features(tower, IMAGES)
     check_gradients(tower, IMAGES)
     tower.rotary_pos_emb.inv_freq.mul_(2)
+    # It would be refused.
+    monkeypatch.setattr("torch_ops.models._sharing._check_frequencies", lambda name, theirs: None)
     for check_one in (check_features, check_gradients):
         with pytest.raises(AssertionError, match="outside the rule"):
             check_one(tower, IMAGES)

@@ -21,6 +21,7 @@ from torch_ops.settings import settings
 # Row numbers are 32-bit in the kernels.
 MOST_ROWS = 2**30
 MOST_MERGED = 16
+# Of an image, in patches; kernels take longer ones for this.
 LONGEST_SIDE = 2**20
 # By op.
 GRID_KERNELS = {
@@ -66,6 +67,8 @@ def check_grid_values(op: str, grid: Tensor, merge_size: int, most: int | None =
             if size < 0 or size % merge_size:
                 wanted = "even" if merge_size == 2 else f"a multiple of merge_size = {merge_size}"
                 refuse(op, f"the {name} of image {image}, grid[{image}, {column}]", f"{wanted} and at least 0", size)
+            if size > LONGEST_SIDE:
+                refuse(op, f"the {name} of image {image}, grid[{image}, {column}]", f"at most {LONGEST_SIDE}", size)
         patches += t * h * w
     if most is not None and patches > most:
         refuse(op, "grid", f"of images with at most total = {most} patches together", f"{patches} patches")

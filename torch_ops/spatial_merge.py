@@ -63,7 +63,7 @@ def _spatial_merge_fake(
 
 
 def _sources(grid: Tensor, total: int, order: str, merge_size: int) -> Tensor:
-    """The row of x at each row of the merged order."""
+    """The row of x at each row of the merged order: of images that are whole each row once."""
     if order == "merge_block":
         return torch.arange(total, device=grid.device)
     places = place_rows(grid, total, merge_size)

@@ -12,7 +12,15 @@ from torch import nn
 
 from torch_ops._checks import refuse
 from torch_ops.models._layers import LAYERS, NORMS, plain
-from torch_ops.models._sharing import from_transformers, is_vision_model, kinds_of, modules_of, share, vision_classes
+from torch_ops.models._sharing import (
+    copy_modes,
+    from_transformers,
+    is_vision_model,
+    kinds_of,
+    modules_of,
+    share,
+    vision_classes,
+)
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision import QwenVisionEncoder
 
@@ -161,9 +169,8 @@ def _after(hook: Any, module: nn.Module, args: Any, output: Any) -> Any:
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
+    _check_structure(encoder)
     called = _called(encoder, tower)
-    # Layers may have a mode of their own, such as an adapter that is put to rest.
-    modes = {module: module.training for name in called for module in encoder.get_submodule(name).modules()}
     share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
@@ -174,10 +181,25 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     if any(buffer.device != encoder.device for buffer in rotary.buffers()):
         with torch.device(encoder.device):
             tower.rotary_pos_emb = type(rotary)(rotary.config)
-    tower.train(encoder.training)
-    for module, mode in modes.items():
-        module.training = mode
+    copy_modes(encoder, tower)
     return tower
+
+
+def _check_structure(encoder: QwenVisionEncoder) -> None:
+    """Refuses what has other modules by now than it was made with, but for what its layers and norms are."""
+    with torch.device("meta"):
+        made = dict(QwenVisionEncoder(encoder.config).named_modules())
+    modules = dict(encoder.named_modules(remove_duplicate=False))
+    for name, module in made.items():
+        if name not in modules:
+            refuse("restore", name, f"{type(module).__name__}, as it was made", "none")
+        free = name in encoder.layer_names or isinstance(module, nn.ModuleList)
+        if not free and not isinstance(modules[name], type(module)):
+            refuse("restore", name, f"{type(module).__name__}, as it was made", type(modules[name]).__name__)
+    inside = tuple(f"{name}." for name in encoder.layer_names)
+    for name in modules:
+        if name not in made and not name.startswith(inside):
+            refuse("restore", name, "no module, as Transformers' encoder has none there", type(modules[name]).__name__)
 
 
 def _called(encoder: QwenVisionEncoder, tower: nn.Module) -> list[str]:

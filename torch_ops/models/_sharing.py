@@ -6,12 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_ops._checks import refuse
 from torch_ops.models._layers import plain
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision import QwenVisionEncoder
+
+_EPS = ("eps", "variance_epsilon")
+# What modules of Transformers hold and their results do not depend on.
+_NO_CONSTANTS = ("training", "gradient_checkpointing", "name_or_path")
 
 
 def from_transformers(model: nn.Module) -> QwenVisionEncoder:
@@ -34,9 +38,8 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
         encoder = QwenVisionEncoder(source.config)
     called = _check_modules(source, encoder)
     _check_parameters(source, encoder, called)
-    # Before what is called is in it, which has a mode of its own.
-    encoder.train(source.training)
     share(source, encoder, called)
+    copy_modes(source, encoder)
     return encoder
 
 
@@ -61,9 +64,8 @@ def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
         if name not in modules:
             refuse("from_transformers", place, f"{kind.__name__}, by the config", "none")
         theirs = modules[name]
-        other = _other_constant(theirs, module)
         if name in encoder.layer_names:
-            if other is not None or not plain(theirs, (kind,)):
+            if _other_constant(theirs, module, _EPS) is not None or not plain(theirs, (kind,)):
                 called.append(name)
             continue
         # Of a list nothing is used but what it holds.
@@ -77,18 +79,33 @@ def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
         if inspect.unwrap(type(theirs).forward) is not inspect.unwrap(kind.forward) or _is_patched(theirs):
             wanted = f"that of {kind.__name__} (compile it afterwards, undo what else was put there)"
             refuse("from_transformers", f"{name}.forward".lstrip("."), wanted, "another")
-        if other is not None:
-            refuse("from_transformers", f"{name}.{other[0]}", f"{other[1]}, by the config", other[2])
+        constants = [each for each in vars(module) if each[0] != "_" and each not in _NO_CONSTANTS]
+        if (other := _other_constant(theirs, module, constants)) is not None:
+            constant, by_config, held = other
+            refuse("from_transformers", f"{name}.{constant}".lstrip("."), f"{by_config}, by the config", held)
+        _check_frequencies(name, theirs)
     return called
 
 
-def _other_constant(theirs: nn.Module, made: nn.Module) -> tuple[str, object, object] | None:
-    """The first of the constants that `made` has and `theirs` has otherwise: its name, and both values."""
-    for constant in ("eps", "variance_epsilon", "scaling", "approximate"):
-        wanted, got = getattr(made, constant, None), getattr(theirs, constant, None)
-        if wanted is not None and wanted != got:
-            return constant, wanted, got
+def _other_constant(theirs: nn.Module, made: nn.Module, names: Iterable[str]) -> tuple[str, object, object] | None:
+    """The first constant of these names that `made` has and `theirs` has otherwise: its name, and both values."""
+    for name in names:
+        wanted, got = getattr(made, name, None), getattr(theirs, name, None)
+        if isinstance(wanted, bool | int | float | str | list | tuple) and wanted != got:
+            return name, wanted, got
     return None
+
+
+def _check_frequencies(name: str, theirs: Any) -> None:
+    """Those of a rotary embedding are in no state dict, and follow from the config; towers that are cast round them."""
+    got = getattr(theirs, "inv_freq", None)
+    if not isinstance(got, Tensor) or got.is_meta:
+        return
+    with torch.device("cpu"):
+        wanted: Tensor = type(theirs)(theirs.config).inv_freq
+    rounded_to_bf16 = 2.0**-8
+    if got.shape != wanted.shape or not torch.allclose(got.cpu().to(wanted.dtype), wanted, rounded_to_bf16, 0.0):
+        refuse("from_transformers", f"{name}.inv_freq", "the frequencies of the config", "others")
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -109,23 +126,45 @@ def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder, called: Ite
         for named in (shapes, parameters):
             for name in [name for name in named if name.startswith(f"{layer}.")]:
                 del named[name]
-    for what, names in (("lacks", shapes.keys() - parameters), ("also holds", parameters.keys() - shapes.keys())):
-        if names:
-            raise ValueError(f"{type(source).__name__} {what} {', '.join(sorted(names)[:3])}; merge adapters first")
+    kind = type(source).__name__
+    if lacking := shapes.keys() - parameters:
+        raise ValueError(f"{kind} lacks {_first(lacking)}")
+    if surplus := parameters.keys() - shapes.keys():
+        raise ValueError(f"{kind} also holds {_first(surplus)}; merge adapters first")
     for name, parameter in parameters.items():
         if parameter.shape != shapes[name]:
             refuse("from_transformers", name, f"of shape {list(shapes[name])}", list(parameter.shape))
 
 
+def _first(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
+
+
 def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
-    """Gives target the very parameters of source, and those of its modules that are called as modules."""
+    """Gives target the very parameters and buffers of source, and those of its modules that are called as modules."""
     for name in called:
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, source.get_submodule(name))
+    places = dict(target.named_modules(remove_duplicate=False))
     for name, module in source.named_modules(remove_duplicate=False):
+        place = places.get(name)
+        # Transformers' activations and rotary embeddings have no place, and no parameters.
+        if place is None or place is module:
+            continue
         # A bias may be None.
         for leaf, parameter in module._parameters.items():
-            setattr(target.get_submodule(name), leaf, parameter)
+            setattr(place, leaf, parameter)
+        for leaf, buffer in module._buffers.items():
+            place.register_buffer(leaf, buffer, persistent=leaf not in module._non_persistent_buffers_set)
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Gives each module of target the mode of source's of that name, or of the nearest that it would be in."""
+    modes = {name: module.training for name, module in source.named_modules(remove_duplicate=False)}
+    for name, module in target.named_modules(remove_duplicate=False):
+        while name not in modes:
+            name = name.rpartition(".")[0]
+        module.training = modes[name]
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:
@@ -142,4 +181,6 @@ def vision_classes() -> str:
     return ", ".join(family.vision_class for family in FAMILIES.values())
 
 
-__all__ = ["from_transformers", "is_vision_model", "kinds_of", "modules_of", "share", "vision_classes"]
+__all__ = [
+    "copy_modes", "from_transformers", "is_vision_model", "kinds_of", "modules_of", "share", "vision_classes"
+]  # fmt: skip

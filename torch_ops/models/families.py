@@ -68,6 +68,9 @@ class Family:
         """What `vision_metadata` has to know of an encoder of this configuration."""
         merge_size = config.spatial_merge_size
         rope = getattr(config, "rope_parameters", None) or {}
+        cell = merge_size * config.patch_size
+        if self.windows and config.window_size < cell:
+            refuse("vision encoder", "window_size", f"of a merged cell, {cell} pixels, or more", config.window_size)
         return VisionSizes(
             head_dim=getattr(config, self.width) // config.num_heads,
             merge_size=merge_size,

@@ -17,6 +17,7 @@ after it, or with attention that turns q and k itself. So is a norm, after PyTor
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -466,15 +467,18 @@ class QwenVisionEncoder(nn.Module):
         self, pixel_values: Tensor, images: tuple[Image, ...] | None, chunk_tokens: int
     ) -> Iterable[tuple[Tensor, VisionMetadata]]:
         """Rows of consecutive frames, and their own metadata."""
-        if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
-            refuse("vision encoder", "chunk_tokens", "an integer of 1 or more", chunk_tokens)
-        if images is None or patches_of(images) != pixel_values.shape[0]:
+        if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
+            refuse("vision encoder", "chunk_tokens", "an integer of 1 or more", repr(chunk_tokens))
+        if images is None:
             wanted = (
                 f"None with a clone() of metadata or with any of {', '.join(PRECOMPUTED)}: the host knows no frames"
             )
             refuse("vision encoder", "chunk_tokens", wanted, chunk_tokens)
+        assert images is not None
+        if patches_of(images) != pixel_values.shape[0]:
+            refuse("vision encoder", "chunk_tokens", "None with metadata that is padded", chunk_tokens)
         start = 0
-        for run in split_images(images or (), chunk_tokens):
+        for run in split_images(images, int(chunk_tokens)):
             if rows := patches_of(run):
                 yield pixel_values[start : start + rows], metadata_of(run, self.sizes, self.device)
             start += rows

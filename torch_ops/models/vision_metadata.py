@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_ops._checks import check_dense, dtype_name, refuse
+from torch_ops._grids import LONGEST_SIDE
 from torch_ops._registry import is_eager
 from torch_ops.rotary_table import rotary_table
 
@@ -163,6 +165,9 @@ def vision_metadata(
         refuse("vision_metadata", "sizes", "VisionSizes, as encoder.sizes", type(sizes).__name__)
     if not isinstance(padding, Padding | None):
         refuse("vision_metadata", "padding", "a Padding or None", type(padding).__name__)
+    for name, size in vars(padding or Padding()).items():
+        if size is not None and (not isinstance(size, Integral) or isinstance(size, bool)):
+            refuse("vision_metadata", f"padding.{name}", "an integer or None", repr(size))
     images = images_of("vision_metadata", grid_thw, sizes.merge_size)
     return metadata_of(images, sizes, device, padding)
 
@@ -194,6 +199,8 @@ def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
             if size < 0 or size % merge_size:
                 wanted = f"at least 0 and a multiple of {merge_size}, the encoder's spatial_merge_size"
                 refuse(op, f"grid_thw[{image}, {column}], the {name},", wanted, size)
+            if size > LONGEST_SIDE:
+                refuse(op, f"grid_thw[{image}, {column}], the {name},", f"at most {LONGEST_SIDE}", size)
     if (frames := sum(t for t, _, _ in images)) > MOST_FRAMES:
         refuse(op, "grid_thw", f"of at most {MOST_FRAMES} frames", frames)
     return images
