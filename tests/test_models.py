@@ -472,9 +472,10 @@ def test_bad_calls_are_refused() -> None:
             {**made, "interp_weights": made["interp_weights"][:, :1]},
         ),
         *(
-            (f"chunk_tokens must be an integer of 1 or more, got {most!r}", (pixels, IMAGES), {"chunk_tokens": most})
-            for most in (0, 8.5, True, "3")
+            (f"chunk_tokens must be an integer, got {most!r}", (pixels, IMAGES), {"chunk_tokens": most})
+            for most in (8.5, True, "3")
         ),
+        ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
         ("chunk_tokens must be None with a clone", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
         (
             "chunk_tokens must be None with metadata that is padded",
@@ -492,8 +493,8 @@ def test_bad_calls_are_refused() -> None:
         ("padding.rows must be at least the 280 of the batch, got 8", Padding(rows=8)),
         ("padding.rows must be a multiple of 4, got 281", Padding(rows=281)),
         ("padding.segments must be at least the 6 of the batch, got 5", Padding(segments=5)),
-        ("padding.segments must be an integer or None, got 'a'", Padding(segments="a")),
-        ("padding.rows must be an integer or None, got 400.0", Padding(rows=400.0)),
+        ("padding.segments must be an integer, got 'a'", Padding(segments="a")),
+        ("padding.rows must be an integer, got 400.0", Padding(rows=400.0)),
     ):
         with pytest.raises(ValueError, match=message):
             vision_metadata(IMAGES, encoder.sizes, padding=padding)

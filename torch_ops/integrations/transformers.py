@@ -164,9 +164,10 @@ def use_window_attn(model: ModelT) -> ModelT:
 def restore(model: ModelT) -> ModelT:
     """Undo ``accelerate`` and ``use_window_attn``; return ``model``, or the encoder that it was itself.
 
-    Modules that ``accelerate`` replaced come back with the parameters, adapters, mode and gradient checkpointing that
-    ours have now, trained, cast or moved as they may be. What was not switched is left alone. Raises TypeError for a
-    model without a vision encoder.
+    Modules that ``accelerate`` replaced come back with the parameters, buffers, adapters, modes and gradient
+    checkpointing that ours have now, trained, cast or moved as they may be. What was not switched is left alone. Raises
+    TypeError for a model without a vision encoder, ValueError for one of ours that got other modules, but for layers
+    and norms, than it was made with; it then stays in the model.
     """
     if holds_encoder(model):
         model = put_back(model)

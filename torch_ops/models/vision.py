@@ -17,7 +17,6 @@ after it, or with attention that turns q and k itself. So is a norm, after PyTor
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,7 +26,15 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops._checks import check_device, check_head_dim, check_matrix, check_num_heads, dtype_name, refuse
+from torch_ops._checks import (
+    check_device,
+    check_head_dim,
+    check_int,
+    check_matrix,
+    check_num_heads,
+    dtype_name,
+    refuse,
+)
 from torch_ops.models._layers import LAYERS, NORMS, RMSNorm, after_sum, chained, norm_of, plain
 from torch_ops.models.families import FAMILIES, Family, vision_config_of
 from torch_ops.models.vision_metadata import (
@@ -467,8 +474,9 @@ class QwenVisionEncoder(nn.Module):
         self, pixel_values: Tensor, images: tuple[Image, ...] | None, chunk_tokens: int
     ) -> Iterable[tuple[Tensor, VisionMetadata]]:
         """Rows of consecutive frames, and their own metadata."""
-        if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
-            refuse("vision encoder", "chunk_tokens", "an integer of 1 or more", repr(chunk_tokens))
+        check_int("vision encoder", "chunk_tokens", chunk_tokens)
+        if chunk_tokens < 1:
+            refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
         if images is None:
             wanted = (
                 f"None with a clone() of metadata or with any of {', '.join(PRECOMPUTED)}: the host knows no frames"

@@ -13,14 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_ops._checks import check_dense, dtype_name, refuse
+from torch_ops._checks import check_dense, check_int, dtype_name, refuse
 from torch_ops._grids import LONGEST_SIDE
 from torch_ops._registry import is_eager
 from torch_ops.rotary_table import rotary_table
@@ -166,8 +165,8 @@ def vision_metadata(
     if not isinstance(padding, Padding | None):
         refuse("vision_metadata", "padding", "a Padding or None", type(padding).__name__)
     for name, size in vars(padding or Padding()).items():
-        if size is not None and (not isinstance(size, Integral) or isinstance(size, bool)):
-            refuse("vision_metadata", f"padding.{name}", "an integer or None", repr(size))
+        if size is not None:
+            check_int("vision_metadata", f"padding.{name}", size)
     images = images_of("vision_metadata", grid_thw, sizes.merge_size)
     return metadata_of(images, sizes, device, padding)
 
