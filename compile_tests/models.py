@@ -61,7 +61,7 @@ def _drawn(tower: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in tower.parameters():
-            values = torch.randn(parameter.shape, generator=generator)
+            values = torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter.device)
             scale = 0.1 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
             parameter.copy_(values * scale + (parameter if parameter.dim() == 1 else 0))
     return tower.eval()

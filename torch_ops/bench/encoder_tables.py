@@ -8,11 +8,13 @@ from torch_ops.bench.cells import NOTHING, Table, digits
 from torch_ops.bench.results import OK, UNAVAILABLE, EncoderRow, Report, Timed
 
 COMPILED = ("vk_compiled", "vk_reduced")
+FROZEN = ("vk_reduced_frozen",)
 _NOTES = (
     "wall times of a call, warm, `torch.cuda.synchronize` around it: medians of two passes, one after the other, over "
     "all contenders in turns",
     "(a): Transformers' tower, also with other attention and compiled blocks. (b): put together by hand under one CUDA "
     "graph. Each pass has the fastest that the tolerance rule passes. Peer / ours: above 1 ours is faster",
+    "compiled: the faster of vk_compiled and vk_reduced. frozen: vk_reduced_frozen, whose weights must not change",
     "peak MiB: weights, input, what was made before the call, and what one call asks for at its peak; of a CUDA graph "
     "the whole of its memory pool",
     "a peer that is wrong, or at first takes over 1.3 times the best of its group, is timed once in each pass",
@@ -53,22 +55,24 @@ def encoder_summary(report: Report) -> Table:
     """A row for each batch; what of ours is compiled stands next to the best of ours."""
     headers = (
         "batch", "patches of each frame", "best of ours, ms", "TFLOP/s", "of matmul", "compiled / best of ours",
-        "best (a), ms", "(a) / ours", "best (b), ms", "(b) / ours", "peak MiB, ours / (a) / (b)",
+        "frozen / best of ours", "best (a), ms", "(a) / ours", "best (b), ms", "(b) / ours",
+        "peak MiB, ours / (a) / (b)",
     )  # fmt: skip
     rows = []
     ready: dict[str, str] = {}
     mixed = len({_kind(row) for row in report.encoders}) > 1
     for row in report.encoders:
         ours, plain, assembled = map(best, (row.ours, row.uncaptured, row.assembled))
-        compiled = best([timed for timed in row.ours if timed.name in COMPILED])
+        compiled, frozen = (best([timed for timed in row.ours if timed.name in names]) for names in (COMPILED, FROZEN))
         name = f"{row.row}, {row.direction}" if row.direction != "forward" else row.row
         name += _kind(row) if mixed else ""
         rivals = [_best_by_pass(group) for group in (row.uncaptured, row.assembled)]
-        shown = [each.name for each in (ours, compiled, *itertools.chain(*rivals)) if each is not None]
+        shown = [each.name for each in (ours, compiled, frozen, *itertools.chain(*rivals)) if each is not None]
         ready |= {each: row.ready[each] for each in shown if each in row.ready}
         rows.append(
             (
                 name, row.shape, _best(ours), *_rate(row, ours, report), _named(_over(compiled, ours), compiled),
+                _over(frozen, ours),
                 *itertools.chain(*((_each_best(rival), _each_over(rival, ours)) for rival in rivals)),
                 " / ".join(map(_mib, (ours, plain, assembled))),
             )
