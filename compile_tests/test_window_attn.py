@@ -115,7 +115,7 @@ def test_graphs_for_cuda_hold_only_allocations_and_kernels() -> None:
     assert_expected_inline(
         forward,
         """\
-aten.new_empty.default
+aten.empty_like.default
 aten.new_empty.default
 triton_kernel_wrapper_functional
 """,
@@ -123,9 +123,9 @@ triton_kernel_wrapper_functional
     assert_expected_inline(
         backward,
         """\
-aten.new_empty.default
-aten.new_empty.default
-aten.new_empty.default
+aten.empty_like.default
+aten.empty_like.default
+aten.empty_like.default
 aten.empty_like.default
 triton_kernel_wrapper_functional
 triton_kernel_wrapper_functional

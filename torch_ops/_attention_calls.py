@@ -21,6 +21,7 @@ from torch_ops._checks import (
     dtype_name,
     refuse,
 )
+from torch_ops._launches import contiguous_like
 from torch_ops._registry import is_eager
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
@@ -70,7 +71,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 def attention_outputs(q: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] if return_lse else 0
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], rows), dtype=_lse_dtype(q))
+    return contiguous_like(q), q.new_empty((q.shape[1], rows), dtype=_lse_dtype(q))
 
 
 def attention_flops(
@@ -102,4 +103,4 @@ def check_attention_backward(
 
 
 def attention_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return contiguous_like(q), contiguous_like(k), contiguous_like(v)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -25,6 +26,11 @@ def readable(*tensors: Tensor) -> bool:
 def row_stride(tensor: Tensor) -> int:
     """From one row of `with_columns(tensor)` to the next; a row is all but the first dimension."""
     return tensor.stride(0) if tensor.stride(-1) == 1 else math.prod(tensor.shape[1:])
+
+
+def contiguous_like(tensor: Tensor) -> Tensor:
+    """An empty output of its shape, dtype and device; `new_empty(tensor.shape)` takes the host twice as long."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def blocks_of(launch: Launch) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_ops._checks import check_dense, check_device, check_eps, check_float, check_like, dtype_name, refuse
 from torch_ops._explanations import by_reference, called_on_fakes, describe
+from torch_ops._launches import contiguous_like
 from torch_ops._norms_cpu import norm_backward_cpu, norm_forward_cpu, pass_on
 from torch_ops._norms_portable import norm_launches, plan_backward, plan_forward
 from torch_ops._registry import remembered, runs_kernels
@@ -85,11 +86,11 @@ def check_norm_backward(
 
 
 def result_of(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    return contiguous_like(x)
 
 
 def results_of_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    return contiguous_like(x), contiguous_like(x)
 
 
 def gradients(
@@ -98,7 +99,7 @@ def gradients(
     """dx, dweight and dbias, empty [0] where none is needed."""
 
     def allocate(tensor: Tensor | None, needed: bool) -> Tensor:
-        return x.new_empty(0) if tensor is None or not needed else tensor.new_empty(tensor.shape)
+        return x.new_empty(0) if tensor is None or not needed else contiguous_like(tensor)
 
     return allocate(x, needs_dx), allocate(weight, needs_dweight), allocate(bias, needs_dbias)
 

@@ -227,27 +227,33 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
         def backward(ctx: Any, *grads: Any) -> Any:
             return definition._backward_fn(ctx, *grads)
 
+    # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
+    apply = super(torch.autograd.Function, Differentiable).apply
+
     def autograd(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
         if torch._C._are_functorch_transforms_active():
             with _naming_transforms(name):
-                return differentiated(keyset, *args)
-        return differentiated(keyset, *args)
-
-    def differentiated(keyset: Any, *args: Any) -> Any:
-        # Modes, subclasses, fake tensors and functionalisation all leave a key above the backend's own.
-        if (keyset & torch._C._after_autograd_keyset).highestPriorityTypeId() != _CUDA:
+                return generic(keyset, *args)
+        if not _nothing_watches(keyset.raw_repr()):
             return generic(keyset, *args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return run(*args)
         if definition._backward_fn is None:
             return generic(keyset, *args)
-        return Differentiable.apply(*args, *defaults[len(args) :])
+        return apply(*args, *defaults[len(args) :])
 
     _library.impl(name, run, "CUDA")
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         _library.impl(name, autograd, key, with_keyset=True)
+
+
+@functools.cache
+def _nothing_watches(keys: int) -> bool:
+    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's."""
+    keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
+    return bool(keyset.highestPriorityTypeId() == _CUDA)
 
 
 @contextlib.contextmanager

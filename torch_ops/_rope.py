@@ -15,7 +15,7 @@ from csrc_free_ops.rope import _rope_kernel
 from torch_ops._attention_portable import head_strides
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._launches import Relaunch, blocks_of, can_overlap, readable, row_stride, with_columns
+from torch_ops._launches import Relaunch, blocks_of, can_overlap, contiguous_like, readable, row_stride, with_columns
 from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops.settings import settings
 
@@ -29,7 +29,7 @@ def rotation_launch(q: Tensor) -> tuple[Launch, str]:
 
 def workspaces(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """For q and k when turned: contiguous, whatever their own strides."""
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    return contiguous_like(q), contiguous_like(k)
 
 
 def plan_rotation(
