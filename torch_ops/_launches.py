@@ -1,4 +1,4 @@
-"""How kernels are launched: on rows as they can read them, again without a look at every argument, and early."""
+"""How kernels are launched: on rows they can read, into new outputs, again without a look at each argument, early."""
 
 import math
 from collections.abc import Callable
