@@ -17,7 +17,9 @@ from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, recor
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_sums import (
+    _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
+    _attention_bwd_round_dense_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
 )
@@ -90,6 +92,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
     for kernel in (
         _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
+        _attention_bwd_delta_dense_kernel, _attention_bwd_round_dense_kernel,
     )
 }  # fmt: skip
 
@@ -97,14 +100,22 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
 def hopper_launches(
     launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
-    deterministic: bool = True, rows: int = 2048,
+    deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False,
 ) -> dict[str, KernelLaunch]:  # fmt: skip
-    """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows."""
-    q = torch.empty(rows, num_heads, head_dim, device="meta", dtype=dtype)
-    k = torch.empty(rows, num_k_heads, head_dim, device="meta", dtype=dtype)
-    lse = torch.empty(num_heads, rows, device="meta")
+    """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows.
+
+    With a `batch` tensors are [B, H, S, D] of `rows` rows.
+    """
+
+    def tensor(heads: int) -> Tensor:
+        shape = (batch, heads, rows, head_dim) if batch else (rows, heads, head_dim)
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    q, k = tensor(num_heads), tensor(num_k_heads)
+    lse = torch.empty(q.shape[:3] if batch else (num_heads, rows), device="meta")
     cu = torch.empty(segments + 1, device="meta", dtype=torch.int32)
-    scores = Scores(0.1, left, right)
+    sink = torch.empty(num_heads, device="meta") if sinks else None
+    scores = Scores(0.1, left, right, has_sinks=sinks)
     launched: list[KernelLaunch] = []
     with ExitStack() as stack:
         for module in (_attention_hopper, _attention_hopper_backward):
@@ -112,12 +123,23 @@ def hopper_launches(
             stack.enter_context(mock.patch.object(module, "tickets", lambda device: SimpleNamespace(take=lambda: cu)))
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
-        forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
-        forward(q, k, k, cu, cu, q, lse)
-        backward = _attention_hopper_backward.plan_backward_hopper(
-            q, q, k, q, segments, launches["attention_bwd_hopper"], scores, dlse, deterministic
-        )
-        backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
+        if batch:
+            launch = launches["attention_fwd_hopper"]
+            _attention_hopper.plan_dense_forward_hopper(q, k, q, launch, scores)(q, k, k, q, lse, sink)
+        else:
+            forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
+            forward(q, k, k, cu, cu, q, lse, sink)
+        launch = launches["attention_bwd_hopper"]
+        if batch:
+            backward = _attention_hopper_backward.plan_dense_backward_hopper(
+                q, q, k, k, q, launch, scores, dlse, deterministic
+            )
+            backward(q, lse if dlse else None, q, k, k, q, lse, q, k, k)
+        else:
+            backward = _attention_hopper_backward.plan_backward_hopper(
+                q, q, k, q, segments, launch, scores, dlse, deterministic
+            )
+            backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
     return {launch.name: launch for launch in launched}
 
 

@@ -5,15 +5,62 @@ Plans are as those of `_attention`, without boundaries.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from torch_ops._attention_dense_portable import plan_backward_dense, plan_forward_dense
-from torch_ops._scores import Scores
+from torch_ops._attention import why_portable
+from torch_ops._attention_dense_portable import length_of, plan_backward_dense, plan_forward_dense
+from torch_ops._attention_hopper import addressable, forward_launch, has_tiles, plan_dense_forward_hopper
+from torch_ops._attention_hopper_backward import plan_dense_backward_hopper
+from torch_ops._attention_portable import choose
+from torch_ops._hopper import is_packaged
+from torch_ops._launches import dense_like
+from torch_ops._registry import is_eager, opaque_launch, remembered
+from torch_ops._scores import NO_STEP, Scores, StepTensors
+
+
+def why_dense_portable(scores: Scores, **tensors: Tensor) -> str:
+    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path."""
+    return why_portable(scores, length_of(tensors["q"]), **tensors)
 
 
 def plan_dense_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool = True) -> Callable[..., None]:
     """launch(q, k, v, out, lse, step) fills out, in the order of memory of q (`dense_like`), and lse [B, H, Sq]."""
-    return plan_forward_dense(q, k, v, scores, has_lse)
+    if why_dense_portable(scores, q=q, k=k, v=v) or is_packaged():
+        return plan_forward_dense(q, k, v, scores, has_lse)
+    if not is_eager():
+
+        def launch_opaque(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, step: StepTensors = NO_STEP
+        ) -> None:
+            _launch_dense_forward_opaque(q, k, v, step.sinks, out, lse, scores.scale, scores.left, scores.right)
+
+        return launch_opaque
+    launch, _ = forward_launch(q, scores, 1)
+    hopper = plan_dense_forward_hopper(q, k, dense_like(q), launch, scores, has_lse)
+    portable: list[Callable[..., None]] = []
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, step: StepTensors = NO_STEP) -> None:
+        if addressable(q, k, v):
+            hopper(q, k, v, out, lse, step.sinks)
+            return
+        if not portable:
+            portable.append(plan_forward_dense(q, k, v, scores, has_lse))
+        portable[0](q, k, v, out, lse, step)
+
+    return launch_forward
+
+
+@opaque_launch("_attention_dense_fwd", writes=("out", "lse"))
+def _launch_dense_forward_opaque(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, scale: float, left: int, right: int
+) -> None:
+    scores = Scores(scale, left, right, has_sinks=sinks is not None)
+    plan = _prepare_dense_forward(q, k, v, scores, lse.shape[2] == q.shape[2])
+    plan(q, k, v, out, lse, StepTensors(sinks=sinks))
+
+
+_prepare_dense_forward = remembered(plan_dense_forward)
 
 
 def plan_dense_backward(
@@ -21,4 +68,48 @@ def plan_dense_backward(
     deterministic: bool = True,
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, step) fills the gradients, each in the order of its input."""
-    return plan_backward_dense(dout, dlse, q, k, v, out, lse, scores)
+    if why_dense_portable(scores, q=q, k=k, v=v, out=out) or is_packaged():
+        return plan_backward_dense(dout, dlse, q, k, v, out, lse, scores)
+    if not is_eager():
+        bounds = scores.scale, scores.left, scores.right
+
+        def launch_opaque(
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
+        ) -> None:  # fmt: skip
+            tensors = dout, dlse, q, k, v, out, lse, dq, dk, dv
+            _launch_dense_backward_opaque(*tensors, *bounds, deterministic)
+
+        return launch_opaque
+    launch, _ = choose("attention_bwd_hopper", q, scores, length_of(q))
+    # An expanded one, of a sum's backward, is copied.
+    copied = not has_tiles(dout)
+    layout = torch.empty(dout.shape, dtype=dout.dtype, device="meta") if copied else dout
+    hopper = plan_dense_backward_hopper(layout, q, k, v, out, launch, scores, dlse is not None, deterministic)
+    portable: list[Callable[..., None]] = []
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
+    ) -> None:  # fmt: skip
+        dout = dout.contiguous() if copied else dout
+        if addressable(q, k, v, out, dout):
+            hopper(dout, dlse, q, k, v, out, lse, dq, dk, dv)
+            return
+        if not portable:
+            portable.append(plan_backward_dense(dout, dlse, q, k, v, out, lse, scores))
+        portable[0](dout, dlse, q, k, v, out, lse, dq, dk, dv, step)
+
+    return launch_backward
+
+
+@opaque_launch("_attention_dense_bwd", writes=("dq", "dk", "dv"))
+def _launch_dense_backward_opaque(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int, deterministic: bool,
+) -> None:  # fmt: skip
+    plan = _prepare_dense_backward(dout, dlse, q, k, v, out, lse, Scores(scale, left, right), deterministic)
+    plan(dout, dlse, q, k, v, out, lse, dq, dk, dv)
+
+
+_prepare_dense_backward = remembered(plan_dense_backward)

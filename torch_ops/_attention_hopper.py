@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, DENSE_CUT, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._hopper import Descriptors, hopper_refusal, programs, to_keep
@@ -53,9 +53,13 @@ def refusal(gpu: Gpu, scores: Scores, **tensors: Tensor) -> str:
 
 
 def has_tiles(tensor: Tensor) -> bool:
-    """Whether TMA can address tiles of this tensor: strides of whole 16 bytes."""
-    row, head, column = tensor.stride()
-    return bool(column == 1 and row % 8 == 0 and head % 8 == 0 and row and (head or tensor.shape[1] == 1))
+    """Whether TMA can address tiles of this tensor: strides of whole 16 bytes, none of them 0."""
+    *outer, column = tensor.stride()
+    sizes = tensor.shape[:-1]
+    return bool(
+        column == 1
+        and all(stride % 8 == 0 and (stride or size == 1) for stride, size in zip(outer, sizes, strict=True))
+    )
 
 
 def addressable(*tensors: Tensor) -> bool:
@@ -121,18 +125,25 @@ class _Tickets:
 tickets = lru_cache(_Tickets)
 
 
-def _layout(columns: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=3)
+def _layout(columns: int, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
 
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles of `rows` rows and `columns` columns of one head; what lies outside of [T, H, D] reads as zero."""
+    """Tiles of `rows` rows and `columns` columns of one head; what lies outside of [T, H, D] or of a sequence in
+    [B, H, S, D] reads as zero."""
+    if tensor.dim() == 4:
+        # A dimension of one may have any stride, also one that TMA does not take.
+        strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+        return TensorDescriptor(
+            tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], _layout(columns, 4)
+        )
     row, head, _ = tensor.stride()
     if tensor.shape[1] == 1:
         head = tensor.shape[2]
     if tensor.shape[0] == 1:
         row = head * tensor.shape[1]
-    return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns))
+    return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns, 3))
 
 
 def order_of(num_segments: int, of_one: int) -> int:
@@ -147,7 +158,7 @@ def constants_of(
     """What both directions are built for."""
     consumer, producer, at_launch = registers
     return {
-        "HEAD_DIM": q.shape[2], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],
+        "HEAD_DIM": q.shape[-1], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STAGES": launch.num_stages,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
@@ -156,48 +167,91 @@ def constants_of(
 def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch, str]:
     """The forward's launch, and where it comes from.
 
-    Shipped rows were measured with many segments. One segment's tiles take so many rounds of the programs: it takes the
-    launch of long segments, or, where tiles of two warpgroups are done sooner than those of three, such tiles. Of one
-    round, smaller blocks begin sooner; at head dimension 72 they are faster in any.
+    Shipped rows were measured with many segments. One segment's tiles, and those of a batch [B, H, S, D], whose heads
+    are all one segment's, take so many rounds of the programs: they take the launch of long segments, or, where tiles
+    of two warpgroups are done sooner than those of three, such tiles. Of one round, smaller blocks begin sooner; at
+    head dimension 72 they are faster in any.
     """
-    launch, source = choose("attention_fwd_hopper", q, scores, mean_length(q.shape[0], num_segments))
+    rows, heads = (q.shape[2], q.shape[0] * q.shape[1]) if q.dim() == 4 else (q.shape[0], q.shape[1])
+    launch, source = choose("attention_fwd_hopper", q, scores, mean_length(rows, num_segments))
     if num_segments != 1 or any(row.launch is launch for row in settings.rows):
         return launch, source
     launch, source = choose("attention_fwd_hopper", q, scores, None, ())
     if launch.block_m != 192:
         return launch, source
-    each = -(-q.shape[0] // 64) * q.shape[1] / programs(q.device.index)
+    head_dim = q.shape[-1]
+    each = -(-rows // 64) * heads / programs(q.device.index)
     rounds, rest = divmod(each, 3)
-    takes = ROUND.get(q.shape[2], ROUND[0])
+    takes = ROUND.get(head_dim, ROUND[0])
     tall = rounds * takes[3] + (takes[math.ceil(rest)] if rest else 0)
     if each > 2 and tall <= math.ceil(each / 2):
         return launch, source
-    columns = 64 if each <= 2 or q.shape[2] == 72 else launch.block_n
-    return Launch(128, columns, 8, 3 if q.shape[2] <= 80 else launch.num_stages), source
+    columns = 64 if each <= 2 or head_dim == 72 else launch.block_n
+    return Launch(128, columns, 8, 3 if head_dim <= 80 else launch.num_stages), source
+
+
+def _forward_constants(
+    q: Tensor, k: Tensor, launch: Launch, scores: Scores, order: int, out_row: int, has_lse: bool
+) -> dict[str, Any]:
+    # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
+    overlap = launch.block_m == 128 or q.shape[-1] <= 72
+    groups = launch.block_m // 64
+    return {
+        **constants_of(q, k, launch, scores, REGISTERS[groups, overlap]),
+        "GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": order, "HAS_LSE": has_lse,
+        "HAS_SINKS": scores.has_sinks, "OUT_STRIDE": out_row, "launch_pdl": True,
+    }  # fmt: skip
+
+
+def _forward_descriptors(head_dim: int, columns: int) -> Descriptors:
+    """Of q, q, k, k, v, out, out: main and tail of each but v."""
+    main, tail, width = PARTS[head_dim]
+    tiles = ((64, main), (64, tail), (columns, main), (columns, tail), (columns, width), (64, main), (64, tail))
+    return Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
 
 
 def plan_forward_hopper(
     q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores, has_lse: bool = True
 ) -> Callable[..., None]:
-    """launch(q, k, v, cu_q, cu_k, out, lse) on tensors that `addressable` allows; without `has_lse` none is written."""
-    # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
-    overlap = launch.block_m == 128 or q.shape[2] <= 72
-    groups = launch.block_m // 64
-    constants = constants_of(q, k, launch, scores, REGISTERS[groups, overlap])
-    constants |= {"GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap}
-    constants |= {"ORDER": order_of(num_segments, SINGLE.value), "HAS_LSE": has_lse, "launch_pdl": True}
-    scalars = (q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
-    main, tail, width = PARTS[q.shape[2]]
-    cols = launch.block_n
-    tiles = ((64, main), (64, tail), (cols, main), (cols, tail), (cols, width), (64, main), (64, tail))
-    descriptors_of = Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
+    """launch(q, k, v, cu_q, cu_k, out, lse, sinks) on tensors that `addressable` allows; no lse without `has_lse`."""
+    order = order_of(num_segments, SINGLE.value)
+    constants = _forward_constants(q, k, launch, scores, order, q.shape[1] * q.shape[2], has_lse)
+    scalars = (0, 0, q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
+    descriptors_of = _forward_descriptors(q.shape[2], launch.block_n)
     device = q.device
     grid = (programs(device.index), 1)
     relaunch = Relaunch(grid, scalars)
 
-    def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor) -> None:
+    def launch_forward(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         descriptors = descriptors_of(q, q, k, k, v, out, out)
-        tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), tickets(device).take())
+        tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), sinks, tickets(device).take())
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_forward
+
+
+def plan_dense_forward_hopper(
+    q: Tensor, k: Tensor, out: Tensor, launch: Launch, scores: Scores, has_lse: bool = True
+) -> Callable[..., None]:
+    """launch(q, k, v, out, lse, sinks) for [B, H, S, D], as above; `out` is laid out as what will be written."""
+    out_batch, out_head, out_row, _ = out.stride()
+    constants = _forward_constants(q, k, launch, scores, DENSE_CUT.value, out_row, has_lse)
+    scalars = (
+        out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
+    )  # fmt: skip
+    descriptors_of = _forward_descriptors(q.shape[3], launch.block_n)
+    device = q.device
+    grid = (programs(device.index), 1)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        descriptors = descriptors_of(q, q, k, k, v, out, out)
+        tensors = (out, lse, None, None, sinks, tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

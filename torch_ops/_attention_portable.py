@@ -35,7 +35,8 @@ def choose(
     own_rows = settings.rows if own_rows is None else own_rows
     return pick(
         kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[-1], scores.causal, length, own_rows,
-        scores.masked,
+        # Of a sink, too, tall tiles leave no registers.
+        scores.masked or scores.has_sinks,
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from csrc_free_ops.attention.hopper_bwd_notes import (
     AFTER,
+    BATCH_STRIDES,
     BEFORE,
     BLOCK,
     BLOCKS,
@@ -53,6 +54,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     FREE,
     HEAD,
     HEAD_MASKED,
+    HEAD_STRIDES,
     LAST,
     LEAD,
     LENGTH,
@@ -105,10 +107,13 @@ from csrc_free_ops.attention.hopper_work import (
     deal,
     draw_in_order,
     has_one_segment,
+    head_count,
+    is_dense,
     is_inside,
     keep,
     kept_number,
     kept_pointer,
+    kept_stride,
     place,
     read_note,
     rows_of,
@@ -182,6 +187,8 @@ def _clear_tail(address, rows, HEAD_DIM: gl.constexpr):
 def _kept_boundaries(notes, addresses, NUMBERS: gl.constexpr, POINTER: gl.constexpr, ORDER: gl.constexpr):
     if has_one_segment(ORDER):
         return kept_number(notes, NUMBERS), kept_number(notes, NUMBERS + 1)
+    elif is_dense(ORDER):
+        return 0, 0
     else:
         return kept_pointer(addresses, POINTER, gl.int32)
 
@@ -199,6 +206,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
     ORDERED: gl.constexpr = option(OPTIONS, "ORDERED")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
+    STRIDES: gl.constexpr = (option(OPTIONS, "STRIDE_DKT"), option(OPTIONS, "STRIDE_DVT"))
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
     lses, deltas = vectors
@@ -211,11 +219,12 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
     # No head goes alone: its tiles would wait for each other's turns.
     NEVER: gl.constexpr = 2**31 - 1
     bars_at = shared_base() + SUMS_AT + sum_bytes(HEAD_DIM)
+    heads = head_count(kept_number(notes, SEGMENTS), K_HEADS, ORDER)
     num_tiles, dealt = deal(
         _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), kept_number(notes, SEGMENTS),
-        kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER,
+        kept_number(notes, TOTAL_OWN), heads, 2, ORDER,
     )  # fmt: skip
-    write_note(notes, NOTES, WORK, num_tiles * K_HEADS)
+    write_note(notes, NOTES, WORK, num_tiles * heads)
     q_stage = 0
     stage = 0
     loaded = 0
@@ -225,7 +234,8 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
         num_segments = kept_number(notes, SEGMENTS)
         head, segment, start, length, unit, _ = place(
             work, num_tiles, dealt, _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), num_segments,
-            kept_number(notes, TOTAL_OWN), K_HEADS, 2, ORDER, RESIDENT // (GROUP * HEAD_DIM * ROW_BYTES), NEVER,
+            kept_number(notes, TOTAL_OWN), head_count(num_segments, K_HEADS, ORDER), 2, ORDER,
+            RESIDENT // (GROUP * HEAD_DIM * ROW_BYTES), NEVER,
         )  # fmt: skip
         cu_other = _kept_boundaries(notes, addresses, FIRST_OTHERS, CU_OTHER, ORDER)
         other_start, other_length = rows_of(cu_other, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
@@ -252,13 +262,15 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                 if count > 0:
                     barrier_sync(V_EMPTY, MEETING)
                 mbarrier.expect(bars.index(OWN_FULL + 1), 2 * STAGE_BYTES)
-                load_blocks(own_descs[1], start + first, head, bars.index(OWN_FULL + 1), tiles, 2 * TILES, TILES, 2)
+                v_bar = bars.index(OWN_FULL + 1)
+                load_blocks(own_descs[1], start + first, head, v_bar, tiles, 2 * TILES, TILES, 2, K_HEADS)
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
             bar = bars.index(OWN_FULL + own_stage)
             if OWN_STAGES > 1:
-                load_blocks(own_descs[0], start + first, head, bar, tiles, own_stage * 4 * TILES, TILES, 2)
-                load_blocks(own_descs[1], start + first, head, bar, tiles, (own_stage * 4 + 2) * TILES, TILES, 2)
+                load_blocks(own_descs[0], start + first, head, bar, tiles, own_stage * 4 * TILES, TILES, 2, K_HEADS)
+                place_of_v = (own_stage * 4 + 2) * TILES
+                load_blocks(own_descs[1], start + first, head, bar, tiles, place_of_v, TILES, 2, K_HEADS)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -275,16 +287,23 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
             write_note(notes, slot, FIRST_OTHER, low)
             write_note(notes, slot, ROW_OTHER, other_start)
             write_note(notes, slot, LENGTH, other_length)
-            write_note(notes, slot, SLOT, other_start // BLOCK + segment)
+            if is_dense(ORDER):
+                write_note(notes, slot, SLOT, 0)
+            else:
+                write_note(notes, slot, SLOT, other_start // BLOCK + segment)
             write_note(notes, slot, SHIFT, shift)
             write_note(notes, slot, LAST, (length - 1) // OWNED)
-            offset = ((start + first).to(gl.int64) * K_HEADS + head) * HEAD_DIM
-            gradient = kept_pointer(addresses, FIRST_GRADIENT, tiles.dtype) + offset
-            write_note(addresses, slot, FIRST_GRADIENT, gradient.to(gl.int64))
-            gradient = kept_pointer(addresses, SECOND_GRADIENT, tiles.dtype) + offset
-            write_note(addresses, slot, SECOND_GRADIENT, gradient.to(gl.int64))
+            own_row = (start + first).to(gl.int64)
+            for index in gl.static_range(2):
+                gradient = kept_pointer(addresses, FIRST_GRADIENT + index, tiles.dtype) + own_row * STRIDES[index]
+                if is_dense(ORDER):
+                    gradient += head // K_HEADS * kept_stride(addresses, BATCH_STRIDES + index)
+                    gradient += head % K_HEADS * kept_stride(addresses, HEAD_STRIDES + index)
+                else:
+                    gradient += head * HEAD_DIM
+                write_note(addresses, slot, FIRST_GRADIENT + index, gradient.to(gl.int64))
             if OWN_STAGES == 1:
-                load_blocks(own_descs[0], start + first, head, bar, tiles, own_stage * 4 * TILES, TILES, 2)
+                load_blocks(own_descs[0], start + first, head, bar, tiles, own_stage * 4 * TILES, TILES, 2, K_HEADS)
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             tell(bars_at + (OWN_FULL + own_stage) * 8)
             for member in range(GROUP):
@@ -296,7 +315,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                     q_bar = bars.index(Q_FULL + q_stage)
                     mbarrier.expect(q_bar, STAGE_BYTES)
                     place_of_q = FIRST_STAGE + q_stage * TILES
-                    load_blocks(q_desc, other_start + other, other_head, q_bar, tiles, place_of_q, TILES, 1)
+                    load_blocks(q_desc, other_start + other, other_head, q_bar, tiles, place_of_q, TILES, 1, HEADS)
                     local = made_anew(gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0])))
                     inside = other + local < other_length
                     place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
@@ -311,7 +330,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                     bar = bars.index(DOUT_FULL + stage)
                     mbarrier.expect(bar, STAGE_BYTES)
                     place_of_dout = FIRST_DOUT + stage * TILES
-                    load_blocks(dout_desc, other_start + other, other_head, bar, tiles, place_of_dout, TILES, 1)
+                    load_blocks(dout_desc, other_start + other, other_head, bar, tiles, place_of_dout, TILES, 1, HEADS)
                     lses.index(q_stage).store(lse_to_subtract(lse))
                     deltas.index(q_stage).store(delta)
                     tell(bars_at + (Q_FULL + q_stage) * 8)
@@ -348,7 +367,8 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
     HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    STRIDE_DKT: gl.constexpr = option(OPTIONS, "STRIDE_DKT")
+    STRIDE_DVT: gl.constexpr = option(OPTIONS, "STRIDE_DVT")
     DTYPE: gl.constexpr = option(OPTIONS, "DTYPE")
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
@@ -501,11 +521,11 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
         if (((passed - 1) & 1) == INDEX) | (not IN_TURNS):
             fence_async_shared()
             barrier_arrive(STAGED + ((passed - 1) & 1), MAKERS)
-        dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
-        dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * (HEADS // GROUP) * HEAD_DIM * 2
+        dk_address = read_note(addresses, slot, FIRST_GRADIENT) + OWN * STRIDE_DKT * 2
+        dv_address = read_note(addresses, slot, SECOND_GRADIENT) + OWN * STRIDE_DVT * 2
         seen = read_note(notes, slot, SENT) > 0
-        store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
-        store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, HEADS // GROUP * HEAD_DIM)
+        store_rows(dk_address, keep_strips(scale_strips(dk, scale), seen), rows, DTYPE, STRIDE_DKT)
+        store_rows(dv_address, keep_strips(dv, seen), rows, DTYPE, STRIDE_DVT)
         turn += 1
         mbarrier.wait(bars.index(OWN_FULL + turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
@@ -515,14 +535,16 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, lane_desc, lane_rest_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, ticket_ptr, dk_ptr, dv_ptr,
-    total_q, total_k, num_segments, scale, window_left, window_right,
+    stride_dkb, stride_dvb, stride_dkh, stride_dvh, total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, ROUND: gl.constexpr,
+    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
 
-    ORDER is any but SINGLE: all tiles but the last have OWNED keys. ticket_ptr is as in the forward.
+    ORDER is any without a cut: all tiles but the last have OWNED keys. ticket_ptr, and the sizes of a batch
+    [B, H, S, D], are as in the forward.
     The kernel begins while the one before it ends, and reads what that one does not write: inputs and tickets. Before
     delta the producer waits for it, and senders before counters; nothing else is touched before delta is there. That
     one must be launched plainly: of those before it nothing here knows.
@@ -539,7 +561,7 @@ def _attention_bwd_hopper_kernel(
     BARS_AT: gl.constexpr = SUMS_AT + sum_bytes(HEAD_DIM)
     # The largest, and first: tiles, sums, and barriers behind them.
     whole = gl.allocate_shared_memory(DTYPE, [BARS_AT // 256 + 1, 128], VECTOR)
-    tiles = whole._reinterpret(DTYPE, [BARS_AT // TILE_BYTES, BLOCK, 1, COLUMNS], q_desc.layout)
+    tiles = whole._reinterpret(DTYPE, [BARS_AT // TILE_BYTES] + q_desc.block_shape, q_desc.layout)
     check_base(flat(tiles.index(0)))
     bars = whole.index(BARS_AT // 256)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     make_barriers(shared_base() + BARS_AT, arrivals(OWN_STAGES))
@@ -553,11 +575,16 @@ def _attention_bwd_hopper_kernel(
     OPTIONS: gl.constexpr = (
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "STAGES", STAGES,
         "HEADS", HEADS, "ORDER", ORDER, "DTYPE", DTYPE, "ORDERED", ORDERED, "OWN_STAGES", OWN_STAGES,
-        "ROUND", ROUND,
+        "ROUND", ROUND, "STRIDE_DKT", STRIDE_DKT, "STRIDE_DVT", STRIDE_DVT,
     )  # fmt: skip
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     # In the order of their fields.
-    keep(addresses, (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr, cu_k_ptr, cu_q_ptr))
+    kept = (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr)
+    if is_dense(ORDER):
+        kept = kept + (stride_dkb, stride_dvb, stride_dkh, stride_dvh)
+    else:
+        kept = kept + (cu_k_ptr, cu_q_ptr)
+    keep(addresses, kept)
     sizes = (total_k, total_q, num_segments, window_right, window_left)
     if has_one_segment(ORDER):
         sizes = sizes + own_boundaries + other_boundaries

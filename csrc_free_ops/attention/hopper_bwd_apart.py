@@ -72,6 +72,9 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
     TILES: gl.constexpr = tile_count(HEAD_DIM)
     STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
     BARS_AT: gl.constexpr = (4 + 2 * STAGES) * STAGE_BYTES
+    K_HEADS: gl.constexpr = option(OPTIONS, "HEADS") // GROUP
+    OWN_HEADS: gl.constexpr = K_HEADS if ON_KEYS else K_HEADS * GROUP
+    OTHER_HEADS: gl.constexpr = K_HEADS * GROUP if ON_KEYS else K_HEADS
     HEADS_OVER: gl.constexpr = GROUP if ON_KEYS else 1
     if ON_KEYS:
         a_desc, b_desc, x_desc, y_desc = k_desc, v_desc, q_desc, dout_desc
@@ -82,8 +85,8 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
     vectors_full = shared_base() + BARS_AT + VECTORS_FULL * 8
     mbarrier.expect(bars.index(A_FULL), 2 * STAGE_BYTES)
     mbarrier.expect(bars.index(B_FULL), 2 * STAGE_BYTES)
-    load_blocks(a_desc, first, head, bars.index(A_FULL), tiles, 0, TILES, 2)
-    load_blocks(b_desc, first, head, bars.index(B_FULL), tiles, 2 * TILES, TILES, 2)
+    load_blocks(a_desc, first, head, bars.index(A_FULL), tiles, 0, TILES, 2, OWN_HEADS)
+    load_blocks(b_desc, first, head, bars.index(B_FULL), tiles, 2 * TILES, TILES, 2, OWN_HEADS)
     stage = 0
     loaded = 0
     for member in range(HEADS_OVER):
@@ -93,10 +96,12 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
                 barrier_sync(EMPTY + stage, MEETING)
             row = other_start + other
             mbarrier.expect(bars.index(X_FULL + stage), STAGE_BYTES)
-            load_blocks(x_desc, row, other_head, bars.index(X_FULL + stage), tiles, (4 + stage) * TILES, TILES, 1)
+            x_bar = bars.index(X_FULL + stage)
+            load_blocks(x_desc, row, other_head, x_bar, tiles, (4 + stage) * TILES, TILES, 1, OTHER_HEADS)
             mbarrier.expect(bars.index(Y_FULL + stage), STAGE_BYTES)
             place_of_y = (4 + STAGES + stage) * TILES
-            load_blocks(y_desc, row, other_head, bars.index(Y_FULL + stage), tiles, place_of_y, TILES, 1)
+            y_bar = bars.index(Y_FULL + stage)
+            load_blocks(y_desc, row, other_head, y_bar, tiles, place_of_y, TILES, 1, OTHER_HEADS)
             if ON_KEYS:
                 local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
                 inside = other + local < other_length
@@ -263,7 +268,7 @@ def _attention_bwd_apart_kernel(
     cu_k = boundaries(cu_k_ptr, SINGLE)
     # The largest, and first: tiles, and barriers behind them.
     whole = gl.allocate_shared_memory(DTYPE, [BARS_AT // 256 + 1, 128], VECTOR)
-    tiles = whole._reinterpret(DTYPE, [HELD, BLOCK, 1, COLUMNS], q_desc.layout)
+    tiles = whole._reinterpret(DTYPE, [HELD] + q_desc.block_shape, q_desc.layout)
     check_base(flat(tiles.index(0)))
     bars = whole.index(BARS_AT // 256)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     make_barriers(shared_base() + BARS_AT, ARRIVALS)

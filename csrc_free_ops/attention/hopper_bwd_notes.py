@@ -20,6 +20,7 @@ shared memory. At OWN_FULL and Q_FULL every lane of the producer arrives, which 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_free_ops.attention.hopper_work import is_dense
 from csrc_free_ops.tiles.hopper import TOLD
 from csrc_free_ops.tiles.scores import LOG2E
 
@@ -52,6 +53,8 @@ LEAD = HEAD_MASKED
 FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OTHER = (
     gl.constexpr(field) for field in range(9)
 )
+# Of a batch there are no boundaries, but strides of dk and dv, of each kind both.
+BATCH_STRIDES, HEAD_STRIDES = CU_OWN, gl.constexpr(CU_OWN.value + 2)
 # Sizes behind the notes.
 TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
 # Of one segment, where keys and queries begin; where they end comes next.
@@ -112,3 +115,12 @@ def arrivals(own_stages):
     """At each barrier in shared memory. With one place for keys, nothing is told with v."""
     own = (TOLD.value, TOLD.value if own_stages == 2 else 1)
     return (*own, *(TOLD.value,) * 3, 1, 1, 1, 1)
+
+
+@gluon.jit
+def slot_count(total, num_segments, ORDER: gl.constexpr):
+    """Counters of one head: one for every tile of query rows that there may be."""
+    if is_dense(ORDER):
+        return (total + BLOCK - 1) // BLOCK
+    else:
+        return total // BLOCK + num_segments + 2

@@ -32,9 +32,10 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     TOTAL_OTHER,
     lane_count,
     makers,
+    slot_count,
 )
 from csrc_free_ops.attention.hopper_bwd_sums import first_columns
-from csrc_free_ops.attention.hopper_work import NOTES, kept_number, kept_pointer, read_note_by_warp
+from csrc_free_ops.attention.hopper_work import NOTES, head_count, kept_number, kept_pointer, read_note_by_warp
 from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, option, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     add_tile,
@@ -104,6 +105,7 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     ORDERED: gl.constexpr = option(OPTIONS, "ORDERED")
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
+    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     notes, addresses = told
     MAKERS: gl.constexpr = makers(HEAD_DIM)
     BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
@@ -115,12 +117,14 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     turn = 0
     skipped = INDEX
     total = kept_number(notes, TOTAL_OTHER)
-    slots = total // BLOCK + kept_number(notes, SEGMENTS) + 2
+    segments = kept_number(notes, SEGMENTS)
+    slots = slot_count(total, segments, ORDER)
+    heads = head_count(segments, HEADS, ORDER)
     mbarrier.wait(bars.index(OWN_FULL), 0)
     if ORDERED:
         # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
         await_kernel()
-        ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * HEADS * slots) == 0
+        ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * heads * slots) == 0
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
@@ -146,7 +150,7 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
                 if ORDERED:
                     if ROUND > 1:
                         position = turn_in_lane(own, step, lead, blocks, lane_distance(total, BLOCK), ROUND)
-                        counter += gl.where(step < lead, HEADS * slots, 0)
+                        counter += gl.where(step < lead, heads * slots, 0)
                     else:
                         position = turn_among(
                             own, last, other, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
@@ -169,7 +173,7 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
                     sums = kept_pointer(addresses, SUMS, gl.float32)
                     send_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), is_first)
                     if FIRST < HEAD_DIM:
-                        rest = sums + total.to(gl.int64) * (HEADS * FIRST) + line * (HEAD_DIM - FIRST)
+                        rest = sums + total.to(gl.int64) * (heads * FIRST) + line * (HEAD_DIM - FIRST)
                         send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), is_first)
                 sent_from()
                 mbarrier.arrive(bars.index(FREE + INDEX), count=1)

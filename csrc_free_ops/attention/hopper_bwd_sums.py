@@ -11,10 +11,10 @@ same banks.
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.portable_fwd import COUNTS, SIZES
+from csrc_free_ops.attention.portable_fwd import COUNTS, DENSE_SIZES, SIZES
 from csrc_free_ops.tiles.lanes import lane_distance, longest_lead
 from csrc_free_ops.tiles.masks import is_seen
-from csrc_free_ops.tiles.rows import column_starts, load_rows, row_base, sum_of_products
+from csrc_free_ops.tiles.rows import batch_base, column_starts, load_rows, row_base, sum_of_products
 from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
 
 # Columns of sums that a thread reads at once, 16 bytes; fewer where there are not so many.
@@ -40,14 +40,14 @@ def _runs(first, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _places(head, row, run, within, total, START: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where in sums the numbers of `_runs` lie, whose first column is START."""
+def _places(head, heads, row, run, within, total, START: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Where in sums, of so many heads, the numbers of `_runs` lie, whose first column is START."""
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     line = head.to(tl.int64) * total + row
     if START < FIRST:
         places = line * FIRST + ((START // RUN + run) ^ (row % 4 * (8 // RUN))) * RUN + within
     else:
-        first_numbers = tl.num_programs(1).to(tl.int64) * total * FIRST
+        first_numbers = heads.to(tl.int64) * total * FIRST
         places = first_numbers + line * (HEAD_DIM - FIRST) + (START - FIRST) + run * RUN + within
     return places
 
@@ -59,6 +59,16 @@ def _clear(base, rows, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
     for start in tl.static_range(0, BLOCK_M * COLUMNS, BLOCK_M * 8):
         places = start + tl.arange(0, BLOCK_M * 8)
         tl.store(base + places, tl.zeros((BLOCK_M * 8,), tl.float32), mask=places < numbers)
+
+
+@triton.jit
+def _clear_sums(sums_ptr, line, rows, numbers, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of `rows` rows from `line`, counted over all heads, on; there are so many `numbers` of lines in all."""
+    FIRST: tl.constexpr = first_columns(HEAD_DIM)
+    _clear(sums_ptr + line * FIRST, rows, BLOCK_M, FIRST)
+    if FIRST < HEAD_DIM:
+        REST: tl.constexpr = HEAD_DIM - FIRST
+        _clear(sums_ptr + numbers * FIRST + line * REST, rows, BLOCK_M, REST)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -135,24 +145,79 @@ def _attention_bwd_delta_kernel(
         shift = q_length - k_length
         seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
         if not (ORDERED and seen):
-            FIRST: tl.constexpr = first_columns(HEAD_DIM)
-            line = head * total_q + q_start + first
-            rows = q_length - first
-            _clear(sums_ptr + line * FIRST, rows, BLOCK_M, FIRST)
-            if FIRST < HEAD_DIM:
-                REST: tl.constexpr = HEAD_DIM - FIRST
-                first_numbers = tl.num_programs(1).to(tl.int64) * total_q * FIRST
-                _clear(sums_ptr + first_numbers + line * REST, rows, BLOCK_M, REST)
+            lines = tl.num_programs(1).to(tl.int64) * total_q
+            _clear_sums(sums_ptr, head * total_q + q_start + first, q_length - first, lines, HEAD_DIM, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=DENSE_SIZES)
+def _attention_bwd_delta_dense_kernel(
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, sums_ptr, counts_ptr,
+    stride_ob, stride_oh, stride_dob, stride_doh, heads, q_length, k_length, window_left, window_right,
+    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads of all sequences, tiles of BLOCK_M query rows): the same of [B, H, S, D], of one lane, overlapped.
+
+    No boundaries fall, of which there are none.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    line = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    batch, head = line // heads, line % heads
+    first = tile * BLOCK_M
+    local = tl.arange(0, BLOCK_M)
+    remaining = q_length - first
+    starts = column_starts(head, HEAD_DIM, MAIN)
+    out_base = row_base(batch_base(out_ptr, batch, stride_ob, UNIT), first, head, stride_oh, STRIDE_OT, UNIT)
+    dout_base = row_base(batch_base(dout_ptr, batch, stride_dob, UNIT), first, head, stride_doh, STRIDE_DOT, UNIT)
+    out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+    statistics = line * q_length + first + local
+    lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
+    delta = sum_of_products(out, dout)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + statistics, mask=local < remaining, other=0.0)
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + statistics, delta, mask=local < remaining)
+    tl.store(counts_ptr + line * tl.num_programs(1) + tile, 0)
+    if (line == 0) & (tile == 0):
+        tl.store(counts_ptr + tl.num_programs(0).to(tl.int64) * tl.num_programs(1), 0)
+    shift = q_length - k_length
+    seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
+    if not (ORDERED and seen):
+        lines = tl.num_programs(0).to(tl.int64) * q_length
+        _clear_sums(sums_ptr, line * q_length + first, remaining, lines, HEAD_DIM, BLOCK_M)
 
 
 @triton.jit
 def _store_rounded(
-    dq_ptr, part, head, row, run, within, scale, mask,
-    START: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_DQT: tl.constexpr,
+    dq_base, part, row, run, within, scale, mask, START: tl.constexpr, STRIDE_DQT: tl.constexpr
 ):  # fmt: skip
-    """Writes dq = scale part, [runs, RUN] as of `_runs`, whose first column is START."""
-    dq = dq_ptr + row.to(tl.int64) * STRIDE_DQT + head * HEAD_DIM + START + run * RUN + within
-    tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_ptr.dtype.element_ty), mask=mask)
+    """Writes dq = scale part, [runs, RUN] as of `_runs`, whose first column is START; a head's dq is at dq_base."""
+    dq = dq_base + row.to(tl.int64) * STRIDE_DQT + START + run * RUN + within
+    tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _round_rows(
+    sums_ptr, dq_base, head, heads, first, total, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of a head, from `first` on."""
+    row, run, within = _runs(first, BLOCK_M, MAIN)
+    for START in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
+        places = _places(head, heads, row, run, within, total, START, HEAD_DIM)
+        part = tl.load(sums_ptr + places, mask=row < total, other=0.0)
+        _store_rounded(dq_base, part, row, run, within, scale, row < total, START, STRIDE_DQT)
+    if TAIL > 0:
+        LAST: tl.constexpr = HEAD_DIM // MAIN * MAIN
+        row, run, within = _runs(first, BLOCK_M, TAIL)
+        mask = (row < total) & (LAST + RUN * run < HEAD_DIM)
+        places = _places(head, heads, row, run, within, total, LAST, HEAD_DIM)
+        part = tl.load(sums_ptr + places, mask=mask, other=0.0)
+        _store_rounded(dq_base, part, row, run, within, scale, mask, LAST, STRIDE_DQT)
 
 
 @triton.jit(do_not_specialize=("total_q",))
@@ -167,18 +232,27 @@ def _attention_bwd_round_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_M
-    row, run, within = _runs(first, BLOCK_M, MAIN)
-    for START in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
-        places = _places(head, row, run, within, total_q, START, HEAD_DIM)
-        part = tl.load(sums_ptr + places, mask=row < total_q, other=0.0)
-        _store_rounded(dq_ptr, part, head, row, run, within, scale, row < total_q, START, HEAD_DIM, STRIDE_DQT)
-    if TAIL > 0:
-        LAST: tl.constexpr = HEAD_DIM // MAIN * MAIN
-        row, run, within = _runs(first, BLOCK_M, TAIL)
-        mask = (row < total_q) & (LAST + RUN * run < HEAD_DIM)
-        part = tl.load(sums_ptr + _places(head, row, run, within, total_q, LAST, HEAD_DIM), mask=mask, other=0.0)
-        _store_rounded(dq_ptr, part, head, row, run, within, scale, mask, LAST, HEAD_DIM, STRIDE_DQT)
+    _round_rows(
+        sums_ptr, dq_ptr + head * HEAD_DIM, head, tl.num_programs(1), tl.program_id(0) * BLOCK_M, total_q, scale,
+        STRIDE_DQT, HEAD_DIM, MAIN, TAIL, BLOCK_M,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DENSE_SIZES)
+def _attention_bwd_round_dense_kernel(
+    sums_ptr, dq_ptr, stride_dqb, stride_dqh, heads, q_length, scale, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads of all sequences, blocks of BLOCK_M rows): the same of [B, H, S, D], and OVERLAPS."""
+    tl.extra.cuda.gdc_wait()
+    line = tl.program_id(0)
+    dq_base = row_base(
+        batch_base(dq_ptr, line // heads, stride_dqb, UNIT), 0, line % heads, stride_dqh, STRIDE_DQT, UNIT
+    )
+    _round_rows(
+        sums_ptr, dq_base, line, tl.num_programs(0), tl.program_id(1) * BLOCK_M, q_length, scale,
+        STRIDE_DQT, HEAD_DIM, MAIN, TAIL, BLOCK_M,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -195,9 +269,10 @@ def _load_lanes(
     # Half of a row's columns are in another row.
     line = tl.where(at < HALF, row - back, row).to(tl.int64)
     of_lane = line * (STRIDE_DQT // 2) + head * (HEAD_DIM // 2) + START // 2 + at % HALF * RUN + within
-    part = tl.load(sums_ptr + _places(head, row, run, within, total, START, HEAD_DIM), mask=inside, other=0.0)
+    heads = tl.num_programs(1)
+    part = tl.load(sums_ptr + _places(head, heads, row, run, within, total, START, HEAD_DIM), mask=inside, other=0.0)
     second = tl.load(lane_ptr + of_lane, mask=inside, other=0.0)
-    places = _places(head, row - back, run, within, total, START, HEAD_DIM)
+    places = _places(head, heads, row - back, run, within, total, START, HEAD_DIM)
     return part, second, tl.load(sums_ptr + places, mask=inside, other=0.0)
 
 
@@ -216,8 +291,9 @@ def _store_lanes(
     own = (row < total) & (lent == 0)
     paired = (row < total) & ((row < 2 * back) | in_lane)
     part += tl.where(in_lane, second, 0.0)
-    _store_rounded(dq_ptr, part, head, row, run, within, scale, own, START, HEAD_DIM, STRIDE_DQT)
-    _store_rounded(dq_ptr, before, head, row - back, run, within, scale, paired, START, HEAD_DIM, STRIDE_DQT)
+    dq_base = dq_ptr + head * HEAD_DIM
+    _store_rounded(dq_base, part, row, run, within, scale, own, START, STRIDE_DQT)
+    _store_rounded(dq_base, before, row - back, run, within, scale, paired, START, STRIDE_DQT)
 
 
 @triton.jit(do_not_specialize=("total_q", "total_k"))

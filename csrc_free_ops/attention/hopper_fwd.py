@@ -36,9 +36,12 @@ from csrc_free_ops.attention.hopper_work import (
     deal,
     draw,
     has_one_segment,
+    head_count,
+    is_dense,
     is_inside,
     keep,
     kept_pointer,
+    kept_stride,
     pass_over,
     place,
     read_note,
@@ -70,9 +73,9 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, flat, store_rows
+from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, columns_of, coordinates, flat, store_rows
 from csrc_free_ops.tiles.masks import block_span
-from csrc_free_ops.tiles.scores import LN2
+from csrc_free_ops.tiles.scores import LN2, LOG2E
 
 # The first named barrier that is not Triton's, with three warpgroups.
 FIRST_BARRIER = gl.constexpr(5)
@@ -84,14 +87,14 @@ SLACK = gl.constexpr(8.0)
 # Of a key and its value, per column.
 ROW_BYTES = gl.constexpr(4)
 # A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile.
-BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD = (
-    gl.constexpr(field) for field in range(9)
+BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD, INSIDE = (
+    gl.constexpr(field) for field in range(10)
 )
 # Barriers of memory, as many as GROUPS and STAGES at the most.
 Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
 ARRIVALS = gl.constexpr((TOLD.value,) * 4 + (1,) * 8)
-# Addresses, in notes of their own and of the whole tensors.
-OUT, LSE, TICKET = (gl.constexpr(field) for field in range(3))
+# Addresses, in notes of their own and of the whole tensors; there also out's strides of batch and head.
+OUT, LSE, TICKET, OUT_BATCH, OUT_HEAD = (gl.constexpr(field) for field in range(5))
 
 
 @gluon.jit
@@ -105,6 +108,8 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
+    HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
+    OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
     q_descs, k_descs, v_desc = descs
     cu_q, cu_k = boundaries_of
     q_tiles, k_tiles, v_tiles, notes, addresses = tiles
@@ -113,25 +118,25 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     K_EMPTY: gl.constexpr = FIRST_BARRIER
     V_EMPTY: gl.constexpr = K_EMPTY + STAGES
     Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
-    MAIN: gl.constexpr = q_descs[0].block_shape[2]
+    MAIN: gl.constexpr = columns_of(q_descs[0])
     PARTS: gl.constexpr = len(q_descs)
-    TAIL: gl.constexpr = q_descs[PARTS - 1].block_shape[2] if PARTS > 1 else 0
-    WIDTH: gl.constexpr = v_desc.block_shape[2]
+    TAIL: gl.constexpr = columns_of(q_descs[PARTS - 1]) if PARTS > 1 else 0
+    WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     RESIDENT: gl.constexpr = (CACHED_OF_ONE if has_one_segment(ORDER) else CACHED) * GROUP // (HEAD_DIM * ROW_BYTES)
     LONE: gl.constexpr = ALONE * GROUP // (HEAD_DIM * ROW_BYTES)
 
     bars_at = shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2
-    num_tiles, dealt = deal(cu_q, num_segments, total_q, HEADS, GROUPS, ORDER)
-    num_work = num_tiles * HEADS
+    heads = head_count(num_segments, HEADS, ORDER)
+    num_tiles, dealt = deal(cu_q, num_segments, total_q, heads, GROUPS, ORDER)
+    num_work = num_tiles * heads
     stage = 0
     loaded = 0
     count = 0
     work = gl.program_id(0)
     while work < num_work:
         head, segment, q_start, q_length, unit, taken = place(
-            work, num_tiles, dealt, cu_q, num_segments, total_q,
-            HEADS, GROUPS, ORDER, RESIDENT, LONE,
+            work, num_tiles, dealt, cu_q, num_segments, total_q, heads, GROUPS, ORDER, RESIDENT, LONE
         )  # fmt: skip
         k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, ORDER)
         k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
@@ -162,8 +167,15 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
             write_note(notes, slot, ROW, row)
             write_note(notes, slot, ROWS, rows)
             write_note(notes, slot, HEAD, head)
-            out_ptr = kept_pointer(addresses, OUT, q_tiles[0].dtype)
-            write_note(addresses, slot, OUT, (out_ptr + (row.to(gl.int64) * HEADS + head) * HEAD_DIM).to(gl.int64))
+            if HAS_SINKS:
+                write_note(notes, slot, INSIDE, is_inside(segment, num_segments))
+            out_ptr = kept_pointer(addresses, OUT, q_tiles[0].dtype) + row.to(gl.int64) * OUT_STRIDE
+            if is_dense(ORDER):
+                out_ptr += head // HEADS * kept_stride(addresses, OUT_BATCH)
+                out_ptr += head % HEADS * kept_stride(addresses, OUT_HEAD)
+            else:
+                out_ptr += head * HEAD_DIM
+            write_note(addresses, slot, OUT, out_ptr.to(gl.int64))
             lse_ptr = kept_pointer(addresses, LSE, gl.float32)
             write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
             for group in gl.static_range(GROUPS):
@@ -171,9 +183,8 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
                 tell(bars_at + (Q_FULL + group) * 8)
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
-                        q_descs[part], [row + group * 64, head, part * MAIN], bar, q_tiles[part].index(group)
-                    )
+                    at = coordinates(q_descs[part], row + group * 64, head, part * MAIN, HEADS)
+                    tma.async_copy_global_to_shared(q_descs[part], at, bar, q_tiles[part].index(group))
             k_head = head // GROUP
             for block in range(blocks):
                 key = k_start + low + block * BLOCK_N
@@ -182,17 +193,15 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 bar = bars.index(K_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_global_to_shared(
-                        k_descs[part], [key, k_head, part * MAIN], bar, k_tiles[part].index(stage)
-                    )
+                    at = coordinates(k_descs[part], key, k_head, part * MAIN, HEADS // GROUP)
+                    tma.async_copy_global_to_shared(k_descs[part], at, bar, k_tiles[part].index(stage))
                 if loaded >= STAGES:
                     barrier_sync(V_EMPTY + stage, EMPTY)
                 bar = bars.index(V_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
                 for part in gl.static_range(V_TILES):
-                    tma.async_copy_global_to_shared(
-                        v_desc, [key, k_head, part * WIDTH], bar, v_tiles.index(stage * V_TILES + part)
-                    )
+                    at = coordinates(v_desc, key, k_head, part * WIDTH, HEADS // GROUP)
+                    tma.async_copy_global_to_shared(v_desc, at, bar, v_tiles.index(stage * V_TILES + part))
                 loaded += 1
                 stage, _ = turn_around(stage, STAGES)
             count += 1
@@ -247,7 +256,7 @@ def _store_strips(tile, o, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, sinks_ptr, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
     HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
@@ -257,13 +266,17 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
     OVERLAP: gl.constexpr = option(OPTIONS, "OVERLAP")
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     HAS_LSE: gl.constexpr = option(OPTIONS, "HAS_LSE")
+    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
+    HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
+    OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
     q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
     V_EMPTY: gl.constexpr = K_EMPTY + STAGES
     Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
     PARTS: gl.constexpr = len(q_tiles)
-    WIDTH: gl.constexpr = v_tiles.shape[3]
+    WIDTH: gl.constexpr = v_tiles.shape[len(v_tiles.shape) - 1]
+    OUT_WIDTH: gl.constexpr = out_tiles[0].shape[len(out_tiles[0].shape) - 1]
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     STAGE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2 * V_TILES
     SCORES: gl.constexpr = wgmma_layout(BLOCK_N)
@@ -350,10 +363,13 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
             row = read_note(notes, slot, ROW) + OWN
             head = read_note(notes, slot, HEAD)
             rows = read_note(notes, slot, ROWS) - OWN
-            out_address = read_note(addresses, slot, OUT) + OWN * HEADS * HEAD_DIM * 2
+            out_address = read_note(addresses, slot, OUT) + OWN * OUT_STRIDE * 2
             lse_address = read_note(addresses, slot, LSE) + OWN * 4
+            if HAS_SINKS:
+                has_sink = read_note(notes, slot, INSIDE) > 0
             barrier_arrive(Q_EMPTY + INDEX, 160)
-            if keys < BLOCK_N:
+            # Of a batch, TMA reads rows past a sequence's end as zeros.
+            if (not is_dense(ORDER)) and keys < BLOCK_N:
                 clear_rows(base + behind * STAGE_BYTES, keys, BLOCK_N, WIDTH, V_TILES)
                 fence_async_shared()
                 meet()
@@ -361,25 +377,32 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
             barrier_arrive(V_EMPTY + behind, EMPTY)
 
             total = gl.convert_layout(gl.sum(norm, 1), ROW_LAYOUT, assert_trivial=True)
+            if HAS_SINKS:
+                sink = gl.load(sinks_ptr + head % HEADS).to(gl.float32) * LOG2E
+                highest = gl.maximum(peak, gl.where(has_sink, sink, LOWEST))
+                share = exp2(peak - highest)
+                total = total * share + gl.where(has_sink, exp2(sink - highest), 0.0)
+                peak = highest
             # Not total > 0: a row of NaN is no row without keys.
             inverse = gl.where(total == 0, 0.0, 1.0 / total)
             if HAS_LSE:
                 lse = gl.where(total == 0, float("-inf"), (peak + gl.log2(total)) * LN2)
                 local = gl.arange(0, 64, ROW_LAYOUT)
                 gl.store(lse_address.to(gl.pointer_type(gl.float32), bitcast=True) + local, lse, mask=local < rows)
+            if HAS_SINKS:
+                inverse = inverse * share
             o = scale_strips(o, per_row(inverse, o[0]))
             if rows >= 64:
                 tma.store_wait(0)
                 for part in gl.static_range(PARTS):
-                    _store_strips(flat(out_tiles[part].index(INDEX)), o, part * (out_tiles[0].shape[3] // 8))
+                    _store_strips(flat(out_tiles[part].index(INDEX)), o, part * (OUT_WIDTH // 8))
                 fence_async_shared()
                 meet()
                 for part in gl.static_range(PARTS):
-                    tma.async_copy_shared_to_global(
-                        out_descs[part], [row, head, part * out_tiles[0].shape[3]], out_tiles[part].index(INDEX)
-                    )
+                    at = coordinates(out_descs[part], row, head, part * OUT_WIDTH, HEADS)
+                    tma.async_copy_shared_to_global(out_descs[part], at, out_tiles[part].index(INDEX))
             else:
-                store_rows(out_address, o, rows, DTYPE, HEADS * HEAD_DIM)
+                store_rows(out_address, o, rows, DTYPE, OUT_STRIDE)
         turn += 1
         mbarrier.wait(bars.index(Q_FULL + INDEX), turn & 1)
         blocks = read_note(notes, turn % NOTES, BLOCKS)
@@ -389,20 +412,21 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, OPTIONS: gl.con
 @gluon.jit
 def _attention_fwd_hopper_kernel(
     q_main, q_tail, k_main, k_tail, v_desc, out_main, out_tail,
-    out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, ticket_ptr,
-    total_q, total_k, num_segments, scale, window_left, window_right,
+    out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, ticket_ptr,
+    stride_ob, stride_oh, total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    HAS_LSE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, OUT_STRIDE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). scale is that of softmax times log2(e); *_tail count only where HEAD_DIM has a tail.
 
     ticket_ptr is an int32 that holds 0, and does again when the kernel ends; no other launch may use it meanwhile.
-    ORDER is SINGLE for one segment, BY_LENGTH for at most RANKED - 2 of them, else IN_PLACE.
+    ORDER is SINGLE for one segment, BY_LENGTH for at most RANKED - 2 of them, else IN_PLACE. Of [B, H, S, D], which has
+    no boundaries, it is DENSE_CUT, total_* is the length of a sequence and num_segments their number.
     """
-    MAIN: gl.constexpr = q_main.block_shape[2]
-    TAIL: gl.constexpr = q_tail.block_shape[2]
-    WIDTH: gl.constexpr = v_desc.block_shape[2]
+    MAIN: gl.constexpr = columns_of(q_main)
+    WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     DTYPE: gl.constexpr = q_main.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -412,41 +436,48 @@ def _attention_fwd_hopper_kernel(
     boundaries_of = (boundaries(cu_q_ptr, ORDER), boundaries(cu_k_ptr, ORDER))
     # The largest, and first: it lies where `accumulate` looks for it. The tile behind those of v is for barriers.
     PLACES: gl.constexpr = max(STAGES * V_TILES, GROUPS * 64 * MAIN // (BLOCK_N * WIDTH)) + 1
-    v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES, BLOCK_N, 1, WIDTH], v_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES] + v_desc.block_shape, v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
-    k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 1, MAIN], k_main.layout),)
-    q_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], q_main.layout),)
-    out_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], q_main.layout),)
+    k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES] + k_main.block_shape, k_main.layout),)
+    q_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS] + q_main.block_shape, q_main.layout),)
+    out_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS] + q_main.block_shape, q_main.layout),)
     q_descs = (q_main,)
     k_descs = (k_main,)
     out_descs = (out_main,)
     if HEAD_DIM > MAIN:
-        k_tiles = k_tiles + (gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 1, TAIL], k_tail.layout),)
-        q_tiles = q_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, TAIL], q_tail.layout),)
-        out_tiles = out_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, TAIL], q_tail.layout),)
+        k_tiles = k_tiles + (gl.allocate_shared_memory(DTYPE, [STAGES] + k_tail.block_shape, k_tail.layout),)
+        q_tiles = q_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS] + q_tail.block_shape, q_tail.layout),)
+        out_tiles = out_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS] + q_tail.block_shape, q_tail.layout),)
         q_descs = q_descs + (q_tail,)
         k_descs = k_descs + (k_tail,)
         out_descs = out_descs + (out_tail,)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
-    keep(addresses, (out_ptr, lse_ptr, ticket_ptr))
+    if is_dense(ORDER):
+        keep(addresses, (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh))
+    else:
+        keep(addresses, (out_ptr, lse_ptr, ticket_ptr))
     bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     make_barriers(shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2, ARRIVALS)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
         "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
-        "HAS_LSE", HAS_LSE,
+        "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
     sizes = (total_q, total_k, num_segments, window_left, window_right)
     used = (q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles)
+    # Not used where there are none.
+    sinks = lse_ptr
+    if HAS_SINKS:
+        sinks = sinks_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, bars, scale, OPTIONS)),
-                (_consume, (1, out_descs, used, bars, scale, OPTIONS)),
+                (_consume, (0, out_descs, used, bars, scale, sinks, OPTIONS)),
+                (_consume, (1, out_descs, used, bars, scale, sinks, OPTIONS)),
                 (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -454,9 +485,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, bars, scale, OPTIONS)),
-                (_consume, (1, out_descs, used, bars, scale, OPTIONS)),
-                (_consume, (2, out_descs, used, bars, scale, OPTIONS)),
+                (_consume, (0, out_descs, used, bars, scale, sinks, OPTIONS)),
+                (_consume, (1, out_descs, used, bars, scale, sinks, OPTIONS)),
+                (_consume, (2, out_descs, used, bars, scale, sinks, OPTIONS)),
                 (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -7,6 +7,8 @@ Lengths are known on the device alone:
     SINGLE      one segment, as in EVEN, but cut so that the last round of tiles is full where all heads go together
     EVEN        one segment, cut into tiles of one height, of some heads at a time, as many as what their tiles go over
                 stays in the L2 cache for, or one
+    DENSE       a batch of sequences of one length, whose heads are all one segment's, cut as in EVEN
+    DENSE_CUT   the same, cut as in SINGLE
     BY_LENGTH   few segments, each as in EVEN, the longest first, so that what is left at the end is small
     IN_PLACE    many segments, one head after the other, by the closed form of `tiles.segments`
 """
@@ -26,7 +28,7 @@ SEARCHED = gl.constexpr(128)
 # many bytes on a head goes alone where not all go together. By measured figures (docs/attention.md).
 CACHED, CACHED_OF_ONE, ALONE = (gl.constexpr(size * 2**20) for size in (16, 32, 2))
 # Orders of tiles.
-SINGLE, EVEN, BY_LENGTH, IN_PLACE = (gl.constexpr(order) for order in range(4))
+SINGLE, EVEN, BY_LENGTH, IN_PLACE, DENSE, DENSE_CUT = (gl.constexpr(order) for order in range(6))
 
 # A note is so many numbers. Of the notes there is one more than places for tiles at the least: what is read of the last
 # tile after its place was let go has then not been written over.
@@ -79,9 +81,28 @@ def kept_pointer(addresses, FIELD: gl.constexpr, DTYPE: gl.constexpr):
     return gl.max(addresses.index(POINTERS + FIELD).load(_scalar(1)), 0).to(gl.pointer_type(DTYPE), bitcast=True)
 
 
+@gluon.jit
+def kept_stride(addresses, FIELD: gl.constexpr):
+    return gl.max(addresses.index(POINTERS + FIELD).load(_scalar(1)), 0)
+
+
 @gluon.constexpr_function
 def has_one_segment(order):
     return order in (SINGLE, EVEN)
+
+
+@gluon.constexpr_function
+def is_dense(order):
+    return order in (DENSE, DENSE_CUT)
+
+
+@gluon.jit
+def head_count(num_segments, HEADS: gl.constexpr, ORDER: gl.constexpr):
+    """Heads of a segment; those of all sequences, whose number is num_segments, where they are one segment's."""
+    if is_dense(ORDER):
+        return num_segments * HEADS
+    else:
+        return HEADS
 
 
 @gluon.jit
@@ -89,6 +110,8 @@ def boundaries(cu_ptr, ORDER: gl.constexpr):
     """`cu` of the functions below: both boundaries of one segment, which a kernel can load before all else."""
     if has_one_segment(ORDER):
         return gl.load(cu_ptr), gl.load(cu_ptr + 1)
+    elif is_dense(ORDER):
+        return 0, 0
     else:
         return cu_ptr
 
@@ -96,16 +119,21 @@ def boundaries(cu_ptr, ORDER: gl.constexpr):
 @gluon.jit
 def rows_of(cu, segment, num_segments, total, ORDER: gl.constexpr):
     """Start and number of the rows of segments 0 .. num_segments + 1, counted as in `tiles.segments`."""
-    if has_one_segment(ORDER):
-        first, last = cu
-        start = gl.where(segment == 0, 0, gl.where(segment == 1, first, last))
-        end = gl.where(segment == 0, first, gl.where(segment == 1, last, total))
+    if is_dense(ORDER):
+        start = 0
+        length = total
     else:
-        start = gl.load(cu + segment - 1, mask=(segment > 0) & (segment <= num_segments + 1), other=0)
-        end = gl.load(cu + segment, mask=segment <= num_segments, other=total)
-    start = gl.minimum(gl.maximum(start, 0), total)
-    length = gl.maximum(gl.minimum(gl.maximum(end, 0), total) - start, 0)
-    return start, gl.where(segment <= num_segments + 1, length, 0)
+        if has_one_segment(ORDER):
+            first, last = cu
+            start = gl.where(segment == 0, 0, gl.where(segment == 1, first, last))
+            end = gl.where(segment == 0, first, gl.where(segment == 1, last, total))
+        else:
+            start = gl.load(cu + segment - 1, mask=(segment > 0) & (segment <= num_segments + 1), other=0)
+            end = gl.load(cu + segment, mask=segment <= num_segments, other=total)
+        start = gl.minimum(gl.maximum(start, 0), total)
+        length = gl.maximum(gl.minimum(gl.maximum(end, 0), total) - start, 0)
+        length = gl.where(segment <= num_segments + 1, length, 0)
+    return start, length
 
 
 @gluon.jit
@@ -178,13 +206,21 @@ def _segment_of_one(tile, own, before):
 
 
 @gluon.jit
-def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr):
-    """The number of tiles of one head, and what `place` needs to know."""
+def deal(cu, num_segments, total, heads, GROUPS: gl.constexpr, ORDER: gl.constexpr):
+    """The number of tiles of one head, and what `place` needs to know. `heads` is that of `head_count`."""
     BLOCK_M: gl.constexpr = 64 * GROUPS
-    if ORDER == SINGLE:
+    if ORDER == DENSE:
+        num_tiles = (total + BLOCK_M - 1) // BLOCK_M
+        dealt = (num_tiles,)
+    elif ORDER == DENSE_CUT:
+        units = (total + 63) // 64
+        whole, narrow = _cut(units, heads, gl.num_programs(0), GROUPS)
+        num_tiles = whole + (units - whole * GROUPS + narrow - 1) // narrow
+        dealt = (whole, narrow)
+    elif ORDER == SINGLE:
         start, length = rows_of(cu, 1, num_segments, total, ORDER)
         units = (length + 63) // 64
-        whole, narrow = _cut(units, HEADS, gl.num_programs(0), GROUPS)
+        whole, narrow = _cut(units, heads, gl.num_programs(0), GROUPS)
         own = whole + (units - whole * GROUPS + narrow - 1) // narrow
         _, before, behind = _tiles_of_one(start, length, total, BLOCK_M)
         num_tiles = own + before + behind
@@ -205,23 +241,23 @@ def deal(cu, num_segments, total, HEADS: gl.constexpr, GROUPS: gl.constexpr, ORD
 
 
 @gluon.jit
-def _heads_together(length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr):
+def _heads_together(length, heads, RESIDENT: gl.constexpr, LONE: gl.constexpr):
     """How many heads of a segment go together: one of LONE rows and more, else what RESIDENT rows hold, evenly."""
-    most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), HEADS)
-    rounds = (HEADS + most - 1) // most
-    return gl.where(length < LONE, (HEADS + rounds - 1) // rounds, 1)
+    most = gl.minimum(gl.maximum(RESIDENT // gl.maximum(length, 1), 1), heads)
+    rounds = (heads + most - 1) // most
+    return gl.where(length < LONE, (heads + rounds - 1) // rounds, 1)
 
 
 @gluon.jit
-def _share(work, tiles, length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr):
+def _share(work, tiles, length, heads, RESIDENT: gl.constexpr, LONE: gl.constexpr):
     """Head and tile of a segment's piece of work. The first tiles of a head come first."""
-    head = work % HEADS
-    tile = work // HEADS
-    if length > RESIDENT // HEADS:
-        together = _heads_together(length, HEADS, RESIDENT, LONE)
+    head = work % heads
+    tile = work // heads
+    if length > RESIDENT // heads:
+        together = _heads_together(length, heads, RESIDENT, LONE)
         first_head = work // (together * tiles) * together
         within = work % (together * tiles)
-        together = gl.minimum(together, HEADS - first_head)
+        together = gl.minimum(together, heads - first_head)
         head = first_head + within % together
         tile = within // together
     return head, tile
@@ -229,8 +265,8 @@ def _share(work, tiles, length, HEADS: gl.constexpr, RESIDENT: gl.constexpr, LON
 
 @gluon.jit
 def place(
-    work, num_tiles, dealt, cu, num_segments, total,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, ORDER: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr,
+    work, num_tiles, dealt, cu, num_segments, total, heads,
+    GROUPS: gl.constexpr, ORDER: gl.constexpr, RESIDENT: gl.constexpr, LONE: gl.constexpr,
 ):  # fmt: skip
     """Of one piece of work: head, segment, the segment's start and length, its first unit of 64 rows, and how many.
 
@@ -238,10 +274,19 @@ def place(
     head of LONE rows and more goes alone where it has none for all.
     """
     BLOCK_M: gl.constexpr = 64 * GROUPS
-    if ORDER == SINGLE:
+    if ORDER == DENSE:
+        head, tile = _share(work, num_tiles, total, heads, RESIDENT, LONE)
+        segment, start, length, unit, taken = 1, 0, total, tile * GROUPS, GROUPS
+    elif ORDER == DENSE_CUT:
+        whole, narrow = dealt
+        head, tile = _share(work, num_tiles, total, heads, RESIDENT, LONE)
+        segment, start, length = 1, 0, total
+        taken = gl.where(tile >= whole, narrow, GROUPS)
+        unit = gl.where(tile < whole, tile * GROUPS, whole * GROUPS + (tile - whole) * narrow)
+    elif ORDER == SINGLE:
         whole, narrow, own, before = dealt
         _, length = rows_of(cu, 1, num_segments, total, ORDER)
-        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT, LONE)
+        head, tile = _share(work, num_tiles, length, heads, RESIDENT, LONE)
         segment, passed = _segment_of_one(tile, own, before)
         taken = gl.where((segment == 1) & (tile >= whole), narrow, GROUPS)
         outside = (tile - passed) * GROUPS
@@ -252,19 +297,19 @@ def place(
         taken = GROUPS
         start, length = rows_of(cu, 1, num_segments, total, ORDER)
         own, before, _ = _tiles_of_one(start, length, total, BLOCK_M)
-        head, tile = _share(work, num_tiles, length, HEADS, RESIDENT, LONE)
+        head, tile = _share(work, num_tiles, length, heads, RESIDENT, LONE)
         segment, passed = _segment_of_one(tile, own, before)
         unit = (tile - passed) * GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
     elif ORDER == BY_LENGTH:
         segments, firsts, counts = dealt
-        found = (firsts <= work // HEADS) & (work // HEADS < firsts + counts)
+        found = (firsts <= work // heads) & (work // heads < firsts + counts)
         segment = gl.sum(gl.where(found, segments, 0), 0)
         tiles = gl.sum(gl.where(found, counts, 0), 0)
         taken = GROUPS
         start, length = rows_of(cu, segment, num_segments, total, ORDER)
-        within = work - gl.sum(gl.where(found, firsts, 0), 0) * HEADS
-        head, tile = _share(within, tiles, length, HEADS, RESIDENT, LONE)
+        within = work - gl.sum(gl.where(found, firsts, 0), 0) * heads
+        head, tile = _share(within, tiles, length, heads, RESIDENT, LONE)
         unit = tile * GROUPS
     else:
         head = work // num_tiles

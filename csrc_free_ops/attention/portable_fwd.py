@@ -38,7 +38,7 @@ SIZES = ("total_q", "total_k", "window_left", "window_right", "stride_slopes")
 COUNTS = ("num_segments",)
 # Of a batch, strides follow from lengths; what they are multiples of, UNIT says.
 DENSE_SIZES = (
-    "q_length", "k_length", "window_left", "window_right", "stride_slopes",
+    "q_length", "k_length", "window_left", "window_right", "stride_slopes", "heads",
     *[f"stride_{name}{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bh"],
 )  # fmt: skip
 

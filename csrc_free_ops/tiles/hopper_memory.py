@@ -12,12 +12,31 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from csrc_free_ops.tiles.hopper import narrow_strips, wgmma_layout
 
 
+@gluon.constexpr_function
+def columns_of(desc):
+    """Of the tiles that a descriptor brings."""
+    return desc.block_shape[-1]
+
+
 @gluon.jit
-def load_blocks(desc, row, head, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr):
+def coordinates(desc, row, head, column, HEADS: gl.constexpr):
+    """Where a tile begins: in [T, H, D], or in [B, H, S, D], of which `head` counts the HEADS of all sequences."""
+    if len(desc.block_shape) == 3:
+        return [row, head, column]
+    else:
+        return [head // HEADS, head % HEADS, row, column]
+
+
+@gluon.jit
+def load_blocks(
+    desc, row, head, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
     """Begins to bring BLOCKS blocks of rows, from `row` on, to TILES tiles each, from tile `first` on; `bar` tells."""
+    ROWS: gl.constexpr = desc.block_shape[0] * desc.block_shape[len(desc.block_shape) - 2]
+    COLUMNS: gl.constexpr = columns_of(desc)
     for block in gl.static_range(BLOCKS):
         for tile in gl.static_range(TILES):
-            place = [row + block * desc.block_shape[0], head, tile * desc.block_shape[2]]
+            place = coordinates(desc, row + block * ROWS, head, tile * COLUMNS, HEADS)
             tma.async_copy_global_to_shared(desc, place, bar, tiles.index(first + block * TILES + tile))
 
 
@@ -178,8 +197,9 @@ def clear_rows(address, first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES:
 
 @gluon.jit
 def flat(tile):
-    """[rows, columns] of a tile that a descriptor filled, [rows, 1, columns]."""
-    return tile.reshape([tile.shape[0], tile.shape[2]])
+    """[rows, columns] of a tile that a descriptor filled, [rows, 1, columns] or [1, 1, rows, columns]."""
+    RANK: gl.constexpr = len(tile.shape)
+    return tile.reshape([tile.shape[0] * tile.shape[RANK - 2], tile.shape[RANK - 1]])
 
 
 @gluon.constexpr_function
