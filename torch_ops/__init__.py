@@ -3,6 +3,7 @@
 from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
 from torch_ops._explain import explain, info
 from torch_ops._warmup import warmup
+from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.patch_merger import patch_merger
@@ -23,6 +24,7 @@ __all__ = [
     "add_rms_norm",
     "explain",
     "info",
+    "kv_cache_append",
     "layer_norm",
     "mlp",
     "patch_merger",
