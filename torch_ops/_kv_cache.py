@@ -1,5 +1,6 @@
 """The launcher of `vk::kv_cache_append`, what it refuses, and what it allocates."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -178,16 +179,11 @@ def append_launch(k: Tensor) -> tuple[Launch, str]:
     return pick("kv_cache_append", device, name, k.dtype.itemsize, k.shape[3], False, None, settings.rows)
 
 
-def _strides(tensor: Tensor, unit: int = 1) -> tuple[int, int]:
-    """From a sequence or page to the next and from a head to the next, as `with_columns(tensor)` has them."""
-    if tensor.stride(3) == 1:
-        return tensor.stride(0) // unit, tensor.stride(1) // unit
-    _, num_heads, rows, columns = tensor.shape
-    return num_heads * rows * columns // unit, rows * columns // unit
-
-
-def _row(tensor: Tensor) -> int:
-    return tensor.stride(-2) if tensor.stride(-1) == 1 else tensor.shape[-1]
+def _stride(tensor: Tensor, dimension: int) -> int:
+    """As `with_columns(tensor)` has it; 0 of a single row, head or sequence, by whose stride nothing is reached."""
+    if tensor.shape[dimension] == 1:
+        return 0
+    return tensor.stride(dimension) if tensor.stride(-1) == 1 else math.prod(tensor.shape[dimension + 1 :])
 
 
 def plan_append(
@@ -200,18 +196,19 @@ def plan_append(
     num_heads = 0 if q is None else q.shape[1]
     out = k if q is None else new_queries(k, q)
     moved = (k, v, k if q is None else q, out, k_cache, v_cache)
-    # A size of 1 may have any stride, by which nothing is reached.
-    unit = 8 if all(stride % 8 == 0 for tensor in moved for stride in _strides(tensor)) else 1
-    angles = (0, 0) if cos is None or sin is None else (_row(cos), _row(sin))
+    strides = [_stride(tensor, dimension) for tensor in moved for dimension in (0, 1)]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     scalars = (
-        *(stride for tensor in moved for stride in _strides(tensor, unit)),
-        0 if block_table is None else _row(block_table),
+        *(stride // unit for stride in strides), 0 if block_table is None else _stride(block_table, 0),
         tokens, capacity_of(k_cache, block_table), k_cache.shape[0], 1 if cos is None else cos.shape[0],
     )  # fmt: skip
     constants = {
-        **dict(zip(("STRIDE_KS", "STRIDE_VS", "STRIDE_QS", "STRIDE_OS", "STRIDE_KCS", "STRIDE_VCS"),
-                   map(_row, moved), strict=True)),
-        "STRIDE_CS": angles[0], "STRIDE_SS": angles[1], "UNIT": unit,
+        **{
+            f"STRIDE_{name}S": _stride(tensor, 2)
+            for name, tensor in zip(("K", "V", "Q", "O", "KC", "VC"), moved, strict=True)
+        },
+        "STRIDE_CS": 0 if cos is None else _stride(cos, 0), "STRIDE_SS": 0 if sin is None else _stride(sin, 0),
+        "UNIT": unit,
         "NUM_HEADS": num_heads, "NUM_K_HEADS": num_k_heads, "HEAD_DIM": head_dim,
         "TURNED": turned_columns(cos, head_dim), "PAGE_SIZE": 0 if block_table is None else k_cache.shape[2],
         "SHARED_ANGLES": cos is None or cos.shape[1] != head_dim, "INTERLEAVED": interleaved,
