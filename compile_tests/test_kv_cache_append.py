@@ -230,7 +230,9 @@ def test_compiled_steps_equal_eager_ones(backend: str, step: Any, device: str) -
 def test_generated_code_copies_no_cache(step: Any, device: str) -> None:
     """Of what Inductor writes only the caches that the graph makes have a cache's shape."""
     case = replace(CASE, capacity=59)
-    _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), *vars(_inputs(case, device)).values())
+    _, codes = run_and_get_code(
+        torch.compile(step, fullgraph=True, dynamic=False), *vars(_inputs(case, device)).values()
+    )
     made = re.findall(r"empty_strided\w*\(\(3, 2, 59, 32\)", "".join(codes))
     assert len(made) == (2 if step is _fresh else 0)
 
@@ -400,5 +402,3 @@ def test_rows_move_by_16_bytes(variant: str) -> None:
     widths = {(what, int(lanes[2:] or 1) * int(width)) for what, lanes, width in accesses}
     assert {width for what, width in widths if what == "st"} == {128}
     assert {width for what, width in widths if what == "ld"} == {32, 128}
-
-

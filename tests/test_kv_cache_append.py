@@ -188,7 +188,9 @@ def test_decode_loop_is_full_attention(page_size: int, device: str) -> None:
         new = (tensor[:, :, begin:end] for tensor in (k, v))
         turned.append(kv_cache_append(*new, k_cache, v_cache, seqlens, table, q[:, :, begin:end], cos, sin))
         seqlens += end - begin
-    held = [cache if table is None else cache[table.long()].transpose(1, 2).flatten(2, 3) for cache in (k_cache, v_cache)]
+    held = [
+        cache if table is None else cache[table.long()].transpose(1, 2).flatten(2, 3) for cache in (k_cache, v_cache)
+    ]
     results = []
     for dtype in (None, torch.float16, torch.float64):
         if dtype is None:
@@ -283,7 +285,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("block_table", lambda t: t.long(), r"block_table must be int32, got int64"),
     ("block_table", lambda t: t[:1], r"block_table must be of shape \[B, max_pages\] = \[2, any\], got \[1, 4\]"),
     ("block_table", lambda t: t[:, :0], r"the number of columns of block_table must be from 1 to 1073741824, got 0"),
-    ("block_table", lambda t: None, r"k_cache must be of shape \[B, Hk, S, D\] = \[2, 2, any, 16\], got \[10, 2, 2, 16\]"),
+    (
+        "block_table",
+        lambda t: None,
+        r"k_cache must be of shape \[B, Hk, S, D\] = \[2, 2, any, 16\], got \[10, 2, 2, 16\]",
+    ),
     ("q", lambda q: q[:, :, :1], r"q must be of shape \[B, H, Sn, D\] = \[2, any, 4, 16\], got \[2, 4, 1, 16\]"),
     ("q", lambda q: q.float(), r"q must be float16 as k is, got float32"),
     ("cos", lambda c: c[:, 0], r"cos must be of shape \[max_positions, columns\], got \[7\]"),
@@ -316,8 +322,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cache_seqlens": [-1, 0]}, r"cache_seqlens\[0\] must be from 0 to 8 positions less 4 new tokens, got -1"),
     ({"cache_seqlens": [0, 8]}, r"cache_seqlens\[1\] must be from 0 to 8 positions less 1 new tokens, got 8"),
     ({"lengths": [0, 5]}, r"lengths\[1\] must be from 0 to the 4 tokens of k, got 5"),
-    ({"block_table": [[0, 1, 2, 3], [0, 10, 1, 1]]}, r"block_table\[1, 1\] must be one of the 10 pages of k_cache, got 10"),
-    ({"block_table": [[0, -1, 2, 3], [0, 9, 1, 1]]}, r"block_table\[0, 1\] must be one of the 10 pages of k_cache, got -1"),
+    (
+        {"block_table": [[0, 1, 2, 3], [0, 10, 1, 1]]},
+        r"block_table\[1, 1\] must be one of the 10 pages of k_cache, got 10",
+    ),
+    (
+        {"block_table": [[0, -1, 2, 3], [0, 9, 1, 1]]},
+        r"block_table\[0, 1\] must be one of the 10 pages of k_cache, got -1",
+    ),
 ]
 
 

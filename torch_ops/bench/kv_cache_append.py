@@ -120,7 +120,6 @@ def _contender(name: str, function: Callable[..., Tensor], about: str) -> Conten
     return Contender(name, partial(_bind, function), lambda case, dtype, device: "", lambda: about, ("forward",))
 
 
-
 ROOM = Room(
     op="kv_cache_append",
     cases=_find,

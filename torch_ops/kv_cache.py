@@ -1,0 +1,340 @@
+"""Caches of keys and values for decoding: memory for each layer, and how many keys of it each sequence has.
+
+Ordinary classes that hold tensors and call `vk::kv_cache_append`. Each layer counts for itself, on the device, so that
+layers may be filled in any order, and so that a CUDA graph of a step goes on where the replay before it ended.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ops._checks import (
+    check_dense,
+    check_device,
+    check_float,
+    check_head_dim,
+    check_int,
+    check_vector,
+    dtype_name,
+    refuse,
+)
+from torch_ops._pages import Copies, Pages
+from torch_ops._registry import is_eager
+from torch_ops.kv_cache_append import kv_cache_append
+from torch_ops.settings import settings
+
+# One for all sequences, or one for each: on the host, or in a tensor whose values are not looked at.
+Lengths = int | Sequence[int] | Tensor
+
+
+def _count(op: str, argument: str, value: int, least: int = 1) -> int:
+    check_int(op, argument, value)
+    if value < least:
+        refuse(op, argument, f"{least} or more", value)
+    return int(value)
+
+
+class _Cache:
+    """What both kinds are: `k[layer]` and `v[layer]` of one shape, and `seqlens[layer]`, int32 [batch]."""
+
+    def __init__(
+        self, num_layers: int, batch: int, shape: tuple[int, ...], dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:  # fmt: skip
+        self._name = type(self).__name__
+        self.num_layers, self.batch = num_layers, batch
+        with torch.inference_mode(False):
+            self.k, self.v = (
+                [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
+            )
+            self.seqlens = [torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(num_layers)]
+        check_head_dim(self._name, "the cache", shape[3])
+        check_float(self._name, "dtype", self.k[0])
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None, cos: Tensor | None = None,
+        sin: Tensor | None = None, interleaved: bool = False, lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Writes k and v [B, Hk, Sn, D] behind the keys of one layer, which then has so many more.
+
+        Arguments, what is turned, what is returned and what is refused are those of `torch_ops.kv_cache_append`. Waits
+        for nothing: in a CUDA graph each replay goes on where the one before ended. With `lengths`, int32 [B] on the
+        device, only the first lengths[b] tokens of sequence b are written and counted: the others are padding. Tokens
+        for which there is no room are counted, but not written, unless `torch_ops.settings(checked=True)` refuses them.
+        """
+        self._check_layer(layer)
+        self._check_room(k, lengths)
+        out = kv_cache_append(
+            k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
+        )
+        self.seqlens[layer].add_(k.shape[2] if lengths is None else lengths.clamp(0, k.shape[2]))
+        return out
+
+    @property
+    def _table(self) -> Tensor | None:
+        return None
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
+
+    def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
+        """What the host knows of it."""
+
+    def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
+        each = list(values) if isinstance(values, Sequence) else [values] * self.batch
+        if len(each) != self.batch:
+            refuse(op, argument, f"one for each of {self.batch} sequences", len(each))
+        for place, value in enumerate(each):
+            name = f"{argument}[{place}]" if isinstance(values, Sequence) else argument
+            _count(op, name, value, least)
+            if most is not None and value > most:
+                refuse(op, name, f"at most {most}", value)
+        return [int(value) for value in each]
+
+    def _on_device(self, op: str, argument: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        check_dense(op, argument, values)
+        check_vector(op, argument, values, self.batch)
+        if values.dtype not in (torch.int32, torch.int64):
+            refuse(op, argument, "int32 or int64", dtype_name(values.dtype))
+        check_device(op, argument, values, "the cache", self.k[0])
+        return values.to(dtype)
+
+    def _keep(self, op: str, lengths: Lengths) -> None:
+        if isinstance(lengths, Tensor):
+            lengths = self._on_device(op, "lengths", lengths, torch.int32)
+            if settings.checked and is_eager():
+                self._on_host(op, "lengths", lengths.tolist(), 0, None)
+        else:
+            lengths = self._send(self._on_host(op, "lengths", lengths, 0, None), torch.int32)
+        for seqlens in self.seqlens:
+            seqlens.clamp_(max=lengths)
+
+    def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        """Without waiting: memory that is not pinned is taken over before the call returns."""
+        return torch.tensor(values, dtype=dtype).to(self.k[0].device, non_blocking=True)
+
+    def _grown(self, tensor: Tensor, dimension: int, size: int) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dimension] = size
+        with torch.inference_mode(False):
+            grown = tensor.new_zeros(shape)
+            grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
+        return grown
+
+    def _grow(self, dimension: int, size: int) -> None:
+        """One tensor at a time, so that no second whole cache is needed."""
+        for tensors in (self.k, self.v):
+            for layer in range(self.num_layers):
+                tensors[layer] = self._grown(tensors[layer], dimension, size)
+
+    def reset(self) -> None:
+        """Every sequence has no keys."""
+        torch._foreach_zero_(self.seqlens)
+
+
+class KVCache(_Cache):
+    """Keys and values of each layer in one tensor [batch, num_kv_heads, capacity, head_dim].
+
+    Args:
+        num_layers, batch, num_kv_heads, capacity, head_dim: its sizes; capacity is in positions of a sequence.
+        dtype: of what is kept, which may be another than the model's; PyTorch's default where None.
+        device: PyTorch's default where None.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came; of any method. Nothing is changed then.
+    """
+
+    def __init__(
+        self, num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity,
+                 "head_dim": head_dim}  # fmt: skip
+        for argument, size in sizes.items():
+            _count("KVCache", argument, size)
+        super().__init__(num_layers, batch, (batch, num_kv_heads, capacity, head_dim), dtype, device)
+
+    @property
+    def capacity(self) -> int:
+        return self.k[0].shape[2]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(k, v, seqlens) of a layer, as `torch_ops.attention_decode` takes them."""
+        self._check_layer(index)
+        return self.k[index], self.v[index], self.seqlens[index]
+
+    def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
+        if lengths is None and k.dim() == 4 and k.shape[2] > self.capacity:
+            refuse("KVCache", "the number of tokens of k", f"at most the capacity, {self.capacity}", k.shape[2])
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for more positions, and keeps what there is.
+
+        In new memory: CUDA graphs that were captured before go on in the old, and have to be captured again.
+        """
+        self._grow(2, _count("KVCache.grow", "capacity", capacity, self.capacity))
+
+    def truncate(self, lengths: Lengths) -> None:
+        """Leaves each sequence so many keys at most, in every layer, as after speculative tokens that were refused."""
+        self._keep("KVCache.truncate", lengths)
+
+    def reorder(self, indices: Sequence[int] | Tensor) -> None:
+        """Sequence i becomes what sequence indices[i] was, as beams do. Tensors are permuted in their place, one by one,
+        each by way of a copy. Values of a tensor are not looked at; PyTorch refuses wrong ones on the device."""
+        if isinstance(indices, Tensor):
+            chosen = self._on_device("KVCache.reorder", "indices", indices, torch.int64)
+        else:
+            each = self._on_host("KVCache.reorder", "indices", list(indices), 0, self.batch - 1)
+            chosen = self._send(each, torch.int64)
+        for tensor in (*self.k, *self.v, *self.seqlens):
+            tensor.copy_(tensor.index_select(0, chosen))
+
+
+class PagedKVCache(_Cache):
+    """Keys and values of each layer in a pool of pages [num_pages, num_kv_heads, page_size, head_dim].
+
+    Page p of a sequence is page block_table[b, p] of every layer's pool. Pages are given out on the host, by
+    `reserve`, and never by `append`. A page that is not there is -1 in the table, which is changed in its place.
+
+    Args:
+        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim: its sizes.
+        dtype: of what is kept, which may be another than the model's; PyTorch's default where None.
+        device: PyTorch's default where None.
+        max_pages: that one sequence may have, columns of block_table; num_pages where None.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came; of any method. Nothing is changed then.
+    """
+
+    def __init__(
+        self, num_layers: int, batch: int, num_kv_heads: int, num_pages: int, page_size: int, head_dim: int,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None, max_pages: int | None = None,
+    ) -> None:  # fmt: skip
+        max_pages = num_pages if max_pages is None else max_pages
+        sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "num_pages": num_pages,
+                 "page_size": page_size, "head_dim": head_dim, "max_pages": max_pages}  # fmt: skip
+        for argument, size in sizes.items():
+            _count("PagedKVCache", argument, size)
+        super().__init__(num_layers, batch, (num_pages, num_kv_heads, page_size, head_dim), dtype, device)
+        self.page_size = page_size
+        with torch.inference_mode(False):
+            self.block_table = self.seqlens[0].new_full((batch, max_pages), -1)
+        self._pages = Pages("PagedKVCache", num_pages, batch)
+        self._least_reserved = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.k[0].shape[0]
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence has."""
+        return len(self._pages.free)
+
+    @property
+    def reserved(self) -> list[int]:
+        """Positions that there are pages for, of each sequence."""
+        return [len(table) * self.page_size for table in self._pages.tables]
+
+    @property
+    def _table(self) -> Tensor:
+        return self.block_table
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(k, v, seqlens, block_table) of a layer, as `torch_ops.attention_decode` takes them."""
+        self._check_layer(index)
+        return self.k[index], self.v[index], self.seqlens[index], self.block_table
+
+    def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
+        # A graph would be bound to what is reserved when it is made.
+        if lengths is None and k.dim() == 4 and not torch.compiler.is_compiling() and k.shape[2] > self._least_reserved:
+            wanted = f"at most {self._least_reserved}, for which every sequence has pages (reserve more)"
+            refuse("PagedKVCache", "the number of tokens of k", wanted, k.shape[2])
+
+    def reserve(self, lengths: int | Sequence[int]) -> None:
+        """Gives sequences pages for so many keys in all, those that they have among them; for all the same, or for each.
+
+        Where there are not enough, the error says how many are wanted and how many there are, and none is given out.
+        """
+        most = self.block_table.shape[1] * self.page_size
+        each = self._on_host("PagedKVCache.reserve", "lengths", lengths, 0, most)
+        if self._pages.reserve([-(-length // self.page_size) for length in each]):
+            self._tell()
+
+    def grow(self, num_pages: int, max_pages: int | None = None) -> None:
+        """Makes room for more pages, in the pool and, with max_pages, of one sequence, and keeps what there is.
+
+        In new memory: CUDA graphs that were captured before go on in the old, and have to be captured again.
+        """
+        op, columns = "PagedKVCache.grow", self.block_table.shape[1]
+        _count(op, "num_pages", num_pages, self.num_pages)
+        if max_pages is not None:
+            columns = _count(op, "max_pages", max_pages, columns)
+        self._grow(0, num_pages)
+        self._pages.grow(num_pages)
+        with torch.inference_mode(False):
+            self.block_table = self.block_table.new_full((self.batch, columns), -1)
+        self._tell()
+
+    def truncate(self, lengths: Lengths) -> None:
+        """Leaves each sequence so many keys at most, in every layer, as after speculative tokens that were refused.
+
+        Lengths on the host also free the pages behind them. Those in a tensor free none, and are for caches none of
+        whose pages are shared (`reorder`): what is then written would be in the way of others.
+        """
+        op = "PagedKVCache.truncate"
+        if isinstance(lengths, Tensor):
+            if self._pages.shared:
+                refuse(op, "lengths", "integers on the host, since sequences share pages", "a tensor")
+            return self._keep(op, lengths)
+        each = self._on_host(op, "lengths", lengths, 0, None)
+        pages = [-(-length // self.page_size) for length in each]
+        self._copy(self._pages.cut(pages, [length % self.page_size > 0 for length in each]))
+        self._keep(op, each)
+        self._tell()
+        return None
+
+    def reorder(self, indices: Sequence[int], lengths: int | Sequence[int] | None = None) -> None:
+        """Sequence i becomes what sequence indices[i] was, as beams do.
+
+        Pages move with the table. Where a sequence is taken more than once, its full pages are shared and those after
+        them copied. `lengths` are the keys that sequences have before the call; where None, they are read from the
+        device, which waits for it.
+        """
+        op = "PagedKVCache.reorder"
+        chosen = self._on_host(op, "indices", list(indices), 0, self.batch - 1)
+        if lengths is None:
+            counts = torch.stack(self.seqlens).clamp(min=0)
+            fewest, most = torch.stack([counts.amin(0), counts.amax(0)]).tolist()
+        else:
+            fewest = most = self._on_host(op, "lengths", lengths, 0, None)
+        full = [length // self.page_size for length in fewest]
+        held = [-(-length // self.page_size) for length in most]
+        self._copy(self._pages.reorder(chosen, full, held))
+        places = self._send(chosen, torch.int64)
+        for seqlens in self.seqlens:
+            seqlens.copy_(seqlens.index_select(0, places))
+        self._tell()
+
+    def reset(self) -> None:
+        """Every sequence has no keys and no pages."""
+        self.truncate(0)
+
+    def _copy(self, copies: Copies) -> None:
+        if not copies:
+            return
+        sources, targets = self._send(list(zip(*copies, strict=True)), torch.int64)
+        for pool in (*self.k, *self.v):
+            pool.index_copy_(0, targets, pool.index_select(0, sources))
+
+    def _tell(self) -> None:
+        """The device, what the host knows of pages."""
+        columns = self.block_table.shape[1]
+        rows = [table + [-1] * (columns - len(table)) for table in self._pages.tables]
+        self.block_table.copy_(self._send(rows, torch.int32))
+        self._least_reserved = min(self.reserved)
+
+
+__all__ = ["KVCache", "PagedKVCache"]
