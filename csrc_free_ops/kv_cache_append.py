@@ -138,8 +138,11 @@ def _kv_cache_append_kernel(
     TURNED: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of k's rows, as many of v's, then those of q's, sequences). NUM_HEADS is 0 where there is no q, TURNED
-    where nothing is turned, PAGE_SIZE where the cache is contiguous: then a sequence has the page of its number."""
+    """Grid (tiles of k's rows, as many of v's, then those of q's; sequences).
+
+    NUM_HEADS is 0 where there is no q, TURNED where nothing is turned, PAGE_SIZE where the cache is contiguous: there a
+    sequence has the page of its number.
+    """
     tile = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     num_tokens = tl.cast(num_tokens, tl.int32)

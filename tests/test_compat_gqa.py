@@ -42,12 +42,14 @@ def test_attention_of_groups_is_that_of_repeated_heads() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: reshape_for_gqa(torch.ones(6, 5, 8), 2), "reshape_for_gqa: q must be of shape [B, H, S, D], got [6, 5, 8]"),
+        (lambda: reshape_for_gqa(torch.ones(6, 5, 8), 2),
+         "reshape_for_gqa: q must be of shape [B, H, S, D], got [6, 5, 8]"),
         (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 4),
          "reshape_for_gqa: num_kv_heads must be a divisor of q's 6 heads, got 4"),
         (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 0),
          "reshape_for_gqa: num_kv_heads must be a divisor of q's 6 heads, got 0"),
-        (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 2.0), "reshape_for_gqa: num_kv_heads must be an integer, got 2.0"),
+        (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 2.0),
+         "reshape_for_gqa: num_kv_heads must be an integer, got 2.0"),
         (lambda: restore_from_gqa(torch.ones(1, 6, 5, 8)),
          "restore_from_gqa: out must be of shape [B, Hk, G, S, D], got [1, 6, 5, 8]"),
     ],

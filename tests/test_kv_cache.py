@@ -144,11 +144,9 @@ def test_truncating_forgets_the_last(kind: str) -> None:
         assert cache.reserved == [4, 8, 0]
         cache.reserve(8)
     cache.append(0, *more)
-    assert_holds(
-        cache,
-        0,
-        *([torch.cat([old[b, :, :n], new[b]], 1) for b, n in enumerate(left)] for old, new in zip((k, v), more)),
-    )
+    both = zip((k, v), more, strict=True)
+    expected = ([torch.cat([old[b, :, :n], new[b]], 1) for b, n in enumerate(left)] for old, new in both)
+    assert_holds(cache, 0, *expected)
 
 
 @KINDS
@@ -358,19 +356,25 @@ TestAnyOrder.settings = hypothesis_settings(
 REFUSED: list[tuple[str, Any, str]] = [
     ("contiguous", lambda c: c.append(2, *new(1)), r"KVCache: layer must be from 0 to 1, got 2"),
     ("contiguous", lambda c: c.layer(-1), r"KVCache: layer must be from 0 to 1, got -1"),
-    ("contiguous", lambda c: c.append(0, *new(17)), r"KVCache: the number of tokens of k must be at most the capacity, 16, got 17"),
-    ("contiguous", lambda c: c.append(0, new(1)[0], new(2)[0]), r"kv_cache_append: v must be of shape .* got \[3, 2, 2, 16\]"),
+    ("contiguous", lambda c: c.append(0, *new(17)),
+     r"KVCache: the number of tokens of k must be at most the capacity, 16, got 17"),
+    ("contiguous", lambda c: c.append(0, new(1)[0], new(2)[0]),
+     r"kv_cache_append: v must be of shape .* got \[3, 2, 2, 16\]"),
     ("contiguous", lambda c: c.grow(8), r"KVCache.grow: capacity must be 16 or more, got 8"),
     ("contiguous", lambda c: c.grow("8"), r"KVCache.grow: capacity must be an integer, got '8'"),
     ("contiguous", lambda c: c.truncate(-1), r"KVCache.truncate: lengths must be 0 or more, got -1"),
-    ("contiguous", lambda c: c.truncate([1, 2]), r"KVCache.truncate: lengths must be one for each of 3 sequences, got 2"),
-    ("contiguous", lambda c: c.truncate(torch.ones(3, device=DEVICE)), r"KVCache.truncate: lengths must be int32 or int64, got float32"),
+    ("contiguous", lambda c: c.truncate([1, 2]),
+     r"KVCache.truncate: lengths must be one for each of 3 sequences, got 2"),
+    ("contiguous", lambda c: c.truncate(torch.ones(3, device=DEVICE)),
+     r"KVCache.truncate: lengths must be int32 or int64, got float32"),
     ("contiguous", lambda c: c.reorder([0, 1, 3]), r"KVCache.reorder: indices\[2\] must be at most 2, got 3"),
-    ("contiguous", lambda c: c.reorder(torch.tensor([0], device=DEVICE)), r"KVCache.reorder: indices must be of shape \[3\], got \[1\]"),
+    ("contiguous", lambda c: c.reorder(torch.tensor([0], device=DEVICE)),
+     r"KVCache.reorder: indices must be of shape \[3\], got \[1\]"),
     ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] must be 0 or more, got -1"),
     ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths must be at most 56, got 57"),
     ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] must be an integer, got 1.5"),
-    ("paged", lambda c: c.append(0, *new(17)), r"PagedKVCache: the number of tokens of k must be at most 16, for which"),
+    ("paged", lambda c: c.append(0, *new(17)),
+     r"PagedKVCache: the number of tokens of k must be at most 16, for which"),
     ("paged", lambda c: c.grow(13), r"PagedKVCache.grow: num_pages must be 14 or more, got 13"),
     ("paged", lambda c: c.grow(14, 3), r"PagedKVCache.grow: max_pages must be 14 or more, got 3"),
     ("paged", lambda c: (c.reorder([0, 0, 0], 4), c.truncate(torch.tensor([1, 1, 1], device=DEVICE))),

@@ -13,7 +13,7 @@ Copies = list[tuple[int, int]]
 
 
 class Pages:
-    """`tables` are the pages of each sequence in order, `users` of each page, `free` those without, the next one last."""
+    """`tables`: the pages of each sequence in order; `users`: of each page; `free`: those without, the next last."""
 
     def __init__(self, op: str, num_pages: int, batch: int) -> None:
         self.op = op

@@ -181,8 +181,11 @@ class KVCache(_Cache):
         self._keep("KVCache.truncate", lengths)
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was, as beams do. Tensors are permuted in their place, one by one,
-        each by way of a copy. Values of a tensor are not looked at; PyTorch refuses wrong ones on the device."""
+        """Sequence i becomes what sequence indices[i] was, as beams do.
+
+        Tensors are permuted in their place, one by one, each by way of a copy. The values of a tensor are not looked
+        at; PyTorch refuses wrong ones on the device.
+        """
         if isinstance(indices, Tensor):
             chosen = self._on_device("KVCache.reorder", "indices", indices, torch.int64)
         else:
@@ -254,7 +257,7 @@ class PagedKVCache(_Cache):
             refuse("PagedKVCache", "the number of tokens of k", wanted, k.shape[2])
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
-        """Gives sequences pages for so many keys in all, those that they have among them; for all the same, or for each.
+        """Gives sequences pages for so many keys in all, those that they have among them: the same for all, or each.
 
         Where there are not enough, the error says how many are wanted and how many there are, and none is given out.
         """

@@ -76,7 +76,7 @@ def kv_cache_append(
         block_table: int32 [B, max_pages], pages of each sequence in order. Two sequences may share pages that are read;
             where two tokens of a call go to one row of one page, which of them stays is not said.
         q: [B, H, Sn, D] in k's dtype, queries to turn as well; only with cos and sin.
-        cos, sin: [max_positions, D], a column for each of a head, or [max_positions, R/2] with R <= D, a column for each
+        cos, sin: [max_positions, D], a column for each of a head, or [max_positions, R/2] with R <= D, one for each
             pair of its first R columns: with R < D the others are not turned. In fp32 or k's dtype. A position past the
             last row has the angles of that row.
         interleaved: pairs are columns 2i and 2i + 1 (GPT-J's order) instead of i and i + R/2 (GPT-NeoX's).

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def _trials(case: KvCacheCase, dtype: torch.dtype, device: torch.device, backwar
     inputs = _draw(short, dtype, device, 1)
 
     def truth(dtype: torch.dtype) -> dict[str, Tensor]:
-        wide = {
+        wide: dict[str, Any] = {
             name: value.to(dtype)
             for name, value in vars(inputs).items()
             if isinstance(value, Tensor) and value.is_floating_point() and name not in ("cos", "sin")
