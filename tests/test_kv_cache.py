@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 import torch_ops
+from compile_tests.contract import capture
 from torch_ops import KVCache, PagedKVCache
 from torch_ops.testing import check, references
 
@@ -261,8 +262,6 @@ def test_a_model_s_step(kind: str, way: str) -> None:
 @pytest.mark.gpu
 @KINDS
 def test_cuda_graph_replays_go_on(kind: str) -> None:
-    from compile_tests.contract import capture
-
     cache = make(kind)
     k, v = new(1)
     graph, _ = capture(lambda: [cache.append(layer, k, v) for layer in range(LAYERS)])
