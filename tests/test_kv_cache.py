@@ -1,6 +1,7 @@
 """Caches of keys and values: what they hold after appending, growing, cutting, reordering, and what they refuse."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import torch_ops
 from compile_tests.contract import capture
@@ -274,6 +276,28 @@ def test_cuda_graph_replays_go_on(kind: str) -> None:
         graph.replay()
     for layer in range(LAYERS):
         assert_holds(cache, layer, *(list(torch.cat(pair, 2)) for pair in zip(*parts, strict=True)))
+
+
+@pytest.mark.gpu
+@KINDS
+def test_compiled_steps_have_cuda_graphs(kind: str) -> None:
+    """A graph that writes to other inputs than static ones has none."""
+    caches = make(kind), make(kind)
+
+    def step(cache: Cache, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [cache.append(layer, k, v + layer) for layer in range(LAYERS)]
+
+    compiled = torch.compile(partial(step, caches[0]), fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    with torch.no_grad():
+        for _ in range(6):
+            k, v = new(1)
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(k, v)
+            step(caches[1], k, v)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    for layer in range(LAYERS):
+        assert_holds(caches[0], layer, *held(caches[1], layer))
 
 
 @pytest.mark.gpu

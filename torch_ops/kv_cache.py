@@ -35,6 +35,12 @@ def _count(op: str, argument: str, value: int, least: int = 1) -> int:
     return int(value)
 
 
+def _held(tensor: Tensor) -> Tensor:
+    """It stays where it is, so graphs that torch.compile makes CUDA graphs of may write to it."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
 class _Cache:
     """What both kinds are: `k[layer]` and `v[layer]` of one shape, and `seqlens[layer]`, int32 [batch]."""
 
@@ -46,9 +52,9 @@ class _Cache:
         self.num_layers, self.batch = num_layers, batch
         with torch.inference_mode(False):
             self.k, self.v = (
-                [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
+                [_held(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_layers)] for _ in range(2)
             )
-            self.seqlens = [torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(num_layers)]
+            self.seqlens = [_held(torch.zeros(batch, dtype=torch.int32, device=device)) for _ in range(num_layers)]
         check_head_dim(self._name, "the cache", shape[3])
         check_float(self._name, "dtype", self.k[0])
 
@@ -119,7 +125,7 @@ class _Cache:
         shape = list(tensor.shape)
         shape[dimension] = size
         with torch.inference_mode(False):
-            grown = tensor.new_zeros(shape)
+            grown = _held(tensor.new_zeros(shape))
             grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
         return grown
 
@@ -223,7 +229,7 @@ class PagedKVCache(_Cache):
         super().__init__(num_layers, batch, (num_pages, num_kv_heads, page_size, head_dim), dtype, device)
         self.page_size = page_size
         with torch.inference_mode(False):
-            self.block_table = self.seqlens[0].new_full((batch, max_pages), -1)
+            self.block_table = _held(self.seqlens[0].new_full((batch, max_pages), -1))
         self._pages = Pages("PagedKVCache", num_pages, batch)
         self._least_reserved = 0
 
@@ -278,7 +284,7 @@ class PagedKVCache(_Cache):
         self._grow(0, num_pages)
         self._pages.grow(num_pages)
         with torch.inference_mode(False):
-            self.block_table = self.block_table.new_full((self.batch, columns), -1)
+            self.block_table = _held(self.block_table.new_full((self.batch, columns), -1))
         self._tell()
 
     def truncate(self, lengths: Lengths) -> None:
