@@ -9,138 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_ops._checks import (
-    check_dense,
-    check_device,
-    check_float,
-    check_head_dim,
-    check_int,
-    check_vector,
-    dtype_name,
-    refuse,
-)
+from torch_ops._caches import Cache, Lengths, check_size, static
+from torch_ops._checks import refuse
 from torch_ops._pages import Copies, Pages
-from torch_ops._registry import is_eager
-from torch_ops.kv_cache_append import kv_cache_append
-from torch_ops.settings import settings
-
-# One for all sequences, or one for each: on the host, or in a tensor whose values are not looked at.
-Lengths = int | Sequence[int] | Tensor
 
 
-def _count(op: str, argument: str, value: int, least: int = 1) -> int:
-    check_int(op, argument, value)
-    if value < least:
-        refuse(op, argument, f"{least} or more", value)
-    return int(value)
-
-
-def _held(tensor: Tensor) -> Tensor:
-    """It stays where it is, so graphs that torch.compile makes CUDA graphs of may write to it."""
-    torch._dynamo.mark_static_address(tensor)
-    return tensor
-
-
-class _Cache:
-    """What both kinds are: `k[layer]` and `v[layer]` of one shape, and `seqlens[layer]`, int32 [batch]."""
-
-    def __init__(
-        self, num_layers: int, batch: int, shape: tuple[int, ...], dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:  # fmt: skip
-        self._name = type(self).__name__
-        self.num_layers, self.batch = num_layers, batch
-        with torch.inference_mode(False):
-            self.k, self.v = (
-                [_held(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_layers)] for _ in range(2)
-            )
-            self.seqlens = [_held(torch.zeros(batch, dtype=torch.int32, device=device)) for _ in range(num_layers)]
-        check_head_dim(self._name, "the cache", shape[3])
-        check_float(self._name, "dtype", self.k[0])
-
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None, cos: Tensor | None = None,
-        sin: Tensor | None = None, interleaved: bool = False, lengths: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Writes k and v [B, Hk, Sn, D] behind the keys of one layer, which then has so many more.
-
-        Arguments, what is turned, what is returned and what is refused are those of `torch_ops.kv_cache_append`. Waits
-        for nothing: in a CUDA graph each replay goes on where the one before ended. With `lengths`, int32 [B] on the
-        device, only the first lengths[b] tokens of sequence b are written and counted: the others are padding. Tokens
-        for which there is no room are counted, but not written, unless `torch_ops.settings(checked=True)` refuses them.
-        """
-        self._check_layer(layer)
-        self._check_room(k, lengths)
-        out = kv_cache_append(
-            k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
-        )
-        self.seqlens[layer].add_(k.shape[2] if lengths is None else lengths.clamp(0, k.shape[2]))
-        return out
-
-    @property
-    def _table(self) -> Tensor | None:
-        return None
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
-
-    def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
-        """What the host knows of it."""
-
-    def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
-        each = list(values) if isinstance(values, Sequence) else [values] * self.batch
-        if len(each) != self.batch:
-            refuse(op, argument, f"one for each of {self.batch} sequences", len(each))
-        for place, value in enumerate(each):
-            name = f"{argument}[{place}]" if isinstance(values, Sequence) else argument
-            _count(op, name, value, least)
-            if most is not None and value > most:
-                refuse(op, name, f"at most {most}", value)
-        return [int(value) for value in each]
-
-    def _on_device(self, op: str, argument: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-        check_dense(op, argument, values)
-        check_vector(op, argument, values, self.batch)
-        if values.dtype not in (torch.int32, torch.int64):
-            refuse(op, argument, "int32 or int64", dtype_name(values.dtype))
-        check_device(op, argument, values, "the cache", self.k[0])
-        return values.to(dtype)
-
-    def _keep(self, op: str, lengths: Lengths) -> None:
-        if isinstance(lengths, Tensor):
-            lengths = self._on_device(op, "lengths", lengths, torch.int32)
-            if settings.checked and is_eager():
-                self._on_host(op, "lengths", lengths.tolist(), 0, None)
-        else:
-            lengths = self._send(self._on_host(op, "lengths", lengths, 0, None), torch.int32)
-        for seqlens in self.seqlens:
-            seqlens.clamp_(max=lengths)
-
-    def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """Without waiting: memory that is not pinned is taken over before the call returns."""
-        return torch.tensor(values, dtype=dtype).to(self.k[0].device, non_blocking=True)
-
-    def _grown(self, tensor: Tensor, dimension: int, size: int) -> Tensor:
-        shape = list(tensor.shape)
-        shape[dimension] = size
-        with torch.inference_mode(False):
-            grown = _held(tensor.new_zeros(shape))
-            grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
-        return grown
-
-    def _grow(self, dimension: int, size: int) -> None:
-        """One tensor at a time, so that no second whole cache is needed."""
-        for tensors in (self.k, self.v):
-            for layer in range(self.num_layers):
-                tensors[layer] = self._grown(tensors[layer], dimension, size)
-
-    def reset(self) -> None:
-        """Every sequence has no keys."""
-        torch._foreach_zero_(self.seqlens)
-
-
-class KVCache(_Cache):
+class KVCache(Cache):
     """Keys and values of each layer in one tensor [batch, num_kv_heads, capacity, head_dim].
 
     Args:
@@ -159,7 +33,7 @@ class KVCache(_Cache):
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity,
                  "head_dim": head_dim}  # fmt: skip
         for argument, size in sizes.items():
-            _count("KVCache", argument, size)
+            check_size("KVCache", argument, size)
         super().__init__(num_layers, batch, (batch, num_kv_heads, capacity, head_dim), dtype, device)
 
     @property
@@ -180,7 +54,7 @@ class KVCache(_Cache):
 
         In new memory: CUDA graphs that were captured before go on in the old, and have to be captured again.
         """
-        self._grow(2, _count("KVCache.grow", "capacity", capacity, self.capacity))
+        self._grow(2, check_size("KVCache.grow", "capacity", capacity, self.capacity))
 
     def truncate(self, lengths: Lengths) -> None:
         """Leaves each sequence so many keys at most, in every layer, as after speculative tokens that were refused."""
@@ -201,7 +75,7 @@ class KVCache(_Cache):
             tensor.copy_(tensor.index_select(0, chosen))
 
 
-class PagedKVCache(_Cache):
+class PagedKVCache(Cache):
     """Keys and values of each layer in a pool of pages [num_pages, num_kv_heads, page_size, head_dim].
 
     Page p of a sequence is page block_table[b, p] of every layer's pool. Pages are given out on the host, by
@@ -225,11 +99,11 @@ class PagedKVCache(_Cache):
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "num_pages": num_pages,
                  "page_size": page_size, "head_dim": head_dim, "max_pages": max_pages}  # fmt: skip
         for argument, size in sizes.items():
-            _count("PagedKVCache", argument, size)
+            check_size("PagedKVCache", argument, size)
         super().__init__(num_layers, batch, (num_pages, num_kv_heads, page_size, head_dim), dtype, device)
         self.page_size = page_size
         with torch.inference_mode(False):
-            self.block_table = _held(self.seqlens[0].new_full((batch, max_pages), -1))
+            self.block_table = static(self.seqlens[0].new_full((batch, max_pages), -1))
         self._pages = Pages("PagedKVCache", num_pages, batch)
         self._least_reserved = 0
 
@@ -278,13 +152,13 @@ class PagedKVCache(_Cache):
         In new memory: CUDA graphs that were captured before go on in the old, and have to be captured again.
         """
         op, columns = "PagedKVCache.grow", self.block_table.shape[1]
-        _count(op, "num_pages", num_pages, self.num_pages)
+        check_size(op, "num_pages", num_pages, self.num_pages)
         if max_pages is not None:
-            columns = _count(op, "max_pages", max_pages, columns)
+            columns = check_size(op, "max_pages", max_pages, columns)
         self._grow(0, num_pages)
         self._pages.grow(num_pages)
         with torch.inference_mode(False):
-            self.block_table = _held(self.block_table.new_full((self.batch, columns), -1))
+            self.block_table = static(self.block_table.new_full((self.batch, columns), -1))
         self._tell()
 
     def truncate(self, lengths: Lengths) -> None:
