@@ -285,9 +285,10 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     if kernel in GRID_TILES:
         return _rule_of_grids(kernel, gpu, head_dim)
     if kernel == "kv_cache_append":
-        # A thread has eight of each half of a head's columns, 16 bytes of a half type; the interpreter few rows.
+        # A thread has eight of each half of a head's columns, 16 bytes of a half type; the interpreter few rows. Twice
+        # as large, programs that take neighbours for pairs have a stack on sm_90.
         pairs = min(64, max(16, next_power_of_2(head_dim // 2)))
-        return Launch(4 if gpu.backend == "interpreter" else 1024 // pairs, pairs, 4, 1)
+        return Launch(4 if gpu.backend == "interpreter" else 512 // pairs, pairs, 2, 1)
     if gpu.backend == "interpreter":
         # Small, so that short segments in tests still take several blocks.
         if kernel.endswith("_short"):
