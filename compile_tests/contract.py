@@ -29,6 +29,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_module, make_boxed_func
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -246,36 +247,65 @@ def trace_kernels(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     Needs `fake_gpu`. A kernel whose writes torch does not see is missing from the trace: its node was dead code.
     """
 
-    class Call(torch.nn.Module):
-        def forward(self, *tensors: Tensor) -> Any:
-            given = iter(tensors)
-            outputs = function(*(next(given) if isinstance(arg, Tensor) else arg for arg in args), **(kwargs or {}))
-            return outputs if isinstance(outputs, tuple) else (outputs,)
-
-    tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
-    module, signature = aot_export_module(Call(), tensors, trace_joint=False)
-    kernels = [node for node in module.graph.nodes if node.target is triton_kernel_wrapper_functional]
+    module, signature = _functionalized(function, args, kwargs or {})
     return Trace(
-        tuple(map(_kernel_node, kernels)),
+        tuple(map(_kernel_node, _kernel_nodes(module.graph))),
         frozenset(signature.user_inputs_to_mutate.values()),
         call_targets(module.graph),
     )
 
 
-def assert_kernels(trace: Trace, expected: dict[str, set[str]] | list[tuple[str, set[str]]]) -> None:
+def _functionalized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    class Call(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            given = iter(tensors)
+            outputs = function(*(next(given) if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+    return aot_export_module(Call(), tensors, trace_joint=False)
+
+
+def _kernel_nodes(graph: torch.fx.Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.target is triton_kernel_wrapper_functional]
+
+
+def cloned_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[set[str]]:
+    """Of each kernel that `trace_kernels` finds, the tensors that Inductor clones before the launch.
+
+    A graph for Inductor ends with copies of what became of its inputs into them. Its pass over the graph then lets
+    kernels write in place, and drops the copies, where nobody could tell.
+    """
+    module, signature = _functionalized(function, args, {})
+    graph = module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        for result, argument in signature.user_inputs_to_mutate.items():
+            copied = graph.call_function(torch.ops.aten.copy_.default, (nodes[argument], nodes[result]))
+            copied.meta.update(nodes[argument].meta)
+    output.args = (tuple(node for node in output.args[0] if node.name not in signature.user_inputs_to_mutate),)
+    reinplace_inplaceable_ops_core(graph)
+    cloned: list[Any] = [node.kwargs["tensors_to_clone"] for node in _kernel_nodes(graph)]
+    return list(map(set, cloned))
+
+
+def assert_kernels(
+    trace: Trace, expected: dict[str, set[str]] | list[tuple[str, set[str]]], mutated: frozenset[str] = frozenset()
+) -> None:
     """The trace holds exactly these kernels in this order, and torch sees exactly these tensors written.
 
     In pairs, where a kernel is launched more than once.
 
     A missing kernel computes nothing; an input among the written tensors is cloned, or counts as mutated, and a
-    graph that mutates its inputs loses CUDA graphs.
+    graph that mutates its inputs loses CUDA graphs: `mutated` names those that the op says it writes to.
     """
     wanted = list(expected.items()) if isinstance(expected, dict) else expected
     found = [(kernel.name, set(kernel.writes)) for kernel in trace.kernels]
     names, wanted_names = ([name for name, _ in pairs] for pairs in (found, wanted))
     assert names == wanted_names, f"kernels in the graph: {names}, expected {wanted_names}"
     assert found == wanted, f"tensors taken to be written: {found}, expected {wanted}"
-    assert not trace.mutated_inputs, f"inputs of the graph taken to be mutated: {set(trace.mutated_inputs)}"
+    assert trace.mutated_inputs == mutated, f"inputs of the graph taken to be mutated: {set(trace.mutated_inputs)}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ ROOMS = (
     ("kernels", r"csrc_free_ops(\..*)?"),
     ("foundations", r"torch_ops\.(_checks|_device|_explanations|_launches|_registry|_versions|settings)"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
-    ("compositions", "|".join(map(re.escape, COMPOSITIONS))),
+    ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.(_caches|kv_cache)"))),
     ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),
     ("models and integrations", r"torch_ops\.(models|integrations|compat|distributed)(\..*)?"),
     ("testing", r"torch_ops\.testing(\..*)?"),
@@ -37,7 +37,7 @@ ORDER = (
     "foundations",
     "launchers",
     "ops",
-    # Ops made of ops.
+    # Ops made of ops, and the caches that an op fills.
     "compositions",
     "the public face",
     "testing",

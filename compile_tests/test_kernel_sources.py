@@ -16,7 +16,7 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, gemm, grids, norms, rope
+from compile_tests import attention, gemm, grids, kv_cache, norms, rope
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
 KERNELS: dict[str, JITFunction] = {
@@ -25,6 +25,7 @@ KERNELS: dict[str, JITFunction] = {
     **gemm.GEMM_KERNELS,
     **grids.KERNELS,
     **rope.KERNELS,
+    **kv_cache.KERNELS,
 }
 
 
@@ -36,6 +37,8 @@ def _launch(name: str) -> KernelLaunch:
         return grids.grid_launches(order="raster")[name]
     if name in rope.KERNELS:
         return rope.rope_launches("rope_window_attn")[0]
+    if name in kv_cache.KERNELS:
+        return kv_cache.kv_cache_launch(tokens=7, page_size=63, max_pages=15, max_positions=4095)
     if name in attention.KERNELS:
         return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
     # In fp32 PyTorch makes the products, and the kernels beside them are launched.

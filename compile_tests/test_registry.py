@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
-from compile_tests import broken_ops, grids, norms, rope
+from compile_tests import broken_ops, grids, kv_cache, norms, rope
 from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches, is_short
 from compile_tests.contract import (
     KernelLaunch,
@@ -27,7 +27,7 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from compile_tests.gemm import GEMM
-from torch_ops import _launches, settings, window_attn
+from torch_ops import _launches, _registry, settings, window_attn
 from torch_ops._registry import OPS, KernelOp, composed_op, remembered, vk_op
 from torch_ops._versions import refuse_pair
 from torch_ops.settings import Settings
@@ -95,8 +95,8 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, ahead_of_time
 
 
 def test_every_op_with_kernels_is_traced_here() -> None:
-    """The norms, those on image grids and what has a rotary embedding, in their own tests."""
-    traced = {*WRITES, *GEMM, *norms.KERNELS_OF, *grids.WRITES, *rope.ROPE}
+    """The norms, those on image grids, what has a rotary embedding and the cache, in their own tests."""
+    traced = {*WRITES, *GEMM, *norms.KERNELS_OF, *grids.WRITES, *rope.ROPE, *kv_cache.KV_CACHE}
     assert traced == {name for name in OPS if get_triton_kernels_for_op(f"vk::{name}")}
     assert {name for name, op in OPS.items() if not isinstance(op, KernelOp)} == {"patch_merger"}
 
@@ -169,6 +169,39 @@ def test_autocast_leaves_alone_the_arguments_that_keep_their_dtype() -> None:
         assert cast.tolist() == [1, 0, 1] and tables(*tensors).tolist() == [0, 0, 0]
     finally:
         del OPS["_test_tables"]
+
+
+def test_what_bumps_version_counters_is_no_watcher() -> None:
+    """Eager calls of an op that writes to arguments take the thin path, which bumps them itself."""
+    keys = torch._C.DispatchKey
+    called = torch._C.DispatchKeySet(keys.CUDA) | torch._C.DispatchKeySet(keys.AutogradCUDA)
+    called |= torch._C.DispatchKeySet(keys.ADInplaceOrView)
+    assert _registry._nothing_watches(called.raw_repr())
+    for key in (keys.Functionalize, keys.Python, keys.Fake if hasattr(keys, "Fake") else keys.Negative):
+        assert not _registry._nothing_watches((called | torch._C.DispatchKeySet(key)).raw_repr())
+
+
+def test_an_op_that_writes_to_arguments_says_so_and_refuses_gradients() -> None:
+    @vk_op("_test_mutating", fake=lambda x, y: x.new_empty(0), mutates=("y",))
+    def add_to(x: Tensor, y: Tensor) -> Tensor:
+        y += x
+        return x.new_empty(0)
+
+    try:
+        assert "Tensor x, Tensor(a1!) y" in str(add_to.overload._schema)
+        x, y = torch.ones(3), torch.zeros(3)
+        add_to(x, y)
+        assert y.tolist() == [1, 1, 1] and y._version > 0 and x._version == 0
+        leaf = torch.ones(3, requires_grad=True)
+        with pytest.raises(NotImplementedError, match="vk::_test_mutating has no gradient, and x requires one"):
+            add_to(leaf, y)
+        with torch.no_grad():
+            add_to(leaf, y)
+        function, graphs = capture_graphs(lambda x, y: (torch.ops.vk._test_mutating.default(x, y), y * 1))
+        assert function(x, y)[1].tolist() == [3, 3, 3] and y.tolist() == [3, 3, 3]
+        assert graphs.dynamo.startswith("vk._test_mutating.default\n")
+    finally:
+        del OPS["_test_mutating"]
 
 
 def test_an_op_made_of_ops_is_taken_apart_above_autograd() -> None:

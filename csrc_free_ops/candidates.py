@@ -27,6 +27,13 @@ _ROPE = tuple(
     if 4 <= heads * pairs // (32 * warps) <= 32
 )
 
+# Of each half of its heads a thread has 4 to 16 elements.
+_APPEND = tuple(
+    Launch(rows, pairs, warps, 1)
+    for rows, pairs, warps in product((4, 8, 16, 32), (32, 64, 128), (1, 2, 4, 8))
+    if 4 <= rows * pairs // (32 * warps) <= 16
+)
+
 CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd": _SQUARE + _SMALL,
     "attention_bwd_dq": _SQUARE + _SMALL,
@@ -56,4 +63,5 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
         tuple(Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))),
     ),
     "rope": _ROPE,
+    "kv_cache_append": _APPEND,
 }

@@ -4,7 +4,8 @@ The order is: the user's measured rows, the shipped rows of this GPU (`configs/<
 anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal"; "masked", causal
 or by a window) and to a range of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape,
 and are None elsewhere, where the row of the longest segments counts. Of a norm's kernel the head dimension is the width
-of its rows and the length their number; of the rotary embedding's ("rope") the length is the number of rows too.
+of its rows and the length their number; of the rotary embedding's ("rope") the length is the number of rows too. That
+of "kv_cache_append" is unknown: its rows and columns are heads of tokens and pairs.
 
 Rows of the GEMM core have no head dimension; they belong to the sizes of a weight, n x k, or to any, and their lengths
 are rows of x. Their launch has a third block, and may be another path's: {"path": "aten"}.
@@ -236,7 +237,7 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
         if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
             raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")
     elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or (
-        min(launch.tile[1:] if entry["kernel"].startswith(("norm_", "rope")) else launch.tile) < 16
+        min(launch.tile[1:] if entry["kernel"].startswith(("norm_", "rope", "kv_cache")) else launch.tile) < 16
     ):
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
     if entry["kernel"] == "rope" and launch.block_m * launch.block_n < 32 * launch.num_warps:
@@ -283,6 +284,11 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     """
     if kernel in GRID_TILES:
         return _rule_of_grids(kernel, gpu, head_dim)
+    if kernel == "kv_cache_append":
+        # A thread has eight of each half of a head's columns, 16 bytes of a half type; the interpreter few rows. Twice
+        # as large, programs that take neighbours for pairs have a stack on sm_90.
+        pairs = min(64, max(16, next_power_of_2(head_dim // 2)))
+        return Launch(4 if gpu.backend == "interpreter" else 512 // pairs, pairs, 2, 1)
     if gpu.backend == "interpreter":
         # Small, so that short segments in tests still take several blocks.
         if kernel.endswith("_short"):

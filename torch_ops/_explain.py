@@ -24,6 +24,7 @@ from torch_ops._gemm_explained import (
 )
 from torch_ops._gemm_portable import Rows, padded
 from torch_ops._grids import GRID_KERNELS, explain_on_grids
+from torch_ops._kv_cache import explain_append
 from torch_ops._norms import explain_norm
 from torch_ops._norms_portable import norm_launches
 from torch_ops._registry import INTERPRET, OPS
@@ -73,6 +74,7 @@ def _explain_patch_merger(
 EXPLAINERS: dict[str, Callable[..., dict[str, Any]]] = {
     **dict.fromkeys(("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"), explain_norm),
     **dict.fromkeys(GRID_KERNELS, explain_on_grids),
+    "kv_cache_append": explain_append,
     "qkv_rope": explain_qkv_rope,
     "mlp": explain_mlp,
     "rope_window_attn": explain_turned_attention,

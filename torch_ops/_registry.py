@@ -7,6 +7,8 @@
   and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
 - Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
   and leave everything that watches dispatch (modes, subclasses, fake tensors) to the generic path.
+- An op that writes to arguments (`mutates`) says so in its schema. Eager calls bump their version counters, so that
+  autograd finds out where a tensor that it saved was written to. It has no gradient, and refuses what requires one.
 - Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros, and
   gradients within `torch.func`, which PyTorch has none of, do so by name.
 - FLOPs are registered for `torch.utils.flop_counter`.
@@ -23,7 +25,7 @@ enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_ker
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +153,7 @@ def vk_op(
     name: str,
     *,
     fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
     autocast: bool = False,
     keeps_dtype: tuple[str, ...] = (),
     flops: Callable[..., int] | None = None,
@@ -158,13 +161,13 @@ def vk_op(
     """Registers the decorated body as `vk::<name>`; its annotations are the schema.
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
-    itself uses.
+    itself uses. `mutates` names the arguments that the body writes to.
     With `autocast` the floating tensors are cast to the autocast region's dtype, but for those of fp32 among the
     arguments named in `keeps_dtype`: tables, which are so on purpose. `flops(*args)` counts a call.
     """
 
     def register(body: Callable[..., Any]) -> KernelOp:
-        definition: Any = triton_op(f"{NAMESPACE}::{name}", body, mutates_args=())
+        definition: Any = triton_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates)
         definition.register_fake(fake)
         overload = definition._opoverload
         decompose = definition._torch_dispatch_fns[FunctionalTensorMode]
@@ -175,7 +178,7 @@ def vk_op(
             return decompose(mode, op, types, args, kwargs)
 
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
-        _install_eager_path(name, body, definition)
+        _install_eager_path(name, body, definition, mutates)
         if autocast:
             arguments = list(inspect.signature(body).parameters)
             _install_autocast(name, overload, frozenset(map(arguments.index, keeps_dtype)))
@@ -202,8 +205,10 @@ def composed_op(name: str) -> Callable[[Callable[..., Any]], Op]:
     return register
 
 
-def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) -> None:
-    defaults = [parameter.default for parameter in inspect.signature(body).parameters.values()]
+def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]) -> None:
+    parameters = inspect.signature(body).parameters
+    defaults = [parameter.default for parameter in parameters.values()]
+    written = [list(parameters).index(argument) for argument in mutates]
     generic = make_autograd_impl(definition._opoverload, definition)
 
     def run(*args: Any) -> Any:
@@ -233,11 +238,15 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
     def autograd(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
+        if written:
+            _refuse_gradients(name, parameters, args)
         if torch._C._are_functorch_transforms_active():
             with _naming_transforms(name):
                 return generic(keyset, *args)
         if not _nothing_watches(keyset.raw_repr()):
             return generic(keyset, *args)
+        if written:
+            torch.autograd.graph.increment_version([args[place] for place in written])
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return run(*args)
         if definition._backward_fn is None:
@@ -251,8 +260,11 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any) ->
 
 @functools.cache
 def _nothing_watches(keys: int) -> bool:
-    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's."""
-    keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
+    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's.
+
+    The key by which PyTorch bumps version counters is not among them.
+    """
+    keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
     return bool(keyset.highestPriorityTypeId() == _CUDA)
 
 
@@ -273,6 +285,18 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative; use reverse mode")
+
+
+def _refuse_gradients(name: str, parameters: Iterable[str], args: tuple[Any, ...]) -> None:
+    """PyTorch itself would return results whose gradient is refused only when it is asked for."""
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        return
+    for parameter, arg in zip(parameters, args, strict=False):
+        if isinstance(arg, Tensor) and arg.requires_grad:
+            raise NotImplementedError(
+                f"{NAMESPACE}::{name} has no gradient, and {parameter} requires one: "
+                f"call it within torch.no_grad() or torch.inference_mode(), or on {parameter}.detach()"
+            )
 
 
 def _install_autocast(name: str, overload: Any, kept: frozenset[int]) -> None:

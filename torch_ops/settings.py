@@ -140,7 +140,7 @@ class Settings:
 
     @property
     def checked(self) -> bool:
-        """Whether eager calls verify the values in `cu_seqlens`, at the price of a synchronisation."""
+        """Whether eager calls verify what only the device knows, as values in `cu_seqlens`; costs a synchronisation."""
         return self._values.checked
 
     @property

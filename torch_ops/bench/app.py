@@ -10,6 +10,7 @@ import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from torch_ops.bench import (
     documents,
+    kv_cache_append,
     mlp,
     norms,
     options,
@@ -48,6 +49,7 @@ ROOMS: dict[str, Room] = {
         rotary_table.ROOM,
         pos_embed_interpolate.ROOM,
         spatial_merge.ROOM,
+        kv_cache_append.ROOM,
     )
 }
 

@@ -23,6 +23,15 @@ from torch_ops.testing.cases.grids import (
     lay_out,
     make_grid_inputs,
 )
+from torch_ops.testing.cases.kv_cache import (
+    CACHE_LAYOUTS,
+    KV_CACHE,
+    TOKEN_LAYOUTS,
+    KvCacheCase,
+    KvCacheInputs,
+    kv_cache_cases,
+    make_kv_cache_inputs,
+)
 from torch_ops.testing.cases.linear import (
     LINEAR_LAYOUTS,
     MLP,
@@ -69,7 +78,9 @@ from torch_ops.testing.cases.vision_attention import (
 )
 
 __all__ = [
+    "CACHE_LAYOUTS",
     "GRIDS",
+    "KV_CACHE",
     "LAYOUTS",
     "LINEAR_LAYOUTS",
     "MERGERS",
@@ -81,10 +92,13 @@ __all__ = [
     "ROPE_WINDOW_ATTN",
     "ROW_LAYOUTS",
     "TABLES",
+    "TOKEN_LAYOUTS",
     "VISION_ATTENTION",
     "WINDOW_ATTN",
     "GridCase",
     "GridInputs",
+    "KvCacheCase",
+    "KvCacheInputs",
     "MergerCase",
     "MergerInputs",
     "MlpCase",
@@ -100,9 +114,11 @@ __all__ = [
     "WindowAttnInputs",
     "cumulative",
     "grid_cases",
+    "kv_cache_cases",
     "lay_out",
     "make_grid_inputs",
     "make_inputs",
+    "make_kv_cache_inputs",
     "make_merger_inputs",
     "make_mlp_inputs",
     "make_norm_inputs",

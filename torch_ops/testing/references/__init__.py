@@ -13,6 +13,10 @@ from torch_ops.testing.references.grids import (
     rotary_table,
     spatial_merge,
 )
+from torch_ops.testing.references.kv_cache import (
+    kv_cache_append,
+    turned,
+)
 from torch_ops.testing.references.linear import (
     mlp,
     qkv_rope,
@@ -38,6 +42,7 @@ from torch_ops.testing.references.vision_attention import (
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "kv_cache_append",
     "layer_norm",
     "mlp",
     "patch_merger",
@@ -49,6 +54,7 @@ __all__ = [
     "rotary_table",
     "rotated",
     "spatial_merge",
+    "turned",
     "vision_attention",
     "window_attn",
     "window_attn_backward",
