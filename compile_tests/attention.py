@@ -125,7 +125,7 @@ def hopper_launches(
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if batch:
             launch = launches["attention_fwd_hopper"]
-            _attention_hopper.plan_dense_forward_hopper(q, k, q, launch, scores)(q, k, k, q, lse, sink)
+            _attention_hopper.plan_dense_forward_hopper(q, k, k, q, launch, scores)(q, k, k, q, lse, sink)
         else:
             forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
             forward(q, k, k, cu, cu, q, lse, sink)

@@ -37,7 +37,7 @@ def plan_dense_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse:
 
         return launch_opaque
     launch, _ = forward_launch(q, scores, 1)
-    hopper = plan_dense_forward_hopper(q, k, dense_like(q), launch, scores, has_lse)
+    hopper = plan_dense_forward_hopper(q, k, v, dense_like(q), launch, scores, has_lse)
     portable: list[Callable[..., None]] = []
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, step: StepTensors = NO_STEP) -> None:

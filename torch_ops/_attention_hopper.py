@@ -41,7 +41,7 @@ def refusal(gpu: Gpu, scores: Scores, **tensors: Tensor) -> str:
     if reason := hopper_refusal(gpu, q.dtype):
         return reason
     # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
-    if all(q.shape[2] != head_dim for head_dim in PARTS):
+    if all(q.shape[-1] != head_dim for head_dim in PARTS):
         return f"the Hopper path takes head dimensions {', '.join(map(str, PARTS))}"
     for name, is_on in (("softcap", scores.softcap), ("ALiBi", scores.alibi), ("dropout", scores.dropout)):
         if is_on:
@@ -130,20 +130,43 @@ def _layout(columns: int, rank: int) -> NVMMASharedLayout:
 
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles of `rows` rows and `columns` columns of one head; what lies outside of [T, H, D] or of a sequence in
-    [B, H, S, D] reads as zero."""
+    """Tiles of `rows` rows and `columns` columns of one head of [T, H, D] or [B, H, S, D].
+
+    What lies outside of the tensor reads as zero. A batch is described in three dimensions where its strides allow: TMA
+    is slower in four.
+    """
+    shape, strides = list(tensor.shape), list(tensor.stride())
     if tensor.dim() == 4:
-        # A dimension of one may have any stride, also one that TMA does not take.
-        strides = [stride if size > 1 else 16 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-        return TensorDescriptor(
-            tensor, list(tensor.shape), [*strides[:3], 1], [1, 1, rows, columns], _layout(columns, 4)
-        )
-    row, head, _ = tensor.stride()
-    if tensor.shape[1] == 1:
-        head = tensor.shape[2]
-    if tensor.shape[0] == 1:
-        row = head * tensor.shape[1]
-    return TensorDescriptor(tensor, list(tensor.shape), [row, head, 1], [rows, 1, columns], _layout(columns, 3))
+        batch, heads, length, head_dim = shape
+        if folds_heads(tensor):
+            shape, strides = [length, batch * heads, head_dim], [strides[2], strides[1], 1]
+        elif folds_rows(tensor):
+            shape, strides = [batch * length, heads, head_dim], [strides[2], strides[1], 1]
+        else:
+            return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], _layout(columns, 4))
+    row, head, _ = strides
+    # A dimension of one may have any stride, also one that TMA does not take.
+    if shape[1] == 1:
+        head = shape[2]
+    if shape[0] == 1:
+        row = head * shape[1]
+    return TensorDescriptor(tensor, shape, [row, head, 1], [rows, 1, columns], _layout(columns, 3))
+
+
+def folds_heads(tensor: Tensor) -> bool:
+    """Whether the heads of all sequences of [B, H, S, D] lie at one distance."""
+    batch, heads, _, _ = tensor.shape
+    return batch == 1 or tensor.stride(0) == heads * tensor.stride(1)
+
+
+def folds_rows(tensor: Tensor) -> bool:
+    """Whether the rows of all sequences of [B, H, S, D] do."""
+    return bool(tensor.stride(0) == tensor.shape[2] * tensor.stride(2))
+
+
+def folded(*tensors: Tensor) -> int:
+    """A bit for each, the first the lowest: FOLDED of `tiles.hopper_memory.coordinates`."""
+    return sum((not folds_heads(tensor) and folds_rows(tensor)) << place for place, tensor in enumerate(tensors))
 
 
 def order_of(num_segments: int, of_one: int) -> int:
@@ -191,7 +214,14 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
 
 
 def _forward_constants(
-    q: Tensor, k: Tensor, launch: Launch, scores: Scores, order: int, out_row: int, has_lse: bool
+    q: Tensor,
+    k: Tensor,
+    launch: Launch,
+    scores: Scores,
+    order: int,
+    out_row: int,
+    has_lse: bool,
+    folded: int = 0,
 ) -> dict[str, Any]:
     # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
     overlap = launch.block_m == 128 or q.shape[-1] <= 72
@@ -199,7 +229,7 @@ def _forward_constants(
     return {
         **constants_of(q, k, launch, scores, REGISTERS[groups, overlap]),
         "GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": order, "HAS_LSE": has_lse,
-        "HAS_SINKS": scores.has_sinks, "OUT_STRIDE": out_row, "launch_pdl": True,
+        "HAS_SINKS": scores.has_sinks, "OUT_STRIDE": out_row, "FOLDED": folded, "launch_pdl": True,
     }  # fmt: skip
 
 
@@ -236,11 +266,11 @@ def plan_forward_hopper(
 
 
 def plan_dense_forward_hopper(
-    q: Tensor, k: Tensor, out: Tensor, launch: Launch, scores: Scores, has_lse: bool = True
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_lse: bool = True
 ) -> Callable[..., None]:
     """launch(q, k, v, out, lse, sinks) for [B, H, S, D], as above; `out` is laid out as what will be written."""
     out_batch, out_head, out_row, _ = out.stride()
-    constants = _forward_constants(q, k, launch, scores, DENSE_CUT.value, out_row, has_lse)
+    constants = _forward_constants(q, k, launch, scores, DENSE_CUT.value, out_row, has_lse, folded(q, k, v, out))
     scalars = (
         out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
     )  # fmt: skip

@@ -23,7 +23,16 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
 from csrc_free_ops.attention.hopper_work import BY_LENGTH, DENSE, EVEN
 from csrc_free_ops.configs import Launch, split_head_dim
 from torch_ops._attention_dense_portable import dense_strides
-from torch_ops._attention_hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs, tickets
+from torch_ops._attention_hopper import (
+    REGISTERS,
+    Descriptors,
+    constants_of,
+    describe,
+    folded,
+    order_of,
+    programs,
+    tickets,
+)
 from torch_ops._attention_portable import head_strides
 from torch_ops._launches import Relaunch, dense_like, row_stride
 from torch_ops._scores import Scores
@@ -153,12 +162,13 @@ def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores,
 
 def _pass_constants(
     q: Tensor, k: Tensor, launch: Launch, scores: Scores, ordered: bool, order: int, together: int,
-    dk_row: int, dv_row: int,
+    dk_row: int, dv_row: int, folded: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     head_dim = q.shape[-1]
     return {
         **constants_of(q, k, launch, scores, _registers(head_dim)),
         "ORDERED": ordered, "ORDER": order, "ROUND": together, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
+        "FOLDED": folded,
         # Keys of as many tiles as there is shared memory for.
         "OWN_STAGES": 2 if head_dim <= 80 else 1,
         # Its programs begin while the kernel before ends, and do what needs none of its results.
@@ -266,7 +276,7 @@ def plan_dense_backward_hopper(
     ordered = k_length > 2 * PASS_KEYS and deterministic
     like = [dense_like(tensor).stride() for tensor in (q, k, v)]
     (dq_batch, dq_head, dq_row, _), (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = like
-    constants = _pass_constants(q, k, launch, scores, ordered, DENSE.value, 1, dk_row, dv_row)
+    constants = _pass_constants(q, k, launch, scores, ordered, DENSE.value, 1, dk_row, dv_row, folded(q, k, v, dout))
     scalars = (
         dk_batch, dv_batch, dk_head, dv_head, length, k_length, batch, scores.scale, *scores.bounds()
     )  # fmt: skip

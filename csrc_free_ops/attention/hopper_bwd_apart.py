@@ -72,9 +72,6 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
     TILES: gl.constexpr = tile_count(HEAD_DIM)
     STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
     BARS_AT: gl.constexpr = (4 + 2 * STAGES) * STAGE_BYTES
-    K_HEADS: gl.constexpr = option(OPTIONS, "HEADS") // GROUP
-    OWN_HEADS: gl.constexpr = K_HEADS if ON_KEYS else K_HEADS * GROUP
-    OTHER_HEADS: gl.constexpr = K_HEADS * GROUP if ON_KEYS else K_HEADS
     HEADS_OVER: gl.constexpr = GROUP if ON_KEYS else 1
     if ON_KEYS:
         a_desc, b_desc, x_desc, y_desc = k_desc, v_desc, q_desc, dout_desc
@@ -83,10 +80,11 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
         a_desc, b_desc, x_desc, y_desc = q_desc, dout_desc, k_desc, v_desc
         first_head = head // GROUP
     vectors_full = shared_base() + BARS_AT + VECTORS_FULL * 8
+    packed = (0, 1, 0)
     mbarrier.expect(bars.index(A_FULL), 2 * STAGE_BYTES)
     mbarrier.expect(bars.index(B_FULL), 2 * STAGE_BYTES)
-    load_blocks(a_desc, first, head, bars.index(A_FULL), tiles, 0, TILES, 2, OWN_HEADS)
-    load_blocks(b_desc, first, head, bars.index(B_FULL), tiles, 2 * TILES, TILES, 2, OWN_HEADS)
+    load_blocks(a_desc, first, head, packed, bars.index(A_FULL), tiles, 0, TILES, 2)
+    load_blocks(b_desc, first, head, packed, bars.index(B_FULL), tiles, 2 * TILES, TILES, 2)
     stage = 0
     loaded = 0
     for member in range(HEADS_OVER):
@@ -97,11 +95,11 @@ def _produce(ON_KEYS: gl.constexpr, descs, memory, vectors, place, statistics, O
             row = other_start + other
             mbarrier.expect(bars.index(X_FULL + stage), STAGE_BYTES)
             x_bar = bars.index(X_FULL + stage)
-            load_blocks(x_desc, row, other_head, x_bar, tiles, (4 + stage) * TILES, TILES, 1, OTHER_HEADS)
+            load_blocks(x_desc, row, other_head, packed, x_bar, tiles, (4 + stage) * TILES, TILES, 1)
             mbarrier.expect(bars.index(Y_FULL + stage), STAGE_BYTES)
             place_of_y = (4 + STAGES + stage) * TILES
             y_bar = bars.index(Y_FULL + stage)
-            load_blocks(y_desc, row, other_head, y_bar, tiles, place_of_y, TILES, 1, OTHER_HEADS)
+            load_blocks(y_desc, row, other_head, packed, y_bar, tiles, place_of_y, TILES, 1)
             if ON_KEYS:
                 local = gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
                 inside = other + local < other_length

@@ -110,6 +110,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
     OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
+    FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
     q_descs, k_descs, v_desc = descs
     cu_q, cu_k = boundaries_of
     q_tiles, k_tiles, v_tiles, notes, addresses = tiles
@@ -183,7 +184,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
                 tell(bars_at + (Q_FULL + group) * 8)
                 for part in gl.static_range(PARTS):
-                    at = coordinates(q_descs[part], row + group * 64, head, part * MAIN, HEADS)
+                    at = coordinates(q_descs[part], row + group * 64, head, part * MAIN, (total_q, HEADS, FOLDED & 1))
                     tma.async_copy_global_to_shared(q_descs[part], at, bar, q_tiles[part].index(group))
             k_head = head // GROUP
             for block in range(blocks):
@@ -193,14 +194,14 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 bar = bars.index(K_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
                 for part in gl.static_range(PARTS):
-                    at = coordinates(k_descs[part], key, k_head, part * MAIN, HEADS // GROUP)
+                    at = coordinates(k_descs[part], key, k_head, part * MAIN, (total_k, HEADS // GROUP, FOLDED & 2))
                     tma.async_copy_global_to_shared(k_descs[part], at, bar, k_tiles[part].index(stage))
                 if loaded >= STAGES:
                     barrier_sync(V_EMPTY + stage, EMPTY)
                 bar = bars.index(V_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
                 for part in gl.static_range(V_TILES):
-                    at = coordinates(v_desc, key, k_head, part * WIDTH, HEADS // GROUP)
+                    at = coordinates(v_desc, key, k_head, part * WIDTH, (total_k, HEADS // GROUP, FOLDED & 4))
                     tma.async_copy_global_to_shared(v_desc, at, bar, v_tiles.index(stage * V_TILES + part))
                 loaded += 1
                 stage, _ = turn_around(stage, STAGES)
@@ -256,7 +257,7 @@ def _store_strips(tile, o, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, sinks_ptr, OPTIONS: gl.constexpr):
+def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_ptr, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
     HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
@@ -266,9 +267,9 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, sinks_ptr, OPTI
     OVERLAP: gl.constexpr = option(OPTIONS, "OVERLAP")
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     HAS_LSE: gl.constexpr = option(OPTIONS, "HAS_LSE")
-    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
     OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
+    FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
     q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
@@ -368,8 +369,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, sinks_ptr, OPTI
             if HAS_SINKS:
                 has_sink = read_note(notes, slot, INSIDE) > 0
             barrier_arrive(Q_EMPTY + INDEX, 160)
-            # Of a batch, TMA reads rows past a sequence's end as zeros.
-            if (not is_dense(ORDER)) and keys < BLOCK_N:
+            if keys < BLOCK_N:
                 clear_rows(base + behind * STAGE_BYTES, keys, BLOCK_N, WIDTH, V_TILES)
                 fence_async_shared()
                 meet()
@@ -399,7 +399,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, sinks_ptr, OPTI
                 fence_async_shared()
                 meet()
                 for part in gl.static_range(PARTS):
-                    at = coordinates(out_descs[part], row, head, part * OUT_WIDTH, HEADS)
+                    at = coordinates(out_descs[part], row, head, part * OUT_WIDTH, (total_q, HEADS, FOLDED & 8))
                     tma.async_copy_shared_to_global(out_descs[part], at, out_tiles[part].index(INDEX))
             else:
                 store_rows(out_address, o, rows, DTYPE, OUT_STRIDE)
@@ -417,13 +417,14 @@ def _attention_fwd_hopper_kernel(
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    FOLDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). scale is that of softmax times log2(e); *_tail count only where HEAD_DIM has a tail.
 
     ticket_ptr is an int32 that holds 0, and does again when the kernel ends; no other launch may use it meanwhile.
     ORDER is SINGLE for one segment, BY_LENGTH for at most RANKED - 2 of them, else IN_PLACE. Of [B, H, S, D], which has
-    no boundaries, it is DENSE_CUT, total_* is the length of a sequence and num_segments their number.
+    no boundaries, it is DENSE_CUT, total_* is the length of a sequence and num_segments their number; FOLDED has a bit for
+    each of q, k, v and out (`coordinates`).
     """
     MAIN: gl.constexpr = columns_of(q_main)
     WIDTH: gl.constexpr = columns_of(v_desc)
@@ -464,6 +465,7 @@ def _attention_fwd_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
         "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
         "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
+        "FOLDED", FOLDED,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
@@ -476,8 +478,8 @@ def _attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, bars, scale, sinks, OPTIONS)),
-                (_consume, (1, out_descs, used, bars, scale, sinks, OPTIONS)),
+                (_consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (_consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
                 (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -485,9 +487,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, bars, scale, sinks, OPTIONS)),
-                (_consume, (1, out_descs, used, bars, scale, sinks, OPTIONS)),
-                (_consume, (2, out_descs, used, bars, scale, sinks, OPTIONS)),
+                (_consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (_consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (_consume, (2, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
                 (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

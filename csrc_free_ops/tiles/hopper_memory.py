@@ -19,24 +19,31 @@ def columns_of(desc):
 
 
 @gluon.jit
-def coordinates(desc, row, head, column, HEADS: gl.constexpr):
-    """Where a tile begins: in [T, H, D], or in [B, H, S, D], of which `head` counts the HEADS of all sequences."""
-    if len(desc.block_shape) == 3:
-        return [row, head, column]
-    else:
+def coordinates(desc, row, head, column, batch):
+    """Where a tile begins in [T, H, D], or in what a batch is described as; there `head` counts those of all sequences.
+
+    batch is (rows of a sequence, HEADS of one, FOLDED): it is described as [S, B H, D], or FOLDED as [B S, H, D], or as
+    [B, H, S, D].
+    """
+    length, HEADS, FOLDED = batch
+    if len(desc.block_shape) == 4:
         return [head // HEADS, head % HEADS, row, column]
+    elif FOLDED != 0:
+        return [head // HEADS * length + row, head % HEADS, column]
+    else:
+        return [row, head, column]
 
 
 @gluon.jit
 def load_blocks(
-    desc, row, head, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr, HEADS: gl.constexpr
+    desc, row, head, batch, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
     """Begins to bring BLOCKS blocks of rows, from `row` on, to TILES tiles each, from tile `first` on; `bar` tells."""
     ROWS: gl.constexpr = desc.block_shape[0] * desc.block_shape[len(desc.block_shape) - 2]
     COLUMNS: gl.constexpr = columns_of(desc)
     for block in gl.static_range(BLOCKS):
         for tile in gl.static_range(TILES):
-            place = coordinates(desc, row + block * ROWS, head, tile * COLUMNS, HEADS)
+            place = coordinates(desc, row + block * ROWS, head, tile * COLUMNS, batch)
             tma.async_copy_global_to_shared(desc, place, bar, tiles.index(first + block * TILES + tile))
 
 
