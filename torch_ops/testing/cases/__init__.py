@@ -14,6 +14,14 @@ from torch_ops.testing.cases.attention import (
     make_inputs,
     window_attn_cases,
 )
+from torch_ops.testing.cases.decode import (
+    DECODE,
+    DECODE_LAYOUTS,
+    DecodeCase,
+    DecodeInputs,
+    decode_cases,
+    make_decode_inputs,
+)
 from torch_ops.testing.cases.grids import (
     GRIDS,
     ROW_LAYOUTS,
@@ -69,6 +77,8 @@ from torch_ops.testing.cases.vision_attention import (
 )
 
 __all__ = [
+    "DECODE",
+    "DECODE_LAYOUTS",
     "GRIDS",
     "LAYOUTS",
     "LINEAR_LAYOUTS",
@@ -83,6 +93,8 @@ __all__ = [
     "TABLES",
     "VISION_ATTENTION",
     "WINDOW_ATTN",
+    "DecodeCase",
+    "DecodeInputs",
     "GridCase",
     "GridInputs",
     "MergerCase",
@@ -99,8 +111,10 @@ __all__ = [
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
+    "decode_cases",
     "grid_cases",
     "lay_out",
+    "make_decode_inputs",
     "make_grid_inputs",
     "make_inputs",
     "make_merger_inputs",
