@@ -66,8 +66,8 @@ def _share(
     if _known(most) and not (batch_invariant and kernel.endswith("_shared")):
         rows = min(rows, max(16, next_power_of_2(most)))
     if batch_invariant:
-        splits = (capacity + INVARIANT_KEYS - 1) // INVARIANT_KEYS
-        splits = max(1, splits) if _known(splits) else splits
+        # Of symbols one more than there may be, so that it is known to be none of 0 and 1.
+        splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if _known(capacity) else capacity // INVARIANT_KEYS + 2
     elif num_splits:
         splits = num_splits
     else:
