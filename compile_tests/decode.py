@@ -11,9 +11,8 @@ from triton.runtime.jit import JITFunction
 from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
 from torch_ops._registry import OPS
 
-KERNELS: dict[str, JITFunction] = {
-    kernel.fn.__name__: kernel for kernel in get_triton_kernels_for_op("vk::attention_decode")
-}
+OP = "attention_decode"
+KERNELS: dict[str, JITFunction] = {kernel.fn.__name__: kernel for kernel in get_triton_kernels_for_op(f"vk::{OP}")}
 ATTEND, COMBINE = "_attention_decode_kernel", "_attention_decode_combine_kernel"
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,5 +63,5 @@ def decode_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **varian
     """What the op's body launches on such a GPU, in order."""
     with fake_gpu(target, gpu) as mode, record_launches() as launches, mode:
         args, options = decode_calls(**variant)
-        OPS["attention_decode"].body(*args, **options)
+        OPS[OP].body(*args, **options)
     return launches

@@ -6,7 +6,6 @@ split calls and launches up to three kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -11,7 +11,6 @@ from torch_ops._checks import (
     check_float,
     check_head_dim,
     check_int,
-    check_like,
     check_num_heads,
     check_scale,
     check_softcap,

@@ -121,9 +121,9 @@ def attention_decode(
     Args:
         q: [B, H, Sq, D] in fp16, bf16 or fp32, 1 to 16 queries of each sequence; D a multiple of 8 up to 256. Any
             strides; columns that are not contiguous are copied. On the CPU also fp64.
-        k_cache, v_cache: [B, Hk, S, D] in any strides with contiguous columns, a transposed [B, S, Hk, D] for one; fp16,
-            bf16 or fp32, which may be another than q's: what is read is then converted to that. H is a multiple of Hk:
-            each key head serves H / Hk query heads, and is read once for all of them. With `block_table`
+        k_cache, v_cache: [B, Hk, S, D] in any strides with contiguous columns, a transposed [B, S, Hk, D] for one;
+            fp16, bf16 or fp32, which may be another than q's: what is read is then converted to that. H is a multiple
+            of Hk: each key head serves H / Hk query heads, and is read once for all of them. With `block_table`
             [pages, Hk, page size, D], the page size a multiple of 16.
         cache_seqlens: int32 [B] on q's device: how many keys of each sequence count, those of the Sq queries included.
             Values are never copied to the host; they are clamped to what there is room for, and page numbers to the
@@ -134,7 +134,8 @@ def attention_decode(
         window_left, window_right: how many keys before and after its position a query sees; -1 is all. Keys before the
             window are not read.
         softcap: c > 0 replaces a score s by c tanh(s / c).
-        alibi_slopes: fp32 [H] or [B, H]; slope times the distance of query and key is taken from a score, after softcap.
+        alibi_slopes: fp32 [H] or [B, H]; slope times the distance of query and key is taken from a score, after
+            softcap.
         sinks: [H] in fp32 or q's dtype: one more score of each head in the denominator, of value 0.
         prefix_k, prefix_v: [P, Hk, Sp, D], P a divisor of B, in the dtype of the cache: keys before those of the cache,
             shared by B / P consecutive sequences and read once for all of them. Every query sees them, but for those

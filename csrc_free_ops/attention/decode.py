@@ -8,10 +8,10 @@ over the keys j that it sees:
     lse_i = log(sum_j exp(s_ij) + exp(sink))
     out_i = sum_j exp(s_ij - lse_i) v_j
 
-The time is that of reading keys and values once. So the queries of all heads that share a key head are rows of one tile,
-row r = i GROUP + head, and a sequence's keys are shared out among `num_splits` programs, in whole blocks and by the
-length that only the device knows: each normalises what it has seen, rows of out and their exponent, which is lse in the
-unit of the exponents (tiles/scores.py). A second kernel adds the parts up in the order of the splits,
+The time is that of reading keys and values once. So the queries of all heads that share a key head are rows of one
+tile, row r = i GROUP + head, and a sequence's keys are shared out among `num_splits` programs, in whole blocks and by
+the length that only the device knows: each normalises what it has seen, rows of out and their exponent, which is lse in
+the unit of the exponents (tiles/scores.py). A second kernel adds the parts up in the order of the splits,
 
     out = sum_p w_p out_p / sum_p w_p,  w_p = exp(lse_p - max lse)
 
@@ -42,8 +42,7 @@ from csrc_free_ops.tiles.softmax import update
 
 # Sizes that only count, as in portable_fwd.
 DECODE_SIZES = (
-    "samples", "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "first_split", "total_rows",
-    "window_left", "window_right",
+    "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
 )  # fmt: skip
 COMBINE_SIZES = ("total_rows", "num_queries", "num_splits")
 # Rows anywhere in memory are given by their offsets, and reach as far as that: those that are not there lie beyond.
@@ -201,8 +200,9 @@ def _attention_decode_kernel(
     """Grid (groups * splits * key heads * tiles of BLOCK_M rows), of `samples` sequences each; 1 without SHARED.
 
     With PARTIAL, out and lse are those of the splits from `first_split` on, [splits, total_rows, D] and
-    [splits, total_rows], rows as in [B, H, Sq]; lse is an exponent. `lengths` says how many keys of its own each sequence
-    has, which are the keys here; with SHARED those before them are, `key_capacity` or as many as `key_lengths` says.
+    [splits, total_rows], rows as in [B, H, Sq]; lse is an exponent. `lengths` says how many keys of its own each
+    sequence has, which are the keys here; with SHARED those before them are, `key_capacity` or as many as
+    `key_lengths` says.
     """
     await_before(OVERLAPS)
     NATURAL: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
