@@ -6,6 +6,7 @@ split calls and launches up to three kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from torch_ops._attention_decode_calls import MOST_QUERIES, capacity_of, out_str
 from torch_ops._attention_portable import precision_of
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
+from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._launches import Relaunch, can_overlap, readable, with_columns
-from torch_ops._registry import INTERPRET, wrap_triton
+from torch_ops._registry import INTERPRET, runs_kernels, wrap_triton
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
@@ -125,12 +127,12 @@ def plan_decode(
 
     def launcher(share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int) -> Callable[..., None]:
         group = num_heads // k.shape[1]
-        paged = block_table is not None and not shared
+        table = None if shared else block_table
         unit, key_strides = _key_strides(k, v)
         tiles = (share.samples * queries * group + share.rows - 1) // share.rows
         grid = (share.groups * share.splits * k.shape[1] * tiles,)
         scalars = (
-            *q_strides, *key_strides, block_table.shape[1] if paged else 0, slope_stride, *strides,
+            *q_strides, *key_strides, 0 if table is None else table.shape[1], slope_stride, *strides,
             share.samples, queries, capacity_of(k_cache, block_table), k.shape[2] if shared else 0, k.shape[0],
             share.splits, first_split, total_rows, scores.scale, scores.softcap, *scores.bounds(),
         )  # fmt: skip
@@ -141,7 +143,7 @@ def plan_decode(
             "HAS_RIGHT": scores.right >= 0 and not shared and not (_known(queries) and queries == 1),
             "SOFTCAP": scores.softcap > 0, "ALIBI": alibi_slopes is not None, "SINKS": whole and sinks is not None,
             "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
-            "PAGE_SIZE": k.shape[2] if paged else 0, "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
+            "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
             "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
             "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages, **early,
         }  # fmt: skip
@@ -199,3 +201,26 @@ def plan_decode(
             relaunch_combine.keep(None, tensors, combine_constants, compiled)
 
     return launch_decode
+
+
+def explain_decode(
+    op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
+    *options: Any, return_lse: bool = False, **named: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `torch_ops.explain` says, and by kernel among how many programs the keys of a tile of rows are split."""
+    names = (
+        "scale", "causal", "window_left", "window_right", "softcap", "alibi_slopes", "sinks", "prefix_k", "prefix_v",
+        "prefix_seqlens", "num_splits", "batch_invariant",
+    )  # fmt: skip
+    given = {**dict(zip(names, options, strict=False)), **named}
+    called_on_fakes(op, q, k_cache, v_cache, cache_seqlens, block_table, **given)
+    if not runs_kernels(q):
+        return by_reference(op, q.device)
+    shares = shares_of(
+        q, k_cache, block_table, given.get("prefix_k"), given.get("num_splits", 0), given.get("batch_invariant", False)
+    )
+    kernels = {name: (share.launch, share.source) for name, share in shares.items()}
+    if sum(share.splits for share in shares.values()) > 1:
+        kernels["attention_decode_combine"] = COMBINING, "the same for all calls"
+    report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
+    return {**report, "splits": {name: share.splits for name, share in shares.items()}}

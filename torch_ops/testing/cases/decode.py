@@ -66,7 +66,7 @@ class DecodeInputs:
     def to(self, dtype: torch.dtype) -> "DecodeInputs":
         """With all floating tensors in that dtype."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        cast = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+        cast: dict[str, Any] = {name: each.to(dtype) for name, each in tensors.items() if each.is_floating_point()}
         return replace(self, **cast)
 
 
