@@ -403,13 +403,17 @@ def _refusals() -> list:
             r"window_left must be -1 \(unbounded\) or a number of keys, got -2",
         ),
         ("softcap", changed(softcap=lambda g: -3.0), r"softcap must be 0 \(off\) or a positive number .*, got -3.0"),
-        ("slopes", changed(alibi_slopes=lambda g: torch.ones(3)), r"alibi_slopes must be of shape \[H\] or \[B, H\]"),
+        (
+            "slopes",
+            changed(alibi_slopes=lambda g: torch.ones(3)),
+            r"alibi_slopes must be of shape \[H\] = .* got \[3\]",
+        ),
         (
             "half_slopes",
             changed(alibi_slopes=lambda g: torch.ones(4).half()),
             r"alibi_slopes must be float32, got float16",
         ),
-        ("sinks", changed(sinks=lambda g: torch.ones(3)), r"sinks must be of shape \[4\], got \[3\]"),
+        ("sinks", changed(sinks=lambda g: torch.ones(3)), r"sinks must be of shape \[H\] = \[4\], got \[3\]"),
         ("sinks_dtype", changed(sinks=lambda g: torch.ones(4).half()), r"sinks must be float32 or float32 as q is"),
         ("prefix", changed(prefix_k=lambda g: g["k_cache"]), r"prefix_k must be None where prefix_v is, got a tensor"),
         (

@@ -3,6 +3,7 @@
 from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
 from torch_ops._explain import explain, info
 from torch_ops._warmup import warmup
+from torch_ops.attention import attention
 from torch_ops.attention_decode import attention_decode
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
@@ -22,6 +23,7 @@ __all__ = [
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
     "attention_decode",
     "explain",
     "info",

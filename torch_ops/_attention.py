@@ -5,7 +5,6 @@ on values on the device; it returns the function that launches, which writes int
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,14 +22,14 @@ from torch_ops._attention_short import plan_backward_short, plan_forward_short, 
 from torch_ops._device import gpu
 from torch_ops._hopper import is_packaged
 from torch_ops._registry import INTERPRET, is_eager, opaque_launch, remembered
-from torch_ops._scores import Scores
+from torch_ops._scores import NO_STEP, Scores, StepTensors
 from torch_ops.settings import settings
 
 # Of shorter segments the Hopper kernels' tiles would be half empty.
 HOPPER_ROWS = 128
 
 
-def why_portable(softcap: float, length: int | None, **tensors: Tensor) -> str:
+def why_portable(scores: Scores, length: int | None, **tensors: Tensor) -> str:
     """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
 
     `length` is `mean_length` of its queries.
@@ -41,35 +40,44 @@ def why_portable(softcap: float, length: int | None, **tensors: Tensor) -> str:
         return "settings.path is 'portable'"
     if settings.path == "auto" and length is not None and length < HOPPER_ROWS:
         return f"segments have {length} rows on average, and under {HOPPER_ROWS} the portable path is faster"
-    return refusal(gpu(), softcap, **tensors)
+    return refusal(gpu(), scores, **tensors)
 
 
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool = True
 ) -> Callable[..., None]:
-    """launch(q, k, v, cu_q, cu_k, out, lse) fills out [Tq, H, D] and, with `has_lse`, lse [H, Tq], both contiguous.
+    """launch(q, k, v, cu_q, cu_k, out, lse, step) fills out [Tq, H, D] and, with `has_lse`, lse [H, Tq], contiguous.
 
-    cu_k is None where the keys have the boundaries of the queries.
+    cu_k is None where the keys have the boundaries of the queries; `step` is a StepTensors, or left out.
     """
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
-    if why_portable(scores.softcap, length, q=q, k=k, v=v) or is_packaged():
+    if why_portable(scores, length, q=q, k=k, v=v) or is_packaged():
         return _plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse)
     if not is_eager():
-        return partial(_launch_forward_opaque, scale=scores.scale, left=scores.left, right=scores.right)
+
+        def launch_opaque(
+            q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
+            step: StepTensors = NO_STEP,
+        ) -> None:  # fmt: skip
+            bounds = scores.scale, scores.left, scores.right
+            _launch_forward_opaque(q, k, v, cu_q, cu_k, step.sinks, out, lse, *bounds)
+
+        return launch_opaque
     launch, _ = forward_launch(q, scores, num_segments)
     hopper = plan_forward_hopper(q, k, num_segments, launch, scores, has_lse)
     portable: list[Callable[..., None]] = []
 
     def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
+        step: StepTensors = NO_STEP,
+    ) -> None:  # fmt: skip
         if addressable(q, k, v):
-            hopper(q, k, v, cu_q, cu_q if cu_k is None else cu_k, out, lse)
+            hopper(q, k, v, cu_q, cu_q if cu_k is None else cu_k, out, lse, step.sinks)
             return
         if not portable:
             portable.append(_plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse))
-        portable[0](q, k, v, cu_q, cu_k, out, lse)
+        portable[0](q, k, v, cu_q, cu_k, out, lse, step)
 
     return launch_forward
 
@@ -85,19 +93,15 @@ def _plan_forward_stock(
 
 @opaque_launch("_attention_fwd", writes=("out", "lse"))
 def _launch_forward_opaque(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor,
     scale: float, left: int, right: int,
 ) -> None:  # fmt: skip
-    has_lse = lse.shape[1] == q.shape[0]
-    _prepare_forward(q, k, v, cu_q, cu_k, scale, left, right, has_lse)(q, k, v, cu_q, cu_k, out, lse)
+    scores = Scores(scale, left, right, has_sinks=sinks is not None)
+    plan = _prepare_forward(q, k, v, cu_q, cu_k, scores, lse.shape[1] == q.shape[0])
+    plan(q, k, v, cu_q, cu_k, out, lse, StepTensors(sinks=sinks))
 
 
-@remembered
-def _prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scale: float, left: int, right: int,
-    has_lse: bool,
-) -> Callable[..., None]:  # fmt: skip
-    return plan_forward(q, k, v, cu_q, cu_k, Scores(scale, left, right), has_lse)
+_prepare_forward = remembered(plan_forward)
 
 
 def plan_backward(
@@ -113,7 +117,7 @@ def plan_backward(
     scores: Scores,
     deterministic: bool = True,
 ) -> Callable[..., None]:
-    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) fills the gradients, contiguous.
+    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, step) fills the gradients, contiguous.
 
     out and lse come from anywhere, so that a context-parallel caller can pass merged ones. Unless `deterministic`, dq
     may be added up in any order.
@@ -121,11 +125,19 @@ def plan_backward(
     num_segments = cu_q.shape[0] - 1
     length = mean_length(q.shape[0], num_segments)
     tensors = {"q": q, "k": k, "v": v, "out": out}
-    if why_portable(scores.softcap, length, **tensors) or is_packaged():
+    if why_portable(scores, length, **tensors) or is_packaged():
         return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
     if not is_eager():
-        options = {"scale": scores.scale, "left": scores.left, "right": scores.right, "deterministic": deterministic}
-        return partial(_launch_backward_opaque, **options)
+        bounds = scores.scale, scores.left, scores.right
+
+        def launch_opaque(
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
+        ) -> None:  # fmt: skip
+            tensors = dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv
+            _launch_backward_opaque(*tensors, *bounds, deterministic)
+
+        return launch_opaque
     launch, _ = choose("attention_bwd_hopper", q, scores, length)
     # An expanded one, of a sum's backward, is copied.
     copied = not has_tiles(dout)
@@ -135,7 +147,7 @@ def plan_backward(
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
     ) -> None:  # fmt: skip
         dout = dout.contiguous() if copied else dout
         if addressable(q, k, v, out, dout):
@@ -143,7 +155,7 @@ def plan_backward(
             return
         if not portable:
             portable.append(_plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores))
-        portable[0](dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
+        portable[0](dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, step)
 
     return launch_backward
 
@@ -164,14 +176,9 @@ def _launch_backward_opaque(
     cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int,
     deterministic: bool,
 ) -> None:  # fmt: skip
-    plan = _prepare_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scale, left, right, deterministic)
+    scores = Scores(scale, left, right)
+    plan = _prepare_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores, deterministic)
     plan(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
 
 
-@remembered
-def _prepare_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor | None, scale: float, left: int, right: int,
-    deterministic: bool,
-) -> Callable[..., None]:  # fmt: skip
-    return plan_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, Scores(scale, left, right), deterministic)
+_prepare_backward = remembered(plan_backward)

@@ -27,23 +27,29 @@ from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 
+def check_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Heads, the second dimension of each, and head dimensions, the last."""
+    check_num_heads(op, "q", q.shape[1])
+    check_head_dim(op, "q", q.shape[-1])
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[-1] != q.shape[-1]:
+            refuse(op, f"the head dimension of {name}", f"{q.shape[-1]} as that of q is", tensor.shape[-1])
+    if v.shape[:2] != k.shape[:2]:
+        refuse(op, "v", f"of shape {list(k.shape)} as k is", list(v.shape))
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        refuse(op, "the number of heads of k", f"a divisor of the {q.shape[1]} heads of q", k.shape[1])
+
+
 def check_attention(
     op: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
     scale: float | None, window_left: int, window_right: int, softcap: float,
 ) -> None:  # fmt: skip
     check_packed(op, "q", q)
     check_float(op, "q", q)
-    check_num_heads(op, "q", q.shape[1])
-    check_head_dim(op, "q", q.shape[2])
     for name, tensor in (("k", k), ("v", v)):
         check_packed(op, name, tensor)
         check_like(op, name, tensor, "q", q)
-        if tensor.shape[2] != q.shape[2]:
-            refuse(op, f"the head dimension of {name}", f"{q.shape[2]} as that of q is", tensor.shape[2])
-    if v.shape[:2] != k.shape[:2]:
-        refuse(op, "v", f"of shape {list(k.shape)} as k is", list(v.shape))
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        refuse(op, "the number of heads of k", f"a divisor of the {q.shape[1]} heads of q", k.shape[1])
+    check_heads(op, q, k, v)
     check_cu_seqlens(op, "cu_seqlens", cu_seqlens, "q", q)
     if cu_seqlens_k is None:
         if k.shape[0] != q.shape[0]:
@@ -65,13 +71,13 @@ def check_values(op: str, q: Tensor, k: Tensor, cu_seqlens: Tensor, cu_seqlens_k
             check_cu_seqlens_values(op, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
+def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def attention_outputs(q: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] if return_lse else 0
-    return contiguous_like(q), q.new_empty((q.shape[1], rows), dtype=_lse_dtype(q))
+    return contiguous_like(q), q.new_empty((q.shape[1], rows), dtype=lse_dtype(q))
 
 
 def attention_flops(
@@ -95,8 +101,8 @@ def check_attention_backward(
             refuse(op, name, f"of shape {list(q.shape)} as q is", list(tensor.shape))
     for name, statistic in (("lse", lse), *([] if dlse is None else [("dlse", dlse)])):
         check_dense(op, name, statistic)
-        if statistic.dtype != _lse_dtype(q):
-            refuse(op, name, dtype_name(_lse_dtype(q)), dtype_name(statistic.dtype))
+        if statistic.dtype != lse_dtype(q):
+            refuse(op, name, dtype_name(lse_dtype(q)), dtype_name(statistic.dtype))
         if statistic.shape != (q.shape[1], q.shape[0]):
             refuse(op, name, f"of shape [H, T] = {[q.shape[1], q.shape[0]]}", list(statistic.shape))
         check_device(op, name, statistic, "q", q)

@@ -14,6 +14,7 @@ from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.attention.decode import _attention_decode_combine_kernel, _attention_decode_kernel
 from csrc_free_ops.configs import INVARIANT_KEYS, Gpu, Launch, covered_width, decode_splits, pick, split_head_dim
+from csrc_free_ops.tiles.steps import SINKS
 from torch_ops._attention_decode_calls import MOST_QUERIES, capacity_of, out_strides
 from torch_ops._attention_portable import precision_of
 from torch_ops._checks import dtype_name
@@ -123,7 +124,7 @@ def plan_decode(
     whole = before is None and _known(splits) and splits == 1
     strides = out_strides(q)[:3]
     q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
-    slope_stride = 0 if alibi_slopes is None or alibi_slopes.dim() == 1 else num_heads
+    slope_stride = num_heads if scores.alibi == 2 else 0
 
     def launcher(share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int) -> Callable[..., None]:
         group = num_heads // k.shape[1]
@@ -141,7 +142,7 @@ def plan_decode(
             "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": scores.left >= 0,
             # A single query is the last, behind which nothing is.
             "HAS_RIGHT": scores.right >= 0 and not shared and not (_known(queries) and queries == 1),
-            "SOFTCAP": scores.softcap > 0, "ALIBI": alibi_slopes is not None, "SINKS": whole and sinks is not None,
+            "STEPS": scores.steps if whole else scores.steps & ~SINKS.value,
             "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
             "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
             "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
@@ -164,7 +165,7 @@ def plan_decode(
     combine_grid = (total_rows,)
     combine_scalars = (*strides, total_rows, queries, splits)
     combine_constants = {
-        **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "SINKS": sinks is not None,
+        **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
         "OVERLAPS": overlap, "CHUNK": COMBINING.block_n,
         "num_warps": COMBINING.num_warps, "num_stages": COMBINING.num_stages, **early,
     }  # fmt: skip

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_ops._attention_calls import lse_dtype
+from torch_ops._attention_steps import check_steps
 from torch_ops._checks import (
     check_dense,
     check_device,
@@ -61,7 +63,7 @@ def check_decode(
     check_window(op, "window_left", window_left)
     check_window(op, "window_right", window_right)
     check_softcap(op, softcap)
-    _check_biases(op, q, alibi_slopes, sinks)
+    check_steps(op, q, batch, alibi_slopes, sinks, 0.0, None)
     _check_prefix(op, q, k_cache, prefix_k, prefix_v, prefix_seqlens)
     check_int(op, "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
@@ -105,23 +107,6 @@ def _check_keys(op: str, q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tens
         refuse(op, k_name, f"{dtype_name(torch.float64)} where q is, and only there", dtype_name(k.dtype))
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         refuse(op, f"the number of heads of {k_name}", f"a divisor of the {q.shape[1]} heads of q", k.shape[1])
-
-
-def _check_biases(op: str, q: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None) -> None:
-    batch, num_heads = q.shape[:2]
-    if alibi_slopes is not None:
-        check_dense(op, "alibi_slopes", alibi_slopes)
-        if alibi_slopes.dtype != torch.float32:
-            refuse(op, "alibi_slopes", "float32", dtype_name(alibi_slopes.dtype))
-        if alibi_slopes.shape not in ((num_heads,), (batch, num_heads)):
-            wanted = f"of shape [H] or [B, H] = [{batch}, {num_heads}]"
-            refuse(op, "alibi_slopes", wanted, list(alibi_slopes.shape))
-        check_device(op, "alibi_slopes", alibi_slopes, "q", q)
-    if sinks is not None:
-        check_vector(op, "sinks", sinks, num_heads)
-        if sinks.dtype not in (torch.float32, q.dtype):
-            refuse(op, "sinks", f"float32 or {dtype_name(q.dtype)} as q is", dtype_name(sinks.dtype))
-        check_device(op, "sinks", sinks, "q", q)
 
 
 def _check_prefix(
@@ -185,5 +170,4 @@ def out_strides(q: Tensor) -> tuple[int, ...]:
 
 
 def decode_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty_strided(q.shape, out_strides(q)), q.new_empty(q.shape[:3], dtype=dtype)
+    return q.new_empty_strided(q.shape, out_strides(q)), q.new_empty(q.shape[:3], dtype=lse_dtype(q))

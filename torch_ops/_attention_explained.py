@@ -10,11 +10,12 @@ from torch_ops._attention_hopper import addressable, forward_launch
 from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._attention_short import short_launch
+from torch_ops._attention_steps import seed_of
 from torch_ops._device import gpu
 from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._registry import runs_kernels
 from torch_ops._rope import rotation_launch, workspaces
-from torch_ops._scores import Scores
+from torch_ops._scores import Scores, StepTensors
 
 # By the kernel that takes a direction where segments are short, those that take it elsewhere.
 KERNELS = {
@@ -39,17 +40,22 @@ def explain_attention(
     softcap: float = 0.0,
     deterministic: bool = True,
     return_lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> dict[str, Any]:
+    step = StepTensors(alibi_slopes, sinks, seed_of(q, dropout_p, dropout_seed))
     called_on_fakes(
         "window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap,
-        deterministic, return_lse,
+        deterministic, return_lse, alibi_slopes, sinks, dropout_p, step.seed,
     )  # fmt: skip
     if not runs_kernels(q):
         return by_reference(op, q.device)
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, 0.0)
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap, step, dropout_p)
     segments = cu_seqlens.shape[0] - 1
     length = mean_length(q.shape[0], segments)
-    why = why_portable(softcap, length, q=q, k=k, v=v)
+    why = why_portable(scores, length, q=q, k=k, v=v)
     if not why and not isinstance(q, FakeTensor) and not addressable(q, k, v):
         why = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
     path = "portable" if why else "hopper"

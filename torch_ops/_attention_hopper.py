@@ -35,7 +35,7 @@ REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (
 ROUND = {64: {1: 0.5, 2: 1.0, 3: 1.2}, 0: {1: 0.8, 2: 1.0, 3: 1.35}}
 
 
-def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
+def refusal(gpu: Gpu, scores: Scores, **tensors: Tensor) -> str:
     """Why a call with these, of which q is one, cannot take the Hopper path, or nothing."""
     q = tensors["q"]
     if reason := hopper_refusal(gpu, q.dtype):
@@ -43,8 +43,9 @@ def refusal(gpu: Gpu, softcap: float, **tensors: Tensor) -> str:
     # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
     if all(q.shape[2] != head_dim for head_dim in PARTS):
         return f"the Hopper path takes head dimensions {', '.join(map(str, PARTS))}"
-    if softcap > 0:
-        return "the Hopper path has no softcap"
+    for name, is_on in (("softcap", scores.softcap), ("ALiBi", scores.alibi), ("dropout", scores.dropout)):
+        if is_on:
+            return f"the Hopper path has no {name}"
     for name, tensor in tensors.items():
         if not has_tiles(tensor):
             return f"TMA cannot address {name} of strides {tensor.stride()}"

@@ -16,7 +16,7 @@ from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._launches import Relaunch, readable, row_stride, with_columns
 from torch_ops._registry import INTERPRET, wrap_triton
-from torch_ops._scores import Scores
+from torch_ops._scores import NO_STEP, Scores, StepTensors
 from torch_ops.settings import settings
 
 
@@ -34,7 +34,7 @@ def choose(
     device = INTERPRETED_GPU if INTERPRET else gpu()
     own_rows = settings.rows if own_rows is None else own_rows
     return pick(
-        kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], scores.causal, length, own_rows,
+        kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[-1], scores.causal, length, own_rows,
         scores.masked,
     )  # fmt: skip
 
@@ -55,14 +55,19 @@ def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
     return unit, tuple(stride // unit for stride in strides)
 
 
-def constants_of(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int) -> dict[str, Any]:
-    main, tail = split_head_dim(q.shape[2], q.dtype.itemsize)
+def constants_of(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int, steps: int) -> dict[str, Any]:
+    main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize)
     return {
-        "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
+        "UNIT": unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STEPS": steps,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,
     }  # fmt: skip
+
+
+def slopes_stride(q: Tensor, scores: Scores) -> int:
+    """From one sequence's slopes of ALiBi to the next one's."""
+    return q.shape[1] if scores.alibi == 2 else 0
 
 
 def plan_forward_portable(
@@ -72,10 +77,13 @@ def plan_forward_portable(
     num_segments = cu_q.shape[0] - 1
     launch, _ = choose("attention_fwd", q, scores, mean_length(total_q, num_segments))
     unit, strides = head_strides(q, k, v)
-    scalars = (*strides, total_q, k.shape[0], num_segments, scores.scale, scores.softcap, *scores.bounds())
+    scalars = (
+        *strides, slopes_stride(q, scores), total_q, k.shape[0], num_segments,
+        scores.scale, scores.softcap, scores.dropout, *scores.bounds(),
+    )  # fmt: skip
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **constants_of(q, k, scores, launch, unit),
+        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **constants_of(q, k, scores, launch, unit, scores.steps),
     }  # fmt: skip
     ready = readable(q, k, v) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
     # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
@@ -83,13 +91,14 @@ def plan_forward_portable(
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
+        step: StepTensors = NO_STEP,
+    ) -> None:  # fmt: skip
         cu_k = cu_q if cu_k is None else cu_k
         if not ready:
             q, k, v = with_columns(q), with_columns(k), with_columns(v)
             cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-        tensors = (q, k, v, out, lse, cu_q, cu_k)
+        tensors = (q, k, v, out, lse, cu_q, cu_k, *step)
         precision = precision_of(q)
         if not relaunch(precision, tensors):
             options = {"PRECISION": precision, **constants}
@@ -107,7 +116,10 @@ def plan_backward_portable(
     total_k, num_k_heads, _ = k.shape
     num_segments = cu_q.shape[0] - 1
     unit, (q_head, k_head, v_head, out_head, dout_head) = head_strides(q, k, v, out, dout)
-    sizes = (total_q, total_k, num_segments, scores.scale, scores.softcap, *scores.bounds())
+    sizes = (
+        slopes_stride(q, scores), total_q, total_k, num_segments,
+        scores.scale, scores.softcap, scores.dropout, *scores.bounds(),
+    )  # fmt: skip
     strides = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
         "STRIDE_DOT": row_stride(dout),
@@ -117,13 +129,16 @@ def plan_backward_portable(
     dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
     dq_constants = {
         **strides, "STRIDE_OT": row_stride(out), "STRIDE_DQT": contiguous_row(q), "HAS_DLSE": dlse is not None,
-        **constants_of(q, k, scores, dq_launch, unit),
+        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps),
     }  # fmt: skip
     dq_grid = (total_q // dq_launch.block_m + num_segments + 2, num_heads)
 
     dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, mean_length(total_k, num_segments))
     dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
-    dkdv_constants = {**strides, "STRIDE_DKT": contiguous_row(k), **constants_of(q, k, scores, dkdv_launch, unit)}
+    dkdv_constants = {
+        **strides, "STRIDE_DKT": contiguous_row(k),
+        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps),
+    }  # fmt: skip
     dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 2, num_k_heads)
 
     relaunch_dq = Relaunch(dq_grid, dq_scalars)
@@ -133,7 +148,7 @@ def plan_backward_portable(
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
     ) -> None:  # fmt: skip
         dlse = lse if dlse is None else dlse
         cu_k = cu_q if cu_k is None else cu_k
@@ -142,12 +157,12 @@ def plan_backward_portable(
             lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
         delta = torch.empty_like(lse)
         precision = precision_of(q)
-        tensors = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, delta, dq)
+        tensors = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, step.slopes, step.seed, delta, dq)
         if not relaunch_dq(precision, tensors):
             options = {"PRECISION": precision, **dq_constants}
             compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*tensors, *dq_scalars, **options)
             relaunch_dq.keep(precision, tensors, options, compiled)
-        after = (q, k, v, lse, dout, delta, cu_q, cu_k, dk, dv)
+        after = (q, k, v, lse, dout, delta, cu_q, cu_k, step.slopes, step.seed, dk, dv)
         if not relaunch_dkdv(precision, after):
             options = {"PRECISION": precision, **dkdv_constants}
             compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*after, *dkdv_scalars, **options)

@@ -19,7 +19,7 @@ from csrc_free_ops.configs import Launch, split_head_dim
 from torch_ops._attention_portable import choose, contiguous_row, head_strides
 from torch_ops._launches import Relaunch, can_overlap, readable, row_stride, with_columns
 from torch_ops._registry import wrap_triton
-from torch_ops._scores import Scores
+from torch_ops._scores import NO_STEP, Scores, StepTensors
 
 # Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
 REST_PROGRAMS = 264
@@ -33,7 +33,8 @@ def short_launch(kernel: str, q: Tensor, k: Tensor, cu_k: Tensor | None, scores:
     Whether single segments are longer is known on the device alone; those are right too, and slower.
     """
     own_boundaries = cu_k is not None or q.shape[1] != k.shape[1]
-    if length is None or own_boundaries or q.dtype.itemsize != 2 or q.shape[2] > WIDEST or q.shape[0] == 0:
+    steps = scores.alibi or scores.dropout or scores.has_sinks
+    if length is None or own_boundaries or q.dtype.itemsize != 2 or q.shape[2] > WIDEST or q.shape[0] == 0 or steps:
         return None
     launch, source = choose(kernel, q, scores, length)
     return (launch, source) if length <= launch.block_m else None
@@ -43,7 +44,7 @@ def _constants(q: Tensor, num_segments: int, scores: Scores, unit: int) -> dict[
     main, tail = split_head_dim(q.shape[2], q.dtype.itemsize)
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail,
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "SOFTCAP": scores.softcap > 0,
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STEPS": scores.steps,
         "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": can_overlap() and num_segments > 0,
     }  # fmt: skip
 
@@ -82,8 +83,9 @@ def plan_forward_short(
     ready = readable(q, k, v) and cu_q.is_contiguous()
 
     def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
+        step: StepTensors = NO_STEP,
+    ) -> None:  # fmt: skip
         if not ready:
             q, k, v, cu_q = with_columns(q), with_columns(k), with_columns(v), cu_q.contiguous()
         tensors = (q, k, v, out, lse, cu_q)
@@ -131,7 +133,7 @@ def plan_backward_short(
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
     ) -> None:  # fmt: skip
         dlse = lse if dlse is None else dlse
         if not ready:

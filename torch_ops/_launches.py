@@ -28,6 +28,18 @@ def row_stride(tensor: Tensor) -> int:
     return tensor.stride(0) if tensor.stride(-1) == 1 else math.prod(tensor.shape[1:])
 
 
+def dense_like(tensor: Tensor) -> Tensor:
+    """The same with dimensions in its order of memory, so that what is transposed on the way in is so on the way out.
+
+    Columns lie innermost in any case, since kernels write rows of them.
+    """
+    if tensor.stride(-1) == 1:
+        like = torch.empty_like(tensor)
+        if like.stride(-1) == 1:
+            return like
+    return contiguous_like(tensor)
+
+
 def contiguous_like(tensor: Tensor) -> Tensor:
     """An empty output of its shape, dtype and device; `new_empty(tensor.shape)` takes the host twice as long."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -60,7 +72,7 @@ class Relaunch:
         self._scalars = scalars
         self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
-    def __call__(self, mode: Any, tensors: tuple[Tensor, ...], descriptors: tuple[Any, ...] = ()) -> bool:
+    def __call__(self, mode: Any, tensors: tuple[Tensor | None, ...], descriptors: tuple[Any, ...] = ()) -> bool:
         """Launches if a launch in this mode was kept and the tensors are aligned; says whether it did.
 
         `descriptors`, of tensors that are aligned, are the kernel's first arguments.
@@ -72,15 +84,16 @@ class Relaunch:
         launch(*descriptors, *tensors, *rest)
         return True
 
-    def keep(self, mode: Any, tensors: tuple[Tensor, ...], constants: dict[str, Any], compiled: Any) -> None:
+    def keep(self, mode: Any, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], compiled: Any) -> None:
         """`compiled` is what the launch returned: nothing in traces and in the interpreter, and nothing is kept."""
         if isinstance(compiled, CompiledKernel) and self._aligned(tensors):
             in_order = (constants[name] for name in compiled.src.fn.arg_names if name in constants)
             self._kept[mode] = compiled[self._grid], (*self._scalars, *in_order)
 
     @staticmethod
-    def _aligned(tensors: tuple[Tensor, ...]) -> bool:
+    def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
         addresses = 0
         for tensor in tensors:
-            addresses |= tensor.data_ptr()
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
         return addresses % 16 == 0

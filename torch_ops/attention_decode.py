@@ -16,7 +16,7 @@ from torch_ops._attention_decode_calls import capacity_of, check_decode, check_d
 from torch_ops._attention_decode_cpu import decode_cpu
 from torch_ops._checks import check_number
 from torch_ops._registry import remembered, runs_kernels, vk_op
-from torch_ops._scores import Scores
+from torch_ops._scores import Scores, StepTensors
 
 TABLES = ("k_cache", "v_cache", "alibi_slopes", "sinks", "prefix_k", "prefix_v")
 
@@ -58,7 +58,8 @@ def _prepare_attention_decode(
         "attention_decode", q, k_cache, v_cache, cache_seqlens, block_table, scale, causal, window_left, window_right,
         softcap, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens, num_splits, batch_invariant,
     )  # fmt: skip
-    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap)
+    step = StepTensors(alibi_slopes, sinks)
+    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step)
     if runs_kernels(q):
         return plan_decode(
             q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens,

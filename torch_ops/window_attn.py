@@ -21,17 +21,21 @@ from torch_ops._attention_calls import (
     check_values,
 )
 from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
+from torch_ops._attention_steps import check_steps, refuse_slopes_gradient, seed_of, sinks_gradient
 from torch_ops._checks import refuse
-from torch_ops._registry import remembered, runs_kernels, vk_op
-from torch_ops._scores import Scores
+from torch_ops._registry import needs_of, remembered, runs_kernels, vk_op
+from torch_ops._scores import Scores, StepTensors
 
 
 def _window_attn_fake(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
     softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_attention("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
+    check_steps("window_attn", q, cu_seqlens.shape[0] - 1, alibi_slopes, sinks, dropout_p, dropout_seed)
     return attention_outputs(q, return_lse)
 
 
@@ -47,26 +51,39 @@ def _window_attn_flops(
 def _prepare_window_attn(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
     scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, return_lse: bool,
+    dropout_p: float, slopes: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
 ) -> Callable[..., None]:  # fmt: skip
     check_attention("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
+    check_steps("window_attn", q, cu_seqlens.shape[0] - 1, slopes, sinks, dropout_p, seed)
+    step = StepTensors(slopes, sinks, seed)
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap, step, dropout_p)
     if runs_kernels(q):
         return plan_forward(q, k, v, cu_seqlens, cu_seqlens_k, scores, return_lse)
     return partial(attention_forward_cpu, scores)
 
 
-@vk_op("window_attn", fake=_window_attn_fake, autocast=True, flops=_window_attn_flops)
+@vk_op(
+    "window_attn",
+    fake=_window_attn_fake,
+    autocast=True,
+    keeps_dtype=("alibi_slopes", "sinks"),
+    flops=_window_attn_flops,
+)
 def window_attn_op(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
     softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    step = StepTensors(alibi_slopes, sinks, dropout_seed)
     launch = _prepare_window_attn(
-        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, return_lse
-    )
+        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, return_lse,
+        dropout_p, *step,
+    )  # fmt: skip
     check_values("window_attn", q, k, cu_seqlens, cu_seqlens_k)
     out, lse = attention_outputs(q, return_lse)
-    launch(q, k, v, cu_seqlens, cu_seqlens_k, out, lse)
+    launch(q, k, v, cu_seqlens, cu_seqlens_k, out, lse, step)
     return out, lse
 
 
@@ -75,11 +92,13 @@ def _window_attn_backward_fake(
     cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
     softcap: float = 0.0, deterministic: bool = True,
+    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     check_attention_backward(
         "window_attn_backward", dout, dlse, q, k, v, out, lse,
         cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap,
     )  # fmt: skip
+    check_steps("window_attn_backward", q, cu_seqlens.shape[0] - 1, alibi_slopes, None, dropout_p, dropout_seed)
     return attention_gradients(q, k, v)
 
 
@@ -95,12 +114,15 @@ def _prepare_window_attn_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
     scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, deterministic: bool,
+    dropout_p: float, slopes: Tensor | None, seed: Tensor | None,
 ) -> Callable[..., None]:  # fmt: skip
     check_attention_backward(
         "window_attn_backward", dout, dlse, q, k, v, out, lse,
         cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap,
     )  # fmt: skip
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
+    check_steps("window_attn_backward", q, cu_seqlens.shape[0] - 1, slopes, None, dropout_p, seed)
+    step = StepTensors(slopes, seed=seed)
+    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap, step, dropout_p)
     if runs_kernels(q):
         return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scores, deterministic)
     return partial(attention_backward_cpu, scores)
@@ -112,41 +134,54 @@ def window_attn_backward_op(
     cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
     softcap: float = 0.0, deterministic: bool = True,
+    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch = _prepare_window_attn_backward(
         dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k,
-        scale, causal, window_left, window_right, softcap, deterministic,
+        scale, causal, window_left, window_right, softcap, deterministic, dropout_p, alibi_slopes, dropout_seed,
     )  # fmt: skip
     check_values("window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
     dq, dk, dv = attention_gradients(q, k, v)
-    launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dq, dk, dv)
+    step = StepTensors(alibi_slopes, seed=dropout_seed)
+    launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dq, dk, dv, step)
     return dq, dk, dv
 
 
 window_attn_backward_op.refuse_autograd()
 
 
+# The place of sinks among the op's arguments.
+SINKS = 13
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_k, *options, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k)
-    ctx.options = options
+    q, k, v, cu_seqlens, cu_seqlens_k, *options, _, slopes, sinks, dropout_p, seed = inputs
+    refuse_slopes_gradient("window_attn", slopes is not None and slopes.requires_grad)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k, slopes, sinks, seed)
+    ctx.options, ctx.dropout_p = options, dropout_p
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, cu_seqlens, cu_seqlens_k = ctx.saved_tensors
+    *tensors, cu_seqlens, cu_seqlens_k, slopes, sinks, seed = ctx.saved_tensors
     nothing = (None,) * (3 + len(ctx.options))
     if dout is None and dlse is None:
-        return None, None, None, *nothing
+        return None, None, None, *nothing, None, None, None, None
     q, _, _, out, lse = tensors
     if dout is None:
         dout = out.new_zeros(()).expand_as(out)
     if lse.shape[1] != q.shape[0]:
         # Not made: captured without gradients, in an exported program say, and run with them.
         with torch._C._DisableAutocast():
-            tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options)[1]
+            step = True, slopes, sinks, ctx.dropout_p, seed
+            lse = tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options, *step)[1]
         dlse = None
-    return *window_attn_backward_op(dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options), *nothing
+    step = slopes, ctx.dropout_p, seed
+    gradients = window_attn_backward_op(dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options, *step)
+    dsinks = None
+    if needs_of(ctx, SINKS + 1)[SINKS]:
+        dsinks = sinks_gradient(dout, dlse, out, lse, sinks, "th")
+    return *gradients, *nothing, None, dsinks, None, None
 
 
 window_attn_op.register_autograd(_backward, setup_context=_setup_context)
@@ -165,6 +200,10 @@ def window_attn(
     softcap: float = 0.0,
     deterministic: bool = True,
     return_lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v within each segment of packed tensors.
 
@@ -190,6 +229,16 @@ def window_attn(
             the call needs no memory but out's. `torch.ops.vk.window_attn` always returns both, lse [H, 0] where its
             own return_lse is False; a backward after all then makes it anew.
 
+        alibi_slopes: fp32 [H], or [n, H] with a row for each segment: a query's score of a key is lowered by the slope
+            times their distance (after the softcap). They get no gradient.
+        sinks: [H] in fp32 or q's dtype, one more logit in each row's softmax, without a value. Differentiable. lse
+            counts it, also of a row that sees no key.
+        dropout_p: the probability with which a weight counts as 0 and the others grow by 1 / (1 - dropout_p); lse is
+            that of all. Which are dropped follows from the seed and their places alone, see `dropout_seed`.
+        dropout_seed: int64 [1] on q's device; drawn by PyTorch's generator where None. The mask is that of Philox for
+            the seed, the segment, the head, the query's row and the key's in their segment: the same bits on every
+            path and device.
+
     Returns:
         out [Tq, H, D] in q's dtype; with return_lse also lse [H, Tq], fp32 (fp64 for fp64), natural logarithm of the
         sum of exp(score), differentiable.
@@ -206,10 +255,16 @@ def window_attn(
         if isinstance(number, Tensor):
             refuse("window_attn", name, "a number, since a tensor would get no gradient", "a tensor")
     # The backward takes lse; where there will be none, it need not lie in memory.
-    differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in (q, k, v))
+    learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
+    differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)
+    if alibi_slopes is None and sinks is None and dropout_p == 0:
+        # Defaults need not be passed on, which takes the host as long as other arguments.
+        steps: tuple[Any, ...] = ()
+    else:
+        steps = alibi_slopes, sinks, dropout_p, seed_of(q, dropout_p, dropout_seed)
     out, lse = window_attn_op(
         q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
-        return_lse or differentiable,
+        return_lse or differentiable, *steps,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -37,8 +37,9 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import LN2, cap_scores, exponent_factor, natural_lse
+from csrc_free_ops.tiles.scores import LN2, exponent_factor, exponent_of_lse, natural_lse, step_scores
 from csrc_free_ops.tiles.softmax import update
+from csrc_free_ops.tiles.steps import ALIBI, SINKS
 
 # Sizes that only count, as in portable_fwd.
 DECODE_SIZES = (
@@ -92,8 +93,8 @@ def _lse_of_exponent(exponent, NATURAL: tl.constexpr):
 def _add_sinks(out, exponent, sinks, NATURAL: tl.constexpr):
     """One more logit of each row, whose value is 0."""
     norm = tl.where(exponent == float("-inf"), 0.0, 1.0)
-    factor = exponent_factor(1.0, True, NATURAL)
-    _, rescale, peak, norm = update(sinks.to(tl.float32)[:, None], factor, exponent, norm, NATURAL, True)
+    sinks = exponent_of_lse(sinks.to(tl.float32), NATURAL)
+    _, rescale, peak, norm = update(sinks[:, None], 1.0, exponent, norm, NATURAL, True)
     return _settle(scale_rows(out, rescale[:, None]), peak, norm, NATURAL)
 
 
@@ -135,11 +136,11 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 
 @triton.jit
 def _attend(
-    q, positions, slopes, k_base, v_base, table_ptr, starts, begin, end, length, num_pages, stride_kb, stride_vb,
-    scale, softcap, window_left, window_right,
+    q, positions, k_base, v_base, table_ptr, starts, begin, end, length, num_pages, stride_kb, stride_vb,
+    scale, window_left, window_right, step,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sums over the keys in blocks from `begin` up to `end`.
@@ -148,7 +149,7 @@ def _attend(
     time, and between two loops there would be nothing on its way.
     """
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
-    factor = exponent_factor(scale, SOFTCAP or ALIBI, NATURAL)
+    factor = exponent_factor(scale, STEPS, NATURAL)
     cols = tl.arange(0, BLOCK_N)
     acc = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -168,12 +169,9 @@ def _attend(
         if PAGE_SIZE > 0:
             # One block ahead, so that addresses do not wait for them.
             page = _find_pages(table_ptr, start + BLOCK_N, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
-        scores, _ = cap_scores(dot_rows(q, _like(k, q), PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
         keys = (start + cols)[None, :]
-        if ALIBI:
-            if not SOFTCAP:
-                scores = scores * scale
-            scores -= slopes[:, None] * tl.abs(positions[:, None] - keys).to(tl.float32)
+        products = dot_rows(q, _like(k, q), PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores, _ = step_scores(products, positions[:, None], keys, 0, scale, step, STEPS)
         seen = within_bounds(
             keys < length, positions[:, None], keys, 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )  # fmt: skip
@@ -192,8 +190,8 @@ def _attention_decode_kernel(
     scale, softcap, window_left, window_right,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_K_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, SHARED: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PARTIAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    SHARED: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PARTIAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +205,6 @@ def _attention_decode_kernel(
     await_before(OVERLAPS)
     NATURAL: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     scale = tl.cast(scale, tl.float32)
-    softcap = tl.cast(softcap, tl.float32)
     rows_of_group = samples * num_queries * GROUP
     tiles = (rows_of_group + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
@@ -250,19 +247,21 @@ def _attention_decode_kernel(
     starts = column_starts(k_head, HEAD_DIM, MAIN)
     q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs
     q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
-    slopes = positions.to(tl.float32)
-    if ALIBI:
-        slopes = tl.load(slopes_ptr + sample * stride_sb + head)
+    slopes = 0.0
+    if ALIBI & STEPS:
+        slopes = tl.load(slopes_ptr + sample * stride_sb + head)[:, None]
+    # As tiles/steps.py has them; sinks come in the end.
+    step = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
     k_base = k_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_kh, tl.int64) * UNIT
     v_base = v_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_vh, tl.int64) * UNIT
     if PAGE_SIZE == 0:
         k_base += group * tl.cast(stride_kb, tl.int64) * UNIT
         v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
     acc, peak, norm = _attend(
-        q, positions, slopes, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, key_length, num_pages,
-        stride_kb, stride_vb, scale, softcap, window_left, window_right,
+        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, key_length, num_pages,
+        stride_kb, stride_vb, scale, window_left, window_right, step,
         STRIDE_KS, STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL,
-        HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, STEPS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     out, exponent = _settle(acc, peak, norm, NATURAL)
 
@@ -274,7 +273,7 @@ def _attention_decode_kernel(
         lse = exponent
         row += tl.cast(first_split + split, tl.int64) * total_rows
     else:
-        if SINKS:
+        if SINKS & STEPS:
             out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head), NATURAL)
         out_rows = sample * stride_ob + tl.cast(head, tl.int64) * stride_oh + tl.cast(query, tl.int64) * stride_os
         reach = BEYOND
@@ -288,7 +287,7 @@ def _attention_decode_combine_kernel(
     parts_ptr, exponents_ptr, sinks_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
     total_rows, num_queries, num_splits,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_HEADS: tl.constexpr,
-    NATURAL: tl.constexpr, SINKS: tl.constexpr, OVERLAPS: tl.constexpr, CHUNK: tl.constexpr,
+    NATURAL: tl.constexpr, STEPS: tl.constexpr, OVERLAPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid (total_rows): out and lse of a row of [B, H, Sq] from its parts. See the module for the maths."""
     await_before(OVERLAPS)
@@ -311,7 +310,7 @@ def _attention_decode_combine_kernel(
         acc = _add_weighted(acc, rescale[:, None], tl.reshape(weights, (CHUNK,)), parts)
     out, exponent = _settle(acc, peak, norm, NATURAL)
     one = tl.arange(0, 1)
-    if SINKS:
+    if SINKS & STEPS:
         out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head + one), NATURAL)
     out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
     store_rows(out_base, starts, one, 1, out, 1, HEAD_DIM, MAIN, TAIL)

@@ -2,7 +2,7 @@
 
 For each query row i of a segment, over the keys j that it sees:
 
-    s_ij = scale q_i . k_j                 (softcap c: c tanh(s_ij / c))
+    s_ij = scale q_i . k_j                 (softcap, ALiBi: `tiles.scores`; dropout of the second product's weights)
     lse_i = log sum_j exp(s_ij)            natural logarithm, fp32
     out_i = sum_j exp(s_ij - lse_i) v_j
 
@@ -14,9 +14,11 @@ out 0 and lse -inf. One program owns BLOCK_M query rows of one head; the heads o
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.dropout import drop_weights
 from csrc_free_ops.tiles.masks import block_span, within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
+    batch_base,
     column_starts,
     dot_rows,
     load_rows,
@@ -25,40 +27,50 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import cap_scores, exponent_factor
-from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
+from csrc_free_ops.tiles.scores import exponent_factor, step_scores
+from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
 from csrc_free_ops.tiles.softmax import normalize, update
+from csrc_free_ops.tiles.steps import DROPOUT, SINKS, step_of_head, step_of_sequence, without_sink
 
 # Sizes that only count: for those of another divisibility Triton would build the same code again. One segment is a case
 # of its own, 4 % faster on 1024 rows.
-SIZES = ("total_q", "total_k", "window_left", "window_right")
+SIZES = ("total_q", "total_k", "window_left", "window_right", "stride_slopes")
 COUNTS = ("num_segments",)
+# Of a batch, strides follow from lengths; what they are multiples of, UNIT says.
+DENSE_SIZES = (
+    "q_length", "k_length", "window_left", "window_right", "stride_slopes",
+    *[f"stride_{name}{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bh"],
+)  # fmt: skip
 
 
 @triton.jit
 def _attend(
     acc, peak, norm, q, rows, k_base, v_base, starts, low, high, q_length, k_length,
-    scale, softcap, window_left, window_right,
+    scale, step, window_left, window_right,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
-    factor = exponent_factor(scale, SOFTCAP, NATURAL)
+    factor = exponent_factor(scale, STEPS, NATURAL)
+    shift = k_length - q_length
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
         k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
-        scores, _ = cap_scores(dot_rows(q, k, PRECISION), scale, softcap, SOFTCAP)  # [BLOCK_M, BLOCK_N]
+        products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores, _ = step_scores(products, rows[:, None], start + cols[None, :], shift, scale, step, STEPS)
         if MASKED:
             seen = within_bounds(
                 (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
-                k_length - q_length, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+                shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL, MASKED and (HAS_LEFT or HAS_RIGHT))
+        if DROPOUT & STEPS:
+            weights = drop_weights(weights, rows, start, step, BLOCK_N)
         acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(v[0].dtype), v, PRECISION)
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
@@ -68,15 +80,14 @@ def _attend(
 @triton.jit
 def attend_tile(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-    stride_qh, stride_kh, stride_vh, total_q, scale, softcap, window_left, window_right,
+    stride_qh, stride_kh, stride_vh, stride_oh, total_q, scale, step, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out and, with HAS_LSE, lse of BLOCK_M query rows of a segment, from `first` on."""
     scale = tl.cast(scale, tl.float32)
-    softcap = tl.cast(softcap, tl.float32)
     k_head = head // GROUP
     q_base = row_base(q_ptr, q_start + first, head, stride_qh, STRIDE_QT, UNIT)
     k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, UNIT)
@@ -105,22 +116,22 @@ def attend_tile(
     if HAS_LEFT:
         acc, peak, norm = _attend(
             acc, peak, norm, q, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
-            scale, softcap, window_left, window_right,
-            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
+            scale, step, window_left, window_right,
+            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
     acc, peak, norm = _attend(
         acc, peak, norm, q, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
-        scale, softcap, window_left, window_right,
-        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, False,
+        scale, step, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
     acc, peak, norm = _attend(
         acc, peak, norm, q, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
-        scale, softcap, window_left, window_right,
-        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_N, True,
+        scale, step, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
 
-    out, lse = normalize(acc, peak, norm, q[0].dtype == tl.float32)
-    out_base = row_base(out_ptr, q_start + first, head, 1, STRIDE_OT, HEAD_DIM)
+    out, lse = normalize(acc, peak, norm, step, q[0].dtype == tl.float32, STEPS)
+    out_base = row_base(out_ptr, q_start + first, head, stride_oh, STRIDE_OT, UNIT)
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
     if HAS_LSE:
         tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)
@@ -128,12 +139,12 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
-    stride_qh, stride_kh, stride_vh,
-    total_q, total_k, num_segments, scale, softcap, window_left, window_right,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, sinks_ptr, seed_ptr,
+    stride_qh, stride_kh, stride_vh, stride_slopes,
+    total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
@@ -154,9 +165,40 @@ def _attention_fwd_kernel(
     )  # fmt: skip
     if first >= q_length:
         return
+    sequence = tl.minimum(before, num_segments - 1)
+    numbers = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
+    numbers = step_of_head(numbers, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS)
+    if SINKS & STEPS:
+        numbers = without_sink(numbers, (segment == 0) | (segment > num_segments))
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-        stride_qh, stride_kh, stride_vh, total_q, scale, softcap, window_left, window_right,
+        stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total_q, scale, numbers, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DENSE_SIZES)
+def _attention_fwd_dense_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_slopes,
+    q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads): sequences of one length, in a batch."""
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
+    numbers = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    numbers = step_of_head(numbers, slopes_ptr, sinks_ptr, batch, head, stride_slopes, STEPS)
+    attend_tile(
+        batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
+        batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT),
+        lse_ptr + batch.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
+        stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, numbers, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from csrc_free_ops.tiles.rows import (
     sum_of_products,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import cap_scores, exponent_factor, exponent_of_lse, exponential
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_lse, exponential, step_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
     longest_segment,
@@ -32,19 +32,20 @@ from csrc_free_ops.tiles.segments import (
     place_rows,
     probe_segments,
 )
+from csrc_free_ops.tiles.steps import SOFTCAP, capped_step
 
 
 @triton.jit
 def _differentiate_scores(
-    k, v, q, dout, lse, delta, length, scale, softcap, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, q, dout, lse, delta, length, scale, step, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a segment of 1 .. BLOCK rows the weights and the gradient of the scores, [keys, queries]."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
-    scores, slope = cap_scores(dot_rows(k, q, PRECISION), scale, softcap, SOFTCAP)
-    factor = exponent_factor(scale, SOFTCAP, NATURAL)
+    scores, slope = step_scores(dot_rows(k, q, PRECISION), local[None, :], local[:, None], 0, scale, step, STEPS)
+    factor = exponent_factor(scale, STEPS, NATURAL)
     p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
     seen = within_bounds(
         (local < length)[None, :] & (local < length)[:, None], local[None, :], local[:, None],
@@ -52,7 +53,7 @@ def _differentiate_scores(
     )  # fmt: skip
     p = tl.where(seen, p, 0.0)
     ds = p * (dot_rows(v, dout, PRECISION) - delta[None, :])
-    if SOFTCAP:
+    if SOFTCAP & STEPS:
         ds = ds * slope
     return p.to(q[0].dtype), ds.to(q[0].dtype)
 
@@ -65,14 +66,13 @@ def _attention_bwd_short_kernel(
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
-    softcap = tl.cast(softcap, tl.float32)
     local = tl.arange(0, BLOCK)
     program = tl.program_id(0)
     segment = program // NUM_HEADS
@@ -98,8 +98,8 @@ def _attention_bwd_short_kernel(
         # A row that saw no key has no gradient, whatever came in for its lse.
         delta = tl.where(lse == float("-inf"), 0.0, delta)
         p, ds = _differentiate_scores(
-            k, v, q, dout, lse, delta, length, scale, softcap, window_left, window_right,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK,
+            k, v, q, dout, lse, delta, length, scale, capped_step(softcap), window_left, window_right,
+            HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
         )  # fmt: skip
         dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)
         dv_base = row_base(dv_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
@@ -120,7 +120,7 @@ def _attention_bwd_dq_rest_kernel(
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -155,10 +155,10 @@ def _attention_bwd_dq_rest_kernel(
             differentiate_queries(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
                 head, start, length, first, start, attended,
-                stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, total, scale, softcap,
-                window_left, window_right,
+                stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
+                total, scale, capped_step(softcap), window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_DLSE, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+                HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
@@ -171,7 +171,7 @@ def _attention_bwd_dkdv_rest_kernel(
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -206,8 +206,9 @@ def _attention_bwd_dkdv_rest_kernel(
         if first < length:
             differentiate_keys(
                 q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-                head, start, length, first, start, attended,
-                stride_qh, stride_kh, stride_vh, stride_doh, total, scale, softcap, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK_M, BLOCK_N,
+                head, start, length, first, start, attended, None, 0, 0, capped_step(softcap),
+                stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
+                total, scale, window_left, window_right,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip

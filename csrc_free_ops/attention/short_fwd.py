@@ -26,7 +26,7 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import cap_scores, exponent_factor
+from csrc_free_ops.tiles.scores import exponent_factor, step_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
     longest_segment,
@@ -36,32 +36,33 @@ from csrc_free_ops.tiles.segments import (
     probe_segments,
 )
 from csrc_free_ops.tiles.softmax import normalize, update
+from csrc_free_ops.tiles.steps import capped_step
 
 SHORT_SIZES = ("total", "window_left", "window_right")
 
 
 @triton.jit
 def _attend_block(
-    q, k, v, length, scale, softcap, window_left, window_right,
+    q, k, v, length, scale, step, window_left, window_right,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out and lse of a segment of 1 .. BLOCK rows, all of it."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
-    scores, _ = cap_scores(dot_rows(q, k, PRECISION), scale, softcap, SOFTCAP)
+    scores, _ = step_scores(dot_rows(q, k, PRECISION), local[:, None], local[None, :], 0, scale, step, STEPS)
     seen = within_bounds(
         (local < length)[None, :], local[:, None], local[None, :], 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )  # fmt: skip
     scores = tl.where(seen, scores, float("-inf"))
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((BLOCK,), tl.float32)
-    factor = exponent_factor(scale, SOFTCAP, NATURAL)
+    factor = exponent_factor(scale, STEPS, NATURAL)
     # With bounds, rows past the segment's end may see no key.
     weights, _, peak, norm = update(scores, factor, peak, norm, NATURAL, HAS_LEFT or HAS_RIGHT)
     acc = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), weights.to(v[0].dtype), v, PRECISION)
-    return normalize(acc, peak, norm, NATURAL)
+    return normalize(acc, peak, norm, step, NATURAL, STEPS)
 
 
 @triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -71,14 +72,13 @@ def _attention_fwd_short_kernel(
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
-    softcap = tl.cast(softcap, tl.float32)
     local = tl.arange(0, BLOCK)
     program = tl.program_id(0)
     segment = program // NUM_HEADS
@@ -93,8 +93,8 @@ def _attention_fwd_short_kernel(
         k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
         v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
         out, lse = _attend_block(
-            q, k, v, length, scale, softcap, window_left, window_right,
-            HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SOFTCAP, PRECISION, BLOCK,
+            q, k, v, length, scale, capped_step(softcap), window_left, window_right,
+            HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
         )  # fmt: skip
         out_base = row_base(out_ptr, start, head, 1, STRIDE_OT, HEAD_DIM)
         store_rows(out_base, starts, local, length, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
@@ -109,7 +109,7 @@ def _attention_fwd_rest_kernel(
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
     SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -141,9 +141,10 @@ def _attention_fwd_rest_kernel(
         if first < length:
             attend_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length, first, start, attended,
-                stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
+                stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total, scale, capped_step(softcap),
+                window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
+                HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
         # What comes next waits for this kernel alone.

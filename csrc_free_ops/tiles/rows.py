@@ -24,6 +24,12 @@ def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, UNIT: tl.constex
 
 
 @triton.jit
+def batch_base(ptr, batch, stride_batch, UNIT: tl.constexpr):
+    """Where a sequence of a batch begins, by a stride in the same units."""
+    return ptr + tl.cast(batch, tl.int64) * tl.cast(stride_batch, tl.int64) * UNIT
+
+
+@triton.jit
 def row_offsets(rows, STRIDE: tl.constexpr):
     if STRIDE > WIDE_STRIDE:
         rows = rows.to(tl.int64)

@@ -7,6 +7,8 @@ in half types. lse in memory is always natural.
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.steps import ALIBI, SOFTCAP
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693359375)
@@ -24,26 +26,35 @@ def tanh(x):
 
 
 @triton.jit
-def cap_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores from q k^T and their slope over scale q.k: softcap tanh(scale q.k / softcap), else the products."""
-    if SOFTCAP:
+def step_scores(products, rows, cols, shift, scale, step, STEPS: tl.constexpr):
+    """Scores from q k^T and their slope over scale q.k; without a step that needs the scores, the products.
+
+    With a softcap c, c tanh(scale q.k / c); with ALiBi (Press et al., arXiv 2108.12409) less slope |row + shift - col|,
+    where rows and cols broadcast against each other.
+    """
+    softcap, alibi, _, _, _, _ = step
+    slope = 1.0
+    if SOFTCAP & STEPS:
         capped = tanh(products * (scale / softcap))
         scores = capped * softcap
         slope = 1.0 - capped * capped
+    elif ALIBI & STEPS:
+        scores = products * scale
     else:
         scores = products
-        slope = 1.0
+    if ALIBI & STEPS:
+        scores -= alibi * tl.abs(rows + shift - cols).to(tl.float32)
     return scores, slope
 
 
 @triton.jit
-def exponent_factor(scale, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr):
-    """What turns the scores of `cap_scores` into exponents, in the same step that subtracts the peak.
+def exponent_factor(scale, STEPS: tl.constexpr, NATURAL: tl.constexpr):
+    """What turns the scores of `step_scores` into exponents, in the same step that subtracts the peak.
 
     Half types take base 2, where a weight is one multiply-add and one exp2. fp32 is NATURAL: a factor of log2(e) would
     round more often than eager PyTorch does.
     """
-    if SOFTCAP:
+    if (SOFTCAP | ALIBI) & STEPS:
         factor = 1.0
     else:
         factor = scale

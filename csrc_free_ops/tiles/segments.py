@@ -114,3 +114,16 @@ def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
     is_before = tile < before
     first = tl.where(is_before, tile, tile - before) * BLOCK
     return count, tl.where(is_before, 0, end), tl.where(is_before, begin, total - end), first
+
+
+@triton.jit
+def place_dense(tile, length, LONGEST_LAST: tl.constexpr, BLOCK: tl.constexpr):
+    """`tile` among those of BLOCK rows of sequences of one length: (sequence, first row in it).
+
+    With LONGEST_LAST, where later rows have more to do, a sequence's tiles come from the last to the first.
+    """
+    tiles = (length + BLOCK - 1) // BLOCK
+    first = tile % tiles
+    if LONGEST_LAST:
+        first = tiles - 1 - first
+    return tile // tiles, first * BLOCK

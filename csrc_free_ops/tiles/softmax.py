@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.rows import scale_rows
-from csrc_free_ops.tiles.scores import exponential, natural_lse
+from csrc_free_ops.tiles.scores import exponent_of_lse, exponential, natural_lse
+from csrc_free_ops.tiles.steps import DROPOUT, SINKS, kept_share
 
 
 @triton.jit
@@ -26,9 +27,26 @@ def update(scores, factor, peak, norm, NATURAL: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
-def normalize(acc, peak, norm, NATURAL: tl.constexpr):
-    """Rows of out and lse, once all blocks are summed up: 0 and -inf for a row without keys."""
+def normalize(acc, peak, norm, step, NATURAL: tl.constexpr, STEPS: tl.constexpr):
+    """Rows of out and lse, once all blocks are summed up: 0 and -inf for a row without keys.
+
+    A sink is one more logit of every row, whose value is 0 (as gpt-oss learns it; after Xiao et al., arXiv 2309.17453).
+    After dropout what is kept grows by 1 / (1 - p).
+    """
+    _, _, sink, _, _, _ = step
+    if SINKS & STEPS:
+        sink = exponent_of_lse(sink, NATURAL)
+        highest = tl.maximum(peak, sink)
+        # -inf - -inf where there is neither a key nor a sink.
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        share = exponential(peak - highest, NATURAL)
+        norm = norm * share + exponential(sink - highest, NATURAL)
+        peak = highest
     # Not norm > 0: a row of NaN is no row without keys.
     inverse = tl.where(norm == 0, 0.0, 1.0 / norm)
     lse = tl.where(norm == 0, float("-inf"), natural_lse(peak, norm, NATURAL))
+    if SINKS & STEPS:
+        inverse *= share
+    if DROPOUT & STEPS:
+        inverse *= kept_share(step, STEPS)
     return scale_rows(acc, inverse[:, None]), lse

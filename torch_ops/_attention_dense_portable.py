@@ -1,0 +1,120 @@
+"""The launcher of the attention core's kernels in stock Triton for batches of sequences of one length, [B, H, S, D].
+
+Plans are as those of `_attention_portable`, without boundaries.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_dense_kernel, _attention_bwd_dq_dense_kernel
+from csrc_free_ops.attention.portable_fwd import _attention_fwd_dense_kernel
+from torch_ops._attention_portable import choose, constants_of, precision_of, slopes_stride
+from torch_ops._launches import Relaunch, dense_like, readable, with_columns
+from torch_ops._registry import wrap_triton
+from torch_ops._scores import NO_STEP, Scores, StepTensors
+
+
+def length_of(q: Tensor) -> int | None:
+    """Its rows where they are a plain number; None in graphs of dynamic shape, which may not branch on it."""
+    return None if isinstance(q.shape[2], torch.SymInt) else q.shape[2]
+
+
+def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
+    """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
+
+    Of what has no contiguous columns they are those of its copy.
+    """
+    strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
+    outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
+    unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
+    return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
+
+
+def plan_forward_dense(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool) -> Callable[..., None]:
+    batch, num_heads, length, _ = q.shape
+    launch, _ = choose("attention_fwd", q, scores, length_of(q))
+    unit, outer, (q_row, k_row, v_row, out_row) = dense_strides(q, k, v, dense_like(q))
+    scalars = (
+        *outer, slopes_stride(q, scores), length, k.shape[2],
+        scores.scale, scores.softcap, scores.dropout, *scores.bounds(),
+    )  # fmt: skip
+    constants = {
+        "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_OT": out_row, "HAS_LSE": has_lse,
+        **constants_of(q, k, scores, launch, unit, scores.steps),
+    }  # fmt: skip
+    grid = (cdiv(length, launch.block_m) * batch, num_heads)
+    relaunch = Relaunch(grid, scalars)
+    ready = readable(q, k, v)
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, step: StepTensors = NO_STEP) -> None:
+        if not ready:
+            q, k, v = with_columns(q), with_columns(k), with_columns(v)
+        tensors = (q, k, v, out, lse, *step)
+        precision = precision_of(q)
+        if not relaunch(precision, tensors):
+            options = {"PRECISION": precision, **constants}
+            compiled = wrap_triton(_attention_fwd_dense_kernel)[grid](*tensors, *scalars, **options)
+            relaunch.keep(precision, tensors, options, compiled)
+
+    return launch_forward
+
+
+def plan_backward_dense(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+) -> Callable[..., None]:
+    batch, num_heads, length, _ = q.shape
+    num_k_heads, k_length = k.shape[1:3]
+    like = (dense_like(tensor) for tensor in (q, k, v))
+    unit, outer, rows = dense_strides(q, k, v, out, dout, *like)
+    q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row, dv_row = rows
+    read, dq_outer, dkdv_outer = outer[:10], outer[10:12], outer[12:]
+    sizes = (
+        slopes_stride(q, scores), length, k_length, scores.scale, scores.softcap, scores.dropout, *scores.bounds()
+    )  # fmt: skip
+    strides = {"STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row}
+
+    dq_launch, _ = choose("attention_bwd_dq", q, scores, length_of(q))
+    dq_scalars = (*read, *dq_outer, *sizes)
+    dq_constants = {
+        **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": dlse is not None,
+        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps),
+    }  # fmt: skip
+    dq_grid = (cdiv(length, dq_launch.block_m) * batch, num_heads)
+
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k))
+    dkdv_scalars = (*read[:6], *read[8:], *dkdv_outer, *sizes)
+    dkdv_constants = {
+        **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
+        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps),
+    }  # fmt: skip
+    dkdv_grid = (cdiv(k_length, dkdv_launch.block_n) * batch, num_k_heads)
+
+    relaunch_dq = Relaunch(dq_grid, dq_scalars)
+    relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
+    ready = readable(q, k, v, out, dout) and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
+    ) -> None:  # fmt: skip
+        dlse = lse if dlse is None else dlse
+        if not ready:
+            q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
+            lse, dlse = lse.contiguous(), dlse.contiguous()
+        delta = torch.empty_like(lse)
+        precision = precision_of(q)
+        tensors = (q, k, v, out, lse, dout, dlse, step.slopes, step.seed, delta, dq)
+        if not relaunch_dq(precision, tensors):
+            options = {"PRECISION": precision, **dq_constants}
+            compiled = wrap_triton(_attention_bwd_dq_dense_kernel)[dq_grid](*tensors, *dq_scalars, **options)
+            relaunch_dq.keep(precision, tensors, options, compiled)
+        after = (q, k, v, lse, dout, delta, step.slopes, step.seed, dk, dv)
+        if not relaunch_dkdv(precision, after):
+            options = {"PRECISION": precision, **dkdv_constants}
+            compiled = wrap_triton(_attention_bwd_dkdv_dense_kernel)[dkdv_grid](*after, *dkdv_scalars, **options)
+            relaunch_dkdv.keep(precision, after, options, compiled)
+
+    return launch_backward
