@@ -21,7 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "speculative": {"queries": 5, "num_k_heads": 2},
     "pages_16": {"page_size": 16},
     "pages_128": {"page_size": 128},
-    "prefix": {"prefixes": 2, "prefix_lengths": True},
+    "prefix": {"batch": 64, "capacity": 256, "prefixes": 2, "prefix_lengths": True},
     "everything": {
         "queries": 3, "prefixes": 1, "page_size": 64, "window_left": 50, "softcap": 5.0, "alibi": True, "sinks": True,
     },

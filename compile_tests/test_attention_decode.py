@@ -126,9 +126,10 @@ def test_traced_kernels_are_all_there_and_write_only_outputs(variant: str) -> No
 def test_traces_of_symbolic_sizes_hold_for_all_sizes(variant: str) -> None:
     with fake_gpu(name="h200") as mode:
         with mode:
-            batch = 16 if variant == "prefix" else symbolic_size(mode, "batch", 5)
-            capacity = symbolic_size(mode, "capacity", 640) * (16 if variant == "pages_16" else 1)
-            args, options = decode_calls(batch=batch, capacity=capacity, **VARIANTS[variant])
+            sizes = {"capacity": symbolic_size(mode, "capacity", 640) * (16 if variant == "pages_16" else 1)}
+            if variant != "prefix":
+                sizes["batch"] = symbolic_size(mode, "batch", 5)
+            args, options = decode_calls(**{**VARIANTS[variant], **sizes})
         trace = trace_kernels(lambda *args: OP(*args[:5], **dict(zip(options, args[5:], strict=True))),
                               (*args, *options.values()))  # fmt: skip
         assert_kernels(trace, _expected_kernels(variant))
@@ -240,6 +241,7 @@ BUILDS = [
     *((target, variant, 128) for target in APART for variant in ("plain", "pages_16", "prefix")),
     *((target, "plain", head_dim) for target in ("sm_90", "gfx942") for head_dim in (64, 72, 256)),
     *(("sm_90", variant, 128) for variant in ("speculative", "pages_128", "everything", "wider_cache")),
+    ("sm_80", "speculative", 256), ("sm_90", "prefix", 256), ("sm_90", "prefix", 64),
     *((target, "fp32", head_dim) for target in ("sm_80", "sm_90", "gfx942") for head_dim in (72, 256)),
     ("sm_86", "plain", 256), ("sm_120", "prefix", 128),
 ]  # fmt: skip

@@ -316,7 +316,7 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     width = covered_width(head_dim, itemsize)
     wide = width > 128
     if kernel.startswith("attention_decode"):
-        return _decode_rule(kernel, gpu, itemsize, wide)
+        return _decode_rule(kernel, gpu, itemsize, width)
     if kernel.endswith("_short"):
         # Without wgmma, which only Hopper has, operands lie in registers too; 4 warps spill on the oldest.
         warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
@@ -359,15 +359,21 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
     return ladder[-1]
 
 
-def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, wide: bool) -> Launch:
-    """Rows are the most that a tile has: of samples with a prefix ("attention_decode_shared") there are many."""
-    rows = 64 if kernel.endswith("_shared") else 32
+def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
+    """Rows are the most that a tile has: of samples with a prefix ("attention_decode_shared") there are many.
+
+    Of keys so many that three stages of K and V leave room for three programs on each multiprocessor of an H200.
+    """
+    shared = kernel.endswith("_shared")
+    rows = 64 if shared else 32 if width <= 128 else 16
     if itemsize == 4:
         # Products of fp32 hold whole operands in registers.
-        return Launch(16, 16 if gpu.backend == "hip" or wide else 32, 4, 1)
+        return Launch(16, 16 if gpu.backend == "hip" or width > 128 else 32, 4, 1)
     if gpu.backend == "hip":
         return Launch(rows, 32, 4, 1)
-    return Launch(rows, 32 if wide else 64, 4, 3)
+    # Where operands lie in registers, or rows are wide, four warps spill of that many rows.
+    warps = 8 if shared and (width > 128 or not 90 <= int(gpu.arch) < 120) else 4
+    return Launch(rows, 32 if width > 128 else 64 if width > 64 or shared else 128, warps, 3)
 
 
 # Below, one pass over q and k is too little for all lanes of a GPU.

@@ -495,3 +495,22 @@ def test_more_than_two_billion_elements(paged: bool, device: str) -> None:
         out = attention_decode(q.expand(blocks, -1, -1, -1), *caches, lengths.expand(blocks), num_splits=4)[-1:]
         expected = attention_decode(q, *alone, lengths, num_splits=4)
     assert caches[0].numel() > 2**31 and torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_kernels_that_begin_early_read_what_was_written_before() -> None:
+    """Calls back to back on buffers that the allocator hands from one to the next, against calls that wait."""
+    inputs = make_decode_inputs(_case("prefix", capacity=600, lengths=(600, 33, 0, 17)), torch.bfloat16, "cuda")
+
+    def run(then: Any) -> list[Tensor]:
+        q, outs = inputs.q, []
+        for splits in (1, 2, 7, 0) * 10:
+            q = inputs.call(attention_decode, q=q, num_splits=splits).add_(inputs.q)
+            outs.append(q)
+            then()
+        return outs
+
+    waiting = run(torch.cuda.synchronize)
+    for _ in range(5):
+        for together, alone in zip(run(lambda: None), waiting, strict=True):
+            assert torch.equal(together, alone)

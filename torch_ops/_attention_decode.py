@@ -25,8 +25,8 @@ from torch_ops._registry import INTERPRET, runs_kernels, wrap_triton
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-# Of the second kernel: parts that it adds up at a time, and warps.
-COMBINING = Launch(1, 16, 2, 1)
+# Parts that the second kernel adds up at a time where they may not depend on how many there are.
+INVARIANT_CHUNK = 16
 
 
 def _known(*sizes: int) -> bool:
@@ -98,6 +98,14 @@ def shares_of(
     return shares
 
 
+def combining(splits: int, batch_invariant: bool) -> Launch:
+    """Of the second kernel: its columns are parts that it has under way at once, all of them where it can."""
+    if batch_invariant or not _known(splits):
+        return Launch(1, INVARIANT_CHUNK, 2, 1)
+    chunk = min(64, max(4, next_power_of_2(splits)))
+    return Launch(1, chunk, 2 if chunk <= 16 else 4, 1)
+
+
 def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
     """As `head_strides` of packed tensors: UNIT, and in it what is between blocks and between heads of k and of v."""
     strides = [tensor.stride(dim) for tensor in (k, v) for dim in (0, 1)]
@@ -163,11 +171,12 @@ def plan_decode(
         attend_before = launcher(before, prefix_k, prefix_v, True, 0)
     attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits)
     combine_grid = (total_rows,)
+    combine = combining(splits, batch_invariant)
     combine_scalars = (*strides, total_rows, queries, splits)
     combine_constants = {
         **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
-        "OVERLAPS": overlap, "CHUNK": COMBINING.block_n,
-        "num_warps": COMBINING.num_warps, "num_stages": COMBINING.num_stages, **early,
+        "OVERLAPS": overlap, "CHUNK": combine.block_n,
+        "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
     }  # fmt: skip
     relaunch_combine = Relaunch(combine_grid, combine_scalars)
 
@@ -221,7 +230,9 @@ def explain_decode(
         q, k_cache, block_table, given.get("prefix_k"), given.get("num_splits", 0), given.get("batch_invariant", False)
     )
     kernels = {name: (share.launch, share.source) for name, share in shares.items()}
-    if sum(share.splits for share in shares.values()) > 1:
-        kernels["attention_decode_combine"] = COMBINING, "the same for all calls"
+    splits = sum(share.splits for share in shares.values())
+    if not _known(splits) or splits > 1:
+        launch = combining(splits, given.get("batch_invariant", False))
+        kernels["attention_decode_combine"] = launch, "by the number of splits"
     report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
     return {**report, "splits": {name: share.splits for name, share in shares.items()}}
