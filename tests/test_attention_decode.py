@@ -46,11 +46,11 @@ def _with_nan(inputs: DecodeInputs) -> DecodeInputs:
             for index, length in enumerate(lengths):
                 cache[index, :, length:] = torch.nan
             continue
-        unused = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool, device=cache.device)
+        unused = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
         for pages, length in zip(inputs.block_table.tolist(), lengths, strict=True):
             for key in range(length):
                 unused[pages[key // cache.shape[2]], key % cache.shape[2]] = False
-        cache.transpose(1, 2)[unused] = torch.nan
+        cache.transpose(1, 2)[unused.to(cache.device)] = torch.nan
     if inputs.prefix_seqlens is not None:
         for name in ("prefix_k", "prefix_v"):
             changed[name] = getattr(inputs, name).clone()
@@ -317,7 +317,7 @@ def test_checked_mode_names_the_entry(changes: dict[str, Any], message: str, dev
 def test_a_gradient_is_refused(device: str) -> None:
     inputs = make_decode_inputs(_case("one_token"), torch.float32, device)
     out, _ = inputs.call(OP, q=inputs.q.requires_grad_())
-    with pytest.raises(NotImplementedError, match="vk::attention_decode has no derivative"):
+    with pytest.raises(NotImplementedError, match="vk::attention_decode has no derivative: it is for inference"):
         out.sum().backward()
 
 

@@ -179,24 +179,28 @@ def plan_decode(
         "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
     }  # fmt: skip
     relaunch_combine = Relaunch(combine_grid, combine_scalars)
+    vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
+    ready = readable(q) and all(tensor is None or tensor.is_contiguous() for tensor in vectors)
 
     def launch_decode(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
         alibi_slopes: Tensor | None, sinks: Tensor | None,
         prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None, out: Tensor, lse: Tensor,
     ) -> None:  # fmt: skip
-        q, lengths = with_columns(q), cache_seqlens.contiguous()
+        vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
         # Kernels want a tensor in every place, and read what is there only if it was given.
-        table = lengths if block_table is None else block_table.contiguous()
-        slopes = lengths if alibi_slopes is None else alibi_slopes.contiguous()
-        sinks = lengths if sinks is None else sinks.contiguous()
+        lengths, table, slopes, sinks, key_lengths = (cache_seqlens if each is None else each for each in vectors)
+        if not ready:
+            q = with_columns(q)
+            lengths, table, slopes, sinks, key_lengths = (
+                each.contiguous() for each in (lengths, table, slopes, sinks, key_lengths)
+            )
         precision = precision_of(q)
         parts, exponents = out, lse
         if not whole:
             parts = q.new_empty((splits, total_rows, head_dim), dtype=torch.float32)
             exponents = q.new_empty((splits, total_rows), dtype=torch.float32)
         if attend_before is not None:
-            key_lengths = lengths if prefix_seqlens is None else prefix_seqlens.contiguous()
             attend_before(
                 precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
             )

@@ -91,7 +91,7 @@ def attention_decode_op(
     return out, lse
 
 
-attention_decode_op.refuse_autograd()
+attention_decode_op.refuse_autograd("it is for inference")
 
 
 def attention_decode(
