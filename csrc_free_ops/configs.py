@@ -196,8 +196,9 @@ def decode_splits(gpu: Gpu, launch: Launch, programs: int | None, capacity: int 
     if programs is None:
         return 8
     most = MOST_SPLITS if capacity is None else cdiv(capacity, SPLIT_BLOCKS * launch.block_n)
-    stage = launch.block_n * row_bytes
-    resident = max(1, min(8, gpu.shared_memory // (max(1, launch.num_stages - 1) * stage)))
+    # Products of 64 rows are read from shared memory while the next stage comes in.
+    stages = launch.num_stages if launch.block_m >= 64 else launch.num_stages - 1
+    resident = max(1, min(8, gpu.shared_memory // (max(1, stages) * launch.block_n * row_bytes)))
     slots = gpu.multiprocessors * resident
     options = range(1, max(1, min(most, MOST_SPLITS)) + 1)
     used = {splits: splits * programs / (slots * cdiv(splits * programs, slots)) for splits in options}
