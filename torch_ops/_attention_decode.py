@@ -64,7 +64,9 @@ def _share(
         kernel, _gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
     )
     rows = launch.block_m
-    most = samples * (q.shape[2] if _known(q.shape[2]) else MOST_QUERIES) * (q.shape[1] // keys.shape[1])
+    # Numbers of heads are constants of the kernel, so a trace takes them for such in any case.
+    num_k_heads, group = int(keys.shape[1]), int(q.shape[1] // keys.shape[1])
+    most = samples * (q.shape[2] if _known(q.shape[2]) else MOST_QUERIES) * group
     if _known(most) and not (batch_invariant and kernel.endswith("_shared")):
         rows = min(rows, max(16, next_power_of_2(most)))
     if batch_invariant:
@@ -73,7 +75,7 @@ def _share(
     elif num_splits:
         splits = num_splits
     else:
-        programs = groups * keys.shape[1] * cdiv(most, rows) if _known(groups, most) else None
+        programs = groups * num_k_heads * cdiv(most, rows) if _known(groups, most) else None
         row_bytes = 2 * covered_width(q.shape[3], q.dtype.itemsize) * keys.dtype.itemsize
         splits = decode_splits(_gpu(), launch, programs, capacity if _known(capacity) else None, row_bytes)
     return Share(launch, source, groups, samples, rows, splits)
