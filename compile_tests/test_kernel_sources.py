@@ -16,7 +16,7 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, gemm, grids, kv_cache, norms, rope
+from compile_tests import attention, decode, gemm, grids, kv_cache, norms, rope
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
 KERNELS: dict[str, JITFunction] = {
@@ -26,6 +26,7 @@ KERNELS: dict[str, JITFunction] = {
     **grids.KERNELS,
     **rope.KERNELS,
     **kv_cache.KERNELS,
+    **decode.KERNELS,
 }
 
 
@@ -39,6 +40,13 @@ def _launch(name: str) -> KernelLaunch:
         return rope.rope_launches("rope_window_attn")[0]
     if name in kv_cache.KERNELS:
         return kv_cache.kv_cache_launch(tokens=7, page_size=63, max_pages=15, max_positions=4095)
+    if name in decode.KERNELS:
+        # Sizes that Triton takes for nothing in particular: what it does with others is said in options of jit.
+        launches = decode.decode_launches(
+            batch=3, num_heads=6, num_k_heads=2, capacity=1003, queries=3, causal=False, window_left=50, window_right=7,
+            num_splits=3,
+        )  # fmt: skip
+        return next(launch for launch in launches if launch.name == name)
     if name in attention.KERNELS:
         return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
     # In fp32 PyTorch makes the products, and the kernels beside them are launched.

@@ -44,6 +44,14 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     + _SMALL,
     "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    # Tiles have no more rows than there are: the first of the four sizes is a bound.
+    "attention_decode": tuple(
+        Launch(32, cols, warps, stages) for cols, warps, stages in product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 6))
+    ),
+    "attention_decode_shared": tuple(
+        Launch(rows, cols, warps, stages)
+        for rows, cols, warps, stages in product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    ),
     "gemm": tuple(
         Launch(rows, cols, warps, stages, 64)
         for rows, cols, warps, stages in product((64, 128), (64, 128, 256), (4, 8), (3, 4))

@@ -180,6 +180,32 @@ def _backward_warps(gpu: Gpu) -> int:
     return 8 if gpu.backend == "cuda" else 12
 
 
+# Keys of a split that does not depend on the call: a multiple of every block of keys.
+INVARIANT_KEYS = 512
+# Fewer blocks are not worth a split of their own.
+SPLIT_BLOCKS = 4
+MOST_SPLITS = 128
+
+
+def decode_splits(gpu: Gpu, launch: Launch, programs: int | None, capacity: int | None, row_bytes: int) -> int:
+    """Among how many programs each of `programs` shares of a cache is split, which hold up to `capacity` keys.
+
+    The fewest that leave multiprocessors as little idle as any number does, within a twentieth: programs come in waves
+    of as many as shared memory has room for, and the last one is full or is not. A row of K and of V has `row_bytes`.
+    Where a trace does not know the sizes, as many as keep a quarter of the multiprocessors busy with one share.
+    """
+    if programs is None:
+        return 8
+    most = MOST_SPLITS if capacity is None else cdiv(capacity, SPLIT_BLOCKS * launch.block_n)
+    # Products of 64 rows are read from shared memory while the next stage comes in.
+    stages = launch.num_stages if launch.block_m >= 64 else launch.num_stages - 1
+    resident = max(1, min(8, gpu.shared_memory // (max(1, stages) * launch.block_n * row_bytes)))
+    slots = gpu.multiprocessors * resident
+    options = range(1, max(1, min(most, MOST_SPLITS)) + 1)
+    used = {splits: splits * programs / (slots * cdiv(splits * programs, slots)) for splits in options}
+    return next(splits for splits in options if used[splits] >= 0.95 * max(used.values()))
+
+
 def parameters_early(gpu: Gpu, launch: Launch, rows: int | None) -> bool:
     """Whether weight and bias of a norm without a residual come while x does: where there are not more rows than
     multiprocessors hold at once, registers do, and one row's time is what counts.
@@ -296,6 +322,8 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
         return Launch(16, 32, 4, 1) if "dkdv" in kernel else Launch(32, 16, 4, 1)
     width = covered_width(head_dim, itemsize)
     wide = width > 128
+    if kernel.startswith("attention_decode"):
+        return _decode_rule(kernel, gpu, itemsize, width)
     if kernel.endswith("_short"):
         # Without wgmma, which only Hopper has, operands lie in registers too; 4 warps spill on the oldest.
         warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
@@ -336,6 +364,23 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
         if _shared_bytes(kernel, launch, head_dim, itemsize) <= gpu.shared_memory:
             return launch
     return ladder[-1]
+
+
+def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
+    """Rows are the most that a tile has: of samples with a prefix ("attention_decode_shared") there are many.
+
+    Of keys so many that three stages of K and V leave room for three programs on each multiprocessor of an H200.
+    """
+    shared = kernel.endswith("_shared")
+    rows = 64 if shared else 32 if width <= 128 else 16
+    if itemsize == 4:
+        # Products of fp32 hold whole operands in registers.
+        return Launch(16, 16 if gpu.backend == "hip" or width > 128 else 32, 4, 1)
+    if gpu.backend == "hip":
+        return Launch(rows, 32, 4, 1)
+    # Where operands lie in registers, or rows are wide, four warps spill of that many rows.
+    warps = 8 if shared and (width > 128 or not 90 <= int(gpu.arch) < 120) else 4
+    return Launch(rows, 32 if width > 128 else 64 if width > 64 or shared else 128, warps, 3)
 
 
 # Below, one pass over q and k is too little for all lanes of a GPU.

@@ -16,11 +16,20 @@ import pytest
 import torch
 
 from csrc_free_ops.gemm.hopper_launch import ROUND, tile_launch
+from tests.test_attention_decode import verify as verify_decode
 from tests.test_gemm_gradient import Gradient
 from tests.test_gemm_hopper import Layer, verify_projection
 from tests.test_window_attn import verify
 from torch_ops import _attention_hopper, _attention_hopper_backward, _gemm_hopper, explain, settings, window_attn
-from torch_ops.testing.cases import QkvRopeCase, WindowAttnCase, make_inputs, make_qkv_rope_inputs
+from torch_ops.testing.cases import (
+    DecodeCase,
+    QkvRopeCase,
+    WindowAttnCase,
+    decode_cases,
+    make_decode_inputs,
+    make_inputs,
+    make_qkv_rope_inputs,
+)
 
 pytestmark = pytest.mark.gpu
 PROGRAMS = 4
@@ -113,3 +122,8 @@ def test_gradients_of_products_are_right(bias: bool) -> None:
 def test_projections_are_right(head_dim: int, half: bool) -> None:
     case = QkvRopeCase("turned", "sanitizer", 300, 200, 6, head_dim, num_k_heads=2, half_table=half)
     verify_projection(make_qkv_rope_inputs(case, torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize("case", decode_cases("edge"), ids=lambda case: case.name)
+def test_caches(case: DecodeCase) -> None:
+    verify_decode(make_decode_inputs(case, torch.bfloat16, "cuda"))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import Row, shipped_rows
+from torch_ops._attention_decode import explain_decode
 from torch_ops._attention_explained import explain_attention, explain_turned_attention
 from torch_ops._attention_hopper import refusal
 from torch_ops._device import gpu
@@ -75,6 +76,7 @@ EXPLAINERS: dict[str, Callable[..., dict[str, Any]]] = {
     **dict.fromkeys(("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"), explain_norm),
     **dict.fromkeys(GRID_KERNELS, explain_on_grids),
     "kv_cache_append": explain_append,
+    "attention_decode": explain_decode,
     "qkv_rope": explain_qkv_rope,
     "mlp": explain_mlp,
     "rope_window_attn": explain_turned_attention,

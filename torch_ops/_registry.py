@@ -67,11 +67,11 @@ class KernelOp(Op):
 
     register_autograd: Callable[..., None]
 
-    def refuse_autograd(self) -> None:
-        """For the gradient of another op: a second derivative is refused by name."""
+    def refuse_autograd(self, why: str = "there are no second derivatives") -> None:
+        """For the gradient of another op, or one that is for inference: a derivative is refused by name."""
 
         def refuse(ctx: Any, *grads: Any) -> None:
-            raise NotImplementedError(f"{NAMESPACE}::{self.name} has no derivative: there are no second derivatives")
+            raise NotImplementedError(f"{NAMESPACE}::{self.name} has no derivative: {why}")
 
         self.register_autograd(refuse)
 

@@ -9,6 +9,7 @@ import typer
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from torch_ops.bench import (
+    attention_decode,
     documents,
     kv_cache_append,
     mlp,
@@ -40,6 +41,7 @@ ROOMS: dict[str, Room] = {
     room.op: room
     for room in (
         window_attn.ROOM,
+        attention_decode.ROOM,
         rope_window_attn.ROOM,
         vision_attention.ROOM,
         *norms.ROOMS,

@@ -14,6 +14,14 @@ from torch_ops.testing.cases.attention import (
     make_inputs,
     window_attn_cases,
 )
+from torch_ops.testing.cases.decode import (
+    DECODE,
+    DECODE_LAYOUTS,
+    DecodeCase,
+    DecodeInputs,
+    decode_cases,
+    make_decode_inputs,
+)
 from torch_ops.testing.cases.grids import (
     GRIDS,
     ROW_LAYOUTS,
@@ -79,6 +87,8 @@ from torch_ops.testing.cases.vision_attention import (
 
 __all__ = [
     "CACHE_LAYOUTS",
+    "DECODE",
+    "DECODE_LAYOUTS",
     "GRIDS",
     "KV_CACHE",
     "LAYOUTS",
@@ -95,6 +105,8 @@ __all__ = [
     "TOKEN_LAYOUTS",
     "VISION_ATTENTION",
     "WINDOW_ATTN",
+    "DecodeCase",
+    "DecodeInputs",
     "GridCase",
     "GridInputs",
     "KvCacheCase",
@@ -113,9 +125,11 @@ __all__ = [
     "WindowAttnCase",
     "WindowAttnInputs",
     "cumulative",
+    "decode_cases",
     "grid_cases",
     "kv_cache_cases",
     "lay_out",
+    "make_decode_inputs",
     "make_grid_inputs",
     "make_inputs",
     "make_kv_cache_inputs",

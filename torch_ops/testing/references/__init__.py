@@ -8,6 +8,9 @@ from torch_ops.testing.references.attention import (
     window_attn,
     window_attn_backward,
 )
+from torch_ops.testing.references.decode import (
+    attention_decode,
+)
 from torch_ops.testing.references.grids import (
     pos_embed_interpolate,
     rotary_table,
@@ -43,6 +46,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "kv_cache_append",
+    "attention_decode",
     "layer_norm",
     "mlp",
     "patch_merger",

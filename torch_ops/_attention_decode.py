@@ -1,0 +1,244 @@
+"""The launcher of attention over a cache of keys.
+
+`plan_decode` looks at metadata and options alone and returns launch(q, ..., out, lse), which makes the workspaces of
+split calls and launches up to three kernels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from csrc_free_ops.attention.decode import _attention_decode_combine_kernel, _attention_decode_kernel
+from csrc_free_ops.configs import INVARIANT_KEYS, Gpu, Launch, covered_width, decode_splits, pick, split_head_dim
+from csrc_free_ops.tiles.steps import SINKS
+from torch_ops._attention_decode_calls import MOST_QUERIES, capacity_of, out_strides
+from torch_ops._attention_portable import precision_of
+from torch_ops._checks import dtype_name
+from torch_ops._device import INTERPRETED_GPU, gpu
+from torch_ops._explanations import by_reference, called_on_fakes, describe
+from torch_ops._launches import Relaunch, can_overlap, readable, with_columns
+from torch_ops._registry import INTERPRET, runs_kernels, wrap_triton
+from torch_ops._scores import Scores
+from torch_ops.settings import settings
+
+# Parts that the second kernel adds up at a time where they may not depend on how many there are.
+INVARIANT_CHUNK = 16
+
+
+def _known(*sizes: int) -> bool:
+    """Whether these are plain numbers; graphs of dynamic shape have symbols, which they may not branch on."""
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _gpu() -> Gpu:
+    return INTERPRETED_GPU if INTERPRET else gpu()
+
+
+@dataclass(frozen=True)
+class Share:
+    """A launch of the kernel that attends, to the cache or to what is before it.
+
+    `samples` sequences share the keys of each of `groups`; their query rows are cut into tiles of `rows`, and the keys
+    that a tile sees are split among `splits` programs.
+    """
+
+    launch: Launch
+    source: str
+    groups: int
+    samples: int
+    rows: int
+    splits: int
+
+
+def _share(
+    kernel: str, q: Tensor, keys: Tensor, groups: int, samples: int, capacity: int, num_splits: int,
+    batch_invariant: bool,
+) -> Share:  # fmt: skip
+    # What decides about a sequence's bits must then be of that sequence alone.
+    length = capacity if _known(capacity) and not batch_invariant else None
+    launch, source = pick(
+        kernel, _gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
+    )
+    rows = launch.block_m
+    # Numbers of heads are constants of the kernel, so a trace takes them for such in any case.
+    num_k_heads, group = int(keys.shape[1]), int(q.shape[1] // keys.shape[1])
+    most = samples * (q.shape[2] if _known(q.shape[2]) else MOST_QUERIES) * group
+    if _known(most) and not (batch_invariant and kernel.endswith("_shared")):
+        rows = min(rows, max(16, next_power_of_2(most)))
+    if batch_invariant:
+        # Of symbols one more than there may be, so that it is known to be none of 0 and 1.
+        splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if _known(capacity) else capacity // INVARIANT_KEYS + 2
+    elif num_splits:
+        splits = num_splits
+    else:
+        programs = groups * num_k_heads * cdiv(most, rows) if _known(groups, most) else None
+        row_bytes = 2 * covered_width(q.shape[3], q.dtype.itemsize) * keys.dtype.itemsize
+        splits = decode_splits(_gpu(), launch, programs, capacity if _known(capacity) else None, row_bytes)
+    return Share(launch, source, groups, samples, rows, splits)
+
+
+def shares_of(
+    q: Tensor, k_cache: Tensor, block_table: Tensor | None, prefix_k: Tensor | None, num_splits: int,
+    batch_invariant: bool,
+) -> dict[str, Share]:  # fmt: skip
+    """By kernel, as launch rows have it: that of the prefix first if there is one."""
+    shares = {}
+    if prefix_k is not None:
+        prefixes = prefix_k.shape[0]
+        shares["attention_decode_shared"] = _share(
+            "attention_decode_shared", q, prefix_k, prefixes, q.shape[0] // prefixes, prefix_k.shape[2], num_splits,
+            batch_invariant,
+        )  # fmt: skip
+    capacity = capacity_of(k_cache, block_table)
+    shares["attention_decode"] = _share(
+        "attention_decode", q, k_cache, q.shape[0], 1, capacity, num_splits, batch_invariant
+    )
+    return shares
+
+
+def combining(splits: int, batch_invariant: bool) -> Launch:
+    """Of the second kernel: its columns are parts that it has under way at once, all of them where it can."""
+    if batch_invariant or not _known(splits):
+        return Launch(1, INVARIANT_CHUNK, 2, 1)
+    chunk = min(64, max(4, next_power_of_2(splits)))
+    return Launch(1, chunk, 2 if chunk <= 16 else 4, 1)
+
+
+def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
+    """As `head_strides` of packed tensors: UNIT, and in it what is between blocks and between heads of k and of v."""
+    strides = [tensor.stride(dim) for tensor in (k, v) for dim in (0, 1)]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return unit, tuple(stride // unit for stride in strides)
+
+
+def plan_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    alibi_slopes: Tensor | None, sinks: Tensor | None,
+    prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None,
+    scores: Scores, num_splits: int, batch_invariant: bool,
+) -> Callable[..., None]:  # fmt: skip
+    batch, num_heads, queries, head_dim = q.shape
+    total_rows = batch * num_heads * queries
+    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
+    columns = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail}
+    overlap = can_overlap()
+    early = {"launch_pdl": True} if overlap else {}
+    shares = shares_of(q, k_cache, block_table, prefix_k, num_splits, batch_invariant)
+    own, before = shares["attention_decode"], shares.get("attention_decode_shared")
+    splits = own.splits + (0 if before is None else before.splits)
+    # Whether one program sees all keys of a row; symbols may not be branched on.
+    whole = before is None and _known(splits) and splits == 1
+    strides = out_strides(q)[:3]
+    q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
+    slope_stride = num_heads if scores.alibi == 2 else 0
+
+    def launcher(share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int) -> Callable[..., None]:
+        group = num_heads // k.shape[1]
+        table = None if shared else block_table
+        unit, key_strides = _key_strides(k, v)
+        tiles = (share.samples * queries * group + share.rows - 1) // share.rows
+        grid = (share.groups * share.splits * k.shape[1] * tiles,)
+        scalars = (
+            *q_strides, *key_strides, 0 if table is None else table.shape[1], slope_stride, *strides,
+            share.samples, queries, capacity_of(k_cache, block_table), k.shape[2] if shared else 0, k.shape[0],
+            share.splits, first_split, total_rows, scores.scale, scores.softcap, *scores.bounds(),
+        )  # fmt: skip
+        constants = {
+            "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "UNIT": unit, **columns,
+            "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": scores.left >= 0,
+            # A single query is the last, behind which nothing is.
+            "HAS_RIGHT": scores.right >= 0 and not shared and not (_known(queries) and queries == 1),
+            "STEPS": scores.steps if whole else scores.steps & ~SINKS.value,
+            "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
+            "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
+            "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
+            "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages, **early,
+        }  # fmt: skip
+        relaunch = Relaunch(grid, scalars)
+
+        def launch(precision: str, *tensors: Tensor) -> None:
+            if not relaunch(precision, tensors):
+                options = {"PRECISION": precision, **constants}
+                compiled = wrap_triton(_attention_decode_kernel)[grid](*tensors, *scalars, **options)
+                relaunch.keep(precision, tensors, options, compiled)
+
+        return launch
+
+    attend_before = None
+    if before is not None and prefix_k is not None and prefix_v is not None:
+        attend_before = launcher(before, prefix_k, prefix_v, True, 0)
+    attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits)
+    combine_grid = (total_rows,)
+    combine = combining(splits, batch_invariant)
+    combine_scalars = (*strides, total_rows, queries, splits)
+    combine_constants = {
+        **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
+        "OVERLAPS": overlap, "CHUNK": combine.block_n,
+        "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
+    }  # fmt: skip
+    relaunch_combine = Relaunch(combine_grid, combine_scalars)
+    vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
+    ready = readable(q) and all(tensor is None or tensor.is_contiguous() for tensor in vectors)
+
+    def launch_decode(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+        alibi_slopes: Tensor | None, sinks: Tensor | None,
+        prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None, out: Tensor, lse: Tensor,
+    ) -> None:  # fmt: skip
+        vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
+        # Kernels want a tensor in every place, and read what is there only if it was given.
+        lengths, table, slopes, sinks, key_lengths = (cache_seqlens if each is None else each for each in vectors)
+        if not ready:
+            q = with_columns(q)
+            lengths, table, slopes, sinks, key_lengths = (
+                each.contiguous() for each in (lengths, table, slopes, sinks, key_lengths)
+            )
+        precision = precision_of(q)
+        parts, exponents = out, lse
+        if not whole:
+            parts = q.new_empty((splits, total_rows, head_dim), dtype=torch.float32)
+            exponents = q.new_empty((splits, total_rows), dtype=torch.float32)
+        if attend_before is not None:
+            attend_before(
+                precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
+            )
+        attend(precision, q, k_cache, v_cache, lengths, lengths, table, slopes, sinks, parts, exponents)
+        if whole:
+            return
+        tensors = (parts, exponents, sinks, out, lse)
+        if not relaunch_combine(None, tensors):
+            compiled = wrap_triton(_attention_decode_combine_kernel)[combine_grid](
+                *tensors, *combine_scalars, **combine_constants
+            )
+            relaunch_combine.keep(None, tensors, combine_constants, compiled)
+
+    return launch_decode
+
+
+def explain_decode(
+    op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
+    *options: Any, return_lse: bool = False, **named: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `torch_ops.explain` says, and by kernel among how many programs the keys of a tile of rows are split."""
+    names = (
+        "scale", "causal", "window_left", "window_right", "softcap", "alibi_slopes", "sinks", "prefix_k", "prefix_v",
+        "prefix_seqlens", "num_splits", "batch_invariant",
+    )  # fmt: skip
+    given = {**dict(zip(names, options, strict=False)), **named}
+    called_on_fakes(op, q, k_cache, v_cache, cache_seqlens, block_table, **given)
+    if not runs_kernels(q):
+        return by_reference(op, q.device)
+    shares = shares_of(
+        q, k_cache, block_table, given.get("prefix_k"), given.get("num_splits", 0), given.get("batch_invariant", False)
+    )
+    kernels = {name: (share.launch, share.source) for name, share in shares.items()}
+    splits = sum(share.splits for share in shares.values())
+    if not _known(splits) or splits > 1:
+        launch = combining(splits, given.get("batch_invariant", False))
+        kernels["attention_decode_combine"] = launch, "by the number of splits"
+    report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
+    return {**report, "splits": {name: share.splits for name, share in shares.items()}}
