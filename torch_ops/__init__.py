@@ -4,9 +4,9 @@ from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton
 from torch_ops._explain import explain, info
 from torch_ops._warmup import warmup
 from torch_ops.attention import attention
+from torch_ops.attention_decode import attention_decode
 from torch_ops.kv_cache import KVCache, PagedKVCache
 from torch_ops.kv_cache_append import kv_cache_append
-from torch_ops.attention_decode import attention_decode
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.patch_merger import patch_merger

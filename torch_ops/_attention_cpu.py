@@ -20,7 +20,7 @@ BLOCK_ROWS = 512
 class _Segment(NamedTuple):
     """A segment that has queries, by its number, and its rows, clamped to the tensors."""
 
-    index: int
+    number: int
     queries: slice
     keys: slice
 
@@ -101,7 +101,7 @@ def attention_forward_cpu(
     if lse.shape[1] < q.shape[0]:
         lse = lse.new_empty((q.shape[1], q.shape[0]))
     lse.fill_(-torch.inf)
-    for index, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
+    for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
         if keys.start == keys.stop:
             if step.sinks is not None:
                 lse[:, queries] = step.sinks.to(lse.dtype)[:, None]
@@ -115,7 +115,7 @@ def attention_forward_cpu(
             lse[:, queries] = fused_lse[0]
             continue
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
-        sequence = first_sequence + index
+        sequence = first_sequence + number
         slopes = _slopes(step, sequence)
         for rows, position in _blocks(queries, keys):
             s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, scores, slopes)
@@ -142,11 +142,11 @@ def attention_backward_cpu(
     dtype = lse.dtype
     dq.zero_()
     dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    for index, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
+    for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
         if keys.start == keys.stop:
             continue
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
-        sequence = first_sequence + index
+        sequence = first_sequence + number
         slopes = _slopes(step, sequence)
         for rows, position in _blocks(queries, keys):
             q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))

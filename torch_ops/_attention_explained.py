@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_ops._attention import why_portable
+from torch_ops._attention_dense import why_dense_portable
 from torch_ops._attention_hopper import addressable, forward_launch
 from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
@@ -55,9 +57,7 @@ def explain_attention(
     scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap, step, dropout_p)
     segments = cu_seqlens.shape[0] - 1
     length = mean_length(q.shape[0], segments)
-    why = why_portable(scores, length, q=q, k=k, v=v)
-    if not why and not isinstance(q, FakeTensor) and not addressable(q, k, v):
-        why = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
+    why = why_portable(scores, length, q=q, k=k, v=v) or _why_not_addressable(q, k, v)
     path = "portable" if why else "hopper"
     kernels = {}
     for short, general in KERNELS.items():
@@ -74,6 +74,53 @@ def explain_attention(
                 total = k.shape[0] if name == "attention_bwd_dkdv" else q.shape[0]
                 kernels[name] = choose(name, q, scores, mean_length(total, segments))
     return describe(op, q.device, path, why or f"{gpu().name} is a Hopper GPU", kernels)
+
+
+def explain_dense_attention(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    if compute_dtype is not None:
+        q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
+    step = StepTensors(alibi_slopes, sinks, seed_of(q, dropout_p, dropout_seed))
+    called_on_fakes(
+        op, q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, step.seed,
+        deterministic, return_lse,
+    )  # fmt: skip
+    if not runs_kernels(q):
+        return by_reference(op, q.device)
+    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
+    why = why_dense_portable(scores, q=q, k=k, v=v) or _why_not_addressable(q, k, v)
+    if why:
+        lengths = {"attention_fwd": q.shape[2], "attention_bwd_dq": q.shape[2], "attention_bwd_dkdv": k.shape[2]}
+        kernels = {name: choose(name, q, scores, length) for name, length in lengths.items()}
+    else:
+        kernels = {
+            "attention_fwd_hopper": forward_launch(q, scores, 1),
+            "attention_bwd_hopper": choose("attention_bwd_hopper", q, scores, q.shape[2]),
+        }
+    path = "portable" if why else "hopper"
+    return describe(op, q.device, path, why or f"{gpu().name} is a Hopper GPU", kernels)
+
+
+def _why_not_addressable(q: Tensor, k: Tensor, v: Tensor) -> str:
+    if isinstance(q, FakeTensor) or addressable(q, k, v):
+        return ""
+    return "q, k or v does not begin at a multiple of 16 bytes, or is empty"
 
 
 def explain_turned_attention(

@@ -12,7 +12,7 @@ from torch import Tensor
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import Row, shipped_rows
 from torch_ops._attention_decode import explain_decode
-from torch_ops._attention_explained import explain_attention, explain_turned_attention
+from torch_ops._attention_explained import explain_attention, explain_dense_attention, explain_turned_attention
 from torch_ops._attention_hopper import refusal
 from torch_ops._device import gpu
 from torch_ops._explanations import describe
@@ -29,6 +29,7 @@ from torch_ops._kv_cache import explain_append
 from torch_ops._norms import explain_norm
 from torch_ops._norms_portable import norm_launches
 from torch_ops._registry import INTERPRET, OPS
+from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
 
@@ -75,8 +76,9 @@ def _explain_patch_merger(
 EXPLAINERS: dict[str, Callable[..., dict[str, Any]]] = {
     **dict.fromkeys(("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"), explain_norm),
     **dict.fromkeys(GRID_KERNELS, explain_on_grids),
-    "kv_cache_append": explain_append,
+    "attention": explain_dense_attention,
     "attention_decode": explain_decode,
+    "kv_cache_append": explain_append,
     "qkv_rope": explain_qkv_rope,
     "mlp": explain_mlp,
     "rope_window_attn": explain_turned_attention,
@@ -110,7 +112,7 @@ def info() -> dict[str, Any]:
             "kernels": {kernel: _rows_of(kernel, (*settings.rows, *shipped)) for kernel in CANDIDATES},
         }
         example = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
-        paths = {"portable": "yes", "hopper": refusal(device, 0.0, q=example) or "yes"}
+        paths = {"portable": "yes", "hopper": refusal(device, Scores(1.0), q=example) or "yes"}
     else:
         rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes", "kernels": {}}
     return {

@@ -222,16 +222,12 @@ def attention(
     """
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number("attention", name, number)
+    dtype = None
     if compute_dtype is not None:
         if compute_dtype not in HALF_TYPES:
             refuse("attention", "compute_dtype", "torch.float16, torch.bfloat16 or None", compute_dtype)
         dtype = q.dtype
-        out, lse = attention(
-            *(tensor.to(compute_dtype) for tensor in (q, k, v)), scale, causal, window_left, window_right, softcap,
-            alibi_slopes, sinks, dropout_p, dropout_seed, deterministic, return_lse=True,
-        )  # fmt: skip
-        out = out.to(dtype)
-        return (out, lse) if return_lse else out
+        q, k, v = q.to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype)
     # The backward takes lse; where there will be none, it need not lie in memory.
     learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
     differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)
@@ -239,6 +235,8 @@ def attention(
         q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks,
         dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, return_lse or differentiable,
     )  # fmt: skip
+    if dtype is not None:
+        out = out.to(dtype)
     return (out, lse) if return_lse else out
 
 

@@ -173,11 +173,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if lse.shape[1] != q.shape[0]:
         # Not made: captured without gradients, in an exported program say, and run with them.
         with torch._C._DisableAutocast():
-            step = True, slopes, sinks, ctx.dropout_p, seed
-            lse = tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options, *step)[1]
+            steps = slopes, sinks, ctx.dropout_p, seed
+            lse = tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options, True, *steps)[1]
         dlse = None
-    step = slopes, ctx.dropout_p, seed
-    gradients = window_attn_backward_op(dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options, *step)
+    gradients = window_attn_backward_op(
+        dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options, slopes, ctx.dropout_p, seed
+    )
     dsinks = None
     if needs_of(ctx, SINKS + 1)[SINKS]:
         dsinks = sinks_gradient(dout, dlse, out, lse, sinks, "th")

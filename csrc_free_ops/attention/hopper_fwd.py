@@ -423,8 +423,8 @@ def _attention_fwd_hopper_kernel(
 
     ticket_ptr is an int32 that holds 0, and does again when the kernel ends; no other launch may use it meanwhile.
     ORDER is SINGLE for one segment, BY_LENGTH for at most RANKED - 2 of them, else IN_PLACE. Of [B, H, S, D], which has
-    no boundaries, it is DENSE_CUT, total_* is the length of a sequence and num_segments their number; FOLDED has a bit for
-    each of q, k, v and out (`coordinates`).
+    no boundaries, it is DENSE_CUT, total_* is the length of a sequence and num_segments their number; FOLDED has a bit
+    for each of q, k, v and out (`coordinates`).
     """
     MAIN: gl.constexpr = columns_of(q_main)
     WIDTH: gl.constexpr = columns_of(v_desc)
