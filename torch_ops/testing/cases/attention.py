@@ -92,6 +92,19 @@ def _packed(shape: tuple[int, int, int], layout: str, draw: Any) -> Tensor:
     raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
 
 
+def drawn_options(options: dict[str, Any], sequences: int, heads: int, draw: Any, device: Any) -> dict[str, Any]:
+    """Options of a call from those of a case, where "alibi" is how many dimensions the slopes have, and "sinks" whether
+    there are any; dropout gets a seed."""
+    drawn = {name: value for name, value in options.items() if name not in ("alibi", "sinks")}
+    if "alibi" in options:
+        drawn["alibi_slopes"] = draw(*(sequences, heads)[-options["alibi"] :]).abs().float() / 8
+    if "sinks" in options:
+        drawn["sinks"] = draw(heads)
+    if "dropout_p" in options:
+        drawn["dropout_seed"] = torch.tensor([2**40 + 7], device=device)
+    return drawn
+
+
 LAYOUTS = ("contiguous", "qkv_view", "head_major", "column_strided", "misaligned", "odd_strides")
 
 
@@ -114,7 +127,7 @@ def make_inputs(
         cu_seqlens_k=None if case.k_lengths is None else case.skipped + cumulative(case.k_lengths, device),
         dout=_packed(q_shape, case.layout, draw),
         dlse=draw(case.num_heads, case.total_q).to(torch.promote_types(dtype, torch.float32)),
-        options=dict(case.options),
+        options=drawn_options(case.options, len(case.lengths), case.num_heads, draw, device),
     )
 
 
@@ -154,6 +167,22 @@ WINDOW_ATTN = (
     _case("window_beyond", "a window wider than the segment", (40,), 1, 8, options=_window(500, 500)),
     _case("softcap", "capped scores", (60, 10), 2, 48, options={"softcap": 5.0}),
     _case("softcap_causal", "capped and masked scores", (60,), 1, 24, options={"softcap": 1.5, "causal": True}),
+    _case("alibi", "slopes of each head", (60, 10), 2, 48, options={"alibi": 1}),
+    _case("alibi_rows", "slopes of each segment, softcap", (40, 0, 30), 2, 16, options={"alibi": 2, "softcap": 4.0}),
+    _case("sinks", "a logit more", (60, 10), 2, 64, skipped=3, padding=4, options={"sinks": True}),
+    _case(
+        "sinks_tall", "rows that see a sink alone", (50, 7), 2, 72, k_lengths=(20, 0),
+        options={"sinks": True, "causal": True},
+    ),
+    _case("dropout", "weights that are left out", (60, 37), 2, 40, options={"dropout_p": 0.3}),
+    _case(
+        "dropout_gqa", "other key lengths, three heads on a key head", (37, 20), 3, 16, k_lengths=(70, 33),
+        num_k_heads=1, options={"dropout_p": 0.1, "causal": True},
+    ),
+    _case(
+        "all_steps", "whatever stands between scores and sums", (70, 21), 2, 24,
+        options={"alibi": 2, "sinks": True, "dropout_p": 0.2, "softcap": 3.0, "causal": True, "window_left": 30},
+    ),
     _case("scale", "an explicit scale", (40,), 1, 16, options={"scale": 0.5}),
     _case("qkv_view", "views of a packed projection", (50, 30), 2, 72, layout="qkv_view"),
     _case("head_major", "head stride beyond the row stride", (50, 30), 2, 64, layout="head_major"),

@@ -45,6 +45,8 @@ from torch_ops.testing.references.vision_attention import (
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
+    "attention_backward",
     "attention_decode",
     "kv_cache_append",
     "layer_norm",

@@ -1,0 +1,151 @@
+"""Cases of dense attention, [B, H, S, D]."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_ops.testing.cases.attention import CAUSAL, drawn_options
+
+
+@dataclass(frozen=True)
+class DenseCase:
+    """Shapes and options of one call; `k_length` and `num_k_heads` are those of the queries where None."""
+
+    name: str
+    reaches: str
+    batch: int
+    num_heads: int
+    length: int
+    head_dim: int
+    num_k_heads: int | None = None
+    k_length: int | None = None
+    layout: str = "heads_first"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    tags: frozenset[str] = frozenset({"edge"})
+
+
+@dataclass(frozen=True)
+class DenseInputs:
+    """Random tensors of a case, and upstream gradients for out and lse; `op` is what they are for."""
+
+    op: ClassVar[str] = "attention"
+    # What the op takes after q, k and v, and its backward after lse: nothing.
+    places: ClassVar[tuple[Tensor | None, ...]] = ()
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    options: dict[str, Any]
+
+    def call(self, function: Any, **tensors: Any) -> Any:
+        """function(q, k, v, **options), with those of these tensors that are given."""
+        given = replace(self, **tensors)
+        return function(given.q, given.k, given.v, **given.options)
+
+
+def _batch(shape: tuple[int, int, int, int], layout: str, draw: Any) -> Tensor:
+    batch, heads, rows, dim = shape
+    if layout == "heads_first":
+        return draw(batch, heads, rows, dim)
+    if layout == "rows_first":
+        return draw(batch, rows, heads, dim).transpose(1, 2)
+    if layout == "batch_inside":
+        return draw(rows, batch, heads, dim).permute(1, 2, 0, 3)
+    if layout == "qkv_view":
+        return draw(batch, rows, 3, heads, dim)[:, :, 1].transpose(1, 2)
+    if layout == "cut":
+        return draw(batch, heads, rows + 9, dim)[:, :, 4 : 4 + rows]
+    if layout == "rows_cut":
+        return draw(batch, rows + 9, heads, dim)[:, 4 : 4 + rows].transpose(1, 2)
+    if layout == "column_strided":
+        return draw(batch, heads, dim, rows).transpose(2, 3)
+    if layout == "misaligned":
+        return draw(batch * heads * rows * dim + 1)[1:].view(shape)
+    if layout == "odd_strides":
+        return draw(batch, heads, rows, dim + 3)[..., :dim]
+    raise ValueError(f"layout must be one of {', '.join(DENSE_LAYOUTS)}, got {layout!r}")
+
+
+DENSE_LAYOUTS = (
+    "heads_first", "rows_first", "batch_inside", "qkv_view", "cut", "rows_cut", "column_strided", "misaligned",
+    "odd_strides",
+)  # fmt: skip
+
+
+def make_dense_inputs(
+    case: DenseCase, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> DenseInputs:
+    """Fresh random inputs; the same for the same seed on every device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    rows = case.length if case.k_length is None else case.k_length
+    q_shape = case.batch, case.num_heads, case.length, case.head_dim
+    k_shape = case.batch, case.num_k_heads or case.num_heads, rows, case.head_dim
+    return DenseInputs(
+        q=_batch(q_shape, case.layout, draw),
+        k=_batch(k_shape, case.layout, draw),
+        v=_batch(k_shape, case.layout, draw),
+        dout=_batch(q_shape, case.layout, draw),
+        dlse=draw(*q_shape[:3]).to(torch.promote_types(dtype, torch.float32)),
+        options=drawn_options(case.options, case.batch, case.num_heads, draw, device),
+    )
+
+
+def _case(name: str, reaches: str, shape: tuple[int, int, int, int], *tags: str, **rest: Any) -> DenseCase:
+    return DenseCase(name, reaches, *shape, tags=frozenset(tags or ("edge",)), **rest)
+
+
+DENSE = (
+    _case("batch", "a tail in both blocks", (2, 2, 100, 72), "smoke", "edge"),
+    _case("one", "one row", (3, 2, 1, 64)),
+    _case("causal", "diagonal blocks", (2, 2, 70, 64), "smoke", "edge", options=CAUSAL),
+    _case("causal_wide", "more keys than queries", (2, 1, 20, 32), k_length=90, options=CAUSAL),
+    _case("causal_tall", "rows that see no key", (2, 1, 90, 32), k_length=30, options=CAUSAL),
+    _case("cross", "another number of keys", (2, 2, 40, 72), k_length=77),
+    _case("no_keys", "nothing to attend to", (2, 2, 10, 16), k_length=0),
+    _case("no_rows", "no queries", (2, 2, 0, 16), k_length=5),
+    _case("no_batch", "no sequences", (0, 2, 10, 16)),
+    _case("gqa", "three heads on a key head", (2, 6, 50, 40), "smoke", "edge", num_k_heads=2, options=CAUSAL),
+    _case("gqa7", "seven heads on a key head", (2, 7, 33, 16), num_k_heads=1),
+    _case("window", "masked blocks on both sides", (2, 1, 150, 16), options={"window_left": 40, "window_right": 25}),
+    _case("sliding", "a causal window", (1, 2, 130, 32), options={"causal": True, "window_left": 33}),
+    _case("softcap", "capped scores", (2, 2, 60, 48), options={"softcap": 5.0}),
+    _case("alibi", "slopes of each head", (2, 2, 60, 48), options={"alibi": 1, "causal": True}),
+    _case("alibi_rows", "slopes of each sequence", (3, 2, 40, 16), options={"alibi": 2}),
+    _case("sinks", "a logit more", (2, 4, 60, 64), num_k_heads=2, options={"sinks": True}),
+    _case("sinks_tall", "rows that see a sink alone", (2, 2, 50, 72), k_length=20, options={"sinks": True, **CAUSAL}),
+    _case("sinks_alone", "a sink and no keys", (2, 2, 9, 16), k_length=0, options={"sinks": True}),
+    _case("dropout", "weights that are left out", (2, 2, 60, 40), options={"dropout_p": 0.3}),
+    _case("dropout_gqa", "other key lengths", (2, 3, 37, 16), num_k_heads=1, k_length=70, options={"dropout_p": 0.1}),
+    _case(
+        "all_steps", "whatever stands between scores and sums", (2, 2, 70, 24),
+        options={"alibi": 2, "sinks": True, "dropout_p": 0.2, "softcap": 3.0, "causal": True, "window_left": 30},
+    ),
+    _case("scale", "an explicit scale", (2, 1, 40, 16), options={"scale": 0.5}),
+    *(_case(layout, f"{layout} strides", (3, 2, 50, 72), layout=layout, k_length=40) for layout in DENSE_LAYOUTS[1:]),
+    *(_case(f"d{d}", f"head dim {d}", (2, 1, 40, d), options={"causal": d % 16 == 0}) for d in range(8, 257, 8)),
+    _case("b2h8kv4s1024d128_causal", "a small prefill", (2, 8, 1024, 128), "bench", num_k_heads=4, options=CAUSAL),
+    _case("b32h10s2048d128_causal", "a batch in training", (32, 10, 2048, 128), "bench", options=CAUSAL),
+    _case("b8h32s2048d128_causal", "a language model's prefill", (8, 32, 2048, 128), "bench", options=CAUSAL),
+    _case("b4h32s1024d64_causal", "narrow heads", (4, 32, 1024, 64), "bench", options=CAUSAL),
+    _case("b1h8s512d64_causal", "hardly any work", (1, 8, 512, 64), "bench", options=CAUSAL),
+    _case("b8h32kv8s2048d128_causal", "four heads on one", (8, 32, 2048, 128), "bench", num_k_heads=8, options=CAUSAL),
+    _case("b2h8kv4s1024d128", "the same without order", (2, 8, 1024, 128), "bench", num_k_heads=4),
+    _case("b8h32s2048d128", "a batch", (8, 32, 2048, 128), "bench"),
+    _case("b4h32s1024d64", "narrow heads", (4, 32, 1024, 64), "bench"),
+    _case("b4h16s4096d64", "long sequences", (4, 16, 4096, 64), "bench"),
+    _case("b1h8s512d64", "hardly any work", (1, 8, 512, 64), "bench"),
+    _case("b4h8s11000k10000d64", "context and targets", (4, 8, 11000, 64), "bench", k_length=10000),
+)  # fmt: skip
+
+
+def dense_cases(tag: str) -> tuple[DenseCase, ...]:
+    """The cases that carry a tag."""
+    return tuple(case for case in DENSE if tag in case.tags)
