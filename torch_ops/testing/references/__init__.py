@@ -4,12 +4,12 @@ Run in fp64 it is the truth, run in the tested dtype it is "eager PyTorch" of th
 family of ops.
 """
 
-from torch_ops.testing.references.attention import (
-    window_attn,
-    window_attn_backward,
-)
 from torch_ops.testing.references.decode import (
     attention_decode,
+)
+from torch_ops.testing.references.dense_attention import (
+    attention,
+    attention_backward,
 )
 from torch_ops.testing.references.grids import (
     pos_embed_interpolate,
@@ -32,6 +32,10 @@ from torch_ops.testing.references.norms import (
     add_rms_norm,
     layer_norm,
     rms_norm,
+)
+from torch_ops.testing.references.packed_attention import (
+    window_attn,
+    window_attn_backward,
 )
 from torch_ops.testing.references.rope import (
     rope_window_attn,

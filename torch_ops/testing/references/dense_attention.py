@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops.testing.references.attention import window_attn, window_attn_backward
+from torch_ops.testing.references.packed_attention import window_attn, window_attn_backward
 
 
 def _one(batch: Tensor, sequence: int) -> Tensor:
@@ -25,15 +25,14 @@ def _own_slopes(options: dict[str, Any], sequence: int) -> dict[str, Any]:
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of `vk::attention`; options are those of `vk::window_attn`."""
     places = _boundaries(q), _boundaries(k)
-    results = [
-        window_attn(
-            *(_one(tensor, sequence) for tensor in (q, k, v)), *places, first_sequence=sequence,
-            **_own_slopes(options, sequence),
-        )
-        for sequence in range(q.shape[0])
-    ]  # fmt: skip
-    outs, lses = zip(*results, strict=True)
-    return torch.stack(outs).transpose(1, 2), torch.stack(lses)
+    outs, lses = [q.new_empty((0, *q.shape[1:])).transpose(1, 2)], [q.new_empty((0, *q.shape[1:3]))]
+    for sequence in range(q.shape[0]):
+        own_q, own_k, own_v = (_one(tensor, sequence) for tensor in (q, k, v))
+        own_options = _own_slopes(options, sequence)
+        out, lse = window_attn(own_q, own_k, own_v, *places, first_sequence=sequence, **own_options)
+        outs.append(out[None])
+        lses.append(lse[None])
+    return torch.cat(outs).transpose(1, 2), torch.cat(lses)
 
 
 def attention_backward(
@@ -41,15 +40,12 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `vk::attention_backward`."""
     places = _boundaries(q), _boundaries(k)
-    results = []
+    results = [tuple(tensor[:0].transpose(1, 2) for tensor in (q, k, v))]
     for sequence in range(q.shape[0]):
-        own_dout, *own = (_one(tensor, sequence) for tensor in (dout, q, k, v, out))
+        own_dout, own_q, own_k, own_v, own_out = (_one(tensor, sequence) for tensor in (dout, q, k, v, out))
         own_dlse = None if dlse is None else dlse[sequence]
-        results.append(
-            window_attn_backward(
-                own_dout, own_dlse, *own, lse[sequence], *places, first_sequence=sequence,
-                **_own_slopes(options, sequence),
-            )
-        )  # fmt: skip
-    dq, dk, dv = (torch.stack(gradients).transpose(1, 2) for gradients in zip(*results, strict=True))
+        own = own_dout, own_dlse, own_q, own_k, own_v, own_out, lse[sequence], *places
+        gradients = window_attn_backward(*own, first_sequence=sequence, **_own_slopes(options, sequence))
+        results.append(tuple(gradient[None] for gradient in gradients))
+    dq, dk, dv = (torch.cat(gradients).transpose(1, 2) for gradients in zip(*results, strict=True))
     return dq, dk, dv

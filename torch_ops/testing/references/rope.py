@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops.testing.references.attention import window_attn, window_attn_backward
+from torch_ops.testing.references.packed_attention import window_attn, window_attn_backward
 
 
 def _rotate_half(x: Tensor) -> Tensor:

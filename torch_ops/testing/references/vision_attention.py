@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops.testing.references.attention import window_attn
+from torch_ops.testing.references.packed_attention import window_attn
 from torch_ops.testing.references.rope import rotated
 
 
