@@ -4,10 +4,42 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention_decode_calls import MOST_QUERIES
-from torch_ops._checks import check_int, refuse
+from torch_ops._checks import refuse
+from torch_ops._registry import opaque_launch
 from torch_ops.attention_decode import attention_decode
-from torch_ops.compat._flash_attn_checks import bounds_of, check_layout, check_softmax_scale, refuse_given
+from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
 from torch_ops.kv_cache_append import kv_cache_append
+
+
+def _append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """`kv_cache_append` of tensors in flash-attn's layout; q, turned, in the op's."""
+    new, caches = (k.transpose(1, 2), v.transpose(1, 2)), (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    queries = None if q is None else q.transpose(1, 2)
+    return kv_cache_append(*new, *caches, cache_seqlens, block_table, queries, cos, sin, interleaved)
+
+
+@opaque_launch("_flash_attn_append", writes=("k_cache", "v_cache", "turned"))
+def _append_opaque(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, turned: Tensor | None,
+) -> None:  # fmt: skip
+    out = _append(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved)
+    if turned is not None:
+        turned.copy_(out)
+
+
+def _append_compiled(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """The same in a graph. Of a view of its input, as of a transposed cache, Inductor would have a kernel write to a
+    copy of the whole; an opaque op is given the cache itself."""
+    turned = None if q is None else torch.empty_like(q.transpose(1, 2))
+    _append_opaque(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, turned)
+    return k if turned is None else turned
 
 
 def _check_new_keys(
@@ -101,22 +133,24 @@ def flash_attn_with_kvcache(
     window = bounds_of(op, window_size)
     moves = causal or window != (-1, -1)
     _check_new_keys(op, q, k, v, rotary_cos, rotary_sin, cache_seqlens, moves)
-    k_cache, v_cache, queries = k_cache.transpose(1, 2), v_cache.transpose(1, 2), q.transpose(1, 2)
     if cache_seqlens is None:
-        cache_seqlens = k_cache.shape[2] if block_table is None else k_cache.shape[2] * block_table.shape[1]
+        cache_seqlens = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     if not isinstance(cache_seqlens, Tensor):
-        check_int(op, "cache_seqlens", cache_seqlens)
+        check_count(op, "cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    queries = q.transpose(1, 2)
     if k is not None and v is not None:
-        rotary = () if rotary_cos is None else (queries, rotary_cos, rotary_sin, rotary_interleaved)
-        turned = kv_cache_append(
-            k.transpose(1, 2), v.transpose(1, 2), k_cache, v_cache, cache_seqlens, block_table, *rotary
+        is_graph = q.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        append = _append_compiled if is_graph else _append
+        turning = None if rotary_cos is None else q
+        turned = append(
+            k, v, k_cache, v_cache, cache_seqlens, block_table, turning, rotary_cos, rotary_sin, rotary_interleaved
         )
         queries = queries if rotary_cos is None else turned
         cache_seqlens = cache_seqlens + k.shape[1]
     result = attention_decode(
-        queries, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal, *window, softcap=softcap,
-        alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse,
+        queries, k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, block_table, softmax_scale, causal,
+        *window, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse,
     )  # fmt: skip
     if isinstance(result, Tensor):
         return result.transpose(1, 2)

@@ -1,6 +1,7 @@
 """PyTorch's `scaled_dot_product_attention` on `vk::attention`: its signature, its meaning, and its own function for
 whatever the op does not compute."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,18 +26,27 @@ def _is_dense(tensor: object) -> bool:
     )
 
 
+def _are_equal(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """One by one, which a graph of dynamic shape decides while it is made; shapes it would compare when it runs."""
+    return len(sizes) == len(others) and all(size == other for size, other in zip(sizes, others, strict=True))
+
+
 def _have_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     """Not empty, of one head dimension that kernels have, nothing to broadcast but grouped heads."""
-    dims, head_dim = query.dim(), query.shape[-1] if query.dim() else 0
-    if dims < 2 or key.dim() != dims or key.shape != value.shape or key.shape[-1] != head_dim:
+    shape, key_shape = query.shape, key.shape
+    if len(shape) < 2 or len(key_shape) != len(shape) or not _are_equal(key_shape, value.shape):
         return False
-    if not (8 <= head_dim <= 256 and head_dim % 8 == 0) or query.numel() == 0 or key.numel() == 0:
+    head_dim = shape[-1]
+    if head_dim != key_shape[-1] or not (8 <= head_dim <= 256 and head_dim % 8 == 0):
         return False
-    if dims == 2:
+    if any(size == 0 for size in shape) or key_shape[-2] == 0:
+        return False
+    if len(shape) == 2:
         return True
-    heads, key_heads = query.shape[-3], key.shape[-3]
-    grouped = heads == key_heads or (enable_gqa and heads % key_heads == 0)
-    return grouped and heads <= 65535 and query.shape[:-3] == key.shape[:-3]
+    heads, key_heads = shape[-3], key_shape[-3]
+    if key_heads == 0 or heads > 65535 or not _are_equal(shape[:-3], key_shape[:-3]):
+        return False
+    return heads == key_heads or (enable_gqa and heads % key_heads == 0)
 
 
 def _have_values(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> bool:
@@ -53,9 +63,9 @@ def _takes(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sca
     """Whether `attention` computes this, and has the derivatives that may be asked for."""
     if not (_is_dense(query) and _is_dense(key) and _is_dense(value) and runs_kernels(query)):
         return False
-    if not (key.device == value.device == query.device) or torch._C._are_functorch_transforms_active():
+    if not (key.device == value.device == query.device) or forward_ad._current_level >= 0:
         return False
-    if forward_ad._current_level >= 0:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     dtypes = query.dtype, key.dtype, value.dtype
     alike = dtypes[1] == dtypes[2] == dtypes[0] or torch.is_autocast_enabled(query.device.type)
