@@ -35,8 +35,11 @@ def _append_compiled(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
     q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    """The same in a graph. Of a view of its input, as of a transposed cache, Inductor would have a kernel write to a
-    copy of the whole; an opaque op is given the cache itself."""
+    """The same in a graph, in which nothing copies a cache.
+
+    Where a kernel writes to a view of an input, as to a transposed cache, Inductor has it write to a clone of all.
+    An opaque op is given the input itself.
+    """
     turned = None if q is None else torch.empty_like(q.transpose(1, 2))
     _append_opaque(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, turned)
     return k if turned is None else turned
