@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_module, make_boxed_func
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -271,7 +272,8 @@ def _kernel_nodes(graph: torch.fx.Graph) -> list[Node]:
 
 
 def cloned_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[set[str]]:
-    """Of each kernel that `trace_kernels` finds, the tensors that Inductor clones before the launch.
+    """Of each kernel that `trace_kernels` finds, the tensors that Inductor clones before the launch; of each opaque op
+    that writes to tensors, those of the graph that it writes to a clone of.
 
     A graph for Inductor ends with copies of what became of its inputs into them. Its pass over the graph then lets
     kernels write in place, and drops the copies, where nobody could tell.
@@ -286,8 +288,14 @@ def cloned_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[
             copied.meta.update(nodes[argument].meta)
     output.args = (tuple(node for node in output.args[0] if node.name not in signature.user_inputs_to_mutate),)
     reinplace_inplaceable_ops_core(graph)
-    cloned: list[Any] = [node.kwargs["tensors_to_clone"] for node in _kernel_nodes(graph)]
-    return list(map(set, cloned))
+    cloned: list[set[str]] = []
+    for node in graph.nodes:
+        if node.target is triton_kernel_wrapper_functional:
+            cloned.append(set(node.kwargs["tensors_to_clone"]))
+        elif node.target is auto_functionalized_v2:
+            bases = node.kwargs["_all_bases"]
+            cloned.append({str(bases[index]) for index in node.meta["only_clone_these_tensors"]})
+    return cloned
 
 
 def assert_kernels(

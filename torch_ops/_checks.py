@@ -128,18 +128,18 @@ def check_cu_seqlens_values(op: str, argument: str, cu_seqlens: Tensor, total: i
         refuse(op, f"{argument}[{len(values) - 1}]", f"at most the {total} rows there are", values[-1])
 
 
-def _is_positive_fp32(value: float) -> bool:
+def is_positive_fp32(value: float) -> bool:
     """Neither 0 nor infinite once a kernel takes it as fp32."""
     return torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max
 
 
 def check_scale(op: str, scale: float | None) -> None:
-    if scale is not None and not _is_positive_fp32(scale):
+    if scale is not None and not is_positive_fp32(scale):
         refuse(op, "scale", "a positive number that fp32 holds", scale)
 
 
 def check_softcap(op: str, softcap: float) -> None:
-    if softcap != 0 and not _is_positive_fp32(softcap):
+    if softcap != 0 and not is_positive_fp32(softcap):
         refuse(op, "softcap", "0 (off) or a positive number that fp32 holds", softcap)
 
 

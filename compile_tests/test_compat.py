@@ -1,0 +1,212 @@
+"""Other libraries' signatures under torch.compile: the ops alone in one graph, and nothing copied."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_tests.contract import (
+    assert_expected_inline,
+    capture_graphs,
+    cloned_tensors,
+    fake_gpu,
+    recompiling_fails,
+    symbolic_size,
+    trace_kernels,
+)
+from torch_ops import kv_cache_append
+from torch_ops.compat import (
+    flash_attn_func,
+    flash_attn_kvcache,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
+    sdpa,
+)
+from torch_ops.testing.cases import cumulative
+
+causal_attention = partial(scaled_dot_product_attention, is_causal=True)
+LENGTHS = {
+    "equal": ((9, 9), (12, 12)),
+    "fewer_queries": ((5, 9), (7, 21)),
+    "more_queries": ((9, 5), (21, 7)),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the op's reference stands in for kernels."""
+    monkeypatch.setattr(sdpa, "runs_kernels", lambda tensor: True)
+
+
+def _dense(queries: int, keys: int, device: str, batch: tuple[int, ...] = (2, 4)) -> list[Tensor]:
+    return [torch.randn(*batch, rows, 8, device=device, requires_grad=True) for rows in (queries, keys, keys)]
+
+
+def _results(function: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    out = function(*tensors)
+    return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+
+def _assert_same(function: Callable[..., Tensor], eager: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    """But for the order of sums, which may differ where a graph of dynamic shape has launches of its own."""
+    torch.testing.assert_close(_results(function, tensors), _results(eager, tensors))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_graphs_of_pytorchs_signature_hold_the_op_and_views(device: str) -> None:
+    function, graphs = capture_graphs(causal_attention)
+    _assert_same(function, causal_attention, _dense(9, 9, device))
+    assert_expected_inline(graphs.dynamo, """vk.attention.default\n""")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", LENGTHS)
+def test_one_graph_for_all_lengths_of_an_order(name: str, device: str) -> None:
+    function, graphs = capture_graphs(causal_attention, dynamic=True)
+    with recompiling_fails():
+        for lengths in LENGTHS[name]:
+            _assert_same(function, causal_attention, _dense(*lengths, device))
+    assert graphs.dynamo.count("vk.attention.default") == 1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)], ids=str)
+def test_other_numbers_of_dimensions_are_captured(batch: tuple[int, ...], device: str) -> None:
+    function, graphs = capture_graphs(causal_attention)
+    _assert_same(function, causal_attention, _dense(9, 5, device, batch))
+    assert "vk.attention.default" in graphs.dynamo
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_dropout_in_a_graph_follows_the_generator(device: str) -> None:
+    function, _ = capture_graphs(partial(scaled_dot_product_attention, dropout_p=0.5))
+    tensors = _dense(9, 9, device)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(function(*tensors))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_is_passed_on_is_captured_too(device: str) -> None:
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, q.new_zeros(9, 5))
+
+    function, graphs = capture_graphs(masked)
+    q, k, v = _dense(9, 5, device)
+    torch.testing.assert_close(function(q, k, v), masked(q, k, v))
+    assert "vk" not in graphs.dynamo and "scaled_dot_product_attention" in graphs.dynamo
+
+
+def test_a_bound_that_follows_lengths_stays_a_symbol_for_kernels() -> None:
+    """More queries than keys: the only order that the op has no flag for."""
+    with fake_gpu() as mode:
+        with mode:
+            queries, keys = symbolic_size(mode, "queries", 300), symbolic_size(mode, "keys", 200)
+            q, k = (torch.empty(2, 4, rows, 64, device="cuda", dtype=torch.float16) for rows in (queries, keys))
+        trace = trace_kernels(causal_attention, (q, k, k))
+    assert [kernel.name for kernel in trace.kernels] == ["_attention_fwd_dense_kernel"]
+    assert not mode.shape_env.replacements
+
+
+FLASH = {"causal": True, "window_size": (5, 0), "softcap": 3.0}
+
+
+def test_graphs_of_flash_attn_hold_the_op_and_views(device: str) -> None:
+    function, graphs = capture_graphs(partial(flash_attn_func, **FLASH), dynamic=True)
+    with recompiling_fails():
+        for rows, keys in ((9, 7), (12, 31)):
+            tensors = [tensor.transpose(1, 2) for tensor in _dense(rows, keys, device)]
+            _assert_same(function, partial(flash_attn_func, **FLASH), tensors)
+    assert graphs.forward.count("vk.") == 1 or device != "cpu"
+    assert graphs.dynamo.count("vk.attention.default") == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_graphs_of_packed_sequences_know_shared_boundaries(shared: bool, device: str) -> None:
+    cu = cumulative((4, 0, 5), device)
+    cu_k = cu if shared else cu.clone()
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn_varlen_func(q, k, v, cu, cu_k, 5, 5, **FLASH)
+
+    function, graphs = capture_graphs(ours)
+    _assert_same(function, ours, [torch.randn(9, 2, 8, device=device, requires_grad=True) for _ in range(3)])
+    assert_expected_inline(graphs.dynamo, """vk.window_attn.default\n""")
+
+
+def test_graphs_of_one_packed_tensor_copy_nothing(device: str) -> None:
+    function, graphs = capture_graphs(flash_attn_qkvpacked_func)
+    _assert_same(function, flash_attn_qkvpacked_func, [torch.randn(2, 9, 3, 2, 8, device=device, requires_grad=True)])
+    assert "clone" not in graphs.forward and "copy" not in graphs.forward
+
+
+def _cache_call(device: str, batch: int = 2, page_size: int = 0) -> dict[str, Any]:
+    rows = (batch * 3, page_size) if page_size else (batch, 48)
+    call = {
+        "q": torch.randn(batch, 1, 4, 16, device=device),
+        **{name: torch.randn(*rows, 2, 16, device=device) for name in ("k_cache", "v_cache")},
+        **{name: torch.randn(batch, 1, 2, 16, device=device) for name in ("k", "v")},
+        **{name: torch.randn(48, 8, device=device) for name in ("rotary_cos", "rotary_sin")},
+        "cache_seqlens": torch.arange(batch, dtype=torch.int32, device=device),
+    }
+    if page_size:
+        call["block_table"] = torch.arange(batch * 3, dtype=torch.int32, device=device).view(batch, 3)
+    return call
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_graphs_write_to_the_callers_caches(page_size: int, device: str) -> None:
+    function, _ = capture_graphs(partial(flash_attn_with_kvcache, causal=True), dynamic=True)
+    with recompiling_fails():
+        for batch in (5, 7):
+            call = _cache_call(device, batch, page_size)
+            eager = {**call, "k_cache": call["k_cache"].clone(), "v_cache": call["v_cache"].clone()}
+            torch.testing.assert_close(function(**call), flash_attn_with_kvcache(**eager, causal=True))
+            torch.testing.assert_close(call, eager)
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_opaque_append_is_the_append(rotary: bool, device: str) -> None:
+    call = _cache_call(device)
+    call["q"] = call["q"] if rotary else None
+    turned = torch.empty_like(call["q"].transpose(1, 2)) if rotary else None
+    tables = (call["rotary_cos"], call["rotary_sin"]) if rotary else (None, None)
+    new, queries = (call["k"], call["v"], call["k_cache"], call["v_cache"]), (None, call["q"], *tables, True)
+    caches = [call[name].clone() for name in ("k_cache", "v_cache")]
+    args = (*new, call["cache_seqlens"], *queries, turned)
+    # An op for GPUs alone; its body runs anywhere.
+    opaque = flash_attn_kvcache._append_opaque.__wrapped__ if device == "cpu" else torch.ops.vk._flash_attn_append
+    opaque(*args)
+    views = [None if tensor is None else tensor.transpose(1, 2) for tensor in (*new[:2], *caches, call["q"])]
+    expected = kv_cache_append(*views[:4], call["cache_seqlens"], None, views[4], *tables, True)
+    assert all(torch.equal(one, other) for one, other in zip(new[2:], caches, strict=True))
+    assert turned is None or torch.equal(turned, expected)
+    if device == "cuda":
+        torch.library.opcheck(torch.ops.vk._flash_attn_append.default, args)
+
+
+@pytest.mark.parametrize(("page_size", "rotary"), [(0, True), (16, False)])
+def test_no_cache_is_cloned(page_size: int, rotary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of transposed caches, which the op takes, it would be."""
+
+    def left_by(call: dict[str, Any]) -> list[set[str]]:
+        def ours(*args: Tensor) -> Any:
+            return flash_attn_with_kvcache(**dict(zip(call, args, strict=True)))
+
+        return cloned_tensors(ours, tuple(call.values()))
+
+    with fake_gpu() as mode:
+        with mode:
+            call = _cache_call("cuda", page_size=page_size)
+        if not rotary:
+            call = {name: tensor for name, tensor in call.items() if not name.startswith("rotary")}
+        assert left_by(call) == [{"k_cache_ptr", "v_cache_ptr"}, set()]
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert left_by(call) == [set(), set()]

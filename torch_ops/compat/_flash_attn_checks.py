@@ -1,0 +1,41 @@
+"""What the functions of flash-attn's signatures check alike."""
+
+import torch
+from torch import Tensor
+
+from torch_ops._checks import check_dense, check_number, refuse
+
+
+def check_layout(op: str, argument: str, tensor: Tensor, layout: str, packed: int | None = None) -> None:
+    """`layout` is as in "[B, S, H, D]"; `packed` is the size of the third dimension from the end, where it is fixed."""
+    check_dense(op, argument, tensor)
+    if tensor.dim() != layout.count(",") + 1 or packed not in (None, tensor.shape[-3]):
+        refuse(op, argument, f"of shape {layout}", list(tensor.shape))
+
+
+def check_softmax_scale(op: str, softmax_scale: float | None) -> None:
+    check_number(op, "softmax_scale", softmax_scale)
+    if softmax_scale is not None and not softmax_scale > 0:
+        refuse(op, "softmax_scale", "a positive number or None", softmax_scale)
+
+
+def check_count(op: str, argument: str, value: object) -> None:
+    """An integer, by a question that Dynamo can answer where it is a symbol."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        refuse(op, argument, "an integer", repr(value))
+
+
+def bounds_of(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        refuse(op, "window_size", "a pair (left, right)", window_size)
+    left, right = window_size
+    for width in (left, right):
+        check_count(op, "window_size", width)
+    # In flash-attn every negative width is unbounded.
+    return max(left, -1), max(right, -1)
+
+
+def refuse_given(op: str, **arguments: object) -> None:
+    for argument, value in arguments.items():
+        if value is not None:
+            refuse(op, argument, "None, since the ops have nothing like it", "a tensor")

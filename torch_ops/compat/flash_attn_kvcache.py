@@ -1,0 +1,164 @@
+"""flash-attn's `flash_attn_with_kvcache` on `vk::kv_cache_append` and `vk::attention_decode`."""
+
+import torch
+from torch import Tensor
+
+from torch_ops._attention_decode_calls import MOST_QUERIES
+from torch_ops._checks import refuse
+from torch_ops._registry import opaque_launch
+from torch_ops.attention_decode import attention_decode
+from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
+from torch_ops.kv_cache_append import kv_cache_append
+
+
+def _append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """`kv_cache_append` of tensors in flash-attn's layout; q, turned, in the op's."""
+    new, caches = (k.transpose(1, 2), v.transpose(1, 2)), (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    queries = None if q is None else q.transpose(1, 2)
+    return kv_cache_append(*new, *caches, cache_seqlens, block_table, queries, cos, sin, interleaved)
+
+
+@opaque_launch("_flash_attn_append", writes=("k_cache", "v_cache", "turned"))
+def _append_opaque(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, turned: Tensor | None,
+) -> None:  # fmt: skip
+    out = _append(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved)
+    if turned is not None:
+        turned.copy_(out)
+
+
+def _append_compiled(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """The same in a graph, in which nothing copies a cache.
+
+    Where a kernel writes to a view of an input, as to a transposed cache, Inductor has it write to a clone of all.
+    An opaque op is given the input itself.
+    """
+    turned = None if q is None else torch.empty_like(q.transpose(1, 2))
+    _append_opaque(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, turned)
+    return k if turned is None else turned
+
+
+def _check_new_keys(
+    op: str, q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    cache_seqlens: object, moves: bool,
+) -> None:  # fmt: skip
+    """Before anything is written. `moves` says whether each query has an angle of its own, as flash-attn has it."""
+    for name, tensor, other, beside in (
+        ("k", k, "v", v), ("v", v, "k", k),
+        ("rotary_cos", cos, "rotary_sin", sin), ("rotary_sin", sin, "rotary_cos", cos),
+        ("rotary_cos", cos, "k", k),
+    ):  # fmt: skip
+        if tensor is not None and beside is None:
+            refuse(op, name, f"None where {other} is", "a tensor")
+    if k is None:
+        return
+    for name, tensor in (("k", k), ("v", v)):
+        assert tensor is not None
+        check_layout(op, name, tensor, "[B, S, H, D]")
+    if cache_seqlens is None:
+        refuse(op, "cache_seqlens", "given where k is, to say where it goes", "None")
+    if cos is None:
+        return
+    if q.shape[1] != k.shape[1]:
+        refuse(op, "q", f"of {k.shape[1]} rows as k is, where rotary_cos is given", q.shape[1])
+    if q.shape[1] > 1 and not moves:
+        wanted = "None for several queries, unless causal or window_size gives each an angle of its own"
+        refuse(op, "rotary_cos", wanted, "a tensor")
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn.flash_attn_with_kvcache`, by `torch_ops.kv_cache_append` and `torch_ops.attention_decode`.
+
+    With k and v these are written into the caches, in their place, behind the keys that each sequence has; then the
+    queries, the last of each sequence, attend to all of them. For inference: there is no gradient.
+
+    Args:
+        q: [B, Sq, H, D] in fp16, bf16 or fp32, 1 to 16 queries of each sequence; D a multiple of 8 up to 256.
+        k_cache, v_cache: [B, S, Hk, D] in any strides with contiguous columns, or with block_table
+            [num_blocks, page size, Hk, D], the page size a multiple of 16. Another dtype than q's is fine.
+        k, v: [B, Sn, Hk, D], new keys and values.
+        rotary_cos, rotary_sin: [positions, R / 2], to turn the first R columns of k and q by the angles of their
+            positions; k and q are then of as many rows, and q of one, causal or windowed.
+        cache_seqlens: int32 [B] on the device, or one integer for all: keys in the cache before the call. Never
+            changed. Where None, and k is too, all that there is room for.
+        cache_batch_idx, cache_leftpad: None: there is nothing like them.
+        block_table: int32 [B, blocks of a sequence].
+        rotary_interleaved: whether pairs are columns 2i and 2i + 1 instead of i and i + R / 2.
+        alibi_slopes: fp32 [H] or [B, H].
+        num_splits: among how many programs the keys of a sequence are split; chosen by shapes where 0.
+        return_softmax_lse: whether to return (out, softmax_lse).
+
+    The others are those of `flash_attn_func`.
+
+    Returns:
+        out [B, Sq, H, D]; with return_softmax_lse also softmax_lse [B, H, Sq], fp32.
+
+    Raises:
+        ValueError: names the argument, what was wanted and what came. k and v may lie in the caches by then, past
+            the keys that count.
+        NotImplementedError: where a gradient is taken.
+    """
+    op = "flash_attn_with_kvcache"
+    refuse_given(op, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    check_layout(op, "q", q, "[B, S, H, D]")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_layout(op, name, cache, "[B, S, H, D]" if block_table is None else "[blocks, page size, H, D]")
+    if not 1 <= q.shape[1] <= MOST_QUERIES:
+        refuse(op, "q", f"of 1 to {MOST_QUERIES} queries of each sequence", q.shape[1])
+    check_softmax_scale(op, softmax_scale)
+    window = bounds_of(op, window_size)
+    moves = causal or window != (-1, -1)
+    _check_new_keys(op, q, k, v, rotary_cos, rotary_sin, cache_seqlens, moves)
+    if cache_seqlens is None:
+        cache_seqlens = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
+    if not isinstance(cache_seqlens, Tensor):
+        check_count(op, "cache_seqlens", cache_seqlens)
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    queries = q.transpose(1, 2)
+    if k is not None and v is not None:
+        is_graph = q.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        append = _append_compiled if is_graph else _append
+        turning = None if rotary_cos is None else q
+        turned = append(
+            k, v, k_cache, v_cache, cache_seqlens, block_table, turning, rotary_cos, rotary_sin, rotary_interleaved
+        )
+        queries = queries if rotary_cos is None else turned
+        cache_seqlens = cache_seqlens + k.shape[1]
+    result = attention_decode(
+        queries, k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, block_table, softmax_scale, causal,
+        *window, softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse,
+    )  # fmt: skip
+    if isinstance(result, Tensor):
+        return result.transpose(1, 2)
+    out, lse = result
+    return out.transpose(1, 2), lse
+
+
+__all__ = ["flash_attn_with_kvcache"]
