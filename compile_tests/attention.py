@@ -19,13 +19,14 @@ from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
+    _attention_bwd_members_kernel,
     _attention_bwd_round_dense_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
 )
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.configs import Launch
-from torch_ops import _attention_hopper, _attention_hopper_backward
+from torch_ops import _attention_dense_hopper, _attention_hopper, _attention_hopper_backward
 from torch_ops._registry import OPS
 from torch_ops._scores import Scores
 from torch_ops.testing import check, references
@@ -92,7 +93,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
     for kernel in (
         _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
-        _attention_bwd_delta_dense_kernel, _attention_bwd_round_dense_kernel,
+        _attention_bwd_delta_dense_kernel, _attention_bwd_round_dense_kernel, _attention_bwd_members_kernel,
     )
 }  # fmt: skip
 
@@ -118,20 +119,20 @@ def hopper_launches(
     scores = Scores(0.1, left, right, has_sinks=sinks)
     launched: list[KernelLaunch] = []
     with ExitStack() as stack:
-        for module in (_attention_hopper, _attention_hopper_backward):
+        for module in (_attention_hopper, _attention_hopper_backward, _attention_dense_hopper):
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
             stack.enter_context(mock.patch.object(module, "tickets", lambda device: SimpleNamespace(take=lambda: cu)))
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if batch:
             launch = launches["attention_fwd_hopper"]
-            _attention_hopper.plan_dense_forward_hopper(q, k, k, q, launch, scores)(q, k, k, q, lse, sink)
+            _attention_dense_hopper.plan_dense_forward_hopper(q, k, k, q, launch, scores)(q, k, k, q, lse, sink)
         else:
             forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
             forward(q, k, k, cu, cu, q, lse, sink)
         launch = launches["attention_bwd_hopper"]
         if batch:
-            backward = _attention_hopper_backward.plan_dense_backward_hopper(
+            backward = _attention_dense_hopper.plan_dense_backward_hopper(
                 q, q, k, k, q, launch, scores, dlse, deterministic
             )
             backward(q, lse if dlse else None, q, k, k, q, lse, q, k, k)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention import why_portable
+from torch_ops._attention_dense_hopper import plan_dense_backward_hopper, plan_dense_forward_hopper
 from torch_ops._attention_dense_portable import length_of, plan_backward_dense, plan_forward_dense
-from torch_ops._attention_hopper import addressable, forward_launch, has_tiles, plan_dense_forward_hopper
-from torch_ops._attention_hopper_backward import plan_dense_backward_hopper
+from torch_ops._attention_hopper import addressable, forward_launch, has_tiles
 from torch_ops._attention_portable import choose
 from torch_ops._hopper import is_packaged
 from torch_ops._launches import dense_like

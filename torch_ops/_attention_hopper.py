@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper_work import BY_LENGTH, DENSE_CUT, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs import Gpu, Launch
 from torch_ops._attention_portable import choose, mean_length
 from torch_ops._hopper import Descriptors, hopper_refusal, programs, to_keep
@@ -213,7 +213,7 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     return Launch(128, columns, 8, 3 if head_dim <= 80 else launch.num_stages), source
 
 
-def _forward_constants(
+def forward_constants(
     q: Tensor,
     k: Tensor,
     launch: Launch,
@@ -233,7 +233,7 @@ def _forward_constants(
     }  # fmt: skip
 
 
-def _forward_descriptors(head_dim: int, columns: int) -> Descriptors:
+def forward_descriptors(head_dim: int, columns: int) -> Descriptors:
     """Of q, q, k, k, v, out, out: main and tail of each but v."""
     main, tail, width = PARTS[head_dim]
     tiles = ((64, main), (64, tail), (columns, main), (columns, tail), (columns, width), (64, main), (64, tail))
@@ -245,9 +245,9 @@ def plan_forward_hopper(
 ) -> Callable[..., None]:
     """launch(q, k, v, cu_q, cu_k, out, lse, sinks) on tensors that `addressable` allows; no lse without `has_lse`."""
     order = order_of(num_segments, SINGLE.value)
-    constants = _forward_constants(q, k, launch, scores, order, q.shape[1] * q.shape[2], has_lse)
+    constants = forward_constants(q, k, launch, scores, order, q.shape[1] * q.shape[2], has_lse)
     scalars = (0, 0, q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
-    descriptors_of = _forward_descriptors(q.shape[2], launch.block_n)
+    descriptors_of = forward_descriptors(q.shape[2], launch.block_n)
     device = q.device
     grid = (programs(device.index), 1)
     relaunch = Relaunch(grid, scalars)
@@ -258,30 +258,6 @@ def plan_forward_hopper(
     ) -> None:  # fmt: skip
         descriptors = descriptors_of(q, q, k, k, v, out, out)
         tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), sinks, tickets(device).take())
-        if not relaunch(None, tensors, descriptors):
-            compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_forward
-
-
-def plan_dense_forward_hopper(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_lse: bool = True
-) -> Callable[..., None]:
-    """launch(q, k, v, out, lse, sinks) for [B, H, S, D], as above; `out` is laid out as what will be written."""
-    out_batch, out_head, out_row, _ = out.stride()
-    constants = _forward_constants(q, k, launch, scores, DENSE_CUT.value, out_row, has_lse, folded(q, k, v, out))
-    scalars = (
-        out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
-    )  # fmt: skip
-    descriptors_of = _forward_descriptors(q.shape[3], launch.block_n)
-    device = q.device
-    grid = (programs(device.index), 1)
-    relaunch = Relaunch(grid, scalars)
-
-    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
-        descriptors = descriptors_of(q, q, k, k, v, out, out)
-        tensors = (out, lse, None, None, sinks, tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

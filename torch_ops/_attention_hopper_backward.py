@@ -13,28 +13,24 @@ from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper_bwd_apart import STAGES, _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_notes import lane_count, tile_columns
 from csrc_free_ops.attention.hopper_bwd_sums import (
-    _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
-    _attention_bwd_round_dense_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
     first_columns,
 )
-from csrc_free_ops.attention.hopper_work import BY_LENGTH, DENSE, EVEN
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN
 from csrc_free_ops.configs import Launch, split_head_dim
-from torch_ops._attention_dense_portable import dense_strides
 from torch_ops._attention_hopper import (
     REGISTERS,
     Descriptors,
     constants_of,
     describe,
-    folded,
     order_of,
     programs,
     tickets,
 )
 from torch_ops._attention_portable import head_strides
-from torch_ops._launches import Relaunch, dense_like, row_stride
+from torch_ops._launches import Relaunch, row_stride
 from torch_ops._scores import Scores
 
 # Query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
@@ -160,15 +156,15 @@ def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores,
     return launch_backward
 
 
-def _pass_constants(
+def pass_constants(
     q: Tensor, k: Tensor, launch: Launch, scores: Scores, ordered: bool, order: int, together: int,
-    dk_row: int, dv_row: int, folded: int = 0,
+    dk_row: int, dv_row: int, folded: int = 0, members: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     head_dim = q.shape[-1]
     return {
         **constants_of(q, k, launch, scores, _registers(head_dim)),
         "ORDERED": ordered, "ORDER": order, "ROUND": together, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
-        "FOLDED": folded,
+        "FOLDED": folded, "MEMBERS": members,
         # Keys of as many tiles as there is shared memory for.
         "OWN_STAGES": 2 if head_dim <= 80 else 1,
         # Its programs begin while the kernel before ends, and do what needs none of its results.
@@ -193,7 +189,7 @@ def plan_backward_hopper(
     # The producer of wider heads lacks registers for EVEN.
     order = order_of(num_segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
     row = k.shape[1] * head_dim
-    constants = _pass_constants(q, k, launch, scores, ordered, order, together, row, row)
+    constants = pass_constants(q, k, launch, scores, ordered, order, together, row, row)
     tiles = total_q // SENT_ROWS + num_segments + 2
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
@@ -257,71 +253,5 @@ def plan_backward_hopper(
         if not relaunch_round(None, rounded):
             compiled = round_kernel[round_grid](*rounded, *round_scalars, **round_constants)
             relaunch_round.keep(None, rounded, round_constants, compiled)
-
-    return launch_backward
-
-
-def plan_dense_backward_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_dlse: bool,
-    deterministic: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv) for [B, H, S, D], as above.
-
-    Each gradient is laid out as `dense_like` its input.
-    """
-    batch, heads, length, head_dim = q.shape
-    k_length = k.shape[2]
-    lines = batch * heads
-    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    ordered = k_length > 2 * PASS_KEYS and deterministic
-    like = [dense_like(tensor).stride() for tensor in (q, k, v)]
-    (dq_batch, dq_head, dq_row, _), (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = like
-    constants = _pass_constants(q, k, launch, scores, ordered, DENSE.value, 1, dk_row, dv_row, folded(q, k, v, dout))
-    scalars = (
-        dk_batch, dv_batch, dk_head, dv_head, length, k_length, batch, scores.scale, *scores.bounds()
-    )  # fmt: skip
-    tiles = -(-length // SENT_ROWS)
-    unit, outer, (out_row, dout_row) = dense_strides(out, dout)
-    parts = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail}
-    delta_scalars = (*outer, heads, length, k_length, *scores.bounds())
-    delta_constants = {
-        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "UNIT": unit, **parts, "HAS_DLSE": has_dlse,
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": ordered,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8,
-    }  # fmt: skip
-    round_scalars = (dq_batch // 8, dq_head // 8, heads, length, scores.scale)
-    round_constants = {
-        "STRIDE_DQT": dq_row, "UNIT": 8, **parts, "BLOCK_M": ROUNDED_ROWS, "num_stages": 1, "num_warps": 4,
-        "launch_pdl": True,
-    }  # fmt: skip
-    descriptors_of = Descriptors(*[partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))] * 4)
-    device = q.device
-    grid, delta_grid = (programs(device.index), 1), (lines, tiles)
-    round_grid = (lines, -(-length // ROUNDED_ROWS))
-    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
-    relaunch_round = Relaunch(round_grid, round_scalars)
-
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        lse = lse.contiguous()
-        # Before the kernel that the main one overlaps: it may be made of zeros here.
-        ticket = tickets(device).take()
-        delta = torch.empty_like(lse)
-        sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
-        counts = torch.empty(lines * tiles + 1, dtype=torch.int32, device=device)
-        before = (out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, sums, counts)
-        if not relaunch_delta(None, before):
-            compiled = _attention_bwd_delta_dense_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
-            relaunch_delta.keep(None, before, delta_constants, compiled)
-        descriptors = (*descriptors_of(q, k, v, dout), None, None)
-        tensors = (lse, delta, None, None, sums, counts, ticket, dk, dv)
-        if not relaunch(None, tensors, descriptors):
-            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-        if not relaunch_round(None, (sums, dq)):
-            compiled = _attention_bwd_round_dense_kernel[round_grid](sums, dq, *round_scalars, **round_constants)
-            relaunch_round.keep(None, (sums, dq), round_constants, compiled)
 
     return launch_backward

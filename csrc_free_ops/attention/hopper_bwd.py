@@ -208,6 +208,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     STRIDES: gl.constexpr = (option(OPTIONS, "STRIDE_DKT"), option(OPTIONS, "STRIDE_DVT"))
     FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
+    MEMBERS: gl.constexpr = option(OPTIONS, "MEMBERS")
     own_descs, q_desc, dout_desc = descs
     tiles, notes, addresses = memory
     lses, deltas = vectors
@@ -259,21 +260,22 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                 lead = lead_of(unit // 2, blocks, lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK), ROUND)
             slot = count % NOTES
             own_stage = count % OWN_STAGES
-            of_k = (kept_number(notes, TOTAL_OWN), K_HEADS, FOLDED & 2)
-            of_v = (kept_number(notes, TOTAL_OWN), K_HEADS, FOLDED & 4)
+            own_head = head // MEMBERS
+            of_k = (kept_number(notes, TOTAL_OWN), K_HEADS // MEMBERS, FOLDED & 2)
+            of_v = (kept_number(notes, TOTAL_OWN), K_HEADS // MEMBERS, FOLDED & 4)
             if OWN_STAGES == 1:
                 if count > 0:
                     barrier_sync(V_EMPTY, MEETING)
                 mbarrier.expect(bars.index(OWN_FULL + 1), 2 * STAGE_BYTES)
                 v_bar = bars.index(OWN_FULL + 1)
-                load_blocks(own_descs[1], start + first, head, of_v, v_bar, tiles, 2 * TILES, TILES, 2)
+                load_blocks(own_descs[1], start + first, own_head, of_v, v_bar, tiles, 2 * TILES, TILES, 2)
             if count >= OWN_STAGES:
                 barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
             bar = bars.index(OWN_FULL + own_stage)
             if OWN_STAGES > 1:
-                load_blocks(own_descs[0], start + first, head, of_k, bar, tiles, own_stage * 4 * TILES, TILES, 2)
+                load_blocks(own_descs[0], start + first, own_head, of_k, bar, tiles, own_stage * 4 * TILES, TILES, 2)
                 place_of_v = (own_stage * 4 + 2) * TILES
-                load_blocks(own_descs[1], start + first, head, of_v, bar, tiles, place_of_v, TILES, 2)
+                load_blocks(own_descs[1], start + first, own_head, of_v, bar, tiles, place_of_v, TILES, 2)
             write_note(notes, slot, BLOCKS, blocks)
             write_note(notes, slot, SENT, sent)
             write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
@@ -306,7 +308,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                     gradient += head * HEAD_DIM
                 write_note(addresses, slot, FIRST_GRADIENT + index, gradient.to(gl.int64))
             if OWN_STAGES == 1:
-                load_blocks(own_descs[0], start + first, head, of_k, bar, tiles, own_stage * 4 * TILES, TILES, 2)
+                load_blocks(own_descs[0], start + first, own_head, of_k, bar, tiles, own_stage * 4 * TILES, TILES, 2)
             mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
             tell(bars_at + (OWN_FULL + own_stage) * 8)
             for member in range(GROUP):
@@ -545,13 +547,14 @@ def _attention_bwd_hopper_kernel(
     stride_dkb, stride_dvb, stride_dkh, stride_dvh, total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, ROUND: gl.constexpr,
-    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, FOLDED: gl.constexpr,
+    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, FOLDED: gl.constexpr, MEMBERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
 
     ORDER is any without a cut: all tiles but the last have OWNED keys. ticket_ptr, and the sizes of a batch, are as in
-    the forward; the last bit of FOLDED is dout's.
+    the forward; the last bit of FOLDED is dout's. With MEMBERS GROUP is 1: each of so many query heads on a key head
+    has programs, dk and dv of its own.
     The kernel begins while the one before it ends, and reads what that one does not write: inputs and tickets. Before
     delta the producer waits for it, and senders before counters; nothing else is touched before delta is there. That
     one must be launched plainly: of those before it nothing here knows.
@@ -583,6 +586,7 @@ def _attention_bwd_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "STAGES", STAGES,
         "HEADS", HEADS, "ORDER", ORDER, "DTYPE", DTYPE, "ORDERED", ORDERED, "OWN_STAGES", OWN_STAGES,
         "ROUND", ROUND, "STRIDE_DKT", STRIDE_DKT, "STRIDE_DVT", STRIDE_DVT, "FOLDED", FOLDED,
+        "MEMBERS", MEMBERS,
     )  # fmt: skip
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     # In the order of their fields.

@@ -1,0 +1,169 @@
+"""The launcher of the attention core's Hopper kernels for batches of sequences of one length, [B, H, S, D].
+
+A batch is one segment, whose heads are those of all sequences. Plans are as those of `_attention_hopper` and
+`_attention_hopper_backward`, without boundaries.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_notes import tile_columns
+from csrc_free_ops.attention.hopper_bwd_sums import (
+    _attention_bwd_delta_dense_kernel,
+    _attention_bwd_members_kernel,
+    _attention_bwd_round_dense_kernel,
+)
+from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
+from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT
+from csrc_free_ops.configs import Launch, split_head_dim
+from torch_ops._attention_dense_portable import dense_strides
+from torch_ops._attention_hopper import (
+    LOG2E,
+    describe,
+    folded,
+    forward_constants,
+    forward_descriptors,
+    tickets,
+)
+from torch_ops._attention_hopper_backward import PASS_KEYS, ROUNDED_ROWS, SENT_ROWS, pass_constants
+from torch_ops._hopper import Descriptors, programs
+from torch_ops._launches import Relaunch, dense_like
+from torch_ops._scores import Scores
+
+
+def plan_dense_forward_hopper(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_lse: bool = True
+) -> Callable[..., None]:
+    """launch(q, k, v, out, lse, sinks) for [B, H, S, D], as above; `out` is laid out as what will be written."""
+    out_batch, out_head, out_row, _ = out.stride()
+    constants = forward_constants(q, k, launch, scores, DENSE_CUT.value, out_row, has_lse, folded(q, k, v, out))
+    scalars = (
+        out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
+    )  # fmt: skip
+    descriptors_of = forward_descriptors(q.shape[3], launch.block_n)
+    device = q.device
+    grid = (programs(device.index), 1)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        descriptors = descriptors_of(q, q, k, k, v, out, out)
+        tensors = (out, lse, None, None, sinks, tickets(device).take())
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_forward
+
+
+def _members_apart(q: Tensor, k: Tensor, scores: Scores) -> int:
+    """How many query heads of a group have programs of their own, whose parts of dk and dv are then added up, or 1.
+
+    All of them, where programs for key heads alone would leave multiprocessors without work: at the end too, with
+    bounds, since tiles then take unequally long.
+    """
+    group = q.shape[1] // k.shape[1]
+    rounds = -(-k.shape[2] // PASS_KEYS) * k.shape[0] * k.shape[1] / programs(q.device.index)
+    return group if rounds <= (2 if scores.masked else 0.5) else 1
+
+
+def _plan_members(k: Tensor, v: Tensor, members: int) -> Callable[..., None]:
+    """launch(dk_parts, dv_parts, dk, dv)."""
+    batch, heads, length, head_dim = k.shape
+    (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = (dense_like(tensor).stride() for tensor in (k, v))
+    scalars = (*[stride // 8 for stride in (dk_batch, dk_head, dv_batch, dv_head)], heads, length)
+    constants = {
+        "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row, "UNIT": 8, "HEAD_DIM": head_dim, "MEMBERS": members,
+        "BLOCK_M": ROUNDED_ROWS, "BLOCK_N": next_power_of_2(head_dim), "num_warps": 4, "num_stages": 1,
+        "launch_pdl": True,
+    }  # fmt: skip
+    grid = (batch * heads, -(-length // ROUNDED_ROWS), 2)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch(*tensors: Tensor) -> None:
+        if not relaunch(None, tensors):
+            compiled = _attention_bwd_members_kernel[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch
+
+
+def plan_dense_backward_hopper(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_dlse: bool,
+    deterministic: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv) for [B, H, S, D], as above.
+
+    Each gradient is laid out as `dense_like` its input.
+    """
+    batch, heads, length, head_dim = q.shape
+    k_length = k.shape[2]
+    lines = batch * heads
+    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
+    ordered = k_length > 2 * PASS_KEYS and deterministic
+    members = _members_apart(q, k, scores)
+    # Parts of dk and dv are as those of as many key heads as there are query heads.
+    owner = q.new_empty((batch, heads, k_length, head_dim), device="meta") if members > 1 else k
+    like = [dense_like(tensor).stride() for tensor in (q, owner, owner if members > 1 else v)]
+    (dq_batch, dq_head, dq_row, _), (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = like
+    constants = pass_constants(
+        q, owner, launch, scores, ordered, DENSE.value, 1, dk_row, dv_row, folded(q, k, v, dout), members
+    )
+    scalars = (
+        dk_batch, dv_batch, dk_head, dv_head, length, k_length, batch, scores.scale, *scores.bounds()
+    )  # fmt: skip
+    tiles = -(-length // SENT_ROWS)
+    unit, outer, (out_row, dout_row) = dense_strides(out, dout)
+    parts = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail}
+    delta_scalars = (*outer, heads, length, k_length, *scores.bounds())
+    delta_constants = {
+        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "UNIT": unit, **parts, "HAS_DLSE": has_dlse,
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": ordered,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8,
+    }  # fmt: skip
+    round_scalars = (dq_batch // 8, dq_head // 8, heads, length, scores.scale)
+    round_constants = {
+        "STRIDE_DQT": dq_row, "UNIT": 8, **parts, "BLOCK_M": ROUNDED_ROWS, "num_stages": 1, "num_warps": 4,
+        "launch_pdl": True,
+    }  # fmt: skip
+    descriptors_of = Descriptors(*[partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))] * 4)
+    device = q.device
+    grid, delta_grid = (programs(device.index), 1), (lines, tiles)
+    round_grid = (lines, -(-length // ROUNDED_ROWS))
+    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
+    relaunch_round = Relaunch(round_grid, round_scalars)
+    add_members = _plan_members(k, v, members) if members > 1 else None
+
+    def launch_backward(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        lse = lse.contiguous()
+        # Before the kernel that the main one overlaps: it may be made of zeros here.
+        ticket = tickets(device).take()
+        delta = torch.empty_like(lse)
+        sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
+        counts = torch.empty(lines * tiles + 1, dtype=torch.int32, device=device)
+        before = (out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, sums, counts)
+        if not relaunch_delta(None, before):
+            compiled = _attention_bwd_delta_dense_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
+            relaunch_delta.keep(None, before, delta_constants, compiled)
+        descriptors = (*descriptors_of(q, k, v, dout), None, None)
+        parts = [dk, dv]
+        if add_members is not None:
+            parts = [dk.new_empty((batch, heads, k_length, head_dim)) for _ in parts]
+        tensors = (lse, delta, None, None, sums, counts, ticket, *parts)
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+        if not relaunch_round(None, (sums, dq)):
+            compiled = _attention_bwd_round_dense_kernel[round_grid](sums, dq, *round_scalars, **round_constants)
+            relaunch_round.keep(None, (sums, dq), round_constants, compiled)
+        if add_members is not None:
+            add_members(*parts, dk, dv)
+
+    return launch_backward
