@@ -169,7 +169,7 @@ def test_flash_peers_are_called_as_documented(
 
     interface = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
     monkeypatch.setattr(attention_peers, "_varlen_attn", lambda: varlen_attn)
-    monkeypatch.setattr(attention_peers, "_flash4", interface.__getitem__)
+    monkeypatch.setattr(attention_peers, "flash4_function", interface.__getitem__)
     peers = [
         dataclasses.replace(peer, refuses=lambda case, dtype, device: "")
         for peer in (attention_peers.FLASH2, attention_peers.FLASH4)
