@@ -104,8 +104,8 @@ def _trials(case: DenseCase, dtype: torch.dtype, device: torch.device, backward:
     def look(name: str, tensor: Tensor) -> Tensor:
         return tensor[-1:, -1:] if name in ("k", "v", "dk", "dv") else tensor[-1:, -group:]
 
-    cut = replace(inputs, **{name: look(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")})
-    cut = replace(cut, options=_options_of_last(inputs.options, group))
+    tensors: dict[str, Any] = {name: look(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")}
+    cut = replace(inputs, options=_options_of_last(inputs.options, group), **tensors)
     label = f"{dense_notation(whole)}, the last of {case.num_heads // group} key heads"
     truths = truth_of(cut, torch.float64, backward), truth_of(cut, dtype, backward)
     return [*trials, Trial(label, whole, inputs, look, *truths)]

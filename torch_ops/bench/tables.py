@@ -145,7 +145,7 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     rounds = {len(one.ours.rounds_ms) for one in measurements if one.ours.rounds_ms}
     if rounds:
         count = "..".join(str(number) for number in sorted({min(rounds), max(rounds)}))
-        notes.append(f"times: median (min..max) of {count} interleaved rounds, {_timers(measurements)}")
+        notes.append(f"times: median (min..max) of {count} interleaved rounds, {timers_in_words(measurements)}")
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for one in measurements:
         for timed in (one.ours, *one.peers):
@@ -161,7 +161,7 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     return notes
 
 
-def _timers(measurements: Sequence[Measurement]) -> str:
+def timers_in_words(measurements: Sequence[Measurement]) -> str:
     words = {"graph": "CUDA graph replays", "events": "between events", "wall": "wall time"}
     used: dict[str, list[str]] = {}
     for one in measurements:
