@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from torch_ops.bench.chart import COLOURS
 from torch_ops.bench.results import OK, Ceilings, Measurement, Report, Timed
@@ -25,14 +27,8 @@ def draw_sweep(report: Report, lengths: Mapping[str, int], path: Path) -> None:
             panel = [one for one in report.measurements if one.direction == direction]
             _draw_speeds(axis, panel, names, lengths)
         _draw_roof(roof, report, names)
-        handles, labels = speeds[0].get_legend_handles_labels()
-        for axis in speeds[1:]:
-            more = zip(*axis.get_legend_handles_labels(), strict=True)
-            known = set(labels)
-            for handle, label in ((handle, label) for handle, label in more if label not in known):
-                handles.append(handle)
-                labels.append(label)
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        handles = [Line2D([], [], label=name, **_style(names, name)) for name in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False)
         figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -40,7 +36,7 @@ def _timed(one: Measurement) -> list[Timed]:
     return [timed for timed in (one.ours, *one.peers) if timed.ms]
 
 
-def _style(names: Sequence[str], name: str) -> dict[str, object]:
+def _style(names: Sequence[str], name: str) -> dict[str, Any]:
     place = names.index(name)
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)]}
 
@@ -57,7 +53,8 @@ def _draw_speeds(
         speeds = [one.flops / (timed.ms or 1) / 1e9 for one, timed in points]
         right = all(timed.status == OK for _, timed in points)
         axis.plot(
-            where, speeds, label=name, marker=MARKERS[first.direction], markersize=4, fillstyle="full" if right else "none",
+            where, speeds, marker=MARKERS[first.direction], markersize=4,
+            fillstyle="full" if right else "none",
             **_style(names, name),
         )  # fmt: skip
     axis.set_xscale("log", base=2)

@@ -57,7 +57,7 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
         )
         where = options.find_device(device)
         terms = Terms(
-            options.find_dtype(dtype, where), where, backward or both, iters, cold=False, forward=not backward,
+            options.find_dtype(dtype, where), where, backward or both or suite, iters, cold=False, forward=not backward,
             warm_up=warmup, tf32=tf32,
         )  # fmt: skip
         own.check_tf32(tf32, terms)

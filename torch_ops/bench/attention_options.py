@@ -22,7 +22,9 @@ Iters = Annotated[
     int,
     typer.Option("--iters", min=2, help="Timed turns; a few more where that ends the cycle of balanced orders."),
 ]
-Suite = Annotated[bool, typer.Option("--suite", help="The shapes and types of a report on an attention kernel.")]
+Suite = Annotated[
+    bool, typer.Option("--suite", help="Shapes and types of a report on an attention kernel, both passes.")
+]
 Tf32 = Annotated[bool, typer.Option("--tf32", help="Set PyTorch's fp32 products, and ours, to tf32.")]
 Portable = Annotated[
     bool, typer.Option("--no-warp-specialize", help="Ours on stock Triton's kernels, as --path portable.")
@@ -78,9 +80,7 @@ def check_together(
 
 def check_length(queries: int, length: int) -> None:
     if queries > length:
-        raise options.bad(
-            "--queries", f"{queries} new tokens are among the {length} keys of --seqlen; give a longer one"
-        )
+        raise options.bad("--queries", f"{queries} new tokens are among the keys, of which --seqlen {length} has fewer")
 
 
 def check_tf32(tf32: bool, terms: Terms) -> None:
@@ -101,9 +101,7 @@ def check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     if plot.suffix not in ENDINGS:
-        raise options.bad(
-            "--plot", f"{str(plot)!r} is no picture; give a file that ends in one of {', '.join(ENDINGS)}"
-        )
+        raise options.bad("--plot", f"{str(plot)!r} is no picture; give one that ends in {', '.join(ENDINGS)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
