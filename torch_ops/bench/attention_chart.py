@@ -45,12 +45,14 @@ def _draw_speeds(
     axis: Axes, panel: Sequence[Measurement], names: Sequence[str], lengths: Mapping[str, int]
 ) -> None:  # fmt: skip
     first = panel[0]
+    decoding = first.op == "attention_decode"
     for name in names:
         points = [(one, timed) for one in panel for timed in _timed(one) if timed.name == name]
         if not points:
             continue
         where = [lengths[one.case] for one, _ in points]
-        speeds = [one.flops / (timed.ms or 1) / 1e9 for one, timed in points]
+        amounts = [one.bytes_moved if decoding else one.flops for one, _ in points]
+        speeds = [amount / (timed.ms or 1) / 1e9 for amount, (_, timed) in zip(amounts, points, strict=True)]
         right = all(timed.status == OK for _, timed in points)
         axis.plot(
             where, speeds, marker=MARKERS[first.direction], markersize=4,
@@ -59,8 +61,8 @@ def _draw_speeds(
         )  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("keys" if first.op == "attention_decode" else "length")
-    axis.set_ylabel("TFLOP/s")
+    axis.set_xlabel("keys" if decoding else "length")
+    axis.set_ylabel("TB/s" if decoding else "TFLOP/s")
     axis.set_title(f"{first.op}, {first.direction}, {first.dtype}")
     axis.spines[["top", "right"]].set_visible(False)
 

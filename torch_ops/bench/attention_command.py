@@ -70,7 +70,7 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
             if where.type != "cuda":
                 say("on a CPU every case of the suite is cut down")
             asked = suite_rows(terms)
-        elif decode or plot is not None or causal or any(numbers.values()):
+        elif decode or plot is not None or causal or any(number is not None for number in numbers.values()):
             asked = [(case, terms) for case in _cases(numbers, causal, decode, queries or 1, plot is not None)]
         else:
             with options.value_errors("--shapes"):

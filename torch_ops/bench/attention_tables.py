@@ -3,7 +3,18 @@
 from collections.abc import Sequence
 
 from torch_ops.bench.cells import NOTHING, Table, digits
-from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, YARDSTICK, Ceilings, Measurement, Report, Timed
+from torch_ops.bench.results import (
+    FAILED,
+    OK,
+    OURS,
+    UNAVAILABLE,
+    WRONG,
+    YARDSTICK,
+    Ceilings,
+    Measurement,
+    Report,
+    Timed,
+)
 from torch_ops.bench.tables import timers_in_words
 
 # What PyTorch itself has, the first that is right: FlashAttention-2 takes no fp32.
@@ -86,12 +97,25 @@ def _notes(one: Measurement) -> list[str]:
         notes.append(f"ours is {faster_by(one.ours, best)} as fast as the fastest correct peer, {best.name}")
     if own is not None and own is not best:
         notes.append(f"ours is {faster_by(one.ours, own)} as fast as PyTorch's {own.name}")
-    notes += _how_timed([one])
+    notes += (*_judged_on(one), *_how_timed([one]))
     verbs = {UNAVAILABLE: "cannot run this", FAILED: "failed", WRONG: "is wrong", YARDSTICK: "is no peer"}
     notes += (
-        f"{timed.name} {verbs[timed.status]}: {timed.note}" for timed in (one.ours, *one.peers) if timed.status != OK
+        f"{timed.name} {verbs[timed.status]}: {timed.note}"
+        for timed in (one.ours, *one.peers)
+        if timed.status != OK and not (timed.status == UNAVAILABLE and _another_of_ours(timed))
     )
     return notes
+
+
+def _another_of_ours(timed: Timed) -> bool:
+    """Whether it is ours in another way: one that is for other types goes without saying."""
+    return timed.name.startswith(f"{OURS}_")
+
+
+def _judged_on(one: Measurement) -> list[str]:
+    """What was held against fp64, in the labels of trials."""
+    labels = dict.fromkeys(report.name.partition(" (")[2].removesuffix(")") for report in one.ours.gate)
+    return [f"tolerance rule: against fp64, on {' and '.join(labels)}"] if labels else []
 
 
 def _how_timed(measurements: Sequence[Measurement]) -> list[str]:
@@ -118,7 +142,7 @@ def _overview_table(measurements: Sequence[Measurement]) -> Table:
         rows += (
             _overview_row(one, peer, f"{one.dtype}, {peer.name}", peer)
             for peer in one.peers
-            if peer.status == YARDSTICK and peer.name.startswith("vk_")
+            if peer.status == YARDSTICK and _another_of_ours(peer)
         )
     notes = [
         "PyTorch is the first that can run of its FlashAttention-2, memory-efficient and plain attention; the "
