@@ -165,6 +165,8 @@ def test_suite_has_the_rows_of_the_report() -> None:
     }
     assert len(rows) == len(found)
     assert {terms.warm_up for _, terms in rows} == {1}
+    of_fp32 = suite_rows(dataclasses.replace(TERMS, device=CUDA), torch.float32)
+    assert [terms.kind for _, terms in of_fp32] == ["float32", "tf32"] * 3
     for case, terms in suite_rows(TERMS):
         assert case.batch * case.num_heads * case.length**2 <= 2 * attention_suite.CPU_ENTRIES and not terms.tf32
 
@@ -248,7 +250,7 @@ def test_lengths_of_a_sweep() -> None:
         (("--headdim", 70), "--headdim", "multiple of 8"),
         (("--headdim", 0), "--headdim", "multiple of 8"),
         (("--batch", 0), "--batch", ""),
-        (("--iters", 1), "--iters", ""),
+        (("--iters", 0), "--iters", ""),
         (("--dtype", "int8"), "--dtype", "bfloat16"),
         (("--backward", "--both"), "--backward", "--both"),
         (("--queries", 3), "--queries", "--decode"),
@@ -256,7 +258,7 @@ def test_lengths_of_a_sweep() -> None:
         (("--decode", "--queries", 8, "--seqlen", 4), "--queries", "--seqlen 4"),
         (("--decode", "--both"), "--decode", "no backward"),
         (("--suite", "--batch", 3, "--causal"), "--suite", "leave out --batch, --causal"),
-        (("--suite", "--dtype", "float32"), "--suite", "--dtype"),
+        (("--suite", "--tf32"), "--suite", "--tf32"),
         (("--suite", "--shapes", "batch"), "--suite", "--shapes"),
         (("--shapes", "batch", "--seqlen", 9), "--shapes", "--seqlen"),
         (("--shapes", "nothing"), "--shapes", "BATCHxHEADSxLENGTHxHEAD_DIM"),
@@ -324,7 +326,7 @@ def test_wrong_ours_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROOMS, "attention", dataclasses.replace(ROOM, ours=liar))
     result = bench("attention", *TINY)
     assert result.exit_code == 1 and "vk: attention is wrong on 2x4/2x24x16, forward" in result.stderr
-    assert "ours is - as fast as the fastest correct peer" in result.stdout
+    assert "vk is wrong: out (" in result.stdout and "as fast as" not in result.stdout
 
 
 def test_gate_looks_at_the_case_itself() -> None:
@@ -434,6 +436,25 @@ def test_peers_are_right(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = find_dense_cases([shape])
     inputs = make_dense_inputs(case, torch.float32)
     assert seen[0] == (inputs.q.transpose(1, 2).shape, inputs.k.transpose(1, 2).shape, "causal" in case.options)
+
+
+def test_a_case_of_nothing_has_no_difference() -> None:
+    (case,) = find_dense_cases(["no_rows"])
+    for one in contest(ROOM, case, (OURS, PEERS["math"], PEERS["reference"]), TERMS):
+        assert [peer.status for peer in one.peers] == [UNAVAILABLE, OK] and one.peers[0].note == "is empty"
+        assert one.peers[1].to_ours is None or one.peers[1].to_ours.max_abs < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dq", "dv"])
+def test_a_gradient_that_is_not_a_number_is_no_small_difference(name: str) -> None:
+    def bind(case: DenseCase, inputs: DenseInputs) -> Call:
+        call = OURS.bind(case, inputs)
+        call.inputs[name[1:]].register_hook(lambda gradient: gradient * torch.nan)
+        return call
+
+    _, backward = _measured(OURS, Contender("peer", bind, lambda case, dtype, device: "", lambda: "peer"))
+    assert backward.peers[0].status == WRONG
+    assert backward.peers[0].to_ours.max_abs is None and not backward.peers[0].to_ours.close
 
 
 def test_a_peer_of_another_device_is_unavailable() -> None:

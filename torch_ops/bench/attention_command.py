@@ -41,7 +41,7 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
         tf32: own.Tf32 = False,
         no_warp_specialize: own.Portable = False,
         path: options.PathName = None,
-        shapes: options.Shapes = None,
+        shapes: own.Shapes = None,
         peers: options.PeerNames = None,
         device: options.DeviceName = None,
         plot: own.Plot = None,
@@ -53,7 +53,7 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
             "--batch": batch, "--heads": heads, "--kv-heads": kv_heads, "--seqlen": seqlen, "--headdim": headdim,
         }  # fmt: skip
         own.check_together(
-            numbers, bool(shapes), suite, decode, queries, backward, both, causal, dtype, tf32, plot is not None
+            numbers, bool(shapes), suite, decode, queries, backward, both, causal, tf32, plot is not None
         )
         where = options.find_device(device)
         terms = Terms(
@@ -69,7 +69,7 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
         if suite:
             if where.type != "cuda":
                 say("on a CPU every case of the suite is cut down")
-            asked = suite_rows(terms)
+            asked = suite_rows(terms, None if dtype is None else terms.dtype)
         elif decode or plot is not None or causal or any(number is not None for number in numbers.values()):
             asked = [(case, terms) for case in _cases(numbers, causal, decode, queries or 1, plot is not None)]
         else:

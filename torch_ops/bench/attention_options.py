@@ -20,10 +20,22 @@ Both = Annotated[bool, typer.Option("--both", help="Forward and backward, each b
 WarmUp = Annotated[int, typer.Option("--warmup", min=0, help="Untimed turns of every contender.")]
 Iters = Annotated[
     int,
-    typer.Option("--iters", min=2, help="Timed turns; a few more where that ends the cycle of balanced orders."),
+    typer.Option("--iters", min=1, help="Timed turns; a few more where that ends the cycle of balanced orders."),
 ]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shapes", metavar="CASE",
+        help="Names of cases, patterns of names such as 'b8h32*', or shapes BATCHxHEADS[/KV_HEADS]xLENGTHxHEAD_DIM[c] "
+        "such as 2x8/4x1024x128c (c: causal); repeated or separated by commas.",
+    ),
+]  # fmt: skip
 Suite = Annotated[
-    bool, typer.Option("--suite", help="Shapes and types of a report on an attention kernel, both passes.")
+    bool,
+    typer.Option(
+        "--suite",
+        help="Shapes and types of a report on an attention kernel, both passes; with --dtype, of that type alone.",
+    ),
 ]
 Tf32 = Annotated[bool, typer.Option("--tf32", help="Set PyTorch's fp32 products, and ours, to tf32.")]
 Portable = Annotated[
@@ -56,7 +68,7 @@ def check_shape(heads: int, kv_heads: int, head_dim: int) -> None:
 
 def check_together(
     numbers: dict[str, int | None], shapes: bool, suite: bool, decode: bool, queries: int | None, backward: bool,
-    both: bool, causal: bool, dtype: str | None, tf32: bool, plot: bool,
+    both: bool, causal: bool, tf32: bool, plot: bool,
 ) -> None:  # fmt: skip
     """Refuses options of which one would be ignored; `numbers` are those of a shape, by option."""
     given = [option for option, number in numbers.items() if number is not None] + ["--causal"] * causal
@@ -66,8 +78,8 @@ def check_together(
         if is_on and (given or decode or plot):
             others = ", ".join((*given, *["--decode"] * decode, *["--plot"] * plot))
             raise options.bad(option, f"it says what shapes there are; leave out {others}")
-    if suite and (dtype is not None or tf32):
-        raise options.bad("--suite", "it has types of its own; leave --dtype and --tf32 out")
+    if suite and tf32:
+        raise options.bad("--suite", "it has rows in tf32 of its own; leave --tf32 out")
     if backward and both:
         raise options.bad("--backward", "it is the backward alone, and --both is both passes; give one of them")
     if decode and (backward or both):

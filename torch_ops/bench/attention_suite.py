@@ -22,8 +22,9 @@ CPU_ENTRIES = 2**19
 SHORTEST, SHORTEST_OF_SHORT = 128, 16
 
 
-def suite_rows(terms: Terms) -> list[tuple[DenseCase, Terms]]:
-    """Case and terms of every row, all in both 16-bit types, sizes of a batch in fp32 too; cut down on a CPU."""
+def suite_rows(terms: Terms, dtype: torch.dtype | None = None) -> list[tuple[DenseCase, Terms]]:
+    """Case and terms of every row, or of those of one type: all in both 16-bit types, sizes of a batch in fp32 too; cut
+    down on a CPU."""
     rows = []
     for name in (*LANGUAGE_MODEL, *SIZES):
         (case,) = find_named(DENSE, [name])
@@ -34,7 +35,7 @@ def suite_rows(terms: Terms) -> list[tuple[DenseCase, Terms]]:
             fp32.append(replace(terms, dtype=torch.float32, tf32=True))
         halves = [replace(terms, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
         rows += [(case, each) for each in (*(fp32 if name in SIZES else ()), *halves)]
-    return rows
+    return [(case, each) for case, each in rows if dtype in (None, each.dtype)]
 
 
 def sweep(longest: int) -> list[int]:

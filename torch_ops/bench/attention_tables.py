@@ -93,9 +93,9 @@ def _difference(timed: Timed | None) -> tuple[str, str]:
 def _notes(one: Measurement) -> list[str]:
     best, own = one.best_peer, torch_peer(one)
     notes = []
-    if best is not None:
+    if one.ours.status == OK and best is not None:
         notes.append(f"ours is {faster_by(one.ours, best)} as fast as the fastest correct peer, {best.name}")
-    if own is not None and own is not best:
+    if one.ours.status == OK and own is not None and own is not best:
         notes.append(f"ours is {faster_by(one.ours, own)} as fast as PyTorch's {own.name}")
     notes += (*_judged_on(one), *_how_timed([one]))
     verbs = {UNAVAILABLE: "cannot run this", FAILED: "failed", WRONG: "is wrong", YARDSTICK: "is no peer"}

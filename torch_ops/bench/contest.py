@@ -112,11 +112,15 @@ def tf32_products(on: bool) -> Iterator[None]:
     """PyTorch's products, and ours, in tf32 where `on`."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    if on:
-        matmul.fp32_precision = "tf32"
+    if not on or before == "tf32":
+        yield
+        return
+    # Sets the newer name too; where only that is set, what still asks for this one raises.
+    matmul.allow_tf32 = True
     try:
         yield
     finally:
+        matmul.allow_tf32 = False
         matmul.fp32_precision = before
 
 

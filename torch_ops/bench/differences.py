@@ -1,5 +1,6 @@
 """How far contenders are from ours on the very inputs that are timed, whatever the truth is."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,8 @@ def _results(contender: Contender, case: Case, inputs: object, backward: bool) -
 
 
 def _difference(pairs: list[tuple[Tensor, Tensor]]) -> Difference:
-    largest = max((actual.float() - expected.float()).abs().max() for actual, expected in pairs if actual.numel())
-    finite = bool(torch.isfinite(largest))
-    return Difference(float(largest) if finite else None, finite and float(largest) <= ATOL, ATOL)
+    apart = [(actual.float() - expected.float()).abs().max() for actual, expected in pairs if actual.numel()]
+    # Of a stack, and not by Python's max, which passes a NaN by.
+    largest = torch.stack(apart).max().item() if apart else 0.0
+    finite = math.isfinite(largest)
+    return Difference(largest if finite else None, finite and largest <= ATOL, ATOL)
