@@ -16,7 +16,7 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, decode, gemm, grids, kv_cache, norms, rope
+from compile_tests import attention, decode, dense, gemm, grids, kv_cache, norms, rope
 from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
 
 KERNELS: dict[str, JITFunction] = {
@@ -27,6 +27,7 @@ KERNELS: dict[str, JITFunction] = {
     **rope.KERNELS,
     **kv_cache.KERNELS,
     **decode.KERNELS,
+    **dense.KERNELS,
 }
 
 
@@ -47,6 +48,8 @@ def _launch(name: str) -> KernelLaunch:
             num_splits=3,
         )  # fmt: skip
         return next(launch for launch in launches if launch.name == name)
+    if name in dense.KERNELS:
+        return dense.dense_launches(rows=203, keys=77, window_left=50, window_right=7)[name]
     if name in attention.KERNELS:
         return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
     # In fp32 PyTorch makes the products, and the kernels beside them are launched.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
-from compile_tests import broken_ops, decode, grids, kv_cache, norms, rope
+from compile_tests import broken_ops, decode, dense, grids, kv_cache, norms, rope
 from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches, is_short
 from compile_tests.contract import (
     KernelLaunch,
@@ -95,8 +95,9 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, ahead_of_time
 
 
 def test_every_op_with_kernels_is_traced_here() -> None:
-    """The norms, those on image grids, what has a rotary embedding and what has a cache, in their own tests."""
-    traced = {*WRITES, *GEMM, *norms.KERNELS_OF, *grids.WRITES, *rope.ROPE, *kv_cache.KV_CACHE, decode.OP}
+    """Others than packed attention and products in their own tests."""
+    attention = {*WRITES, *rope.ROPE, *dense.WRITES, *kv_cache.KV_CACHE, decode.OP}
+    traced = attention | {*GEMM, *norms.KERNELS_OF, *grids.WRITES}
     assert traced == {name for name in OPS if get_triton_kernels_for_op(f"vk::{name}")}
     assert {name for name, op in OPS.items() if not isinstance(op, KernelOp)} == {"patch_merger"}
 

@@ -303,7 +303,9 @@ def _rule_of_grids(kernel: str, gpu: Gpu, width: int) -> Launch:
     return Launch(elements // cols, cols, warps, 1)
 
 
-def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False) -> Launch:
+def rule(
+    kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False, busy: bool = False
+) -> Launch:  # fmt: skip
     """Not measured. Of general kernels the largest of a ladder of tiles that fits the shared memory, or the smallest.
 
     The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
@@ -353,7 +355,14 @@ def rule(kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = Fal
         else:
             ladder = [Launch(32, 32, 8, 1), Launch(32, 16, 8, 1)]
     elif gpu.backend == "hip":
-        ladder = [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
+        ladder = [Launch(16, 32, 4, 1)] if busy and "dkdv" in kernel else [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
+    elif busy and kernel == "attention_fwd":
+        ladder = [Launch(64, 16, 8, 1)] if wide else [Launch(64, 32, 8, 2)]
+    elif busy and kernel == "attention_bwd_dq" and wide:
+        ladder = [Launch(32, 16, 8, 1)]
+    elif busy and "dkdv" in kernel:
+        has_tail = split_head_dim(head_dim, itemsize)[1] > 0
+        ladder = [Launch(16, 32, 8, 1)] if wide or has_tail else [Launch(32, 32, 8, 1)]
     elif kernel == "attention_fwd":
         ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 64, 4, 2)]
     elif kernel == "attention_bwd_dq":
@@ -430,14 +439,16 @@ def pick(
     length: int | None,
     user_rows: tuple[Row, ...] = (),
     masked: bool | None = None,
+    busy: bool = False,
 ) -> tuple[Launch, str]:
     """The launch of `kernel`, and where it comes from.
 
     `length` is the mean segment length, of a norm the number of rows, None if unknown; `masked` whether there are
-    bounds on keys, causal or not.
+    bounds on keys, causal or not. `busy`: attention does more between its products than what shipped rows were measured
+    with, which takes registers.
     """
     masked = causal if masked is None else masked
-    for row in (*user_rows, *shipped_rows(gpu.name)):
+    for row in user_rows if busy else (*user_rows, *shipped_rows(gpu.name)):
         if row.gpu in ("", gpu.name) and row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
     basis = "unmeasured"
@@ -449,7 +460,7 @@ def pick(
         launch = Launch(4, 256, 4, 1) if length is not None and length < FEW_ROWS else Launch(16, 256, 8, 1)
         launch, basis = Launch(2, 64, 4, 1) if gpu.backend == "interpreter" else launch, "by figures of an H200"
     else:
-        launch = rule(kernel, gpu, itemsize, head_dim, masked)
+        launch = rule(kernel, gpu, itemsize, head_dim, masked, busy)
     return launch, f"rule for {gpu.backend} {gpu.arch}, {basis}"
 
 

@@ -32,11 +32,18 @@ def choose(
 ) -> tuple[Launch, str]:
     """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
+    busy = scores.alibi > 0 or scores.dropout > 0
+    if q.dim() == 4:
+        # Kernels of a batch hold strides besides.
+        is_old = device.backend == "cuda" and int(device.arch) < 90
+        has_tail = split_head_dim(q.shape[-1], q.dtype.itemsize)[1] > 0
+        busy = busy or scores.softcap > 0 or is_old or ("dkdv" in kernel and has_tail)
     own_rows = settings.rows if own_rows is None else own_rows
     return pick(
         kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[-1], scores.causal, length, own_rows,
         # Of a sink, too, tall tiles leave no registers.
         scores.masked or scores.has_sinks,
+        busy,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def _own_slopes(options: dict[str, Any], sequence: int) -> dict[str, Any]:
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of `vk::attention`; options are those of `vk::window_attn`."""
     places = _boundaries(q), _boundaries(k)
-    outs, lses = [q.new_empty((0, *q.shape[1:])).transpose(1, 2)], [q.new_empty((0, *q.shape[1:3]))]
+    outs, lses = [q[:0].transpose(1, 2)], [q[:0, :, :, 0]]
     for sequence in range(q.shape[0]):
         own_q, own_k, own_v = (_one(tensor, sequence) for tensor in (q, k, v))
         own_options = _own_slopes(options, sequence)

@@ -1,0 +1,371 @@
+"""Numerics, semantics and refusals of vk::attention and its backward."""
+
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+import torch_ops
+from tests.attention import backward, differentiate, verify
+from tests.interpreter import with_dtypes
+from torch_ops import attention, window_attn
+from torch_ops._dropout import keep_weights, philox
+from torch_ops.testing import assert_close_to_reference, check, references
+from torch_ops.testing.cases import (
+    DENSE_LAYOUTS,
+    DenseCase,
+    cumulative,
+    dense_cases,
+    make_dense_inputs,
+)
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+GPU = torch.cuda.is_available()
+DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
+# On the CPU a few head dims stand for all, as in the tests of packed attention.
+CASES = [c for c in dense_cases("edge") if GPU or not re.fullmatch(r"d\d+", c.name) or c.head_dim % 40 in (0, 16)]
+
+pytestmark = pytest.mark.interpret
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_references_agree_with_each_other(case: DenseCase) -> None:
+    """Autograd through the forward reference is the backward reference."""
+    inputs = make_dense_inputs(case, torch.float64)
+    by_autograd = differentiate(references.attention, inputs)
+    for name, tensor in backward(inputs, by_autograd["out"], by_autograd["lse"]).items():
+        torch.testing.assert_close(tensor, by_autograd[name])
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("causal", [False, True])
+def test_reference_is_pytorch_s(causal: bool) -> None:
+    q, k, v = (torch.randn(2, heads, 20, 16, dtype=torch.float64) for heads in (6, 2, 2))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close(references.attention(q, k, v, causal=causal)[0], expected)
+
+
+@with_dtypes(CASES, DTYPES)
+def test_agrees_with_reference(case: DenseCase, dtype: torch.dtype, device: str) -> None:
+    verify(make_dense_inputs(case, dtype, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["b2h8kv4s1024d128_causal", "b1h8s512d64_causal", "b1h8s512d64"])
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first"])
+def test_agrees_at_real_shapes(name: str, layout: str, device: str) -> None:
+    case = next(case for case in dense_cases("bench") if case.name == name)
+    verify(make_dense_inputs(replace(case, layout=layout), torch.bfloat16, device))
+
+
+LONGEST, WIDEST = (40, 12) if INTERPRET else (300, 16 if GPU else 32)
+
+
+@st.composite
+def calls(draw: Any) -> tuple[DenseCase, torch.dtype]:
+    group, num_k_heads = draw(st.sampled_from([1, 2] if INTERPRET else [1, 2, 3, 7])), draw(st.integers(1, 3))
+    options: dict[str, Any] = {
+        "causal": draw(st.booleans()),
+        "window_left": draw(st.sampled_from([-1, -1, 0, 5, 64, 1000])),
+        "window_right": draw(st.sampled_from([-1, -1, 0, 7, 1000])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
+        "scale": draw(st.sampled_from([None, 0.3])),
+    }
+    options |= {name: value for name, value in (("alibi", 1), ("alibi", 2), ("sinks", True)) if draw(st.booleans())}
+    if draw(st.booleans()):
+        options["dropout_p"] = draw(st.sampled_from([0.1, 0.9]))
+    length = draw(st.integers(40, 60) if INTERPRET else st.integers(150, 200))
+    case = DenseCase(
+        "fuzz", "anything", draw(st.integers(1, 3)), group * num_k_heads, length, draw(st.integers(1, WIDEST)) * 8,
+        num_k_heads=num_k_heads, k_length=draw(st.one_of(st.none(), st.integers(0, LONGEST))),
+        layout=draw(st.sampled_from(DENSE_LAYOUTS)), options=options,
+    )  # fmt: skip
+    return case, draw(st.sampled_from([torch.float16] if INTERPRET else DTYPES))
+
+
+@given(calls(), st.integers(0, 2**16))
+@hypothesis_settings(max_examples=24 if GPU else 8 if INTERPRET else 30)
+def test_agrees_on_anything(call: tuple[DenseCase, torch.dtype], seed: int) -> None:
+    case, dtype = call
+    verify(make_dense_inputs(case, dtype, "cuda" if GPU else "cpu", seed))
+
+
+@pytest.mark.parametrize("case", dense_cases("smoke"), ids=lambda case: case.name)
+def test_same_bits_every_time(case: DenseCase, device: str) -> None:
+    inputs = make_dense_inputs(case, torch.float16, device)
+    first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.25, "alibi": 2, "sinks": True}], ids=str)
+def test_a_batch_is_packed_sequences_of_one_length(options: dict[str, Any], device: str) -> None:
+    """The dropout mask is that of the packed op too, whatever the path."""
+    case = DenseCase("same", "packed", 3, 4, 70, 40, num_k_heads=2, options=options)
+    inputs = make_dense_inputs(case, torch.float32, device)
+    dense, lse = inputs.call(torch.ops.vk.attention)
+    packed = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (inputs.q, inputs.k, inputs.v))
+    out, packed_lse = window_attn(*packed, cumulative((70,) * 3, device), return_lse=True, **inputs.options)
+    torch.testing.assert_close(dense.transpose(1, 2).flatten(0, 1), out, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse.transpose(0, 1).flatten(1), packed_lse, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first", "batch_inside"])
+def test_results_lie_as_inputs_do(layout: str, device: str) -> None:
+    """What a model transposes on the way in comes out transposed, and is not copied on the way back."""
+    inputs = make_dense_inputs(
+        DenseCase("order", "memory", 2, 4, 30, 16, num_k_heads=2, k_length=20, layout=layout), torch.float16, device
+    )
+    tensors = [inputs.q, inputs.k, inputs.v]
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out, _ = torch.ops.vk.attention(*leaves)
+    assert out.stride() == inputs.q.stride()
+    grads = torch.ops.vk.attention_backward(inputs.dout, None, *tensors, *torch.ops.vk.attention(*tensors))
+    assert [grad.stride() for grad in grads] == [tensor.stride() for tensor in tensors]
+
+
+@pytest.mark.no_interpret
+def test_philox_is_philox() -> None:
+    """The known answers of Random123 (Salmon et al., SC 2011), of 7 and of 10 rounds."""
+    answers = {
+        (7, 0, 0): "5f6fb709 0d893f64 4f121f81 4f730a48",
+        (7, -1, 0xFFFFFFFF): "5207ddc2 45165e59 4d8ee751 8c52f662",
+        (10, 0, 0): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        (10, -1, 0xFFFFFFFF): "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    }
+    for (rounds, seed, word), expected in answers.items():
+        words = philox(torch.tensor(seed), (torch.tensor(word),) * 4, rounds)
+        assert " ".join(f"{int(each):08x}" for each in words) == expected
+
+
+def test_dropout_drops_what_it_should(device: str) -> None:
+    """With weights of one over the number of keys and values of one, out is the share that is kept, grown."""
+    q, k = torch.zeros(2, 3, 50, 16, device=device), torch.zeros(2, 3, 40, 16, device=device)
+    seed = torch.tensor([77], device=device)
+    out = attention(q, k, torch.ones_like(k), dropout_p=0.4, dropout_seed=seed)
+    kept = keep_weights(
+        seed, torch.arange(6, device=device).view(2, 3), torch.arange(50, device=device), 40, 0.4
+    ).float()
+    torch.testing.assert_close(out[..., 0], kept.mean(-1) / 0.6)
+    assert abs(kept.mean().item() - 0.6) < 0.02
+    rows, keys = kept.mean(-1), kept.mean(-2)
+    assert rows.std() < 0.12 and keys.std() < 0.12, "no row and no key is favoured"
+
+
+def test_seed_is_pytorch_s(device: str) -> None:
+    q = torch.randn(1, 2, 40, 16, device=device)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(attention(q, q, q, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+
+
+def test_merging_halves_of_the_keys_gives_the_whole(device: str) -> None:
+    """Context parallel: merge by lse, then differentiate each half with the merged out and lse."""
+    inputs = make_dense_inputs(DenseCase("merge", "merged lse", 2, 2, 40, 64), torch.float32, device)
+
+    def merged(ops: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        q, k, v, dout = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        halves = [(k[:, :, rows], v[:, :, rows]) for rows in (slice(20), slice(20, 40))]
+        parts = [ops.attention(q, *keys) for keys in halves]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        out = sum(part * torch.exp(part_lse - lse)[..., None] for part, part_lse in parts)
+        grads = [ops.attention_backward(dout, None, q, *keys, out, lse) for keys in halves]
+        (one_dq, *one), (other_dq, *other) = grads
+        dk, dv = (torch.cat(pair, 2) for pair in zip(one, other, strict=True))
+        return {"out": out, "lse": lse, "dq": one_dq + other_dq, "dk": dk, "dv": dv}
+
+    q, k, v, dout = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out, lse = references.attention(q, k, v)
+    grads = references.attention_backward(dout, None, q, k, v, out, lse)
+    whole = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+    check(merged(torch.ops.vk, torch.float32), merged(references, torch.float32), whole)
+
+
+@pytest.mark.parametrize("shared", ["heads", "batch"])
+def test_expanded_keys(shared: str, device: str) -> None:
+    """One key head for all, or one sequence of keys, by strides of 0."""
+    q = torch.randn(3, 4, 40, 16, device=device)
+    k, v = (
+        torch.randn((3, 1, 40, 16) if shared == "heads" else (1, 4, 40, 16), device=device).expand(3, 4, 40, 16)
+        for _ in range(2)
+    )
+    torch.testing.assert_close(attention(q, k, v), attention(q, k.contiguous(), v.contiguous()), rtol=0, atol=1e-6)
+
+
+def test_gradients_with_zero_strides(device: str) -> None:
+    inputs = make_dense_inputs(DenseCase("sum", "expanded dout", 2, 2, 40, 72), torch.float32, device)
+    q = inputs.q.clone().requires_grad_()
+    attention(q, inputs.k, inputs.v).sum().backward()
+    reference = inputs.q.clone().requires_grad_()
+    attention(reference, inputs.k, inputs.v).backward(torch.ones_like(inputs.q))
+    assert torch.equal(q.grad, reference.grad)
+
+
+def test_nothing_is_read_past_a_sequence(device: str) -> None:
+    """Rows between sequences, and behind the last, reach neither results nor gradients."""
+    case = DenseCase("cut", "gaps", 3, 2, 37, 72, layout="cut", options={"causal": True})
+    clean, dirty = (make_dense_inputs(case, torch.float16, device) for _ in range(2))
+    for tensor in (dirty.q, dirty.k, dirty.v, dirty.dout):
+        base = tensor._base
+        own = tensor.clone()
+        base.fill_(torch.nan)
+        tensor.copy_(own)
+    for name, tensor in differentiate(torch.ops.vk.attention, dirty).items():
+        assert torch.equal(tensor, differentiate(torch.ops.vk.attention, clean)[name]), name
+
+
+@pytest.mark.no_interpret
+def test_gradcheck() -> None:
+    q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    seed = torch.tensor([3])
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Any:
+        return attention(q, k, v, causal=True, sinks=sinks, dropout_p=0.3, dropout_seed=seed, return_lse=True)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_downcast_is_asked_for(compute_dtype: torch.dtype, device: str) -> None:
+    """fp32 in and out, gradients too, with the bits of a call in the half type."""
+    if INTERPRET and compute_dtype is torch.bfloat16:
+        pytest.skip("the interpreter has no bf16")
+    inputs = make_dense_inputs(DenseCase("downcast", "fp32", 2, 2, 40, 64), torch.float32, device)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    out = attention(*leaves, compute_dtype=compute_dtype)
+    half = attention(*(tensor.to(compute_dtype) for tensor in (inputs.q, inputs.k, inputs.v)))
+    assert out.dtype is torch.float32 and torch.equal(out, half.float())
+    assert all(grad.dtype is torch.float32 for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 30 * 40),
+        ({"causal": True}, sum(i + 11 for i in range(30))),
+        ({"window_left": 0, "window_right": 0}, 30),
+    ],
+    ids=str,
+)
+def test_flops_are_exact(options: dict[str, Any], pairs: int, device: str) -> None:
+    q, k = torch.randn(2, 4, 30, 16, device=device, requires_grad=True), torch.randn(2, 2, 40, 16, device=device)
+    with FlopCounterMode(display=False) as counter:
+        out, _ = torch.ops.vk.attention(q, k, k, **options)
+    assert counter.get_total_flops() == 4 * 2 * 4 * 16 * pairs
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 10 * 2 * 4 * 16 * pairs
+
+
+def _good(device: str) -> dict[str, Any]:
+    return {name: torch.randn(2, 2, 10, 16, device=device) for name in "qkv"}
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"q": lambda x: x[0]}, r"q must be of shape \[B, H, S, D\], got \[2, 10, 16\]"),
+    ({"q": lambda x: x.int()}, r"q must be .*, got int32"),
+    ({"k": lambda x: x[:1]}, r"the batch of k must be 2 as that of q is, got 1"),
+    ({"k": lambda x: x.half()}, r"k must be float32 as q is, got float16"),
+    ({"v": lambda x: x[:, :, :9]}, r"v must be of 10 rows as k is, got 9"),
+    ({"v": lambda x: x[:, :1]}, r"v must be of shape .* as k is"),
+    ({"k": lambda x: x[..., :8]}, r"the head dimension of k must be 16 as that of q is, got 8"),
+    ({"q": lambda x: x[:, :1]}, r"the number of heads of k must be a divisor of the 1 heads of q, got 2"),
+    ({"scale": lambda x: -1.0}, r"scale must be a positive number .*, got -1.0"),
+    ({"scale": lambda x: torch.tensor(1.0)}, r"scale must be a number, .*, got a tensor"),
+    ({"window_left": lambda x: -2}, r"window_left must be -1 \(unbounded\) or a number of keys, got -2"),
+    ({"softcap": lambda x: -1.0}, r"softcap must be 0 \(off\) .*, got -1.0"),
+    ({"alibi_slopes": lambda x: torch.ones(3)}, r"alibi_slopes must be of shape \[H\] = \[2\] .*, got \[3\]"),
+    ({"alibi_slopes": lambda x: torch.ones(2).half()}, r"alibi_slopes must be float32, got float16"),
+    ({"sinks": lambda x: torch.ones(2, 2)}, r"sinks must be of shape \[H\] = \[2\], got \[2, 2\]"),
+    ({"sinks": lambda x: torch.ones(2).half()}, r"sinks must be float32 or float32 as q is, got float16"),
+    ({"dropout_p": lambda x: 1.0}, r"dropout_p must be a probability from 0 to below 1, got 1.0"),
+    ({"dropout_p": lambda x: 0.1, "dropout_seed": lambda x: torch.ones(1)}, r"dropout_seed must be int64 of shape"),
+    ({"compute_dtype": lambda x: torch.float32}, r"compute_dtype must be torch.float16, .*, got torch.float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[message[:30] for _, message in REFUSALS])
+def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
+    good = _good(device)
+    attention(**good)
+    given = {name: change(good.get(name)) for name, change in changes.items()}
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    with pytest.raises(ValueError, match=f"^attention: {message}"):
+        attention(**{**good, **given})
+
+
+def test_slopes_get_no_gradient_and_say_so(device: str) -> None:
+    q = torch.randn(1, 2, 10, 16, device=device, requires_grad=True)
+    slopes = torch.ones(2, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match=r"alibi_slopes must be a tensor that wants no gradient"):
+        attention(q, q, q, alibi_slopes=slopes)
+
+
+def test_backward_refuses(device: str) -> None:
+    x = torch.randn(2, 2, 10, 16, device=device)
+    lse = torch.zeros(2, 2, 10, device=device)
+    good = {"dout": x, "dlse": None, "q": x, "k": x, "v": x, "out": x, "lse": lse}
+    torch.ops.vk.attention_backward(**good)
+    for name, value, message in (
+        ("dout", x[:1], r"dout must be of shape \[2, 2, 10, 16\] as q is"),
+        ("lse", lse[:1], r"lse must be of shape \[B, H, S\] = \[2, 2, 10\]"),
+        ("dlse", lse.half(), r"dlse must be float32, got float16"),
+    ):
+        with pytest.raises(ValueError, match=f"^attention_backward: {message}"):
+            torch.ops.vk.attention_backward(**{**good, name: value})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_either_mode_and_path_is_right(head_dim: int, device: str) -> None:
+    case = DenseCase("modes", "the flag", 2, 4, 600, head_dim, num_k_heads=2, options={"deterministic": False})
+    for path in ("hopper", "portable"):
+        with torch_ops.settings(path=path):
+            verify(make_dense_inputs(case, torch.bfloat16, device))
+
+
+@pytest.mark.gpu
+def test_no_call_waits_for_the_device(device: str) -> None:
+    inputs = make_dense_inputs(dense_cases("smoke")[1], torch.bfloat16, device)
+    q = inputs.q.requires_grad_()
+    inputs.call(attention, q=q).backward(inputs.dout)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs.call(attention, q=q).backward(inputs.dout)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("path", ["hopper", "portable"])
+def test_more_than_two_billion_elements(path: str, device: str) -> None:
+    """The last sequence lies past 2^31 elements of q, k, v and every gradient."""
+    heads, length, head_dim = 16, 512, 128
+    batch = 2**31 // (heads * length * head_dim) + 2
+    q, k, v, dout = (torch.empty(batch, heads, length, head_dim, device=device, dtype=torch.bfloat16) for _ in range(4))
+    for tensor in (q, k, v, dout):
+        tensor.zero_()
+        tensor[-1].normal_()
+    with torch_ops.settings(path=path):
+        out, lse = torch.ops.vk.attention(q, k, v)
+        grads = torch.ops.vk.attention_backward(dout, None, q, k, v, out, lse)
+        alone = [tensor[-1:].clone() for tensor in (q, k, v, dout)]
+        own_out, own_lse = torch.ops.vk.attention(*alone[:3])
+        own_grads = torch.ops.vk.attention_backward(alone[3], None, *alone[:3], own_out, own_lse)
+    assert (batch - 1) * heads * length * head_dim >= 2**31
+    for whole, one in zip((out, lse, *grads), (own_out, own_lse, *own_grads), strict=True):
+        assert_close_to_reference(whole[-1:], one, one.double())
