@@ -116,6 +116,9 @@ def test_gate_marks_what_fails_and_what_cannot_run() -> None:
         ("window", "window_left", ""),
         ("softcap_causal", "softcap", "softcap"),
         ("padding", "equal segments", "unwritten"),
+        ("alibi", "equal segments", "alibi"),
+        ("sinks", "equal segments", "sinks"),
+        ("dropout", "equal segments", "dropout_p"),
     ],
 )
 def test_peers_say_what_they_cannot_run(shape: str, cudnn: str, flash2: str) -> None:

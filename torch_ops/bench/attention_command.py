@@ -1,11 +1,8 @@
 """`vk bench attention`: dense attention of any shape next to its peers, iteration by iteration; a step of decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import torch_ops
 from torch_ops.bench import attention_options as own
@@ -76,9 +73,8 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
             with options.value_errors("--shapes"):
                 asked = [(case, terms) for case in room.cases(shapes or (), where)]
         runs = [Run(room, case, contenders, each) for case, each in asked]
-        ceilings = replace(terms, dtype=torch.bfloat16) if suite and where.type == "cuda" else terms
         with torch_ops.settings(**changes):
-            report = contests(runs, ceilings, out, commit, "--shapes" if shapes else "--batch")
+            report = contests(runs, terms, out, commit, "--shapes" if shapes else "--batch")
         show(report, show_markdown, attention_tables)
         if plot is not None:
             _draw(report, [case for case, _ in asked], plot)

@@ -1,5 +1,6 @@
 """What `vk bench attention` may be asked for, and what it refuses, by the option that is wrong."""
 
+import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ Tf32 = Annotated[bool, typer.Option("--tf32", help="Set PyTorch's fp32 products,
 Portable = Annotated[
     bool, typer.Option("--no-warp-specialize", help="Ours on stock Triton's kernels, as --path portable.")
 ]
-Decode = Annotated[bool, typer.Option("--decode", help="attention_decode on full caches of --seqlen keys.")]
+Decode = Annotated[bool, typer.Option("--decode", help="attention_decode, causal, on full caches of --seqlen keys.")]
 Queries = Annotated[int | None, typer.Option("--queries", help="With --decode, new tokens of a sequence, 1 to 16.")]
 Plot = Annotated[
     Path | None,
@@ -115,7 +116,7 @@ def check_plot(plot: Path | None) -> None:
     if plot.suffix not in ENDINGS:
         raise options.bad("--plot", f"{str(plot)!r} is no picture; give one that ends in {', '.join(ENDINGS)}")
     try:
-        import matplotlib  # noqa: F401
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise options.bad("--plot", f"it needs matplotlib: pip install 'vk-ops[bench]' ({error})") from error
     options.check_output(plot, "--plot")
