@@ -95,7 +95,7 @@ def test_the_command_of_the_report(tmp_path: Path) -> None:
     for line in (
         "### attention, backward, 2x4/2x24x16c, float32, reference path",
         "as fast as the fastest correct peer, math",
-        "wall time of a call; 3 iterations, in turns with all others after 1 untimed turns of each",
+        "wall time of a call; 3 iterations, in turns with all others after 1 untimed of each",
         "tolerance rule: against fp64, on 2x4/2x24x16c",
         "vk_as_fp16: torch_ops.attention with compute_dtype=torch.float16",
     ):
@@ -123,7 +123,7 @@ def test_passes(flags: tuple[str, ...], directions: list[str], tmp_path: Path) -
 def test_halves_have_no_other_type(dtype: str) -> None:
     result = bench("attention", *TINY, "--dtype", dtype)
     assert result.exit_code == 0, result.output
-    assert dtype in result.stdout and "vk_as_fp16 cannot" not in result.stdout
+    assert dtype in result.stdout and "vk_as_fp16" not in result.stdout
     assert [line.split()[0] for line in result.stdout.splitlines()[4:6]] == ["vk", "math"]
 
 

@@ -4,9 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import torch_ops
 from torch_ops.bench import attention_options as own
 from torch_ops.bench import options
+from torch_ops.bench.attention import OURS_AS_FP16
 from torch_ops.bench.attention_suite import decoding, lengths_of, suite_rows, sweep
 from torch_ops.bench.attention_tables import attention_tables
 from torch_ops.bench.contest import Terms
@@ -14,7 +17,7 @@ from torch_ops.bench.contest_command import Run, contests, exit_if_wrong, show
 from torch_ops.bench.dense_cases import dense_case
 from torch_ops.bench.options import say
 from torch_ops.bench.results import Report
-from torch_ops.bench.room import Room
+from torch_ops.bench.room import Contender, Room
 
 
 def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
@@ -72,7 +75,7 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
         else:
             with options.value_errors("--shapes"):
                 asked = [(case, terms) for case in room.cases(shapes or (), where)]
-        runs = [Run(room, case, contenders, each) for case, each in asked]
+        runs = [Run(room, case, contenders if peers else _of_type(contenders, each), each) for case, each in asked]
         with torch_ops.settings(**changes):
             report = contests(runs, terms, out, commit, "--shapes" if shapes else "--batch")
         show(report, show_markdown, attention_tables)
@@ -90,6 +93,11 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
     --tf32 as PyTorch then does; vk_as_fp16 is ours with compute_dtype=torch.float16, which rounds fp32 inputs to fp16.
     """
     return command
+
+
+def _of_type(contenders: tuple[Contender, ...], terms: Terms) -> tuple[Contender, ...]:
+    """Without ours in fp16 where inputs are of 16 bits anyway."""
+    return tuple(one for one in contenders if one.name != OURS_AS_FP16 or terms.dtype is torch.float32)
 
 
 def _cases(

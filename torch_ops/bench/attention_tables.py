@@ -100,16 +100,9 @@ def _notes(one: Measurement) -> list[str]:
     notes += (*_judged_on(one), *_how_timed([one]))
     verbs = {UNAVAILABLE: "cannot run this", FAILED: "failed", WRONG: "is wrong", YARDSTICK: "is no peer"}
     notes += (
-        f"{timed.name} {verbs[timed.status]}: {timed.note}"
-        for timed in (one.ours, *one.peers)
-        if timed.status != OK and not (timed.status == UNAVAILABLE and _another_of_ours(timed))
+        f"{timed.name} {verbs[timed.status]}: {timed.note}" for timed in (one.ours, *one.peers) if timed.status != OK
     )
     return notes
-
-
-def _another_of_ours(timed: Timed) -> bool:
-    """Whether it is ours in another way: one that is for other types goes without saying."""
-    return timed.name.startswith(f"{OURS}_")
 
 
 def _judged_on(one: Measurement) -> list[str]:
@@ -125,7 +118,7 @@ def _how_timed(measurements: Sequence[Measurement]) -> list[str]:
     how = timers_in_words(measurements)
     time = "wall time of a call" if how == "wall time" else f"device time of a call, {how}"
     warm = sorted({one.warm_up for one in measurements if one.warm_up is not None})
-    before = f" after {warm[0]} untimed turns of each" if warm else ""
+    before = f" after {warm[0]} untimed of each" if warm else ""
     spread = "..".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     return [f"times: {time}; {spread} iterations, in turns with all others{before}; ratios are those of medians"]
 
@@ -142,7 +135,7 @@ def _overview_table(measurements: Sequence[Measurement]) -> Table:
         rows += (
             _overview_row(one, peer, f"{one.dtype}, {peer.name}", peer)
             for peer in one.peers
-            if peer.status == YARDSTICK and _another_of_ours(peer)
+            if peer.status == YARDSTICK and peer.name.startswith(f"{OURS}_")
         )
     notes = [
         "PyTorch is the first that can run of its FlashAttention-2, memory-efficient and plain attention; the "
