@@ -36,7 +36,7 @@ TERMS = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
 
 def bench(*arguments: object) -> Any:
     arguments = ("bench", *arguments)
-    if arguments[1] in ("window_attn", "profile", "host"):
+    if arguments[1] in ("window_attn", "attention", "profile", "host"):
         arguments = (*arguments, "--device", "cpu")
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 

@@ -116,6 +116,9 @@ def test_gate_marks_what_fails_and_what_cannot_run() -> None:
         ("window", "window_left", ""),
         ("softcap_causal", "softcap", "softcap"),
         ("padding", "equal segments", "unwritten"),
+        ("alibi", "equal segments", "alibi"),
+        ("sinks", "equal segments", "sinks"),
+        ("dropout", "equal segments", "dropout_p"),
     ],
 )
 def test_peers_say_what_they_cannot_run(shape: str, cudnn: str, flash2: str) -> None:
@@ -169,7 +172,7 @@ def test_flash_peers_are_called_as_documented(
 
     interface = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
     monkeypatch.setattr(attention_peers, "_varlen_attn", lambda: varlen_attn)
-    monkeypatch.setattr(attention_peers, "_flash4", interface.__getitem__)
+    monkeypatch.setattr(attention_peers, "flash4_function", interface.__getitem__)
     peers = [
         dataclasses.replace(peer, refuses=lambda case, dtype, device: "")
         for peer in (attention_peers.FLASH2, attention_peers.FLASH4)

@@ -76,7 +76,7 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     monkeypatch.setattr(_attention_short, "_attention_fwd_rest_kernel", Kernel())
     for launcher in (_attention, _attention_portable, _launches):
         monkeypatch.setattr(launcher, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
-    monkeypatch.setattr(window_attn, "packed_path", lambda inputs: "portable")
+    monkeypatch.setattr(window_attn, "attention_path", lambda inputs: "portable")
     launch, launcher, why = window_attn._raw_calls(inputs)
     assert launch is not None and launcher is not None and why == ""
     launcher()

@@ -9,6 +9,7 @@ import typer
 import torch_ops
 from csrc_free_ops.candidates import CANDIDATES
 from torch_ops.bench import (
+    attention,
     attention_decode,
     documents,
     kv_cache_append,
@@ -24,6 +25,7 @@ from torch_ops.bench import (
     vision_attention,
     window_attn,
 )
+from torch_ops.bench.attention_command import attention_command
 from torch_ops.bench.contest import Terms
 from torch_ops.bench.contest_command import contest_command, show
 from torch_ops.bench.encoder import encoder, timeline
@@ -41,6 +43,7 @@ ROOMS: dict[str, Room] = {
     room.op: room
     for room in (
         window_attn.ROOM,
+        attention.ROOM,
         attention_decode.ROOM,
         rope_window_attn.ROOM,
         vision_attention.ROOM,
@@ -76,7 +79,9 @@ def bench(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-for _op in ROOMS:
+# Dense attention has a command of its own, which knows shapes by numbers.
+app.command("attention")(attention_command(ROOMS))
+for _op in (op for op in ROOMS if op != "attention"):
     app.command(_op)(contest_command(ROOMS, _op, (_op,)))
 for _family, _ops in FAMILIES.items():
     app.command(_family)(contest_command(ROOMS, _family, _ops))
@@ -243,15 +248,16 @@ def table(
         typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="JSON from --out; with --into, documents."),
     ],
     short: Annotated[bool, typer.Option("--summary", help="One row per case, every peer's time over ours.")] = False,
+    suite: Annotated[bool, typer.Option("--suite", help="One row per case of vk bench attention.")] = False,
     images: Annotated[bool, typer.Option("--images", help="Attention of single images, by their size.")] = False,
     into: Annotated[bool, typer.Option("--into", help="Make the tables anew that these Markdown files mark.")] = False,
 ) -> None:
     """Make Markdown tables again from stored JSON.
 
-    A document marks a table by `<!-- vk bench table [--summary|--images] [--if-measured] RESULTS.json -->` and
+    A document marks a table by `<!-- vk bench table [--summary|--suite|--images] [--if-measured] RESULTS.json -->` and
     `<!-- vk bench table end -->`.
     """
-    make = documents.MAKERS["images" if images else "summary" if short else None]
+    make = documents.MAKERS["images" if images else "summary" if short else "suite" if suite else None]
     for index, file in enumerate(files):
         with options.value_errors(str(file)):
             if into:

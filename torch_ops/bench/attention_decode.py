@@ -13,6 +13,7 @@ import torch_ops
 from csrc_free_ops.attention import decode
 from torch_ops import _attention_decode
 from torch_ops.bench import results
+from torch_ops.bench.dense_peers import sdpa_options
 from torch_ops.bench.host import recorded_launches
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
 from torch_ops.testing import references
@@ -55,13 +56,22 @@ def _contender(
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
+    options = sdpa_options(q.shape[2], k_cache.shape[2], causal=True)
     with sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k_cache, v_cache, enable_gqa=q.shape[1] != k_cache.shape[1])
+        return scaled_dot_product_attention(
+            q, k_cache, v_cache, enable_gqa=q.shape[1] != k_cache.shape[1], **options
+        )  # fmt: skip
 
 
-def _sdpa_refuses(needs_half: bool, case: DecodeCase, dtype: torch.dtype, device: torch.device) -> str:
-    if not case.uniform or case.queries != 1:
-        return "takes one query of each sequence and full caches without pages, bounds or biases"
+def _sdpa_refuses(
+    backend: SDPBackend, needs_half: bool, case: DecodeCase, dtype: torch.dtype, device: torch.device
+) -> str:
+    if not case.uniform:
+        return "takes full caches without pages, bounds or biases"
+    if case.queries > case.capacity:
+        return "gives NaN where a row sees no key"
+    if case.queries not in (1, case.capacity) and backend is SDPBackend.CUDNN_ATTENTION:
+        return "aligns causal order of unequal lengths top-left"
     if needs_half and device.type != "cuda":
         return "needs a GPU"
     return "takes fp16 and bf16 only" if needs_half and dtype.itemsize != 2 else ""
@@ -69,7 +79,7 @@ def _sdpa_refuses(needs_half: bool, case: DecodeCase, dtype: torch.dtype, device
 
 def _sdpa_peer(name: str, backend: SDPBackend, needs_half: bool = True) -> Contender:
     about = f"scaled_dot_product_attention by {backend.name}, torch {torch.__version__}"
-    return _contender(name, partial(_sdpa, backend), about, partial(_sdpa_refuses, needs_half))
+    return _contender(name, partial(_sdpa, backend), about, partial(_sdpa_refuses, backend, needs_half))
 
 
 OURS = _contender(results.OURS, torch_ops.attention_decode, "vk::attention_decode")

@@ -14,12 +14,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from torch_ops.bench.room import Call, Contender, one_line
 from torch_ops.testing import references
-from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs
+from torch_ops.testing.cases import DenseCase, WindowAttnCase, WindowAttnInputs
 
 # Under autograd the reference keeps about this many score matrices of every segment.
 REFERENCE_MATRICES = 8
 REFERENCE_BYTES = 8 * 2**30
 
+AttentionCase = WindowAttnCase | DenseCase
+# By option of a case, its value where it is off.
+OFF = {
+    "window_left": -1, "window_right": -1, "softcap": 0.0, "alibi": 0, "sinks": False, "dropout_p": 0.0,
+}  # fmt: skip
+BOUNDS = "window_left", "window_right"
+STEPS = "alibi", "sinks", "dropout_p"
 
 # What stands before attention: from packed q, k and v to others.
 Turn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -39,23 +46,22 @@ def score_entries(case: WindowAttnCase) -> int:
     return case.num_heads * sum(queries * keys for queries, keys in pairs)
 
 
-def _needs_half_on_gpu(dtype: torch.dtype, device: torch.device) -> str:
+def needs_half_on_gpu(dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda":
         return "needs a GPU"
     return "" if dtype in (torch.float16, torch.bfloat16) else "takes fp16 and bf16 only"
 
 
-def _uses(case: WindowAttnCase, *options: str) -> str:
+def uses(case: AttentionCase, *options: str) -> str:
     """The first of these options that the case sets, "" if none."""
-    off = {"window_left": -1, "window_right": -1, "softcap": 0.0}
-    return next((name for name in options if case.options.get(name, off[name]) != off[name]), "")
+    return next((name for name in options if case.options.get(name, OFF[name]) != OFF[name]), "")
 
 
-def _grouped(case: WindowAttnCase) -> bool:
+def grouped(case: AttentionCase) -> bool:
     return case.num_k_heads not in (None, case.num_heads)
 
 
-def _window(case: WindowAttnCase) -> tuple[int, int]:
+def window_of(case: AttentionCase) -> tuple[int, int]:
     """(left, right) bounds around the query, -1 unbounded; causal order is a right bound of 0."""
     right = 0 if case.options.get("causal") else case.options.get("window_right", -1)
     return case.options.get("window_left", -1), right
@@ -73,9 +79,9 @@ def _cu_seqlens(inputs: WindowAttnInputs) -> tuple[Tensor, Tensor]:
 def _cudnn_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
     if not case.uniform:
         return "takes batches of equal segments only"
-    if option := _uses(case, "window_left", "window_right", "softcap"):
+    if option := uses(case, *BOUNDS, "softcap", *STEPS):
         return f"has no {option} in scaled_dot_product_attention"
-    return _needs_half_on_gpu(dtype, device)
+    return needs_half_on_gpu(dtype, device)
 
 
 def _batched_call(
@@ -104,7 +110,7 @@ def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | Non
     options: dict[str, Any] = {
         "is_causal": bool(case.options.get("causal")),
         "scale": case.options.get("scale"),
-        "enable_gqa": _grouped(case),
+        "enable_gqa": grouped(case),
     }
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,11 +125,11 @@ def _varlen_attn() -> Any:
 
 
 def _flash2_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
-    if option := _uses(case, "softcap"):
+    if option := uses(case, "softcap", *STEPS):
         return f"has no {option} in varlen_attn"
     if case.skipped or case.padding:
         return "leaves rows outside all segments unwritten"
-    return _needs_half_on_gpu(dtype, device)
+    return needs_half_on_gpu(dtype, device)
 
 
 def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
@@ -131,45 +137,57 @@ def _bind_flash2(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | No
     places = (*_cu_seqlens(inputs), *_lengths(case))
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {}
-    if _window(case) != (-1, -1):
+    if window_of(case) != (-1, -1):
         # Before it had windows, the function had causal order alone.
-        options |= {"window_size": _window(case)} if "window_size" in known else {"is_causal": True}
+        options |= {"window_size": window_of(case)} if "window_size" in known else {"is_causal": True}
     if "scale" in case.options:
         options["scale"] = case.options["scale"]
-    if _grouped(case) and "enable_gqa" in known:
+    if grouped(case) and "enable_gqa" in known:
         options["enable_gqa"] = True
     return packed_call(inputs, lambda q, k, v: varlen_attn(q, k, v, *places, **options), turn)
 
 
-def _flash4(name: str) -> Any:
+def flash4_function(name: str) -> Any:
     return getattr(importlib.import_module("flash_attn.cute.interface"), name)
 
 
-def _flash4_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
-    if reason := _needs_half_on_gpu(dtype, device):
+def flash4_refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str:
+    if option := uses(case, *STEPS):
+        return f"is not called with {option} here"
+    if reason := needs_half_on_gpu(dtype, device):
         return reason
     try:
-        _flash4("flash_attn_varlen_func")
+        flash4_function("flash_attn_varlen_func")
     except Exception as error:
         # Its packages fail at import in ways of their own where they do not fit the GPU or driver.
         return f"is not installed here ({one_line(error)})"
-    return "leaves rows past the last segment unwritten" if case.padding else ""
+    return ""
+
+
+def _packed_flash4_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
+    reason = flash4_refuses(case, dtype, device)
+    return reason or ("leaves rows past the last segment unwritten" if case.padding else "")
+
+
+def flash4_options(case: AttentionCase) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": bool(case.options.get("causal"))}
+    if "scale" in case.options:
+        options["softmax_scale"] = case.options["scale"]
+    if uses(case, "softcap"):
+        options["softcap"] = case.options["softcap"]
+    if uses(case, *BOUNDS):
+        left, right = window_of(case)
+        options["window_size"] = (None if left < 0 else left, None if right < 0 else right)
+    return options
 
 
 def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
     """Equal segments go to its function for batches, as they do with cuDNN."""
-    options: dict[str, Any] = {"causal": bool(case.options.get("causal"))}
-    if "scale" in case.options:
-        options["softmax_scale"] = case.options["scale"]
-    if _uses(case, "softcap"):
-        options["softcap"] = case.options["softcap"]
-    if _uses(case, "window_left", "window_right"):
-        left, right = _window(case)
-        options["window_size"] = (None if left < 0 else left, None if right < 0 else right)
+    options = flash4_options(case)
     if case.uniform:
-        function = _flash4("flash_attn_func")
+        function = flash4_function("flash_attn_func")
     else:
-        function = _flash4("flash_attn_varlen_func")
+        function = flash4_function("flash_attn_varlen_func")
         queries, keys = _cu_seqlens(inputs)
         longest_queries, longest_keys = _lengths(case)
         options |= {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
@@ -182,7 +200,7 @@ def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | No
     return _batched_call(case, inputs, forward, turn) if case.uniform else packed_call(inputs, forward, turn)
 
 
-def _about_flash4() -> str:
+def about_flash4() -> str:
     try:
         return f"FlashAttention-4, flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
     except importlib.metadata.PackageNotFoundError:
@@ -216,7 +234,7 @@ FLASH2 = Contender(
     _flash2_refuses,
     lambda: f"FlashAttention-2, varlen_attn of torch {torch.__version__}",
 )
-FLASH4 = Contender("flash4", _bind_flash4, _flash4_refuses, _about_flash4)
+FLASH4 = Contender("flash4", _bind_flash4, _packed_flash4_refuses, about_flash4)
 REFERENCE = Contender(
     "reference",
     _bind_reference,

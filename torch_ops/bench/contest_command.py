@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,23 @@ import typer
 import torch_ops
 from torch_ops._device import out_of_memory
 from torch_ops.bench import options
+from torch_ops.bench.cells import Table
 from torch_ops.bench.contest import Terms, contest
 from torch_ops.bench.machine import dtype_name, measure_ceilings, provenance
 from torch_ops.bench.options import say
 from torch_ops.bench.results import OK, WRONG, Measurement, Report
 from torch_ops.bench.room import Contender, Room
-from torch_ops.bench.tables import markdown, print_tables
+from torch_ops.bench.tables import markdown, print_tables, tables
 
-# A room with what is to be run in it: cases, ours, the peers.
-Entry = tuple[Room, tuple[Any, ...], tuple[Contender, ...]]
+
+@dataclass(frozen=True)
+class Run:
+    """One case of a room: who takes part, ours first, and on what terms."""
+
+    room: Room
+    case: Any
+    contenders: tuple[Contender, ...]
+    terms: Terms
 
 
 def contest_command(rooms: Mapping[str, Room], name: str, ops: Sequence[str]) -> Callable[..., None]:
@@ -39,17 +48,17 @@ def contest_command(rooms: Mapping[str, Room], name: str, ops: Sequence[str]) ->
     ) -> None:
         where = options.find_device(device)
         terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold)
-        entries: list[Entry] = []
+        runs: list[Run] = []
         for room in (rooms[op] for op in ops):
-            rivals = options.find_peers(room, peers or (), where)
+            contenders = room.ours, *options.find_peers(room, peers or (), where)
             with options.value_errors("--shapes"):
-                entries.append((room, room.cases(shapes or (), where), (room.ours, *rivals)))
+                runs += (Run(room, case, contenders, terms) for case in room.cases(shapes or (), where))
         changes = options.find_path(path)
         options.check_output(out, "--out")
         with torch_ops.settings(**changes):
-            report = _contests(entries, terms, out, commit)
+            report = contests(runs, terms, out, commit)
         show(report, show_markdown)
-        _exit_if_wrong(report.measurements)
+        exit_if_wrong(report.measurements)
 
     peer_names = ", ".join(dict.fromkeys(peer.name for op in ops for peer in rooms[op].peers))
     what = rooms[name].ours.about() if name in rooms else ", ".join(ops)
@@ -63,48 +72,50 @@ def contest_command(rooms: Mapping[str, Room], name: str, ops: Sequence[str]) ->
     return command
 
 
-def show(report: Report, as_markdown: bool) -> None:
+def show(report: Report, as_markdown: bool, tables_of: Callable[[Report], list[Table]] = tables) -> None:
     if as_markdown:
-        typer.echo(markdown(report), nl=False)
+        typer.echo(markdown(report, tables_of), nl=False)
     else:
-        print_tables(report)
+        print_tables(report, tables_of)
 
 
-def _about(entries: Sequence[Entry]) -> dict[str, str]:
+def _about(runs: Sequence[Run]) -> dict[str, str]:
     """Each peer by name; what it is in one room and in another, where that differs."""
     found: dict[str, dict[str, None]] = {}
-    for _, _, (_, *rivals) in entries:
-        for rival in rivals:
-            found.setdefault(rival.name, {})[rival.about()] = None
+    for rival in (rival for run in runs for rival in run.contenders[1:]):
+        found.setdefault(rival.name, {})[rival.about()] = None
     return {name: "; ".join(abouts) for name, abouts in found.items()}
 
 
-def _contests(entries: Sequence[Entry], terms: Terms, out: Path | None, commit: str | None) -> Report:
-    report = Report(provenance(terms.device, commit, _about(entries)))
+def contests(
+    runs: Sequence[Run], terms: Terms, out: Path | None, commit: str | None, option: str = "--shapes"
+) -> Report:
+    """All runs, written to `out` after each; `terms` are those of the ceilings, `option` is what asked for cases."""
+    report = Report(provenance(terms.device, commit, _about(runs)))
     say(f"measuring the copy and {dtype_name(terms.dtype)} matmul rates of {report.provenance.device}")
     report = dataclasses.replace(report, ceilings=measure_ceilings(terms.device, terms.dtype))
-    steps = sum(len(cases) * terms.steps(len(contenders)) for _, cases, contenders in entries)
+    steps = sum(run.terms.steps(len(run.contenders)) for run in runs)
     with options.progress(steps) as step:
-        for room, case, contenders in ((room, case, running) for room, cases, running in entries for case in cases):
-            say(f"{room.op} {case.name} {room.shape(case)}")
+        for room, case, contenders, own_terms in (vars(run).values() for run in runs):
+            say(f"{room.op} {case.name} {room.shape(case)}" + f" {own_terms.kind}" * (own_terms.kind != terms.kind))
 
             def on_step(doing: str, name: str = case.name) -> None:
                 step(f"{name}: {doing}")
 
             try:
-                measured = contest(room, case, contenders, terms, on_step)
+                measured = contest(room, case, contenders, own_terms, on_step)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
                 message = f"{case.name} does not fit into the memory of {report.provenance.device}"
-                raise options.bad("--shapes", message) from error
+                raise options.bad(option, message) from error
             report = dataclasses.replace(report, measurements=(*report.measurements, *measured))
             if out is not None:
                 report.write(out)
     return report
 
 
-def _exit_if_wrong(measurements: tuple[Measurement, ...]) -> None:
+def exit_if_wrong(measurements: tuple[Measurement, ...]) -> None:
     bad = [one for one in measurements if one.ours.status != OK]
     for one in bad:
         what = "is wrong" if one.ours.status == WRONG else one.ours.status

@@ -7,20 +7,22 @@ A document marks a table's place by a pair of comments, the first of which names
     <!-- vk bench table end -->
 
 `--if-measured` before the file's name leaves the place empty as long as there is no such file. `--images` instead of
-`--summary` makes the table of single images.
+`--summary` makes the table of single images, `--suite` those of `vk bench attention`.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from torch_ops.bench.attention_tables import overview
 from torch_ops.bench.cells import NOTHING, Table, digits
 from torch_ops.bench.encoder_tables import encoder_summary
 from torch_ops.bench.image_tables import image_tables
 from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Report, Timed, read_report, replace_text
 from torch_ops.bench.tables import markdown, markdown_table, origin
 
-_OPTIONS = r"(?:--(?P<kind>summary|images) )?(?P<pending>--if-measured )?"
+_OPTIONS = r"(?:--(?P<kind>summary|suite|images) )?(?P<pending>--if-measured )?"
 _BEGIN = rf"(?P<begin><!-- vk bench table {_OPTIONS}(?P<file>(?!end |--)\S+) -->\n)"
 _MARK = re.compile(_BEGIN)
 # Up to its own end: another table's would take what lies between.
@@ -117,7 +119,12 @@ def _over_ours(peer: Timed | None, ours: float) -> str:
     return f"{peer.ms / ours:.2f}" if peer.status == OK else f"{peer.ms / ours:.2f} *{peer.status}*"
 
 
-MAKERS: dict[str | None, Callable[[Report], str]] = {None: markdown, "summary": summary, "images": images}
+MAKERS: dict[str | None, Callable[[Report], str]] = {
+    None: markdown,
+    "summary": summary,
+    "suite": partial(markdown, tables_of=overview),
+    "images": images,
+}
 
 
 def refresh(document: Path) -> bool:

@@ -109,7 +109,7 @@ def _command_line() -> str:
     kept, rest = [], iter(arguments)
     for argument in rest:
         option, equals, _ = argument.partition("=")
-        if option not in ("--out", "--trace", "--commit"):
+        if option not in ("--out", "--json", "--plot", "--trace", "--commit"):
             kept.append(argument)
         elif not equals:
             next(rest, None)

@@ -1,4 +1,4 @@
-"""What the bench rooms of packed attention share: truth, cost, path and kernels of a call."""
+"""What the bench rooms of attention share, packed attention above all: truth, cost, path and kernels of a call."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from csrc_free_ops.attention import (
 from torch_ops.bench.packed_cases import longest_within, notation, shorten
 from torch_ops.bench.room import Cost, Trial, TunedKernel
 from torch_ops.testing import references
-from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, cumulative
+from torch_ops.testing.cases import DenseInputs, WindowAttnCase, WindowAttnInputs, cumulative
 
 JITS = tuple(
     vars(module)[name]
@@ -42,14 +42,12 @@ JITS = tuple(
 )
 
 
-def packed_cost(inputs: WindowAttnInputs, backward: bool) -> Cost:
+def attention_cost(inputs: WindowAttnInputs | DenseInputs, backward: bool) -> Cost:
     """Two products in the forward, five in the backward, of the pairs that options leave seen."""
     flops = inputs.call(flop_registry[getattr(torch.ops.vk, inputs.op)])
-    heads_rows = inputs.q.shape[0] * inputs.q.shape[1]
-    lse = heads_rows * inputs.dlse.element_size()
-    boundaries = inputs.cu_seqlens.nbytes
-    if inputs.cu_seqlens_k is not None:
-        boundaries += inputs.cu_seqlens_k.nbytes
+    lse = inputs.q.shape[:-1].numel() * inputs.dlse.element_size()
+    places = getattr(inputs, "cu_seqlens", None), getattr(inputs, "cu_seqlens_k", None)
+    boundaries = sum(place.nbytes for place in places if place is not None)
     queries, keys = inputs.q.numel(), inputs.k.numel() + inputs.v.numel()
     item = inputs.q.element_size()
     if not backward:
@@ -58,19 +56,22 @@ def packed_cost(inputs: WindowAttnInputs, backward: bool) -> Cost:
     return Cost(flops * 5 // 2, item * (4 * queries + 2 * keys) + lse + boundaries)
 
 
-def explained(inputs: WindowAttnInputs) -> dict[str, Any]:
+def explained(inputs: WindowAttnInputs | DenseInputs) -> dict[str, Any]:
     report: dict[str, Any] = inputs.call(partial(torch_ops.explain, getattr(torch_ops, inputs.op)))
     return report
 
 
-def packed_path(inputs: WindowAttnInputs) -> str:
+def attention_path(inputs: WindowAttnInputs | DenseInputs) -> str:
     return str(explained(inputs)["path"])
+
+
+def is_masked(options: dict[str, Any]) -> bool:
+    return bool(options.get("causal")) or any(options.get(f"window_{side}", -1) >= 0 for side in ("left", "right"))
 
 
 def packed_kernels(case: WindowAttnCase, inputs: WindowAttnInputs) -> list[TunedKernel]:
     segments = len(case.lengths)
-    options = inputs.options
-    masked = bool(options.get("causal")) or any(options.get(f"window_{side}", -1) >= 0 for side in ("left", "right"))
+    masked = is_masked(inputs.options)
 
     def tuned(name: str) -> TunedKernel:
         rows = (inputs.k if "dkdv" in name else inputs.q).shape[0]
@@ -88,6 +89,15 @@ def packed_kernels(case: WindowAttnCase, inputs: WindowAttnInputs) -> list[Tuned
     return list(map(tuned, explained(inputs)["kernels"]))
 
 
+def room_for_truth(device: torch.device) -> tuple[int, int]:
+    """Entries of score matrices, of a whole case and of a cut of one: in fp64, and with a gradient, the reference keeps
+    several of them."""
+    if device.type != "cuda":
+        return 2**22, 2**24
+    entries = min(2**28, torch.cuda.get_device_properties(device).total_memory // 128)
+    return entries, entries
+
+
 def packed_trials(
     make: Callable[..., WindowAttnInputs], case: WindowAttnCase, dtype: torch.dtype, device: torch.device,
     backward: bool,
@@ -98,13 +108,10 @@ def packed_trials(
     So the case itself is run too, and the heads of its last key head are compared on the longest
     and the last segment, which is all that fp64 has room for.
     """
-    # Entries of score matrices: in fp64, and with a gradient, the reference keeps several of them.
-    entries, entries_of_one = 2**22, 2**24
-    if device.type == "cuda":
-        entries = entries_of_one = min(2**28, torch.cuda.get_device_properties(device).total_memory // 128)
+    entries, entries_of_one = room_for_truth(device)
     reduced = shorten(case, entries, case.num_heads)
     inputs = make(reduced, dtype, device, seed=1)
-    truths = _truth(inputs, torch.float64, backward), _truth(inputs, dtype, backward)
+    truths = truth_of(inputs, torch.float64, backward), truth_of(inputs, dtype, backward)
     trials = [Trial(notation(reduced), reduced, inputs, lambda name, tensor: tensor, *truths)]
     if reduced == case:
         return trials
@@ -120,7 +127,7 @@ def packed_trials(
         return torch.cat([cut(name, tensor).flatten() for cut in cuts])
 
     def truth(kind: torch.dtype) -> dict[str, Tensor]:
-        parts = [_truth(cut.inputs(inputs), kind, backward) for cut in cuts]
+        parts = [truth_of(cut.inputs(inputs), kind, backward) for cut in cuts]
         return {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
 
     return [*trials, Trial(label, whole, inputs, look, truth(torch.float64), truth(dtype))]
@@ -153,7 +160,7 @@ class _Cut:
         return replace(inputs, cu_seqlens=queries, cu_seqlens_k=keys, **cut)
 
 
-def _truth(inputs: WindowAttnInputs, dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
+def truth_of(inputs: WindowAttnInputs | DenseInputs, dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
     """out, and with `backward` dq, dk, dv, by the reference in `dtype`."""
     tensors = {name: getattr(inputs, name).detach().to(dtype).requires_grad_(backward) for name in ("q", "k", "v")}
     out, _ = inputs.call(getattr(references, inputs.op), **tensors)

@@ -56,6 +56,16 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """All results or gradients of a contender against ours: the largest difference, None where one is not finite, and
+    whether allclose(atol, rtol=0) holds."""
+
+    max_abs: float | None
+    close: bool
+    atol: float
+
+
+@dataclass(frozen=True)
 class Timed:
     """One contender in one measurement.
 
@@ -63,10 +73,11 @@ class Timed:
         status: "ok"; "wrong" where the gate refused it (it is timed all the same); "failed" where
             it raised; "unavailable" where it cannot run the case here; "yardstick" where it computes something else
             on purpose. `note` says why, or what.
-        rounds_ms: one median for each interleaved round.
+        rounds_ms: one median for each interleaved round; one iteration's time where `Measurement.warm_up` is given.
         timer: "graph", "events" or "wall".
         peak_bytes: device memory that one call asks for, its results included, beyond what was there before it.
         gate: what the tolerance rule measured, tensor by tensor.
+        to_ours: how far from ours it is, where that was asked for.
     """
 
     name: str
@@ -76,10 +87,15 @@ class Timed:
     timer: str = ""
     peak_bytes: int | None = None
     gate: tuple[GateReport, ...] = ()
+    to_ours: Difference | None = None
 
     @property
     def ms(self) -> float | None:
         return statistics.median(self.rounds_ms) if self.rounds_ms else None
+
+    @property
+    def mean_ms(self) -> float | None:
+        return statistics.fmean(self.rounds_ms) if self.rounds_ms else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,8 @@ class Measurement:
     """Ours and its peers on one case in one direction ("forward", "backward").
 
     `path` is the path that ours took; `cache` is "warm", or "cold" where each call met inputs that
-    the L2 cache no longer held.
+    the L2 cache no longer held. `warm_up` is how many untimed turns came before rounds of one iteration each, None
+    where rounds are medians.
     """
 
     op: str
@@ -101,6 +118,7 @@ class Measurement:
     bytes_moved: int
     ours: Timed
     peers: tuple[Timed, ...]
+    warm_up: int | None = None
 
     @property
     def best_peer(self) -> Timed | None:
@@ -295,7 +313,9 @@ def read_report(path: Path) -> Report:
 
 def _timed(entry: dict[str, Any]) -> Timed:
     gate = tuple(GateReport(**report) for report in entry["gate"])
-    return Timed(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "gate": gate})
+    far = entry.get("to_ours")
+    to_ours = None if far is None else Difference(**far)
+    return Timed(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "gate": gate, "to_ours": to_ours})
 
 
 def _measurement(entry: dict[str, Any]) -> Measurement:

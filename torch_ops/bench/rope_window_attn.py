@@ -11,7 +11,7 @@ import torch_ops
 from csrc_free_ops import rope
 from torch_ops.bench import packed, results
 from torch_ops.bench.attention_peers import CUDNN, FLASH2, FLASH4, REFERENCE, Turn, packed_call, turned_first
-from torch_ops.bench.packed import packed_cost, packed_kernels, packed_path, packed_trials
+from torch_ops.bench.packed import attention_cost, attention_path, packed_kernels, packed_trials
 from torch_ops.bench.packed_cases import find_cases, notation
 from torch_ops.bench.room import Call, Contender, Cost, HostCall, Room, named
 from torch_ops.testing import references
@@ -93,7 +93,7 @@ def _default_peers(device: torch.device) -> tuple[str, ...]:
 
 def _cost(inputs: RopeWindowAttnInputs, backward: bool) -> Cost:
     """That of attention, and the tables, which are read once more."""
-    attention = packed_cost(inputs, backward)
+    attention = attention_cost(inputs, backward)
     return Cost(attention.flops, attention.bytes_moved + inputs.cos.nbytes + inputs.sin.nbytes)
 
 
@@ -122,7 +122,7 @@ ROOM = Room(
     inputs=make_projected_rope_inputs,
     trials=partial(packed_trials, make_projected_rope_inputs),
     cost=_cost,
-    path=packed_path,
+    path=attention_path,
     ours=Contender(results.OURS, _bind_ours, lambda case, dtype, device: "", lambda: "vk::rope_window_attn"),
     peers=PEERS,
     default_peers=_default_peers,

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -49,10 +49,10 @@ def tables(report: Report) -> list[Table]:
     return made
 
 
-def markdown(report: Report) -> str:
+def markdown(report: Report, tables_of: Callable[[Report], list[Table]] = tables) -> str:
     """What goes into documents: every table, its notes, and where the figures come from."""
     parts = []
-    for table in tables(report):
+    for table in tables_of(report):
         lines = [f"### {table.title}", "", markdown_table(table)]
         lines += ["", *(f"- {note}" for note in table.notes)] if table.notes else []
         parts.append("\n".join(lines))
@@ -65,12 +65,12 @@ def markdown_table(table: Table) -> str:
     return "\n".join(map(_row, (table.headers, ["---"] * len(table.headers), *table.rows)))
 
 
-def print_tables(report: Report) -> None:
+def print_tables(report: Report, tables_of: Callable[[Report], list[Table]] = tables) -> None:
     """The same on stdout, for reading."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=180)  # a log or a pipe: rather long lines than folded cells
-    for table in tables(report):
+    for table in tables_of(report):
         shown = RichTable(
             *(escape(header) for header in table.headers),
             title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
@@ -145,7 +145,7 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     rounds = {len(one.ours.rounds_ms) for one in measurements if one.ours.rounds_ms}
     if rounds:
         count = "..".join(str(number) for number in sorted({min(rounds), max(rounds)}))
-        notes.append(f"times: median (min..max) of {count} interleaved rounds, {_timers(measurements)}")
+        notes.append(f"times: median (min..max) of {count} interleaved rounds, {timers_in_words(measurements)}")
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for one in measurements:
         for timed in (one.ours, *one.peers):
@@ -161,7 +161,7 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
     return notes
 
 
-def _timers(measurements: Sequence[Measurement]) -> str:
+def timers_in_words(measurements: Sequence[Measurement]) -> str:
     words = {"graph": "CUDA graph replays", "events": "between events", "wall": "wall time"}
     used: dict[str, list[str]] = {}
     for one in measurements:

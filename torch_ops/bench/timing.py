@@ -94,11 +94,15 @@ def on_timing_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def make_timer(calls: Sequence[Work], device: torch.device) -> Timer:
-    """A timer of one call; several `calls` do the same on inputs of their own and take turns."""
+def make_timer(calls: Sequence[Work], device: torch.device, briefly: bool = False) -> Timer:
+    """A timer of one call; several `calls` do the same on inputs of their own and take turns.
+
+    `briefly`, a sample is no median, but the mean of one replay's calls, or a single call.
+    """
     if device.type != "cuda":
         calls[0]()
-        return Timer("wall", lambda: _wall_ms(calls), calls)
+        taken = itertools.cycle(calls)
+        return Timer("wall", lambda: _call_ms(next(taken)) if briefly else _wall_ms(calls), calls)
     stream = _stream(device)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
@@ -107,9 +111,11 @@ def make_timer(calls: Sequence[Work], device: torch.device) -> Timer:
         estimate = _between_events(lambda: [calls[0]() for _ in range(MIN_SAMPLES)]) / MIN_SAMPLES
     captured = _capture(calls, estimate, stream)
     if captured is None:
-        return Timer("events", lambda: _events_ms(calls, estimate, stream), calls)
+        samples = 1 if briefly else _samples(estimate)
+        return Timer("events", lambda: _events_ms(calls, samples, stream), calls)
     graph, calls_per_replay = captured
-    return Timer("graph", lambda: _graph_ms(graph, stream) / calls_per_replay, calls)
+    replay_ms = _replay_ms if briefly else _graph_ms
+    return Timer("graph", lambda: replay_ms(graph, stream) / calls_per_replay, calls)
 
 
 def peak_bytes(call: Work, device: torch.device) -> int | None:
@@ -195,11 +201,16 @@ def _graph_ms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
         return statistics.median(_between_events(graph.replay) for _ in range(_samples(once)))
 
 
-def _events_ms(calls: Sequence[Work], estimate: float, stream: torch.cuda.Stream) -> float:
+def _replay_ms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+    with torch.cuda.stream(stream):
+        return _between_events(graph.replay)
+
+
+def _events_ms(calls: Sequence[Work], samples: int, stream: torch.cuda.Stream) -> float:
     flush = _flush_buffer(stream.device)
     times = []
     with torch.cuda.stream(stream):
-        for index in range(_samples(estimate)):
+        for index in range(samples):
             # While the device writes this, the host gets ahead: launches stay out of the figure.
             flush.zero_()
             times.append(_between_events(calls[index % len(calls)]))
@@ -213,7 +224,11 @@ def _samples(ms: float) -> int:
 def _wall_ms(calls: Sequence[Work]) -> float:
     times: list[float] = []
     while len(times) < MIN_SAMPLES and sum(times) < 4 * CPU_ROUND_MS or sum(times) < CPU_ROUND_MS:
-        start = time.perf_counter()
-        calls[len(times) % len(calls)]()
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(_call_ms(calls[len(times) % len(calls)]))
     return statistics.median(times)
+
+
+def _call_ms(call: Work) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3

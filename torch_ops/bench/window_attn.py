@@ -14,7 +14,7 @@ from torch_ops._scores import Scores
 from torch_ops.bench import results
 from torch_ops.bench.attention_peers import PEERS, packed_call
 from torch_ops.bench.host import recorded_launches
-from torch_ops.bench.packed import JITS, packed_cost, packed_kernels, packed_path, packed_trials
+from torch_ops.bench.packed import JITS, attention_cost, attention_path, packed_kernels, packed_trials
 from torch_ops.bench.packed_cases import find_cases, notation
 from torch_ops.bench.room import Call, Contender, HostCall, Room
 from torch_ops.testing.cases import (
@@ -96,7 +96,7 @@ def _raw_calls(
     inputs: WindowAttnInputs,
 ) -> tuple[Callable[[], object] | None, Callable[[], object] | None, str]:
     """The kernel's launch and the launcher's call, or why there are none."""
-    path = packed_path(inputs)
+    path = attention_path(inputs)
     if path == "reference":
         return None, None, "there is none on this device"
     q, k, v, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
@@ -121,8 +121,8 @@ ROOM = Room(
     shape=notation,
     inputs=make_inputs,
     trials=partial(packed_trials, make_inputs),
-    cost=packed_cost,
-    path=packed_path,
+    cost=attention_cost,
+    path=attention_path,
     ours=OURS,
     peers=(OURS_FREE, *PEERS),
     default_peers=_default_peers,
