@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def decode_calls(
-    batch: Any = 16, capacity: Any = 4096, head_dim: int = 128, num_heads: int = 32, num_k_heads: int = 8,
+    batch: Any = 3, capacity: Any = 4096, head_dim: int = 128, num_heads: int = 32, num_k_heads: int = 8,
     queries: Any = 1, page_size: int = 0, prefixes: int = 0, prefix_lengths: bool = False, alibi: bool = False,
     sinks: bool = False, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None, **options: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip

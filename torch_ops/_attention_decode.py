@@ -5,7 +5,7 @@ split calls and launches up to three kernels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,12 +63,18 @@ def _share(
     launch, source = pick(
         kernel, _gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
     )
+    if keys.dtype.itemsize > q.dtype.itemsize:
+        # Launches are for keys of q's dtype; shared memory has room for as many bytes.
+        launch = replace(launch, block_n=max(16, launch.block_n * q.dtype.itemsize // keys.dtype.itemsize))
     rows = launch.block_m
     # Numbers of heads are constants of the kernel, so a trace takes them for such in any case.
     num_k_heads, group = int(keys.shape[1]), int(q.shape[1] // keys.shape[1])
     most = samples * (q.shape[2] if _known(q.shape[2]) else MOST_QUERIES) * group
     if _known(most) and not (batch_invariant and kernel.endswith("_shared")):
         rows = min(rows, max(16, next_power_of_2(most)))
+    if 16 < rows and not kernel.endswith("_shared"):
+        # Beside twice the scores, registers do not hold more.
+        launch = replace(launch, block_n=min(launch.block_n, 64))
     if batch_invariant:
         # Of symbols one more than there may be, so that it is known to be none of 0 and 1.
         splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if _known(capacity) else capacity // INVARIANT_KEYS + 2
