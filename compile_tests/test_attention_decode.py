@@ -31,7 +31,7 @@ from compile_tests.contract import (
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches
+from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches, fused
 from csrc_free_ops.configs import Gpu, Launch, decode_splits
 from torch_ops import attention_decode
 from torch_ops._registry import OPS
@@ -250,6 +250,9 @@ BUILDS = [
 @lru_cache
 def _builds(target: str, variant: str, head_dim: int) -> tuple[Build, ...]:
     launches = decode_launches(TARGETS[target], **{**VARIANTS[variant], "head_dim": head_dim})
+    if TARGETS[target].backend == "cuda":
+        own = [launch for launch in launches if launch.kwargs.get("PARTIAL") and not launch.kwargs["SHARED"]]
+        launches += map(fused, own)
     with fake_gpu(TARGETS[target]):
         return tuple(build(launch, TARGETS[target]) for launch in launches)
 
@@ -261,15 +264,23 @@ def test_nothing_spills_and_all_fits(target: str, variant: str, head_dim: int) -
     assert not wrong, "\n".join((f"limit {limit}", *wrong))
 
 
-@pytest.mark.parametrize("variant", ["plain", "pages_16", "pages_128"])
+@pytest.mark.parametrize("variant", ["whole", "plain", "pages_16", "pages_128"])
 def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> None:
     attend = next(built for built in _builds("sm_90", variant, 128) if built.launch.name == ATTEND)
     ptx = attend.asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
-    # In front of the loop and in it, each of K and V in BLOCK_N rows of 16 columns of 16 bytes among 128 threads.
-    assert len(re.findall(r"cp\.async\.cg", ptx)) == 3 * 2 * 128 * 16 // 128
-    # A multiprocessor has room for no second one.
-    assert 2**17 <= attend.shared <= shared_memory(SM90)
+    stages, cols = attend.launch.kwargs["num_stages"], attend.launch.kwargs["BLOCK_N"]
+    # In front of the loop and in it, each of K and V in rows of 16 columns of 16 bytes among 128 threads.
+    assert len(re.findall(r"cp\.async\.cg", ptx)) == stages * 2 * cols * 16 // 128
+    assert (stages, cols) == ((3, 128) if variant == "whole" else (4, 64))
+
+
+def test_last_programs_find_what_others_wrote() -> None:
+    """All threads of a program wait for each other before one counts it, and read parts past L1, many at once."""
+    ptx = _builds("sm_90", "plain", 128)[-1].asm["ptx"]
+    count = ptx.index("atom.global.gpu.acq_rel.add")
+    assert "bar.sync" in ptx[ptx.rindex("st.global", 0, count) : count]
+    assert ptx.count("ld.global.cg.v4", count) == 16 and "ld.global.v4" not in ptx[count:]
 
 
 def test_kernels_that_may_begin_early_wait_first_of_all() -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.interpreter import with_dtypes
-from torch_ops import attention_decode, window_attn
+from torch_ops import _attention_decode, attention_decode, window_attn
 from torch_ops.testing import check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import (
     DECODE_LAYOUTS,
@@ -133,6 +135,24 @@ def test_same_bits_every_time(case: DecodeCase, device: str) -> None:
     inputs = make_decode_inputs(case, torch.float16, device)
     for first, second in zip(inputs.call(OP), inputs.call(OP), strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(not (INTERPRET or GPU), reason="compares kernels")
+@pytest.mark.parametrize("name", ["split", "speculative", "pages_16", "prefix", "prefix_everything", "invariant"])
+@pytest.mark.parametrize("splits", [0, 3, 20])
+def test_same_bits_whichever_kernel_adds_the_parts_up(name: str, splits: int, device: str) -> None:
+    inputs = make_decode_inputs(_case(name), torch.float16, device)
+    chosen = {} if inputs.options.get("batch_invariant") else {"num_splits": splits}
+    results = {}
+    for most in (0, 2**30):
+        with torch_ops.settings(), mock.patch.object(_attention_decode, "MOST_BYTES_AT_END", most), poisoned():
+            results[most] = inputs.call(OP, **chosen)
+            explained: Any = inputs.call(partial(torch_ops.explain, attention_decode), **chosen)
+        assert ("attention_decode_combine" in explained["kernels"]) == (
+            most == 0 and sum(explained["splits"].values()) > 1
+        )
+    for one, other in zip(results[0], results[2**30], strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_call_sees_its_own_tensors(device: str) -> None:
