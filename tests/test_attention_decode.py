@@ -159,6 +159,15 @@ def test_same_bits_whichever_kernel_adds_the_parts_up(name: str, splits: int, de
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["split", "pages_16", "pages_128", "prefix_everything"])
+def test_blocks_may_be_taken_in_turn(name: str, device: str) -> None:
+    with (
+        mock.patch.dict(_attention_decode.READING, {"IN_TURN": True, "AHEAD": 2}),
+        mock.patch.object(torch_ops.settings, "generation", -2),
+    ):
+        verify(make_decode_inputs(_case(name), torch.float16, device))
+
+
 def test_every_call_sees_its_own_tensors(device: str) -> None:
     for seed in range(3):
         verify(make_decode_inputs(_case("pages_16"), torch.float16, device, seed))

@@ -28,6 +28,9 @@ from torch_ops.settings import settings
 
 # One multiprocessor reads so many bytes in about the time that a second launch takes.
 MOST_BYTES_AT_END = 2**17
+# Whether a split's blocks of keys are in turn with those of others, or a run; and how many of its blocks are fetched to
+# L2 before the kernel in front is done.
+READING = {"IN_TURN": False, "AHEAD": 0}
 # By how many tiles there may be: counters of a launch.
 COUNTERS = (16, 128, 1024)
 
@@ -188,6 +191,9 @@ def plan_decode(
         group = num_heads // k.shape[1]
         table = None if shared else block_table
         unit, key_strides = _key_strides(k, v)
+        # Known before lengths are: where the first blocks of a split begin.
+        known = not shared and table is None and k.numel() > 0 and not batch_invariant and scores.left < 0
+        ahead = READING["AHEAD"] if known and overlap and (whole or READING["IN_TURN"]) else 0
         tiles = (share.samples * queries * group + share.rows - 1) // share.rows
         grid = (share.groups * share.splits * k.shape[1] * tiles,)
         scalars = (
@@ -204,6 +210,7 @@ def plan_decode(
             "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
             **({"FUSED_ROWS": 0} if ending is None else ending.constants(share.launch)),
             "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
+            "IN_TURN": READING["IN_TURN"] and not batch_invariant, "AHEAD": ahead,
             "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
             "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages, **early,
         }  # fmt: skip

@@ -33,7 +33,6 @@ import triton.language as tl
 from csrc_free_ops.tiles.masks import block_span, within_bounds
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
-    PAST_L1,
     accumulate_rows,
     column_starts,
     dot_rows,
@@ -133,7 +132,7 @@ def _add_parts(
             places = tl.cast(first + index, tl.int64) * total_rows + rows
             exponents += (tl.load(exponents_ptr + places, mask=there, other=float("-inf"), cache_modifier=".cg"),)
             part_rows = tl.where(there, places * HEAD_DIM, BEYOND)
-            parts += (load_rows(parts_ptr, starts, part_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, True, PAST_L1),)
+            parts += (load_rows(parts_ptr, starts, part_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, True, True),)
         before = peak
         for index in tl.static_range(PARTS_AT_ONCE):
             peak = tl.maximum(peak, exponents[index])
@@ -197,6 +196,32 @@ def _load_keys(
 
 
 @triton.jit
+def _fetch_ahead(
+    k_base, v_base, first, pace, capacity, STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Lets BLOCKS blocks of keys and values come to L2, the first at `first`. Returns 0, for an address to need."""
+    # Of each row its pieces of 128 bytes.
+    PIECE: tl.constexpr = 1024 // k_base.dtype.element_ty.primitive_bitwidth
+    PIECES: tl.constexpr = 1 if HEAD_DIM <= PIECE else 2 if HEAD_DIM <= 2 * PIECE else 4 if HEAD_DIM <= 4 * PIECE else 8
+    place = tl.arange(0, BLOCK_N * PIECES)
+    column = tl.minimum(place % PIECES * PIECE, HEAD_DIM - 1)
+    zeros = tl.zeros((BLOCK_N * PIECES,), tl.int32)
+    for block in tl.static_range(BLOCKS):
+        row = tl.minimum(first + block * pace + place // PIECES, capacity - 1).to(tl.int64)
+        keys = tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [k_base + row * STRIDE_KS + column],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        values = tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [v_base + row * STRIDE_VS + column],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        zeros += keys + values
+    return tl.max(zeros, 0)
+
+
+@triton.jit
 def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of `_load_keys` for the block at `start`, within those that there are; 0 past the `end` of blocks."""
     keys = start
@@ -208,14 +233,14 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 
 @triton.jit
 def _attend(
-    q, positions, k_base, v_base, table_ptr, starts, begin, end, length, num_pages, stride_kb, stride_vb,
+    q, positions, k_base, v_base, table_ptr, starts, begin, end, pace, length, num_pages, stride_kb, stride_vb,
     scale, window_left, window_right, step,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the keys in blocks from `begin` up to `end`.
+    """Sums over the keys in blocks from `begin` up to `end`, `pace` keys from one to the next.
 
     Every block is masked, where portable_fwd has loops of their own for those that need it: reading is what takes
     time, and between two loops there would be nothing on its way.
@@ -229,7 +254,7 @@ def _attend(
     page = 0
     if PAGE_SIZE > 0:
         page = _find_pages(table_ptr, begin, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, pace):
         k = _load_keys(
             k_base, starts, start, cols, length, page, stride_kb,
             STRIDE_KS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
@@ -240,7 +265,7 @@ def _attend(
         )  # fmt: skip
         if PAGE_SIZE > 0:
             # One block ahead, so that addresses do not wait for them.
-            page = _find_pages(table_ptr, start + BLOCK_N, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
+            page = _find_pages(table_ptr, start + pace, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
         keys = (start + cols)[None, :]
         products = dot_rows(q, _like(k, q), PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, _ = step_scores(products, positions[:, None], keys, 0, scale, step, STEPS)
@@ -265,7 +290,8 @@ def _attention_decode_kernel(
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_K_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     SHARED: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PARTIAL: tl.constexpr, FUSED_ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, IN_TURN: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups * splits * key heads * tiles of BLOCK_M rows), of `samples` sequences each; 1 without SHARED.
@@ -278,7 +304,6 @@ def _attention_decode_kernel(
     With FUSED_ROWS, the last program of a tile to be done adds up all parts up to its own splits', so many rows at
     once, to what `whole` pointers are of. `counters`, one for each tile, are 0 before and after.
     """
-    await_before(OVERLAPS)
     NATURAL: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     scale = tl.cast(scale, tl.float32)
     rows_of_group = samples * num_queries * GROUP
@@ -288,6 +313,20 @@ def _attention_decode_kernel(
     k_head = program // tiles % NUM_K_HEADS
     split = program // tiles // NUM_K_HEADS % num_splits
     group = tl.cast(program // tiles // NUM_K_HEADS // num_splits, tl.int64)
+
+    k_base = k_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_kh, tl.int64) * UNIT
+    v_base = v_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_vh, tl.int64) * UNIT
+    if PAGE_SIZE == 0:
+        k_base += group * tl.cast(stride_kb, tl.int64) * UNIT
+        v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
+    awaited = 0
+    if AHEAD > 0:
+        # Whatever the kernel before writes, of L2 there is one.
+        awaited = _fetch_ahead(
+            k_base, v_base, split * BLOCK_N, num_splits * BLOCK_N, capacity, STRIDE_KS, STRIDE_VS,
+            HEAD_DIM, BLOCK_N, AHEAD,
+        )  # fmt: skip
+    await_before(OVERLAPS)
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < rows_of_group
@@ -305,29 +344,30 @@ def _attention_decode_kernel(
         tl.min(positions, 0), tl.max(positions, 0), 0, window_left, window_right, key_length,
         HAS_LEFT, HAS_RIGHT, BLOCK_N,
     )  # fmt: skip
+    pace = BLOCK_N
     if SPLIT_KEYS > 0:
         begin = tl.maximum(split * SPLIT_KEYS, low)
         end = tl.minimum((split + 1) * SPLIT_KEYS, high)
+    elif IN_TURN:
+        # Where the first block begins does not depend on the length then.
+        begin = low + split * BLOCK_N
+        end = high
+        pace = num_splits * BLOCK_N
     else:
         blocks = tl.maximum(high - low + BLOCK_N - 1, 0) // BLOCK_N
         begin = low + split * blocks // num_splits * BLOCK_N
         end = tl.minimum(low + (split + 1) * blocks // num_splits * BLOCK_N, high)
 
     starts = column_starts(k_head, HEAD_DIM, MAIN)
-    q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs
+    q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs + awaited
     q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
     slopes = 0.0
     if ALIBI & STEPS:
         slopes = tl.load(slopes_ptr + sample * stride_sb + head)[:, None]
     # As tiles/steps.py has them; sinks come in the end.
     step = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
-    k_base = k_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_kh, tl.int64) * UNIT
-    v_base = v_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_vh, tl.int64) * UNIT
-    if PAGE_SIZE == 0:
-        k_base += group * tl.cast(stride_kb, tl.int64) * UNIT
-        v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
     acc, peak, norm = _attend(
-        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, key_length, num_pages,
+        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, pace, key_length, num_pages,
         stride_kb, stride_vb, scale, window_left, window_right, step,
         STRIDE_KS, STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL,
         HAS_LEFT, HAS_RIGHT, STEPS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
