@@ -97,7 +97,10 @@ def shares_of(
     q: Tensor, k_cache: Tensor, block_table: Tensor | None, prefix_k: Tensor | None, num_splits: int,
     batch_invariant: bool,
 ) -> dict[str, Share]:  # fmt: skip
-    """By kernel, as launch rows have it: that of the prefix first if there is one, that of the cache last."""
+    """By kernel, as launch rows have it: that of the prefix first if there is one, that of the cache last.
+
+    Where a program sees all keys of a row, its launch is that of "attention_decode", else of "attention_decode_split".
+    """
     shares: dict[str, Share] = {}
     if prefix_k is not None:
         prefixes = prefix_k.shape[0]
