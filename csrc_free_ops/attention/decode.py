@@ -18,9 +18,9 @@ the unit of the exponents (tiles/scores.py). The parts are then added up in the 
 with one running maximum, PARTS_AT_ONCE parts at a time: parts without keys add exact zeros, and one part alone stays as
 it is, bit by bit. With SPLIT_KEYS a split is that many keys, so what is added to what depends on the sequence alone.
 
-A second kernel does it, or, with FUSED_ROWS, the last program of a tile to be done, whichever that is: each counts itself at
-a counter of the tile's once its part is written, and who finds that all others did finds their parts there too. Both
-do the same to each element in the same order, so that their bits are the same.
+A second kernel does it, or, with FUSED_ROWS, the last program of a tile to be done, whichever that is: each counts
+itself at a counter of the tile's once its part is written, and who finds that all others did finds their parts there
+too. Both do the same to each element in the same order, so that their bits are the same.
 
 Keys that several sequences begin with are read once for all of them: with SHARED the rows of a tile are those of all
 samples of a group, and their parts are further splits of each. FlashAttention-2's recurrence, arXiv 2307.08691;
