@@ -31,7 +31,7 @@ from compile_tests.contract import (
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches
+from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches, fused
 from csrc_free_ops.configs import Gpu, Launch, decode_splits
 from torch_ops import attention_decode
 from torch_ops._registry import OPS
@@ -250,6 +250,9 @@ BUILDS = [
 @lru_cache
 def _builds(target: str, variant: str, head_dim: int) -> tuple[Build, ...]:
     launches = decode_launches(TARGETS[target], **{**VARIANTS[variant], "head_dim": head_dim})
+    if TARGETS[target].backend == "cuda":
+        own = [launch for launch in launches if launch.kwargs.get("PARTIAL") and not launch.kwargs["SHARED"]]
+        launches += map(fused, own)
     with fake_gpu(TARGETS[target]):
         return tuple(build(launch, TARGETS[target]) for launch in launches)
 
@@ -261,15 +264,23 @@ def test_nothing_spills_and_all_fits(target: str, variant: str, head_dim: int) -
     assert not wrong, "\n".join((f"limit {limit}", *wrong))
 
 
-@pytest.mark.parametrize("variant", ["plain", "pages_16", "pages_128"])
+@pytest.mark.parametrize("variant", ["whole", "plain", "pages_16", "pages_128"])
 def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> None:
     attend = next(built for built in _builds("sm_90", variant, 128) if built.launch.name == ATTEND)
     ptx = attend.asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
-    # In front of the loop and in it, each of K and V in BLOCK_N rows of 16 columns of 16 bytes among 128 threads.
-    assert len(re.findall(r"cp\.async\.cg", ptx)) == 3 * 2 * 64 * 16 // 128
-    # Of three such programs a multiprocessor has room.
-    assert 3 * (attend.shared + 1024) <= 233472
+    stages, cols = attend.launch.kwargs["num_stages"], attend.launch.kwargs["BLOCK_N"]
+    # In front of the loop and in it, each of K and V in rows of 16 columns of 16 bytes among 128 threads.
+    assert len(re.findall(r"cp\.async\.cg", ptx)) == stages * 2 * cols * 16 // 128
+    assert (stages, cols) == ((3, 128) if variant == "whole" else (4, 64))
+
+
+def test_last_programs_find_what_others_wrote() -> None:
+    """All threads of a program wait for each other before one counts it, and read parts past L1, many at once."""
+    ptx = _builds("sm_90", "plain", 128)[-1].asm["ptx"]
+    count = ptx.index("atom.global.gpu.acq_rel.add")
+    assert "bar.sync" in ptx[ptx.rindex("st.global", 0, count) : count]
+    assert ptx.count("ld.global.cg.v4", count) == 16 and "ld.global.v4" not in ptx[count:]
 
 
 def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
@@ -282,18 +293,20 @@ def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
         assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
 
 
-def test_splits_fill_waves_of_programs() -> None:
-    """On 132 multiprocessors with room for three programs each; a row of K and V has 512 bytes."""
+def test_splits_are_as_many_as_there_are_multiprocessors_for() -> None:
+    """On 132 of them, each with room for one program; a row of K and V has 512 bytes."""
     h200 = Gpu("h200", "cuda", 90, 232448, 132)
-    launch = Launch(16, 64, 4, 3)
+    launch = Launch(16, 128, 4, 3)
 
     def splits(batch: int, capacity: int) -> int:
         return decode_splits(h200, launch, batch * 8, capacity, 512)
 
-    assert splits(16, 8192) == 3
-    assert splits(1, 65536) * 8 <= 396 and splits(1, 65536) >= 47
+    assert splits(1, 65536) == splits(1, 8192) == 16 and splits(5, 8192) == 3
+    assert splits(16, 8192) == splits(64, 4096) == 1
+    # 136 shares would leave all but four idle in a second wave.
+    assert splits(17, 65536) == 12
     # Of short caches each split has some blocks.
-    assert splits(1, 1024) == 4 and splits(1, 10) == 1
+    assert splits(1, 1024) == 4 and splits(1, 10) == splits(0, 10) == 1
     assert decode_splits(h200, launch, None, None, 512) == decode_splits(h200, launch, None, 8192, 512)
 
 

@@ -45,9 +45,13 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     # Tiles have no more rows than there are: the first of the four sizes is a bound.
-    "attention_decode": tuple(
-        Launch(32, cols, warps, stages) for cols, warps, stages in product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 6))
-    ),
+    **{
+        kernel: tuple(
+            Launch(32, cols, warps, stages)
+            for cols, warps, stages in product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 6))
+        )
+        for kernel in ("attention_decode", "attention_decode_split")
+    },
     "attention_decode_shared": tuple(
         Launch(rows, cols, warps, stages)
         for rows, cols, warps, stages in product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))

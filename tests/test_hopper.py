@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 import torch_ops
 from csrc_free_ops.configs import HOPPER_LAUNCHES, Launch
 from tests.test_window_attn import backward, differentiate
-from torch_ops import _attention, _attention_hopper, _attention_hopper_backward, settings, window_attn
+from torch_ops import _attention, _attention_hopper, _attention_hopper_backward, _tickets, settings, window_attn
 from torch_ops._attention_portable import choose
 from torch_ops._device import gpu
 from torch_ops._scores import Scores
@@ -412,7 +412,7 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
     expected = _out_and_gradients(inputs)
     leaves = tuple(getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v"))
     compiled = torch.compile(window_attn, mode="reduce-overhead", fullgraph=True)
-    tickets = lru_cache(_attention_hopper._Tickets)
+    tickets = lru_cache(_tickets.Tickets)
     with ExitStack() as stack:
         stack.enter_context(settings(path="hopper"))
         # As if this were the first call of all.

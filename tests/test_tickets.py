@@ -1,11 +1,11 @@
-"""The counters of the Hopper path: whose they are, and when new ones are made, which waits for the device."""
+"""Counters that outlive a launch: whose they are, and when new ones are made, which waits for the device."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from torch_ops import _attention_hopper
+from torch_ops import _tickets
 
 pytestmark = pytest.mark.no_interpret
 
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     return gpu
 
 
-class _Tickets(_attention_hopper._Tickets):
+class _Tickets(_tickets.Tickets):
     SLAB = 3
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """The launcher of attention over a cache of keys.
 
 `plan_decode` looks at metadata and options alone and returns launch(q, ..., out, lse), which makes the workspaces of
-split calls and launches up to three kernels.
+split calls and launches up to three kernels, of which the last may be part of the one before.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,18 @@ from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._launches import Relaunch, can_overlap, readable, with_columns
-from torch_ops._registry import INTERPRET, runs_kernels, wrap_triton
+from torch_ops._registry import INTERPRET, is_eager, runs_kernels, wrap_triton
 from torch_ops._scores import Scores
+from torch_ops._tickets import tickets
 from torch_ops.settings import settings
 
-# Parts that the second kernel adds up at a time where they may not depend on how many there are.
-INVARIANT_CHUNK = 16
+# One multiprocessor reads so many bytes in about the time that a second launch takes.
+MOST_BYTES_AT_END = 2**17
+# Whether a split's blocks of keys are in turn with those of others, or a run; and how many of its blocks are fetched to
+# L2 before the kernel in front is done.
+READING = {"IN_TURN": False, "AHEAD": 0}
+# By how many tiles there may be: counters of a launch.
+COUNTERS = (16, 128, 1024)
 
 
 def _known(*sizes: int) -> bool:
@@ -63,12 +69,18 @@ def _share(
     launch, source = pick(
         kernel, _gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
     )
+    if keys.dtype.itemsize > q.dtype.itemsize:
+        # Launches are for keys of q's dtype; shared memory has room for as many bytes.
+        launch = replace(launch, block_n=max(16, launch.block_n * q.dtype.itemsize // keys.dtype.itemsize))
     rows = launch.block_m
     # Numbers of heads are constants of the kernel, so a trace takes them for such in any case.
     num_k_heads, group = int(keys.shape[1]), int(q.shape[1] // keys.shape[1])
     most = samples * (q.shape[2] if _known(q.shape[2]) else MOST_QUERIES) * group
     if _known(most) and not (batch_invariant and kernel.endswith("_shared")):
         rows = min(rows, max(16, next_power_of_2(most)))
+    if 16 < rows and not kernel.endswith("_shared"):
+        # Beside twice the scores, registers do not hold more.
+        launch = replace(launch, block_n=min(launch.block_n, 64))
     if batch_invariant:
         # Of symbols one more than there may be, so that it is known to be none of 0 and 1.
         splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if _known(capacity) else capacity // INVARIANT_KEYS + 2
@@ -85,8 +97,11 @@ def shares_of(
     q: Tensor, k_cache: Tensor, block_table: Tensor | None, prefix_k: Tensor | None, num_splits: int,
     batch_invariant: bool,
 ) -> dict[str, Share]:  # fmt: skip
-    """By kernel, as launch rows have it: that of the prefix first if there is one."""
-    shares = {}
+    """By kernel, as launch rows have it: that of the prefix first if there is one, that of the cache last.
+
+    Where a program sees all keys of a row, its launch is that of "attention_decode", else of "attention_decode_split".
+    """
+    shares: dict[str, Share] = {}
     if prefix_k is not None:
         prefixes = prefix_k.shape[0]
         shares["attention_decode_shared"] = _share(
@@ -94,18 +109,53 @@ def shares_of(
             batch_invariant,
         )  # fmt: skip
     capacity = capacity_of(k_cache, block_table)
-    shares["attention_decode"] = _share(
-        "attention_decode", q, k_cache, q.shape[0], 1, capacity, num_splits, batch_invariant
-    )
-    return shares
+    for kernel in ("attention_decode", "attention_decode_split"):
+        own = _share(kernel, q, k_cache, q.shape[0], 1, capacity, num_splits, batch_invariant)
+        # By splits that follow from the first launch.
+        num_splits = 0 if batch_invariant else own.splits
+        if not shares and not batch_invariant and _known(own.splits) and own.splits == 1:
+            break
+    return {**shares, kernel: own}
 
 
-def combining(splits: int, batch_invariant: bool) -> Launch:
-    """Of the second kernel: its columns are parts that it has under way at once, all of them where it can."""
-    if batch_invariant or not _known(splits):
-        return Launch(1, INVARIANT_CHUNK, 2, 1)
-    chunk = min(64, max(4, next_power_of_2(splits)))
-    return Launch(1, chunk, 2 if chunk <= 16 else 4, 1)
+def combining(width: int) -> Launch:
+    """Of the second kernel: a row, and threads for 16 bytes of each of its parts."""
+    return Launch(1, width, 1 if width <= 128 else 2, 1)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the last program of a tile finds out that it is, and adds up `rows` rows of it at once."""
+
+    rows: int
+    counters: int
+
+    def constants(self, launch: Launch) -> dict[str, int]:
+        # Left to itself ptxas keeps what is needed behind the loop in memory, to have registers for one program more.
+        registers = {} if INTERPRET else {"maxnreg": min(255, 65536 // (32 * launch.num_warps))}
+        return {"FUSED_ROWS": self.rows, **registers}
+
+    def take(self, device: torch.device) -> Tensor:
+        if INTERPRET:
+            return torch.zeros(self.counters, dtype=torch.int32)
+        return tickets(device, self.counters).take()
+
+
+def ending_of(share: Share, q: Tensor, num_k_heads: int, parts: int) -> Ending | None:
+    """None where a second kernel adds up.
+
+    That is in traces, whose launches have no counters; where one multiprocessor would read too much; and on AMD's GPUs,
+    whose caches were not looked into.
+    """
+    if not is_eager() or _gpu().backend == "hip":
+        return None
+    rows = share.samples * q.shape[2] * (q.shape[1] // num_k_heads)
+    width = covered_width(q.shape[3], q.dtype.itemsize)
+    tiles = share.groups * num_k_heads * cdiv(rows, share.rows)
+    if tiles > COUNTERS[-1] or parts * min(rows, share.rows) * width * 4 > MOST_BYTES_AT_END:
+        return None
+    at_once = 128 * share.launch.num_warps // next_power_of_2(width)
+    return Ending(max(1, min(at_once, share.rows)), next(size for size in COUNTERS if tiles <= size))
 
 
 def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -128,7 +178,7 @@ def plan_decode(
     overlap = can_overlap()
     early = {"launch_pdl": True} if overlap else {}
     shares = shares_of(q, k_cache, block_table, prefix_k, num_splits, batch_invariant)
-    own, before = shares["attention_decode"], shares.get("attention_decode_shared")
+    own, before = list(shares.values())[-1], shares.get("attention_decode_shared")
     splits = own.splits + (0 if before is None else before.splits)
     # Whether one program sees all keys of a row; symbols may not be branched on.
     whole = before is None and _known(splits) and splits == 1
@@ -136,10 +186,17 @@ def plan_decode(
     q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
     slope_stride = num_heads if scores.alibi == 2 else 0
 
-    def launcher(share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int) -> Callable[..., None]:
+    ending = None if whole else ending_of(own, q, k_cache.shape[1], splits)
+
+    def launcher(
+        share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int, ending: Ending | None = None
+    ) -> Callable[..., None]:
         group = num_heads // k.shape[1]
         table = None if shared else block_table
         unit, key_strides = _key_strides(k, v)
+        # Known before lengths are: where the first blocks of a split begin.
+        known = not shared and table is None and k.numel() > 0 and not batch_invariant and scores.left < 0
+        ahead = READING["AHEAD"] if known and overlap and (whole or READING["IN_TURN"]) else 0
         tiles = (share.samples * queries * group + share.rows - 1) // share.rows
         grid = (share.groups * share.splits * k.shape[1] * tiles,)
         scalars = (
@@ -152,15 +209,17 @@ def plan_decode(
             "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": scores.left >= 0,
             # A single query is the last, behind which nothing is.
             "HAS_RIGHT": scores.right >= 0 and not shared and not (_known(queries) and queries == 1),
-            "STEPS": scores.steps if whole else scores.steps & ~SINKS.value,
+            "STEPS": scores.steps if whole or ending else scores.steps & ~SINKS.value,
             "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
+            **({"FUSED_ROWS": 0} if ending is None else ending.constants(share.launch)),
             "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
+            "IN_TURN": READING["IN_TURN"] and not batch_invariant, "AHEAD": ahead,
             "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
             "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages, **early,
         }  # fmt: skip
         relaunch = Relaunch(grid, scalars)
 
-        def launch(precision: str, *tensors: Tensor) -> None:
+        def launch(precision: str, *tensors: Tensor | None) -> None:
             if not relaunch(precision, tensors):
                 options = {"PRECISION": precision, **constants}
                 compiled = wrap_triton(_attention_decode_kernel)[grid](*tensors, *scalars, **options)
@@ -171,14 +230,14 @@ def plan_decode(
     attend_before = None
     if before is not None and prefix_k is not None and prefix_v is not None:
         attend_before = launcher(before, prefix_k, prefix_v, True, 0)
-    attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits)
+    attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits, ending)
     combine_grid = (total_rows,)
-    combine = combining(splits, batch_invariant)
+    combine = combining(covered_width(head_dim, q.dtype.itemsize))
     combine_scalars = (*strides, total_rows, queries, splits)
     combine_constants = {
         **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
-        "OVERLAPS": overlap, "CHUNK": combine.block_n,
-        "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
+        "OVERLAPS": overlap, "num_warps": combine.num_warps, "num_stages": combine.num_stages,
+        **early,
     }  # fmt: skip
     relaunch_combine = Relaunch(combine_grid, combine_scalars)
     vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
@@ -204,10 +263,12 @@ def plan_decode(
             exponents = q.new_empty((splits, total_rows), dtype=torch.float32)
         if attend_before is not None:
             attend_before(
-                precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
-            )
-        attend(precision, q, k_cache, v_cache, lengths, lengths, table, slopes, sinks, parts, exponents)
-        if whole:
+                precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents,
+                None, None, None,
+            )  # fmt: skip
+        end = (None, None, None) if ending is None else (out, lse, ending.take(q.device))
+        attend(precision, q, k_cache, v_cache, lengths, lengths, table, slopes, sinks, parts, exponents, *end)
+        if whole or ending is not None:
             return
         tensors = (parts, exponents, sinks, out, lse)
         if not relaunch_combine(None, tensors):
@@ -237,8 +298,8 @@ def explain_decode(
     )
     kernels = {name: (share.launch, share.source) for name, share in shares.items()}
     splits = sum(share.splits for share in shares.values())
-    if not _known(splits) or splits > 1:
-        launch = combining(splits, given.get("batch_invariant", False))
-        kernels["attention_decode_combine"] = launch, "by the number of splits"
+    own = list(shares.values())[-1]
+    if not _known(splits) or splits > 1 and ending_of(own, q, k_cache.shape[1], splits) is None:
+        kernels["attention_decode_combine"] = combining(covered_width(q.shape[3], q.dtype.itemsize)), "by the head"
     report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
     return {**report, "splits": {name: share.splits for name, share in shares.items()}}

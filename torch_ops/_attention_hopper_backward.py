@@ -27,11 +27,11 @@ from torch_ops._attention_hopper import (
     describe,
     order_of,
     programs,
-    tickets,
 )
 from torch_ops._attention_portable import head_strides
 from torch_ops._launches import Relaunch, row_stride
 from torch_ops._scores import Scores
+from torch_ops._tickets import tickets
 
 # Query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
 SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16

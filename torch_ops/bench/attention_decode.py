@@ -131,7 +131,10 @@ def _explained(inputs: DecodeInputs) -> dict[str, Any]:
 
 def _kernels(case: DecodeCase, inputs: DecodeInputs) -> list[TunedKernel]:
     dtype = str(inputs.q.dtype).removeprefix("torch.")
-    capacities = {"attention_decode": case.capacity, "attention_decode_shared": case.prefix_capacity}
+    capacities = {
+        **dict.fromkeys(("attention_decode", "attention_decode_split"), case.capacity),
+        "attention_decode_shared": case.prefix_capacity,
+    }
     return [
         TunedKernel(name, False, dtype, case.head_dim, False, capacities[name])
         for name in _explained(inputs)["kernels"]

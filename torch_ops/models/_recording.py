@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_ops._attention_hopper import tickets
 from torch_ops._capture import OwnStream, own_stream
+from torch_ops._tickets import tickets
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
 from torch_ops.settings import settings
@@ -154,7 +154,7 @@ class Statics:
         self._filled = 0
         self.own: OwnStream | None = None
         self._done: torch.cuda.Event | None = None
-        # Of launches in the graphs, see `_Tickets`.
+        # Of launches in the graphs, see `Tickets`.
         self.counters: list[Tensor] = []
         if weight.is_cuda:
             # One for all graphs, since each has a workspace of cuBLAS.
