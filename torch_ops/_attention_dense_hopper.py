@@ -28,12 +28,12 @@ from torch_ops._attention_hopper import (
     folded,
     forward_constants,
     forward_descriptors,
-    tickets,
 )
 from torch_ops._attention_hopper_backward import PASS_KEYS, ROUNDED_ROWS, SENT_ROWS, pass_constants
 from torch_ops._hopper import Descriptors, programs
 from torch_ops._launches import Relaunch, dense_like
 from torch_ops._scores import Scores
+from torch_ops._tickets import tickets
 
 
 def plan_dense_forward_hopper(
