@@ -87,7 +87,7 @@ def test_unchanged_library_is_served_from_the_warm_cache(before: dict[str, Any])
 
 
 def test_edited_backward_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    call = "return *window_attn_backward_op({}dout, dlse,"
+    call = "window_attn_backward_op(\n        {}dout, dlse,"
     edited.edit("torch_ops/window_attn.py", call.format(""), call.format("2 * "))
     after = edited.run()
     assert after["hits"] == 0

@@ -192,6 +192,34 @@ def test_merging_halves_of_the_keys_gives_the_whole(device: str) -> None:
     check(merged(torch.ops.vk, torch.float32), merged(references, torch.float32), whole)
 
 
+@pytest.mark.parametrize("lie", ["expanded", "strided"])
+def test_slopes_and_sinks_in_any_strides(lie: str, device: str) -> None:
+    q = torch.randn(2, 4, 40, 16, device=device)
+    if lie == "expanded":
+        slopes, sinks = torch.rand(4, device=device).expand(2, 4), torch.rand((), device=device).expand(4)
+    else:
+        slopes, sinks = torch.rand(4, 2, device=device).t(), torch.rand(4, 3, device=device)[:, 1]
+    leaf, copy = (q.clone().requires_grad_() for _ in range(2))
+    out = attention(leaf, q, q, alibi_slopes=slopes, sinks=sinks)
+    expected = attention(copy, q, q, alibi_slopes=slopes.contiguous(), sinks=sinks.contiguous())
+    assert torch.equal(out, expected)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), y)[0] for x, y in ((out, leaf), (expected, copy))))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_scores_of_minus_infinity_weigh_nothing(options: dict[str, Any], device: str) -> None:
+    """Whole blocks of them too, which are no rows without keys."""
+    q, k, v = (torch.randn(1, 1, 64, 16, device=device) for _ in range(3))
+    q = q.abs() + 0.1
+    k[:, :, :40, 0] = -torch.inf
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    seen = slice(40, None) if options else slice(None)
+    exact, exact_lse = references.attention(q.double(), k.double(), v.double(), **options)
+    torch.testing.assert_close(out[:, :, seen], exact[:, :, seen].float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse[:, :, seen], exact_lse[:, :, seen].float(), rtol=0, atol=2e-6)
+    assert torch.isfinite(out).all()
+
+
 @pytest.mark.parametrize("shared", ["heads", "batch"])
 def test_expanded_keys(shared: str, device: str) -> None:
     """One key head for all, or one sequence of keys, by strides of 0."""
@@ -250,6 +278,18 @@ def test_downcast_is_asked_for(compute_dtype: torch.dtype, device: str) -> None:
     assert all(grad.dtype is torch.float32 for grad in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.no_interpret
+def test_downcast_is_of_fp32_and_not_of_autocast(device: str) -> None:
+    q = torch.randn(1, 2, 40, 64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        out = attention(q, q, q, compute_dtype=torch.float16)
+    assert torch.equal(out, attention(q, q, q, compute_dtype=torch.float16))
+    for name in "qkv":
+        given = {**dict.fromkeys("qkv", q), name: q.half()}
+        with pytest.raises(ValueError, match=f"^attention: {name} must be float32 where compute_dtype is given"):
+            attention(**given, compute_dtype=torch.float16)
+
+
 @pytest.mark.parametrize(
     ("options", "pairs"),
     [
@@ -290,7 +330,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": lambda x: torch.ones(2).half()}, r"alibi_slopes must be float32, got float16"),
     ({"sinks": lambda x: torch.ones(2, 2)}, r"sinks must be of shape \[H\] = \[2\], got \[2, 2\]"),
     ({"sinks": lambda x: torch.ones(2).half()}, r"sinks must be float32 or float32 as q is, got float16"),
-    ({"dropout_p": lambda x: 1.0}, r"dropout_p must be a probability from 0 to below 1, got 1.0"),
+    ({"dropout_p": lambda x: 1.0}, r"dropout_p must be a probability from 0 to below 1, in fp32 too, got 1.0"),
+    ({"dropout_p": lambda x: 1 - 2**-30}, r"dropout_p must be a probability from 0 to below 1, in fp32 too, got 0.99"),
+    ({"dropout_p": lambda x: torch.tensor(0.1)}, r"dropout_p must be a number, .*, got a tensor"),
     ({"dropout_p": lambda x: 0.1, "dropout_seed": lambda x: torch.ones(1)}, r"dropout_seed must be int64 of shape"),
     ({"compute_dtype": lambda x: torch.float32}, r"compute_dtype must be torch.float16, .*, got torch.float32"),
 ]  # fmt: skip

@@ -15,9 +15,9 @@ from triton import cdiv, next_power_of_2
 from csrc_free_ops.attention.decode import _attention_decode_combine_kernel, _attention_decode_kernel
 from csrc_free_ops.configs import INVARIANT_KEYS, Gpu, Launch, covered_width, decode_splits, pick, split_head_dim
 from csrc_free_ops.tiles.steps import SINKS
-from torch_ops._attention_decode_calls import MOST_QUERIES, capacity_of, out_strides
+from torch_ops._attention_decode_calls import MOST_QUERIES, out_strides
 from torch_ops._attention_portable import precision_of
-from torch_ops._checks import dtype_name
+from torch_ops._checks import capacity_of, dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._launches import Relaunch, can_overlap, readable, with_columns

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_ops._attention_calls import lse_dtype
 from torch_ops._attention_steps import check_steps
 from torch_ops._checks import (
+    capacity_of,
     check_dense,
     check_device,
     check_float,
@@ -127,11 +128,6 @@ def _check_prefix(
         refuse(op, "the number of prefixes of prefix_k", f"a divisor of the {q.shape[0]} sequences", prefix_k.shape[0])
     if prefix_seqlens is not None:
         _check_lengths(op, "prefix_seqlens", prefix_seqlens, prefix_k.shape[0], q)
-
-
-def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """How many keys of a sequence there is room for."""
-    return k_cache.shape[2] if block_table is None else block_table.shape[1] * k_cache.shape[2]
 
 
 def check_decode_values(

@@ -6,7 +6,7 @@ fp64 computes in fp64, all else in fp32 and rounds once. Autocast casts what the
 import torch
 from torch import Tensor
 
-from torch_ops._attention_decode_calls import capacity_of
+from torch_ops._checks import capacity_of
 from torch_ops._scores import Scores
 
 

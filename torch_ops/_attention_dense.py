@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_ops._attention import why_portable
 from torch_ops._attention_dense_hopper import plan_dense_backward_hopper, plan_dense_forward_hopper
-from torch_ops._attention_dense_portable import length_of, plan_backward_dense, plan_forward_dense
+from torch_ops._attention_dense_portable import length_of, plan_dense_backward_portable, plan_dense_forward_portable
 from torch_ops._attention_hopper import addressable, forward_launch, has_tiles
 from torch_ops._attention_portable import choose
 from torch_ops._hopper import is_packaged
@@ -27,7 +27,7 @@ def why_dense_portable(scores: Scores, **tensors: Tensor) -> str:
 def plan_dense_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool = True) -> Callable[..., None]:
     """launch(q, k, v, out, lse, step) fills out, in the order of memory of q (`dense_like`), and lse [B, H, Sq]."""
     if why_dense_portable(scores, q=q, k=k, v=v) or is_packaged():
-        return plan_forward_dense(q, k, v, scores, has_lse)
+        return plan_dense_forward_portable(q, k, v, scores, has_lse)
     if not is_eager():
 
         def launch_opaque(
@@ -45,7 +45,7 @@ def plan_dense_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse:
             hopper(q, k, v, out, lse, step.sinks)
             return
         if not portable:
-            portable.append(plan_forward_dense(q, k, v, scores, has_lse))
+            portable.append(plan_dense_forward_portable(q, k, v, scores, has_lse))
         portable[0](q, k, v, out, lse, step)
 
     return launch_forward
@@ -69,7 +69,7 @@ def plan_dense_backward(
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, step) fills the gradients, each in the order of its input."""
     if why_dense_portable(scores, q=q, k=k, v=v, out=out) or is_packaged():
-        return plan_backward_dense(dout, dlse, q, k, v, out, lse, scores)
+        return plan_dense_backward_portable(dout, dlse, q, k, v, out, lse, scores)
     if not is_eager():
         bounds = scores.scale, scores.left, scores.right
 
@@ -97,7 +97,7 @@ def plan_dense_backward(
             hopper(dout, dlse, q, k, v, out, lse, dq, dk, dv)
             return
         if not portable:
-            portable.append(plan_backward_dense(dout, dlse, q, k, v, out, lse, scores))
+            portable.append(plan_dense_backward_portable(dout, dlse, q, k, v, out, lse, scores))
         portable[0](dout, dlse, q, k, v, out, lse, dq, dk, dv, step)
 
     return launch_backward

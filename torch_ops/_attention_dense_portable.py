@@ -33,7 +33,7 @@ def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
     return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
 
 
-def plan_forward_dense(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool) -> Callable[..., None]:
+def plan_dense_forward_portable(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool) -> Callable[..., None]:
     batch, num_heads, length, _ = q.shape
     launch, _ = choose("attention_fwd", q, scores, length_of(q))
     unit, outer, (q_row, k_row, v_row, out_row) = dense_strides(q, k, v, dense_like(q))
@@ -62,7 +62,7 @@ def plan_forward_dense(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse:
     return launch_forward
 
 
-def plan_backward_dense(
+def plan_dense_backward_portable(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Callable[..., None]:
     batch, num_heads, length, _ = q.shape

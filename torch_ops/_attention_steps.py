@@ -1,9 +1,10 @@
 """ALiBi, sinks and dropout, as the ops of the attention core take them: checks, the seed, the gradient of sinks."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ops._checks import check_dense, check_device, check_number, dtype_name, refuse
+from torch_ops._checks import check_dense, check_device, dtype_name, refuse
 
 
 def check_steps(
@@ -26,9 +27,8 @@ def check_steps(
         if sinks.shape != (heads,):
             refuse(op, "sinks", f"of shape [H] = [{heads}]", list(sinks.shape))
         check_device(op, "sinks", sinks, "q", q)
-    check_number(op, "dropout_p", dropout_p)
-    if not 0 <= dropout_p < 1:
-        refuse(op, "dropout_p", "a probability from 0 to below 1", dropout_p)
+    if not 0 <= dropout_p < 1 or np.float32(dropout_p) == 1:
+        refuse(op, "dropout_p", "a probability from 0 to below 1, in fp32 too", dropout_p)
     if dropout_seed is not None:
         check_dense(op, "dropout_seed", dropout_seed)
         if dropout_seed.dtype != torch.int64 or dropout_seed.numel() != 1 or dropout_seed.dim() != 1:
@@ -45,7 +45,7 @@ def check_steps(
 
 def seed_of(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:
     """The seed that was given, or one by PyTorch's generator of q's device, where dropout asks for one."""
-    if dropout_p == 0 or dropout_seed is not None:
+    if dropout_p == 0 or dropout_seed is not None or not isinstance(q, Tensor):
         return dropout_seed
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
 

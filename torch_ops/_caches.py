@@ -100,7 +100,8 @@ class Cache:
         if values.dtype not in (torch.int32, torch.int64):
             refuse(op, argument, "int32 or int64", dtype_name(values.dtype))
         check_device(op, argument, values, "the cache", self.k[0])
-        return values.to(dtype)
+        # Numbers beyond int32 are beyond any room too.
+        return values.clamp(max=torch.iinfo(torch.int32).max).to(dtype)
 
     def _keep(self, op: str, lengths: Lengths) -> None:
         if isinstance(lengths, Tensor):

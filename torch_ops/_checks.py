@@ -157,3 +157,8 @@ def check_number(op: str, argument: str, value: object) -> None:
 def check_window(op: str, argument: str, width: int) -> None:
     if width < -1:
         refuse(op, argument, "-1 (unbounded) or a number of keys", width)
+
+
+def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
+    """Keys of a sequence that a cache has room for."""
+    return k_cache.shape[2] if block_table is None else k_cache.shape[2] * block_table.shape[1]

@@ -11,6 +11,7 @@ from triton import cdiv
 from csrc_free_ops.configs import Launch, pick
 from csrc_free_ops.kv_cache_append import _kv_cache_append_kernel
 from torch_ops._checks import (
+    capacity_of,
     check_dense,
     check_device,
     check_float,
@@ -62,11 +63,6 @@ def turned_columns(cos: Tensor | None, head_dim: int) -> int:
     if cos is None:
         return 0
     return head_dim if cos.shape[1] == head_dim else 2 * cos.shape[1]
-
-
-def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """Positions that a sequence has."""
-    return k_cache.shape[2] if block_table is None else k_cache.shape[2] * block_table.shape[1]
 
 
 def _check_caches(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from torch_ops._kv_cache import capacity_of, turned_columns
+from torch_ops._checks import capacity_of
+from torch_ops._kv_cache import turned_columns
 from torch_ops._rope_cpu import turned
 
 

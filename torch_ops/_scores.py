@@ -20,6 +20,12 @@ class StepTensors(NamedTuple):
     sinks: Tensor | None = None
     seed: Tensor | None = None
 
+    @staticmethod
+    def of(slopes: Tensor | None, sinks: Tensor | None, seed: Tensor | None) -> "StepTensors":
+        """As kernels read them, without a look at strides."""
+        slopes = slopes if slopes is None else slopes.contiguous()
+        return StepTensors(slopes, sinks if sinks is None else sinks.contiguous(), seed)
+
 
 NO_STEP = StepTensors()
 
@@ -47,6 +53,8 @@ class Scores:
         """From an op's arguments; causal order is a right bound of 0."""
         scale = head_dim**-0.5 if scale is None else scale
         alibi = 0 if step.slopes is None else step.slopes.dim()
+        # Rounded once, for what computes in fp32 and what does not.
+        dropout = float(np.float32(dropout)) if dropout else 0.0
         return Scores(scale, left, 0 if causal else right, softcap, alibi, step.sinks is not None, dropout)
 
     @property

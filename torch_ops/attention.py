@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_ops._attention_cpu import dense_backward_cpu, dense_forward_cpu
 from torch_ops._attention_dense import plan_dense_backward, plan_dense_forward
 from torch_ops._attention_dense_calls import (
+    check_batch,
     check_dense_attention,
     check_dense_backward,
     dense_flops,
@@ -21,12 +22,12 @@ from torch_ops._attention_dense_calls import (
     dense_outputs,
 )
 from torch_ops._attention_steps import refuse_slopes_gradient, seed_of, sinks_gradient
-from torch_ops._checks import check_number, refuse
+from torch_ops._checks import check_number, dtype_name, refuse
 from torch_ops._registry import needs_of, remembered, runs_kernels, vk_op
 from torch_ops._scores import Scores, StepTensors
 
 # The place of sinks among the op's arguments.
-SINKS = 9
+SINKS_PLACE = 9
 HALF_TYPES = torch.float16, torch.bfloat16
 
 
@@ -70,7 +71,7 @@ def attention_op(
         return_lse,
     )  # fmt: skip
     out, lse = dense_outputs(q, return_lse)
-    launch(q, k, v, out, lse, StepTensors(alibi_slopes, sinks, dropout_seed))
+    launch(q, k, v, out, lse, StepTensors.of(alibi_slopes, sinks, dropout_seed))
     return out, lse
 
 
@@ -124,7 +125,7 @@ def attention_backward_op(
         alibi_slopes, dropout_p, dropout_seed, deterministic,
     )  # fmt: skip
     dq, dk, dv = dense_gradients(q, k, v)
-    launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, StepTensors(alibi_slopes, seed=dropout_seed))
+    launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, StepTensors.of(alibi_slopes, None, dropout_seed))
     return dq, dk, dv
 
 
@@ -156,12 +157,21 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     step = slopes, ctx.dropout_p, seed, ctx.deterministic
     gradients = attention_backward_op(dout, dlse, q, k, v, out, lse, *ctx.options, *step)
     dsinks = None
-    if needs_of(ctx, SINKS + 1)[SINKS]:
+    if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
         dsinks = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, sinks, "bth")
     return *gradients, *unlearnt, dsinks, *nothing
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check_downcast(q: Tensor, k: Tensor, v: Tensor, compute_dtype: torch.dtype) -> None:
+    if compute_dtype not in HALF_TYPES:
+        refuse("attention", "compute_dtype", "torch.float16, torch.bfloat16 or None", compute_dtype)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_batch("attention", name, tensor)
+        if tensor.dtype != torch.float32:
+            refuse("attention", name, "float32 where compute_dtype is given", dtype_name(tensor.dtype))
 
 
 def attention(
@@ -206,7 +216,7 @@ def attention(
         deterministic: False lets the backward add dq up in any order, where Hopper's own kernel is faster so.
         return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made.
         compute_dtype: torch.float16 or torch.bfloat16 to compute fp32 inputs in, at the rate and with the error of that
-            type; out and gradients are fp32 again. None computes in the inputs' own type.
+            type, whatever autocast says; out and gradients are fp32 again. None computes in the inputs' own type.
 
     Returns:
         out [B, H, Sq, D] in q's dtype, its dimensions in q's order of memory; with return_lse also lse [B, H, Sq],
@@ -220,14 +230,18 @@ def attention(
     backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv
     2307.08691.
     """
-    for name, number in (("scale", scale), ("softcap", softcap)):
+    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         check_number("attention", name, number)
-    dtype = None
     if compute_dtype is not None:
-        if compute_dtype not in HALF_TYPES:
-            refuse("attention", "compute_dtype", "torch.float16, torch.bfloat16 or None", compute_dtype)
-        dtype = q.dtype
-        q, k, v = q.to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype)
+        _check_downcast(q, k, v, compute_dtype)
+        halves = q.to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype)
+        # A region's type would come after the one that was asked for.
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = attention(
+                halves[0], halves[1], halves[2], scale, causal, window_left, window_right, softcap, alibi_slopes,
+                sinks, dropout_p, dropout_seed, deterministic, return_lse=True,
+            )  # fmt: skip
+        return (out.float(), lse) if return_lse else out.float()
     # The backward takes lse; where there will be none, it need not lie in memory.
     learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
     differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)
@@ -235,8 +249,6 @@ def attention(
         q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks,
         dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, return_lse or differentiable,
     )  # fmt: skip
-    if dtype is not None:
-        out = out.to(dtype)
     return (out, lse) if return_lse else out
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_ops._attention_decode import plan_decode
-from torch_ops._attention_decode_calls import capacity_of, check_decode, check_decode_values, decode_outputs
+from torch_ops._attention_decode_calls import check_decode, check_decode_values, decode_outputs
 from torch_ops._attention_decode_cpu import decode_cpu
-from torch_ops._checks import check_number
+from torch_ops._checks import capacity_of, check_number
 from torch_ops._registry import remembered, runs_kernels, vk_op
 from torch_ops._scores import Scores, StepTensors
 

@@ -82,7 +82,8 @@ class PagedKVCache(Cache):
     `reserve`, and never by `append`. A page that is not there is -1 in the table, which is changed in its place.
 
     Args:
-        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim: its sizes.
+        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim: its sizes. `attention_decode` takes pages whose
+            size is a multiple of 16.
         dtype: of what is kept, which may be another than the model's; PyTorch's default where None.
         device: PyTorch's default where None.
         max_pages: that one sequence may have, columns of block_table; num_pages where None.

@@ -22,7 +22,7 @@ from torch_ops._attention_calls import (
 )
 from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
 from torch_ops._attention_steps import check_steps, refuse_slopes_gradient, seed_of, sinks_gradient
-from torch_ops._checks import refuse
+from torch_ops._checks import check_number
 from torch_ops._registry import needs_of, remembered, runs_kernels, vk_op
 from torch_ops._scores import Scores, StepTensors
 
@@ -76,7 +76,7 @@ def window_attn_op(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    step = StepTensors(alibi_slopes, sinks, dropout_seed)
+    step = StepTensors.of(alibi_slopes, sinks, dropout_seed)
     launch = _prepare_window_attn(
         q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, return_lse,
         dropout_p, *step,
@@ -142,7 +142,7 @@ def window_attn_backward_op(
     )  # fmt: skip
     check_values("window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
     dq, dk, dv = attention_gradients(q, k, v)
-    step = StepTensors(alibi_slopes, seed=dropout_seed)
+    step = StepTensors.of(alibi_slopes, None, dropout_seed)
     launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dq, dk, dv, step)
     return dq, dk, dv
 
@@ -151,7 +151,7 @@ window_attn_backward_op.refuse_autograd()
 
 
 # The place of sinks among the op's arguments.
-SINKS = 13
+SINKS_PLACE = 13
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -180,7 +180,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
         dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options, slopes, ctx.dropout_p, seed
     )
     dsinks = None
-    if needs_of(ctx, SINKS + 1)[SINKS]:
+    if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
         dsinks = sinks_gradient(dout, dlse, out, lse, sinks, "th")
     return *gradients, *nothing, None, dsinks, None, None
 
@@ -252,9 +252,8 @@ def window_attn(
     backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2, arXiv
     2307.08691.
     """
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if isinstance(number, Tensor):
-            refuse("window_attn", name, "a number, since a tensor would get no gradient", "a tensor")
+    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+        check_number("window_attn", name, number)
     # The backward takes lse; where there will be none, it need not lie in memory.
     learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
     differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)

@@ -99,7 +99,7 @@ def _add_sinks(out, exponent, sinks, NATURAL: tl.constexpr):
     """One more logit of each row, whose value is 0."""
     norm = tl.where(exponent == float("-inf"), 0.0, 1.0)
     sinks = exponent_of_lse(sinks.to(tl.float32), NATURAL)
-    _, rescale, peak, norm = update(sinks[:, None], 1.0, exponent, norm, NATURAL, True)
+    _, rescale, peak, norm = update(sinks[:, None], 1.0, exponent, norm, NATURAL)
     return _settle(scale_rows(out, rescale[:, None]), peak, norm, NATURAL)
 
 
@@ -273,7 +273,7 @@ def _attend(
             keys < length, positions[:, None], keys, 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
-        weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL, HAS_LEFT or HAS_RIGHT)
+        weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL)
         acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(q[0].dtype), _like(v, q), PRECISION)
     return acc, peak, norm
 

@@ -121,9 +121,9 @@ def _attention_bwd_delta_kernel(
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, step = probe_segments(segment, beyond)
+                probe, apart = probe_segments(segment, beyond)
                 cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_q, tile, BLOCK_M)
             before = tl.maximum(segment - 1, 0)
             behind = tl.minimum(segment, num_segments)
             q_begin = tl.load(cu_q_ptr + before, mask=segment > 0, other=0)

@@ -58,7 +58,7 @@ def _accumulate_dq(
         k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores, slope = step_scores(products, rows[:, None], start + cols[None, :], shift, scale, step, STEPS)
+        scores, steepness = step_scores(products, rows[:, None], start + cols[None, :], shift, scale, step, STEPS)
         p = exponential(scores * factor - lse[:, None], NATURAL)
         if MASKED:
             seen = within_bounds(
@@ -71,7 +71,7 @@ def _accumulate_dq(
             dp = drop_weights(dp, rows, start, step, BLOCK_N) * growth
         ds = p * (dp - delta[:, None])
         if SOFTCAP & STEPS:
-            ds = ds * slope
+            ds = ds * steepness
         dq = accumulate_rows(dq, ds.to(k[0].dtype), k, PRECISION)
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
@@ -179,9 +179,9 @@ def _attention_bwd_dq_kernel(
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
+        probe, apart = probe_segments(segment, beyond)
         cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_q, tile, BLOCK_M)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
     q_start, q_length, first, k_start, k_length = place_tile(
@@ -192,13 +192,13 @@ def _attention_bwd_dq_kernel(
     if first >= q_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    numbers = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
-    numbers = step_of_head(numbers, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
+    step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
     differentiate_queries(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
         head, q_start, q_length, first, k_start, k_length,
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
-        total_q, scale, numbers, window_left, window_right,
+        total_q, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -219,8 +219,8 @@ def _attention_bwd_dq_dense_kernel(
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    numbers = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
-    numbers = step_of_head(numbers, slopes_ptr, None, batch, head, stride_slopes, STEPS)
+    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    step = step_of_head(step, slopes_ptr, None, batch, head, stride_slopes, STEPS)
     statistics = batch.to(tl.int64) * heads * q_length
     differentiate_queries(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
@@ -228,7 +228,7 @@ def _attention_bwd_dq_dense_kernel(
         batch_base(dout_ptr, batch, stride_dob, UNIT), dlse_ptr + statistics, delta_ptr + statistics,
         batch_base(dq_ptr, batch, stride_dqb, UNIT), head, 0, q_length, first, 0, k_length,
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
-        q_length, scale, numbers, window_left, window_right,
+        q_length, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def _accumulate_dkdv(
             lse = tl.load(lse_base + start + local)
             delta = tl.load(delta_base + start + local)
         products = dot_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
-        scores, slope = step_scores(products, start + local[None, :], cols[:, None], shift, scale, step, STEPS)
+        scores, steepness = step_scores(products, start + local[None, :], cols[:, None], shift, scale, step, STEPS)
         p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
             seen = within_bounds(
@@ -277,7 +277,7 @@ def _accumulate_dkdv(
         dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)
         ds = p * (dp - delta[None, :])
         if SOFTCAP & STEPS:
-            ds = ds * slope
+            ds = ds * steepness
         dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)
         q_base += BLOCK_M * STRIDE_QT
         dout_base += BLOCK_M * STRIDE_DOT
@@ -330,7 +330,7 @@ def differentiate_keys(
             dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
             dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
         head = k_head * GROUP + member
-        numbers = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+        own_step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
         q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, UNIT)
         dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, UNIT)
         lse_base = lse_ptr + head * total_q + q_start
@@ -338,17 +338,17 @@ def differentiate_keys(
         if HAS_RIGHT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
-                q_length, k_length, scale, numbers, window_left, window_right,
+                q_length, k_length, scale, own_step, window_left, window_right,
                 STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, True,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
-            q_length, k_length, scale, numbers, window_left, window_right,
+            q_length, k_length, scale, own_step, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, False,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
-            q_length, k_length, scale, numbers, window_left, window_right,
+            q_length, k_length, scale, own_step, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, True,
         )  # fmt: skip
         if HEADS_APART:
@@ -387,9 +387,9 @@ def _attention_bwd_dkdv_kernel(
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
+        probe, apart = probe_segments(segment, beyond)
         cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_k, tile, BLOCK_N)
+        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_k, tile, BLOCK_N)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
     k_start, k_length, first, q_start, q_length = place_tile(
@@ -400,10 +400,10 @@ def _attention_bwd_dkdv_kernel(
     if first >= k_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    numbers = step_of_sequence(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
+    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
     differentiate_keys(
         q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-        k_head, k_start, k_length, first, q_start, q_length, slopes_ptr, sequence, stride_slopes, numbers,
+        k_head, k_start, k_length, first, q_start, q_length, slopes_ptr, sequence, stride_slopes, step,
         stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
         total_q, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -428,14 +428,14 @@ def _attention_bwd_dkdv_dense_kernel(
     heads = tl.num_programs(1) * GROUP
     # The first keys are seen by the most queries, and come first.
     batch, first = place_dense(tl.program_id(0), k_length, False, BLOCK_N)
-    numbers = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
     statistics = batch.to(tl.int64) * heads * q_length
     differentiate_keys(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
         batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics, batch_base(dout_ptr, batch, stride_dob, UNIT),
         delta_ptr + statistics,
         batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
-        k_head, 0, k_length, first, 0, q_length, slopes_ptr, batch, stride_slopes, numbers,
+        k_head, 0, k_length, first, 0, q_length, slopes_ptr, batch, stride_slopes, step,
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,

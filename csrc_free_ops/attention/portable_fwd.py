@@ -68,7 +68,7 @@ def _attend(
                 shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL, MASKED and (HAS_LEFT or HAS_RIGHT))
+        weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL)
         if DROPOUT & STEPS:
             weights = drop_weights(weights, rows, start, step, BLOCK_N)
         acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(v[0].dtype), v, PRECISION)
@@ -153,9 +153,9 @@ def _attention_fwd_kernel(
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
+        probe, apart = probe_segments(segment, beyond)
         cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total_q, tile, BLOCK_M)
+        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_q, tile, BLOCK_M)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
     q_start, q_length, first, k_start, k_length = place_tile(
@@ -166,13 +166,13 @@ def _attention_fwd_kernel(
     if first >= q_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    numbers = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
-    numbers = step_of_head(numbers, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS)
+    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
+    step = step_of_head(step, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS)
     if SINKS & STEPS:
-        numbers = without_sink(numbers, (segment == 0) | (segment > num_segments))
+        step = without_sink(step, (segment == 0) | (segment > num_segments))
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-        stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total_q, scale, numbers, window_left, window_right,
+        stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total_q, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -192,13 +192,13 @@ def _attention_fwd_dense_kernel(
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    numbers = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
-    numbers = step_of_head(numbers, slopes_ptr, sinks_ptr, batch, head, stride_slopes, STEPS)
+    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    step = step_of_head(step, slopes_ptr, sinks_ptr, batch, head, stride_slopes, STEPS)
     attend_tile(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
         batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT),
         lse_ptr + batch.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
-        stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, numbers, window_left, window_right,
+        stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip

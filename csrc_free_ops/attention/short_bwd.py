@@ -44,7 +44,7 @@ def _differentiate_scores(
     """Of a segment of 1 .. BLOCK rows the weights and the gradient of the scores, [keys, queries]."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
-    scores, slope = step_scores(dot_rows(k, q, PRECISION), local[None, :], local[:, None], 0, scale, step, STEPS)
+    scores, steepness = step_scores(dot_rows(k, q, PRECISION), local[None, :], local[:, None], 0, scale, step, STEPS)
     factor = exponent_factor(scale, STEPS, NATURAL)
     p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
     seen = within_bounds(
@@ -54,7 +54,7 @@ def _differentiate_scores(
     p = tl.where(seen, p, 0.0)
     ds = p * (dot_rows(v, dout, PRECISION) - delta[None, :])
     if SOFTCAP & STEPS:
-        ds = ds * slope
+        ds = ds * steepness
     return p.to(q[0].dtype), ds.to(q[0].dtype)
 
 
@@ -142,9 +142,9 @@ def _attention_bwd_dq_rest_kernel(
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, step = probe_segments(segment, beyond)
+                probe, apart = probe_segments(segment, beyond)
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_M)
+                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
@@ -194,9 +194,9 @@ def _attention_bwd_dkdv_rest_kernel(
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, step = probe_segments(segment, beyond)
+                probe, apart = probe_segments(segment, beyond)
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_N)
+                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_N)
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),

@@ -59,8 +59,7 @@ def _attend_block(
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((BLOCK,), tl.float32)
     factor = exponent_factor(scale, STEPS, NATURAL)
-    # With bounds, rows past the segment's end may see no key.
-    weights, _, peak, norm = update(scores, factor, peak, norm, NATURAL, HAS_LEFT or HAS_RIGHT)
+    weights, _, peak, norm = update(scores, factor, peak, norm, NATURAL)
     acc = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), weights.to(v[0].dtype), v, PRECISION)
     return normalize(acc, peak, norm, step, NATURAL, STEPS)
 
@@ -129,9 +128,9 @@ def _attention_fwd_rest_kernel(
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, step = probe_segments(segment, beyond)
+                probe, apart = probe_segments(segment, beyond)
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK_M)
+                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),

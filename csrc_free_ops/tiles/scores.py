@@ -27,24 +27,24 @@ def tanh(x):
 
 @triton.jit
 def step_scores(products, rows, cols, shift, scale, step, STEPS: tl.constexpr):
-    """Scores from q k^T and their slope over scale q.k; without a step that needs the scores, the products.
+    """Scores from q k^T and how steeply they rise with scale q.k; without a step that needs them, the products.
 
     With a softcap c, c tanh(scale q.k / c); with ALiBi (Press et al., arXiv 2108.12409) less slope |row + shift - col|,
     where rows and cols broadcast against each other.
     """
     softcap, alibi, _, _, _, _ = step
-    slope = 1.0
+    steepness = 1.0
     if SOFTCAP & STEPS:
         capped = tanh(products * (scale / softcap))
         scores = capped * softcap
-        slope = 1.0 - capped * capped
+        steepness = 1.0 - capped * capped
     elif ALIBI & STEPS:
         scores = products * scale
     else:
         scores = products
     if ALIBI & STEPS:
         scores -= alibi * tl.abs(rows + shift - cols).to(tl.float32)
-    return scores, slope
+    return scores, steepness
 
 
 @triton.jit

@@ -9,18 +9,15 @@ from csrc_free_ops.tiles.steps import DROPOUT, SINKS, kept_share
 
 
 @triton.jit
-def update(scores, factor, peak, norm, NATURAL: tl.constexpr, MASKED: tl.constexpr):
+def update(scores, factor, peak, norm, NATURAL: tl.constexpr):
     """One block of scores [M, N]: its weights, and the factor that moves earlier sums to the new peak.
 
     peak [M] is the running maximum of score * factor, norm [M] the running sum of exp(score * factor - peak), to the
-    base 2 or e. With MASKED a row may hold nothing but -inf so far; its peak stays -inf and its weights are 0. A block
-    that is masked at its end alone always leaves a row some key, and does not need it.
+    base 2 or e. A row may hold nothing but -inf so far, by masks or by its scores; its peak stays -inf and its weights
+    are 0.
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
-    if MASKED:
-        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    else:
-        anchor = new_peak
+    anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = exponential(scores * factor - anchor[:, None], NATURAL)
     rescale = exponential(peak - anchor, NATURAL)
     return weights, rescale, new_peak, norm * rescale + tl.sum(weights, 1)

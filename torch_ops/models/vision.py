@@ -111,12 +111,12 @@ class VisionAttention(nn.Module):
             cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
         if cos is not None and sin is not None and plain(self.qkv):
             q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
-            out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
+            out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
         else:
             check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
             q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
             if cos is None or sin is None:
-                out = window_attn(q, k, v, cu_seqlens, softcap=0.0)
+                out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
             else:
                 out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
         assert isinstance(out, Tensor)
