@@ -7,6 +7,11 @@ from torch import Tensor
 from torch_ops._checks import check_dense, check_device, dtype_name, refuse
 
 
+def can_drop(dropout_p: float) -> bool:
+    """Whether it is a probability that leaves some weights, in fp32 too, in which kernels have it."""
+    return 0 <= dropout_p < 1 and bool(np.float32(dropout_p) < 1)
+
+
 def check_steps(
     op: str, q: Tensor, num_sequences: int, alibi_slopes: Tensor | None, sinks: Tensor | None, dropout_p: float,
     dropout_seed: Tensor | None,
@@ -27,7 +32,7 @@ def check_steps(
         if sinks.shape != (heads,):
             refuse(op, "sinks", f"of shape [H] = [{heads}]", list(sinks.shape))
         check_device(op, "sinks", sinks, "q", q)
-    if not 0 <= dropout_p < 1 or np.float32(dropout_p) == 1:
+    if not can_drop(dropout_p):
         refuse(op, "dropout_p", "a probability from 0 to below 1, in fp32 too", dropout_p)
     if dropout_seed is not None:
         check_dense(op, "dropout_seed", dropout_seed)

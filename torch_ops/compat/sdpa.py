@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_ops._attention_steps import can_drop
 from torch_ops._checks import FLOATS, is_positive_fp32
 from torch_ops._registry import runs_kernels
 from torch_ops.attention import attention
@@ -54,7 +55,7 @@ def _have_values(dropout_p: object, is_causal: object, scale: object, enable_gqa
         isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
         and isinstance(dropout_p, int | float)
-        and 0 <= dropout_p < 1
+        and can_drop(dropout_p)
         and (scale is None or (isinstance(scale, int | float) and is_positive_fp32(scale)))
     )
 
