@@ -377,6 +377,14 @@ TestAnyOrder.settings = hypothesis_settings(
 )
 
 REFUSED: list[tuple[str, Any, str]] = [
+    ("contiguous", lambda cache: cache.append(0.5, *new(1)), r"KVCache: layer must be an integer, got 0.5"),
+    ("contiguous", lambda cache: cache.append(0, None, None), r"KVCache.append: k must be a dense tensor, got None"),
+    (
+        "contiguous", lambda cache: cache.append(0, *(part[:, :1] for part in new(1))),
+        r"KVCache.append: k must be of shape \[B, Hk, Sn, D\] = \[.*\], got",
+    ),
+    ("contiguous", lambda cache: cache.reorder(None), r"KVCache.reorder: indices must be an integer, or one for each"),
+    ("contiguous", lambda cache: cache.truncate(0.5), r"KVCache.truncate: lengths must be an integer, or one for each"),
     ("contiguous", lambda c: c.append(2, *new(1)), r"KVCache: layer must be from 0 to 1, got 2"),
     ("contiguous", lambda c: c.layer(-1), r"KVCache: layer must be from 0 to 1, got -1"),
     ("contiguous", lambda c: c.append(0, *new(17)),
@@ -448,3 +456,10 @@ def test_a_cache_made_for_inference_outlives_it() -> None:
     with torch.no_grad():
         cache.append(0, *new(2))
     assert cache.seqlens[0].tolist() == [4] * BATCH
+
+
+def test_lengths_beyond_int32_keep_everything() -> None:
+    cache = make("contiguous")
+    cache.append(0, *new(5))
+    cache.truncate(torch.tensor([2**32, 2**31, 3], device=DEVICE))
+    assert cache.seqlens[0].tolist() == [5, 5, 3]

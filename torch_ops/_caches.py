@@ -15,6 +15,7 @@ from torch_ops._checks import (
     dtype_name,
     refuse,
 )
+from torch_ops._kv_cache import check_sizes
 from torch_ops._registry import is_eager
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
@@ -45,6 +46,7 @@ class Cache:
     ) -> None:  # fmt: skip
         self._name = type(self).__name__
         self.num_layers, self.batch = num_layers, batch
+        self._heads = shape[1:2]
         with torch.inference_mode(False):
             self.k, self.v = (
                 [static(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_layers)] for _ in range(2)
@@ -65,6 +67,7 @@ class Cache:
         for which there is no room are counted, but not written, unless `torch_ops.settings(checked=True)` refuses them.
         """
         self._check_layer(layer)
+        check_sizes(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
         self._check_room(k, lengths)
         out = kv_cache_append(
             k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
@@ -77,6 +80,7 @@ class Cache:
         return None
 
     def _check_layer(self, layer: int) -> None:
+        check_int(self._name, "layer", layer)
         if not 0 <= layer < self.num_layers:
             refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
 
@@ -84,6 +88,8 @@ class Cache:
         """What the host knows of it."""
 
     def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
+        if not isinstance(values, int | Sequence):
+            refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
         each = list(values) if isinstance(values, Sequence) else [values] * self.batch
         if len(each) != self.batch:
             refuse(op, argument, f"one for each of {self.batch} sequences", len(each))

@@ -69,7 +69,7 @@ class KVCache(Cache):
         if isinstance(indices, Tensor):
             chosen = self._on_device("KVCache.reorder", "indices", indices, torch.int64)
         else:
-            each = self._on_host("KVCache.reorder", "indices", list(indices), 0, self.batch - 1)
+            each = self._on_host("KVCache.reorder", "indices", indices, 0, self.batch - 1)
             chosen = self._send(each, torch.int64)
         for tensor in (*self.k, *self.v, *self.seqlens):
             tensor.copy_(tensor.index_select(0, chosen))
@@ -188,7 +188,7 @@ class PagedKVCache(Cache):
         device, which waits for it.
         """
         op = "PagedKVCache.reorder"
-        chosen = self._on_host(op, "indices", list(indices), 0, self.batch - 1)
+        chosen = self._on_host(op, "indices", indices, 0, self.batch - 1)
         if lengths is None:
             counts = torch.stack(self.seqlens).clamp(min=0)
             fewest, most = torch.stack([counts.amin(0), counts.amax(0)]).tolist()
