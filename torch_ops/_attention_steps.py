@@ -1,15 +1,17 @@
 """ALiBi, sinks and dropout, as the ops of the attention core take them: checks, the seed, the gradient of sinks."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torch_ops._checks import check_dense, check_device, dtype_name, refuse
 
+# From here on fp32 has 1.
+ROUNDED_TO_ONE = 1 - 2**-25
+
 
 def can_drop(dropout_p: float) -> bool:
     """Whether it is a probability that leaves some weights, in fp32 too, in which kernels have it."""
-    return 0 <= dropout_p < 1 and bool(np.float32(dropout_p) < 1)
+    return 0 <= dropout_p < ROUNDED_TO_ONE
 
 
 def check_steps(
