@@ -22,7 +22,7 @@ COMPOSITIONS = {op.body.__module__ for op in OPS.values()} - OP_MODULES
 ROOMS = (
     ("tiles", r"csrc_free_ops\.tiles(\..*)?"),
     ("kernels", r"csrc_free_ops(\..*)?"),
-    ("foundations", r"torch_ops\.(_checks|_device|_explanations|_launches|_registry|_versions|settings)"),
+    ("foundations", r"torch_ops\.(_autocast|_checks|_device|_explanations|_launches|_registry|_versions|settings)"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
     ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.(_caches|kv_cache)"))),
     ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),

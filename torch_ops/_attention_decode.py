@@ -6,7 +6,6 @@ split calls and launches up to three kernels, of which the last may be part of t
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,8 @@ from torch_ops._attention_decode_calls import MOST_QUERIES, out_strides
 from torch_ops._attention_portable import precision_of
 from torch_ops._checks import capacity_of, dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._launches import Relaunch, can_overlap, readable, with_columns
-from torch_ops._registry import INTERPRET, is_eager, runs_kernels, wrap_triton
+from torch_ops._registry import INTERPRET, is_eager, wrap_triton
 from torch_ops._scores import Scores
 from torch_ops._tickets import tickets
 from torch_ops.settings import settings
@@ -35,7 +33,7 @@ READING = {"IN_TURN": False, "AHEAD": 0}
 COUNTERS = (16, 128, 1024)
 
 
-def _known(*sizes: int) -> bool:
+def are_known(*sizes: int) -> bool:
     """Whether these are plain numbers; graphs of dynamic shape have symbols, which they may not branch on."""
     return not any(isinstance(size, torch.SymInt) for size in sizes)
 
@@ -65,7 +63,7 @@ def _share(
     batch_invariant: bool,
 ) -> Share:  # fmt: skip
     # What decides about a sequence's bits must then be of that sequence alone.
-    length = capacity if _known(capacity) and not batch_invariant else None
+    length = capacity if are_known(capacity) and not batch_invariant else None
     launch, source = pick(
         kernel, _gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
     )
@@ -75,21 +73,21 @@ def _share(
     rows = launch.block_m
     # Numbers of heads are constants of the kernel, so a trace takes them for such in any case.
     num_k_heads, group = int(keys.shape[1]), int(q.shape[1] // keys.shape[1])
-    most = samples * (q.shape[2] if _known(q.shape[2]) else MOST_QUERIES) * group
-    if _known(most) and not (batch_invariant and kernel.endswith("_shared")):
+    most = samples * (q.shape[2] if are_known(q.shape[2]) else MOST_QUERIES) * group
+    if are_known(most) and not (batch_invariant and kernel.endswith("_shared")):
         rows = min(rows, max(16, next_power_of_2(most)))
     if 16 < rows and not kernel.endswith("_shared"):
         # Beside twice the scores, registers do not hold more.
         launch = replace(launch, block_n=min(launch.block_n, 64))
     if batch_invariant:
         # Of symbols one more than there may be, so that it is known to be none of 0 and 1.
-        splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if _known(capacity) else capacity // INVARIANT_KEYS + 2
+        splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if are_known(capacity) else capacity // INVARIANT_KEYS + 2
     elif num_splits:
         splits = num_splits
     else:
-        programs = groups * num_k_heads * cdiv(most, rows) if _known(groups, most) else None
+        programs = groups * num_k_heads * cdiv(most, rows) if are_known(groups, most) else None
         row_bytes = 2 * covered_width(q.shape[3], q.dtype.itemsize) * keys.dtype.itemsize
-        splits = decode_splits(_gpu(), launch, programs, capacity if _known(capacity) else None, row_bytes)
+        splits = decode_splits(_gpu(), launch, programs, capacity if are_known(capacity) else None, row_bytes)
     return Share(launch, source, groups, samples, rows, splits)
 
 
@@ -113,7 +111,7 @@ def shares_of(
         own = _share(kernel, q, k_cache, q.shape[0], 1, capacity, num_splits, batch_invariant)
         # By splits that follow from the first launch.
         num_splits = 0 if batch_invariant else own.splits
-        if not shares and not batch_invariant and _known(own.splits) and own.splits == 1:
+        if not shares and not batch_invariant and are_known(own.splits) and own.splits == 1:
             break
     return {**shares, kernel: own}
 
@@ -181,7 +179,7 @@ def plan_decode(
     own, before = list(shares.values())[-1], shares.get("attention_decode_shared")
     splits = own.splits + (0 if before is None else before.splits)
     # Whether one program sees all keys of a row; symbols may not be branched on.
-    whole = before is None and _known(splits) and splits == 1
+    whole = before is None and are_known(splits) and splits == 1
     strides = out_strides(q)[:3]
     q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
     slope_stride = num_heads if scores.alibi == 2 else 0
@@ -208,7 +206,7 @@ def plan_decode(
             "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "UNIT": unit, **columns,
             "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": scores.left >= 0,
             # A single query is the last, behind which nothing is.
-            "HAS_RIGHT": scores.right >= 0 and not shared and not (_known(queries) and queries == 1),
+            "HAS_RIGHT": scores.right >= 0 and not shared and not (are_known(queries) and queries == 1),
             "STEPS": scores.steps if whole or ending else scores.steps & ~SINKS.value,
             "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
             **({"FUSED_ROWS": 0} if ending is None else ending.constants(share.launch)),
@@ -278,28 +276,3 @@ def plan_decode(
             relaunch_combine.keep(None, tensors, combine_constants, compiled)
 
     return launch_decode
-
-
-def explain_decode(
-    op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
-    *options: Any, return_lse: bool = False, **named: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """What `torch_ops.explain` says, and by kernel among how many programs the keys of a tile of rows are split."""
-    names = (
-        "scale", "causal", "window_left", "window_right", "softcap", "alibi_slopes", "sinks", "prefix_k", "prefix_v",
-        "prefix_seqlens", "num_splits", "batch_invariant",
-    )  # fmt: skip
-    given = {**dict(zip(names, options, strict=False)), **named}
-    called_on_fakes(op, q, k_cache, v_cache, cache_seqlens, block_table, **given)
-    if not runs_kernels(q):
-        return by_reference(op, q.device)
-    shares = shares_of(
-        q, k_cache, block_table, given.get("prefix_k"), given.get("num_splits", 0), given.get("batch_invariant", False)
-    )
-    kernels = {name: (share.launch, share.source) for name, share in shares.items()}
-    splits = sum(share.splits for share in shares.values())
-    own = list(shares.values())[-1]
-    if not _known(splits) or splits > 1 and ending_of(own, q, k_cache.shape[1], splits) is None:
-        kernels["attention_decode_combine"] = combining(covered_width(q.shape[3], q.dtype.itemsize)), "by the head"
-    report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
-    return {**report, "splits": {name: share.splits for name, share in shares.items()}}

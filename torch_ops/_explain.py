@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csrc_free_ops.candidates import CANDIDATES
 from csrc_free_ops.configs import Row, shipped_rows
-from torch_ops._attention_decode import explain_decode
+from torch_ops._attention_decode_explained import explain_decode
 from torch_ops._attention_explained import explain_attention, explain_dense_attention, explain_turned_attention
 from torch_ops._attention_hopper import refusal
 from torch_ops._device import gpu

@@ -39,6 +39,7 @@ from torch.library import Library, triton_op
 from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
+from torch_ops._autocast import install_autocast
 from torch_ops.settings import settings
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -181,7 +182,7 @@ def vk_op(
         _install_eager_path(name, body, definition, mutates)
         if autocast:
             arguments = list(inspect.signature(body).parameters)
-            _install_autocast(name, overload, frozenset(map(arguments.index, keeps_dtype)))
+            install_autocast(_library, name, overload, frozenset(map(arguments.index, keeps_dtype)))
         if flops is not None:
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
@@ -297,24 +298,3 @@ def _refuse_gradients(name: str, parameters: Iterable[str], args: tuple[Any, ...
                 f"{NAMESPACE}::{name} has no gradient, and {parameter} requires one: "
                 f"call it within torch.no_grad() or torch.inference_mode(), or on {parameter}.detach()"
             )
-
-
-def _install_autocast(name: str, overload: Any, kept: frozenset[int]) -> None:
-    def make(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
-        def cast(*args: Any) -> Any:
-            dtype = torch.get_autocast_dtype(device_type)
-            halves = torch.float16, torch.bfloat16
-            castable = *halves, torch.float32
-            args = tuple(
-                arg.to(dtype)
-                if isinstance(arg, Tensor) and arg.dtype in (halves if place in kept else castable)
-                else arg
-                for place, arg in enumerate(args)
-            )
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-                return overload(*args)
-
-        return cast
-
-    for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
-        _library.impl(name, make(device_type, getattr(torch._C.DispatchKey, key)), key)

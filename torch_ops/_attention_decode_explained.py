@@ -1,0 +1,35 @@
+"""How calls of attention over a cache run, in the words of `torch_ops.explain`."""
+
+from typing import Any
+
+from torch import Tensor
+
+from csrc_free_ops.configs import covered_width
+from torch_ops._attention_decode import are_known, combining, ending_of, shares_of
+from torch_ops._explanations import by_reference, called_on_fakes, describe
+from torch_ops._registry import runs_kernels
+
+
+def explain_decode(
+    op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
+    *options: Any, return_lse: bool = False, **named: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `torch_ops.explain` says, and by kernel among how many programs the keys of a tile of rows are split."""
+    names = (
+        "scale", "causal", "window_left", "window_right", "softcap", "alibi_slopes", "sinks", "prefix_k", "prefix_v",
+        "prefix_seqlens", "num_splits", "batch_invariant",
+    )  # fmt: skip
+    given = {**dict(zip(names, options, strict=False)), **named}
+    called_on_fakes(op, q, k_cache, v_cache, cache_seqlens, block_table, **given)
+    if not runs_kernels(q):
+        return by_reference(op, q.device)
+    shares = shares_of(
+        q, k_cache, block_table, given.get("prefix_k"), given.get("num_splits", 0), given.get("batch_invariant", False)
+    )
+    kernels = {name: (share.launch, share.source) for name, share in shares.items()}
+    splits = sum(share.splits for share in shares.values())
+    own = list(shares.values())[-1]
+    if not are_known(splits) or splits > 1 and ending_of(own, q, k_cache.shape[1], splits) is None:
+        kernels["attention_decode_combine"] = combining(covered_width(q.shape[3], q.dtype.itemsize)), "by the head"
+    report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
+    return {**report, "splits": {name: share.splits for name, share in shares.items()}}
