@@ -20,7 +20,6 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
     _attention_bwd_members_kernel,
-    _attention_bwd_round_dense_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
 )
@@ -93,7 +92,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
     for kernel in (
         _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
-        _attention_bwd_delta_dense_kernel, _attention_bwd_round_dense_kernel, _attention_bwd_members_kernel,
+        _attention_bwd_delta_dense_kernel, _attention_bwd_members_kernel,
     )
 }  # fmt: skip
 
@@ -133,7 +132,7 @@ def hopper_launches(
         launch = launches["attention_bwd_hopper"]
         if batch:
             backward = _attention_dense_hopper.plan_dense_backward_hopper(
-                q, q, k, k, q, launch, scores, dlse, deterministic
+                q, q, k, k, q, launch, scores, dlse
             )
             backward(q, lse if dlse else None, q, k, k, q, lse, q, k, k)
         else:

@@ -85,7 +85,7 @@ def plan_dense_backward(
     # An expanded one, of a sum's backward, is copied.
     copied = not has_tiles(dout)
     layout = torch.empty(dout.shape, dtype=dout.dtype, device="meta") if copied else dout
-    hopper = plan_dense_backward_hopper(layout, q, k, v, out, launch, scores, dlse is not None, deterministic)
+    hopper = plan_dense_backward_hopper(layout, q, k, v, out, launch, scores, dlse is not None)
     portable: list[Callable[..., None]] = []
 
     def launch_backward(

@@ -16,7 +16,6 @@ from csrc_free_ops.attention.hopper_bwd_notes import tile_columns
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_members_kernel,
-    _attention_bwd_round_dense_kernel,
 )
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT
@@ -93,49 +92,41 @@ def _plan_members(k: Tensor, v: Tensor, members: int) -> Callable[..., None]:
 
 
 def plan_dense_backward_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_dlse: bool,
-    deterministic: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_dlse: bool
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv) for [B, H, S, D], as above.
 
-    Each gradient is laid out as `dense_like` its input.
+    Each gradient is laid out as `dense_like` its input. dq is added up in order in any case: who adds last to a row
+    rounds it, and knows so by the order.
     """
     batch, heads, length, head_dim = q.shape
     k_length = k.shape[2]
     lines = batch * heads
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    ordered = k_length > 2 * PASS_KEYS and deterministic
     members = _members_apart(q, k, scores)
     # Parts of dk and dv are as those of as many key heads as there are query heads.
     owner = q.new_empty((batch, heads, k_length, head_dim), device="meta") if members > 1 else k
     like = [dense_like(tensor).stride() for tensor in (q, owner, owner if members > 1 else v)]
     (dq_batch, dq_head, dq_row, _), (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = like
     constants = pass_constants(
-        q, owner, launch, scores, ordered, DENSE.value, 1, dk_row, dv_row, folded(q, k, v, dout), members
+        q, owner, launch, scores, True, DENSE.value, 1, (dk_row, dv_row, dq_row), folded(q, k, v, dout), members
     )
     scalars = (
-        dk_batch, dv_batch, dk_head, dv_head, length, k_length, batch, scores.scale, *scores.bounds()
+        dk_batch, dv_batch, dq_batch, dk_head, dv_head, dq_head, length, k_length, batch, scores.scale, *scores.bounds()
     )  # fmt: skip
     tiles = -(-length // SENT_ROWS)
-    unit, outer, (out_row, dout_row) = dense_strides(out, dout)
-    parts = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail}
+    unit, outer, (out_row, dout_row, _) = dense_strides(out, dout, dense_like(q))
     delta_scalars = (*outer, heads, length, k_length, *scores.bounds())
     delta_constants = {
-        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "UNIT": unit, **parts, "HAS_DLSE": has_dlse,
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "ORDERED": ordered,
+        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "STRIDE_DQT": dq_row, "UNIT": unit,
+        "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_DLSE": has_dlse,
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0,
         "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8,
-    }  # fmt: skip
-    round_scalars = (dq_batch // 8, dq_head // 8, heads, length, scores.scale)
-    round_constants = {
-        "STRIDE_DQT": dq_row, "UNIT": 8, **parts, "BLOCK_M": ROUNDED_ROWS, "num_stages": 1, "num_warps": 4,
-        "launch_pdl": True,
     }  # fmt: skip
     descriptors_of = Descriptors(*[partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))] * 4)
     device = q.device
     grid, delta_grid = (programs(device.index), 1), (lines, tiles)
-    round_grid = (lines, -(-length // ROUNDED_ROWS))
     relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
-    relaunch_round = Relaunch(round_grid, round_scalars)
     add_members = _plan_members(k, v, members) if members > 1 else None
 
     def launch_backward(
@@ -147,8 +138,8 @@ def plan_dense_backward_hopper(
         ticket = tickets(device).take()
         delta = torch.empty_like(lse)
         sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
-        counts = torch.empty(lines * tiles + 1, dtype=torch.int32, device=device)
-        before = (out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, sums, counts)
+        counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
+        before = (out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, dq, counts)
         if not relaunch_delta(None, before):
             compiled = _attention_bwd_delta_dense_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
             relaunch_delta.keep(None, before, delta_constants, compiled)
@@ -156,13 +147,10 @@ def plan_dense_backward_hopper(
         parts = [dk, dv]
         if add_members is not None:
             parts = [dk.new_empty((batch, heads, k_length, head_dim)) for _ in parts]
-        tensors = (lse, delta, None, None, sums, counts, ticket, *parts)
+        tensors = (lse, delta, None, None, sums, counts, ticket, *parts, dq)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
-        if not relaunch_round(None, (sums, dq)):
-            compiled = _attention_bwd_round_dense_kernel[round_grid](sums, dq, *round_scalars, **round_constants)
-            relaunch_round.keep(None, (sums, dq), round_constants, compiled)
         if add_members is not None:
             add_members(*parts, dk, dv)
 

@@ -158,13 +158,15 @@ def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores,
 
 def pass_constants(
     q: Tensor, k: Tensor, launch: Launch, scores: Scores, ordered: bool, order: int, together: int,
-    dk_row: int, dv_row: int, folded: int = 0, members: int = 1,
+    rows: tuple[int, int, int], folded: int = 0, members: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
+    """`rows` are the row strides of dk, dv and dq."""
     head_dim = q.shape[-1]
     return {
         **constants_of(q, k, launch, scores, _registers(head_dim)),
-        "ORDERED": ordered, "ORDER": order, "ROUND": together, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
-        "FOLDED": folded, "MEMBERS": members,
+        "ORDERED": ordered, "ORDER": order, "ROUND": together,
+        **dict(zip(("STRIDE_DKT", "STRIDE_DVT", "STRIDE_DQT"), rows, strict=True)), "FOLDED": folded,
+        "MEMBERS": members,
         # Keys of as many tiles as there is shared memory for.
         "OWN_STAGES": 2 if head_dim <= 80 else 1,
         # Its programs begin while the kernel before ends, and do what needs none of its results.
@@ -189,14 +191,14 @@ def plan_backward_hopper(
     # The producer of wider heads lacks registers for EVEN.
     order = order_of(num_segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
     row = k.shape[1] * head_dim
-    constants = pass_constants(q, k, launch, scores, ordered, order, together, row, row)
+    constants = pass_constants(q, k, launch, scores, ordered, order, together, (row, row, num_heads * head_dim))
     tiles = total_q // SENT_ROWS + num_segments + 2
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize
     launch_delta = _plan_delta(dout, out, k.shape[0], num_segments, scores, has_dlse, ordered, lanes)
-    scalars = (0, 0, 0, 0, total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
+    scalars = (0,) * 6 + (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
     has_rest = widths[1] > 0
     tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
@@ -246,7 +248,7 @@ def plan_backward_hopper(
             in_parts = lane.split(widths, 2) if has_rest else (lane,)
             descriptors = (*descriptors_of(q, k, v, dout, *in_parts), *(None,) * (not has_rest))
             rounded = (sums, lane, dq, cu_q, cu_k)
-        tensors = (lse, delta, cu_q, cu_k, sums, counts, ticket, dk, dv)
+        tensors = (lse, delta, cu_q, cu_k, sums, counts, ticket, dk, dv, None)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

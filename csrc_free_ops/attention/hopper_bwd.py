@@ -25,8 +25,9 @@ ORDERED fixes the order in which programs add, so that the bits are the same eve
 says that those before it have arrived, and those before it belong to programs that drew their keys earlier
 (`hopper_work.draw_in_order`): the earliest that is not done yet waits for nobody, so no set of running programs can
 wait in a circle, however few of them the GPU has room for. Boundaries that fall, which no caller may pass, leave no
-such order; then none is kept (`hopper_bwd_sums`). Keys are added from the first to the last; with a bound on later keys
-from the last to the first, since then the tile of the last keys comes to a block first. Of one segment without bounds
+such order; then none is kept (`hopper_bwd_sums`). Keys are added from the first to the last. With a bound on later keys
+a tile goes over its queries from the last to the first, so that the tiles before it, which see more, come to a block
+before it does; and tiles that take long come first, which leaves little to do at the end. Of one segment without bounds
 all tiles begin at once; where ROUND is more than 1 each does at another block, and sums have a second lane (`lanes`).
 """
 
@@ -88,6 +89,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     WORD_BYTES,
     WORK,
     arrivals,
+    block_at,
     in_turns,
     lse_to_subtract,
     makers,
@@ -152,7 +154,7 @@ from csrc_free_ops.tiles.hopper_memory import (
     read_columns,
     store_rows,
 )
-from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of
+from csrc_free_ops.tiles.lanes import lane_distance, lead_of
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LOG2E
 
@@ -243,8 +245,6 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
         other_start, other_length = rows_of(cu_other, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
         other_length = gl.where(is_inside(segment, num_segments), other_length, 0)
         if unit * BLOCK < length:
-            if HAS_RIGHT:
-                unit = (length + OWNED - 1) // OWNED * 2 - 2 - unit
             first = unit * BLOCK
             rows = gl.minimum(OWNED, length - first)
             shift = other_length - length
@@ -316,7 +316,7 @@ def _produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.co
                 of_q = (kept_number(notes, TOTAL_OTHER), HEADS, FOLDED & 1)
                 of_dout = (kept_number(notes, TOTAL_OTHER), HEADS, FOLDED & 8)
                 for step in range(blocks):
-                    other = low + block_of_step(step, lead, blocks) * BLOCK
+                    other = low + block_at(step, lead, blocks, HAS_RIGHT) * BLOCK
                     if loaded >= STAGES:
                         barrier_sync(Q_EMPTY + q_stage, MEETING)
                     q_bar = bars.index(Q_FULL + q_stage)
@@ -433,7 +433,7 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
         dk = zero_strips(STRIPS)
         dv = zero_strips(STRIPS)
         tail = read_note(notes, slot, OTHERS) - (blocks - 1) * BLOCK
-        # How many blocks are left when the last one comes.
+        # What is `left` at the last block.
         left_at_tail = 1
         if ROUND > 1:
             lead = read_note(notes, slot, LEAD)
@@ -443,6 +443,8 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
         lse = read_columns(lses.index(q_stage), BLOCK // 8)
         while remaining > 0:
             left = remaining if GROUP == 1 else (remaining - 1) % blocks + 1
+            if HAS_RIGHT:
+                left = blocks + 1 - left
             # Of the two places for a block of dout, for ds and for dq.
             stage = passed & 1
             if (left == left_at_tail) & (tail < BLOCK):
@@ -543,11 +545,13 @@ def _consume(INDEX: gl.constexpr, told, bars, vectors, scale, SUMS_AT: gl.conste
 @gluon.jit
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, lane_desc, lane_rest_desc,
-    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, ticket_ptr, dk_ptr, dv_ptr,
-    stride_dkb, stride_dvb, stride_dkh, stride_dvh, total_q, total_k, num_segments, scale, window_left, window_right,
+    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, ticket_ptr, dk_ptr, dv_ptr, dq_ptr,
+    stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh,
+    total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, ROUND: gl.constexpr,
-    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, FOLDED: gl.constexpr, MEMBERS: gl.constexpr,
+    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, STRIDE_DQT: gl.constexpr, FOLDED: gl.constexpr,
+    MEMBERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the sums of dq, between the kernels of `hopper_bwd_sums`.
@@ -586,19 +590,21 @@ def _attention_bwd_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "STAGES", STAGES,
         "HEADS", HEADS, "ORDER", ORDER, "DTYPE", DTYPE, "ORDERED", ORDERED, "OWN_STAGES", OWN_STAGES,
         "ROUND", ROUND, "STRIDE_DKT", STRIDE_DKT, "STRIDE_DVT", STRIDE_DVT, "FOLDED", FOLDED,
-        "MEMBERS", MEMBERS,
+        "MEMBERS", MEMBERS, "ROUNDS", is_dense(ORDER) and ORDERED, "STRIDE_DQT", STRIDE_DQT,
     )  # fmt: skip
     descs = ((k_desc, v_desc), q_desc, dout_desc)
     # In the order of their fields.
     kept = (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr)
     if is_dense(ORDER):
-        kept = kept + (stride_dkb, stride_dvb, stride_dkh, stride_dvh)
+        kept = kept + (dq_ptr, stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh)
     else:
         kept = kept + (cu_k_ptr, cu_q_ptr)
     keep(addresses, kept)
     sizes = (total_k, total_q, num_segments, window_right, window_left)
     if has_one_segment(ORDER):
         sizes = sizes + own_boundaries + other_boundaries
+    if is_dense(ORDER):
+        sizes = sizes + (scale.to(gl.int32, bitcast=True),)
     keep(notes, sizes)
     memory = (tiles, notes, addresses)
     told = (notes, addresses)

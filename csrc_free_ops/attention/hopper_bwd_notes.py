@@ -12,6 +12,7 @@ Who tells whom what, of each place or stage:
     SCORED             a warpgroup                     one that makes dq     its ds is in shared memory
     STAGED             who makes dq                    a sender              a part of dq is in shared memory
     FREE               a sender                        who makes dq          it has been read
+    FETCHED            TMA                             a sender              the sum is where its part was
 
 OWN_EMPTY, V_EMPTY, Q_EMPTY, DOUT_EMPTY, SCORED and STAGED are named barriers, which count threads; the others lie in
 shared memory. At OWN_FULL and Q_FULL every lane of the producer arrives, which has written notes, or lse and delta.
@@ -22,6 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_free_ops.attention.hopper_work import is_dense
 from csrc_free_ops.tiles.hopper import TOLD
+from csrc_free_ops.tiles.lanes import block_of_step
 from csrc_free_ops.tiles.scores import LOG2E
 
 # Rows of every tile, and of a block of queries; bytes of 16 columns of them; keys of a program.
@@ -38,7 +40,7 @@ CONSUMERS, MEETING, SENDERS, DOUT_STAGES = (gl.constexpr(number) for number in (
 OWN_EMPTY, SCORED, STAGED, DOUT_EMPTY, Q_EMPTY = (gl.constexpr(at) for at in (3, 5, 9, 11, 13))
 V_EMPTY = gl.constexpr(OWN_EMPTY.value + 1)
 # Barriers in shared memory, the first of each kind.
-OWN_FULL, Q_FULL, DOUT_FULL, FREE = (gl.constexpr(at) for at in (0, 2, 5, 7))
+OWN_FULL, Q_FULL, DOUT_FULL, FREE, FETCHED = (gl.constexpr(at) for at in (0, 2, 5, 7, 9))
 
 # Notes of a tile: BLOCKS of queries are counted from the last, and 0 after the last tile; SENT of them are sent, which
 # is none where BLOCKS is 1 for want of any; PLACE is the tile's among those of its segment, LAST that of the last;
@@ -53,12 +55,14 @@ LEAD = HEAD_MASKED
 FIRST_GRADIENT, SECOND_GRADIENT, LSE, DELTA, SUMS, COUNTS, TICKET, CU_OWN, CU_OTHER = (
     gl.constexpr(field) for field in range(9)
 )
-# Of a batch there are no boundaries, but strides of dk and dv, of each kind both.
-BATCH_STRIDES, HEAD_STRIDES = CU_OWN, gl.constexpr(CU_OWN.value + 2)
+# Of a batch there are no boundaries, but dq, and strides of dk, dv and dq, of each kind all three.
+DQ, BATCH_STRIDES, HEAD_STRIDES = CU_OWN, CU_OTHER, gl.constexpr(CU_OTHER.value + 3)
 # Sizes behind the notes.
 TOTAL_OWN, TOTAL_OTHER, SEGMENTS, BEFORE, AFTER = (gl.constexpr(field) for field in range(5))
 # Of one segment, where keys and queries begin; where they end comes next.
 FIRST_OWN, FIRST_OTHERS = gl.constexpr(5), gl.constexpr(7)
+# Of a batch, the bits of scale.
+SCALE = FIRST_OWN
 # How many pieces of work there are: the producer's own, which lacks a register for it.
 WORK = gl.constexpr(9)
 
@@ -114,7 +118,16 @@ def lane_count(round_):
 def arrivals(own_stages):
     """At each barrier in shared memory. With one place for keys, nothing is told with v."""
     own = (TOLD.value, TOLD.value if own_stages == 2 else 1)
-    return (*own, *(TOLD.value,) * 3, 1, 1, 1, 1)
+    return (*own, *(TOLD.value,) * 3, 1, 1, 1, 1, 1, 1)
+
+
+@gluon.jit
+def block_at(step, lead, blocks, HAS_RIGHT: gl.constexpr):
+    """Which of its blocks a tile comes to at a step. Only a tile without bounds has a lead."""
+    if HAS_RIGHT:
+        return blocks - 1 - step
+    else:
+        return block_of_step(step, lead, blocks)
 
 
 @gluon.jit

@@ -6,13 +6,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from csrc_free_ops.attention.hopper_bwd_notes import (
     AFTER,
+    BATCH_STRIDES,
     BEFORE,
     BLOCK,
     BLOCKS,
     COUNTS,
+    DQ,
+    FETCHED,
     FIRST_OTHER,
     FREE,
     HEAD,
+    HEAD_STRIDES,
     LAST,
     LEAD,
     LENGTH,
@@ -22,6 +26,7 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     OWNED,
     PLACE,
     ROW_OTHER,
+    SCALE,
     SEGMENTS,
     SENDERS,
     SENT,
@@ -30,26 +35,40 @@ from csrc_free_ops.attention.hopper_bwd_notes import (
     STAGED,
     SUMS,
     TOTAL_OTHER,
+    block_at,
     lane_count,
     makers,
     slot_count,
+    sum_bytes,
 )
 from csrc_free_ops.attention.hopper_bwd_sums import first_columns
-from csrc_free_ops.attention.hopper_work import NOTES, head_count, kept_number, kept_pointer, read_note_by_warp
-from csrc_free_ops.tiles.hopper import barrier_arrive, barrier_sync, option, shared_base
+from csrc_free_ops.attention.hopper_work import (
+    NOTES,
+    head_count,
+    is_dense,
+    kept_number,
+    kept_pointer,
+    kept_stride,
+    read_note_by_warp,
+)
+from csrc_free_ops.tiles.hopper import await_phase, barrier_arrive, barrier_sync, option, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     add_tile,
     admit_kernel,
     await_kernel,
     await_turn,
+    fetch_sums,
+    lane_of_warp,
+    meet_in_warp,
     pass_turn,
     put_float_pairs,
+    round_floats,
     send_sums,
     sent_all,
     sent_from,
 )
-from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, turn_in_lane
-from csrc_free_ops.tiles.masks import turn_among
+from csrc_free_ops.tiles.lanes import lane_distance, turn_in_lane
+from csrc_free_ops.tiles.masks import tiles_seeing
 
 
 @gluon.constexpr_function
@@ -80,23 +99,42 @@ def stage_dq(dq, address, stage, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.co
 
 
 @gluon.jit
-def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, is_first):
-    """Adds columns of a part, at byte AT of `tiles`, to the second lane from `row` on, or writes them first."""
+def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, position):
+    """Adds columns of a part, at byte AT of `tiles`, to the second lane from `row` on, or writes them at position 0."""
     ROWS: gl.constexpr = desc.block_shape[1]
     TILE: gl.constexpr = desc.block_type.nbytes
     gl.static_assert(AT % TILE == 0 and BLOCK % ROWS == 0)
     parts = tiles._reinterpret(gl.float32, [AT // TILE + BLOCK // ROWS] + desc.block_shape, desc.layout)
     for index in gl.static_range(BLOCK // ROWS):
         tile = parts.index(AT // TILE + index)
-        if is_first != 0:
+        if position == 0:
             tma.async_copy_shared_to_global(desc, [head, row + index * ROWS, 0, 0], tile)
         else:
             add_tile(desc, [head, row + index * ROWS, 0, 0], tile)
 
 
 @gluon.jit
+def _round_sums(address, dq, rows, scale, COLUMNS: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr):
+    """dq = scale sums, rounded, of a block whose sums, of so many columns, are at shared `address`. By one warp."""
+    COUNT: gl.constexpr = COLUMNS // 8
+    # Without a sign, for there are no registers to divide one.
+    run = lane_of_warp()
+    for _ in range(BLOCK * COUNT // 32):
+        row = run // COUNT
+        at = run % COUNT
+        if SWIZZLED:
+            at = at ^ (row % 4)
+        target = dq.to(gl.int64) + (row * STRIDE + at * 8) * 2
+        round_floats(address + run * 32, target, scale, (row < rows).to(gl.int32), dq.dtype.element_ty)
+        run += 32
+
+
+@gluon.jit
 def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns."""
+    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
+
+    With ROUNDS the last part of a block's is followed by dq itself: its sum comes back, and is rounded.
+    """
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
@@ -106,6 +144,8 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
+    ROUNDS: gl.constexpr = option(OPTIONS, "ROUNDS")
+    STRIDE_DQT: gl.constexpr = option(OPTIONS, "STRIDE_DQT")
     notes, addresses = told
     MAKERS: gl.constexpr = makers(HEAD_DIM)
     BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
@@ -113,6 +153,7 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     FIRST_AT: gl.constexpr = SUMS_AT + INDEX * BYTES[0]
     REST_AT: gl.constexpr = SUMS_AT + SENDERS * BYTES[0] + INDEX * BYTES[1]
     base = shared_base()
+    bars_at = base + SUMS_AT + sum_bytes(HEAD_DIM)
     lane_descs, tiles = lane
     turn = 0
     skipped = INDEX
@@ -122,41 +163,47 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     heads = head_count(segments, HEADS, ORDER)
     mbarrier.wait(bars.index(OWN_FULL), 0)
     if ORDERED:
-        # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
         await_kernel()
-        ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * heads * slots) == 0
+        # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
+        ordered = True
+        if not is_dense(ORDER):
+            ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * heads * slots) == 0
     blocks = read_note_by_warp(notes, 0, BLOCKS)
     while blocks > 0:
         slot = turn % NOTES
         sent = read_note_by_warp(notes, slot, SENT)
         first = read_note_by_warp(notes, slot, FIRST_OTHER)
-        length = read_note_by_warp(notes, slot, LENGTH)
         own = read_note_by_warp(notes, slot, PLACE)
-        row = read_note_by_warp(notes, slot, ROW_OTHER)
-        tile = read_note_by_warp(notes, slot, SLOT)
+        row = 0
+        tile = 0
+        if not is_dense(ORDER):
+            row = read_note_by_warp(notes, slot, ROW_OTHER)
+            tile = read_note_by_warp(notes, slot, SLOT)
         head = read_note_by_warp(notes, slot, HEAD) * GROUP
-        last = read_note_by_warp(notes, slot, LAST)
-        shift = read_note_by_warp(notes, slot, SHIFT)
         lead = read_note_by_warp(notes, slot, LEAD) if ROUND > 1 else 0
         barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, MEETING + 32 * SENDERS)
         part = skipped
         while part < GROUP * blocks:
             step = part % blocks
             if step < sent:
-                other = first + block_of_step(step, lead, blocks) * BLOCK
+                other = first + block_at(step, lead, blocks, HAS_RIGHT) * BLOCK
                 of_head = (head + part // blocks).to(gl.int64)
-                is_first = 0
+                # Not the first, where there is no order.
+                position = 1
+                is_last = False
                 counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
                 if ORDERED:
                     if ROUND > 1:
                         position = turn_in_lane(own, step, lead, blocks, lane_distance(total, BLOCK), ROUND)
                         counter += gl.where(step < lead, heads * slots, 0)
                     else:
-                        position = turn_among(
-                            own, last, other, shift, kept_number(notes, BEFORE), kept_number(notes, AFTER),
+                        # Read here: a sender has few registers.
+                        earliest, latest = tiles_seeing(
+                            read_note_by_warp(notes, slot, LAST), other, read_note_by_warp(notes, slot, SHIFT), kept_number(notes, BEFORE), kept_number(notes, AFTER),
                             HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
                         )  # fmt: skip
-                    is_first = (position == 0).to(gl.int32)
+                        position = own - earliest
+                        is_last = own == latest
                     # Awaited while the consumers still make the part.
                     if ordered:
                         await_turn(counter.to(gl.int64), position)
@@ -164,21 +211,43 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
                 if step < lead:
                     if ROUND > 1:
                         lane_row = row + other - lane_distance(total, BLOCK) * BLOCK
-                        _send_to_lane(lane_descs[0], tiles, FIRST_AT, of_head.to(gl.int32), lane_row, is_first)
+                        _send_to_lane(lane_descs[0], tiles, FIRST_AT, of_head.to(gl.int32), lane_row, position)
                         if FIRST < HEAD_DIM:
-                            _send_to_lane(lane_descs[1], tiles, REST_AT, of_head.to(gl.int32), lane_row, is_first)
+                            _send_to_lane(lane_descs[1], tiles, REST_AT, of_head.to(gl.int32), lane_row, position)
                 else:
-                    rows = gl.minimum(length - other, BLOCK)
+                    rows = gl.minimum(read_note_by_warp(notes, slot, LENGTH) - other, BLOCK)
                     line = of_head * total + row + other
                     sums = kept_pointer(addresses, SUMS, gl.float32)
-                    send_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), is_first)
+                    send_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), position)
                     if FIRST < HEAD_DIM:
                         rest = sums + total.to(gl.int64) * (heads * FIRST) + line * (HEAD_DIM - FIRST)
-                        send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), is_first)
+                        send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), position)
+                    if ROUNDS:
+                        if is_last:
+                            bar = bars_at + (FETCHED + INDEX) * 8
+                            fetch_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), bar)
+                            await_phase(bar, 0)
+                            if FIRST < HEAD_DIM:
+                                fetch_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), bar)
+                                await_phase(bar, 1)
+                            dq = kept_pointer(addresses, DQ, tiles.dtype) + other.to(gl.int64) * STRIDE_DQT
+                            dq += of_head // HEADS * kept_stride(addresses, BATCH_STRIDES + 2)
+                            dq += of_head % HEADS * kept_stride(addresses, HEAD_STRIDES + 2)
+                            scale = kept_number(notes, SCALE).to(gl.float32, bitcast=True)
+                            _round_sums(base + FIRST_AT, dq, rows, scale, FIRST, True, STRIDE_DQT)
+                            if FIRST < HEAD_DIM:
+                                REST: gl.constexpr = HEAD_DIM - FIRST
+                                _round_sums(base + REST_AT, dq + FIRST, rows, scale, REST, False, STRIDE_DQT)
+                            meet_in_warp()
+                            if FIRST == HEAD_DIM:
+                                # Two phases each time, so that none has to be remembered.
+                                mbarrier.arrive(bars.index(FETCHED + INDEX), count=1)
                 sent_from()
                 mbarrier.arrive(bars.index(FREE + INDEX), count=1)
                 if ORDERED:
-                    pass_turn(counter.to(gl.int64))
+                    # Nobody waits for the last.
+                    if not is_last:
+                        pass_turn(counter.to(gl.int64))
             else:
                 barrier_sync(STAGED + INDEX, MAKERS)
                 mbarrier.arrive(bars.index(FREE + INDEX), count=1)

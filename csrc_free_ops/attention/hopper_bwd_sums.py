@@ -14,7 +14,15 @@ import triton.language as tl
 from csrc_free_ops.attention.portable_fwd import COUNTS, DENSE_SIZES, SIZES
 from csrc_free_ops.tiles.lanes import lane_distance, longest_lead
 from csrc_free_ops.tiles.masks import is_seen
-from csrc_free_ops.tiles.rows import batch_base, column_starts, load_rows, row_base, sum_of_products
+from csrc_free_ops.tiles.rows import (
+    batch_base,
+    column_starts,
+    load_rows,
+    row_base,
+    store_rows,
+    sum_of_products,
+    zero_rows,
+)
 from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
 
 # Columns of sums that a thread reads at once, 16 bytes; fewer where there are not so many.
@@ -151,16 +159,18 @@ def _attention_bwd_delta_kernel(
 
 @triton.jit(do_not_specialize=DENSE_SIZES)
 def _attention_bwd_delta_dense_kernel(
-    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, sums_ptr, counts_ptr,
-    stride_ob, stride_oh, stride_dob, stride_doh, heads, q_length, k_length, window_left, window_right,
-    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr, counts_ptr,
+    stride_ob, stride_oh, stride_dob, stride_doh, stride_dqb, stride_dqh,
+    heads, q_length, k_length, window_left, window_right,
+    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads of all sequences, tiles of BLOCK_M query rows): the same of [B, H, S, D], of one lane, overlapped.
 
-    No boundaries fall, of which there are none.
+    No boundaries fall, of which there are none. Sums are always made in order and rounded by who adds last, so that
+    none need be 0; dq is, of rows that nobody adds to.
     """
     tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64)
@@ -182,13 +192,11 @@ def _attention_bwd_delta_dense_kernel(
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
     tl.store(counts_ptr + line * tl.num_programs(1) + tile, 0)
-    if (line == 0) & (tile == 0):
-        tl.store(counts_ptr + tl.num_programs(0).to(tl.int64) * tl.num_programs(1), 0)
     shift = q_length - k_length
-    seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
-    if not (ORDERED and seen):
-        lines = tl.num_programs(0).to(tl.int64) * q_length
-        _clear_sums(sums_ptr, line * q_length + first, remaining, lines, HEAD_DIM, BLOCK_M)
+    if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
+        dq_base = row_base(batch_base(dq_ptr, batch, stride_dqb, UNIT), first, head, stride_dqh, STRIDE_DQT, UNIT)
+        nothing = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
+        store_rows(dq_base, starts, local, remaining, nothing, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
 
 
 @triton.jit
@@ -198,26 +206,6 @@ def _store_rounded(
     """Writes dq = scale part, [runs, RUN] as of `_runs`, whose first column is START; a head's dq is at dq_base."""
     dq = dq_base + row.to(tl.int64) * STRIDE_DQT + START + run * RUN + within
     tl.store(dq, (part * tl.cast(scale, tl.float32)).to(dq_base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _round_rows(
-    sums_ptr, dq_base, head, heads, first, total, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_M rows of a head, from `first` on."""
-    row, run, within = _runs(first, BLOCK_M, MAIN)
-    for START in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
-        places = _places(head, heads, row, run, within, total, START, HEAD_DIM)
-        part = tl.load(sums_ptr + places, mask=row < total, other=0.0)
-        _store_rounded(dq_base, part, row, run, within, scale, row < total, START, STRIDE_DQT)
-    if TAIL > 0:
-        LAST: tl.constexpr = HEAD_DIM // MAIN * MAIN
-        row, run, within = _runs(first, BLOCK_M, TAIL)
-        mask = (row < total) & (LAST + RUN * run < HEAD_DIM)
-        places = _places(head, heads, row, run, within, total, LAST, HEAD_DIM)
-        part = tl.load(sums_ptr + places, mask=mask, other=0.0)
-        _store_rounded(dq_base, part, row, run, within, scale, mask, LAST, STRIDE_DQT)
 
 
 @triton.jit(do_not_specialize=("total_q",))
@@ -232,27 +220,21 @@ def _attention_bwd_round_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(1)
-    _round_rows(
-        sums_ptr, dq_ptr + head * HEAD_DIM, head, tl.num_programs(1), tl.program_id(0) * BLOCK_M, total_q, scale,
-        STRIDE_DQT, HEAD_DIM, MAIN, TAIL, BLOCK_M,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=DENSE_SIZES)
-def _attention_bwd_round_dense_kernel(
-    sums_ptr, dq_ptr, stride_dqb, stride_dqh, heads, q_length, scale, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Grid (heads of all sequences, blocks of BLOCK_M rows): the same of [B, H, S, D], and OVERLAPS."""
-    tl.extra.cuda.gdc_wait()
-    line = tl.program_id(0)
-    dq_base = row_base(
-        batch_base(dq_ptr, line // heads, stride_dqb, UNIT), 0, line % heads, stride_dqh, STRIDE_DQT, UNIT
-    )
-    _round_rows(
-        sums_ptr, dq_base, line, tl.num_programs(0), tl.program_id(1) * BLOCK_M, q_length, scale,
-        STRIDE_DQT, HEAD_DIM, MAIN, TAIL, BLOCK_M,
-    )  # fmt: skip
+    heads = tl.num_programs(1)
+    first = tl.program_id(0) * BLOCK_M
+    dq_base = dq_ptr + head * HEAD_DIM
+    row, run, within = _runs(first, BLOCK_M, MAIN)
+    for START in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
+        places = _places(head, heads, row, run, within, total_q, START, HEAD_DIM)
+        part = tl.load(sums_ptr + places, mask=row < total_q, other=0.0)
+        _store_rounded(dq_base, part, row, run, within, scale, row < total_q, START, STRIDE_DQT)
+    if TAIL > 0:
+        LAST: tl.constexpr = HEAD_DIM // MAIN * MAIN
+        row, run, within = _runs(first, BLOCK_M, TAIL)
+        mask = (row < total_q) & (LAST + RUN * run < HEAD_DIM)
+        places = _places(head, heads, row, run, within, total_q, LAST, HEAD_DIM)
+        part = tl.load(sums_ptr + places, mask=mask, other=0.0)
+        _store_rounded(dq_base, part, row, run, within, scale, mask, LAST, STRIDE_DQT)
 
 
 @triton.jit

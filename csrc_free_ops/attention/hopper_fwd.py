@@ -307,6 +307,8 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
             await_phase(k_full + stage * 8, phase)
             s = warpgroup_mma_wait(0, [_multiply_qk(q, k_tiles, stage, zeros)])
             barrier_arrive(K_EMPTY + stage, EMPTY)
+            if blocks == 1:
+                barrier_arrive(Q_EMPTY + INDEX, 160)
             # Blocks are counted from the last: the first ones and the last ones may need masks.
             tail_masked = read_note(notes, slot, TAIL_MASKED)
             masked = blocks <= tail_masked
@@ -337,6 +339,9 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
                 else:
                     s = warpgroup_mma_wait(0, [s])
                 barrier_arrive(K_EMPTY + stage, EMPTY)
+                # The next tile's rows come while this one's last block is at work.
+                if left == 1:
+                    barrier_arrive(Q_EMPTY + INDEX, 160)
                 masked = left <= tail_masked
                 if HAS_LEFT:
                     masked = masked | (left > head_masked)
@@ -368,7 +373,6 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
             lse_address = read_note(addresses, slot, LSE) + OWN * 4
             if HAS_SINKS:
                 has_sink = read_note(notes, slot, INSIDE) > 0
-            barrier_arrive(Q_EMPTY + INDEX, 160)
             if keys < BLOCK_N:
                 clear_rows(base + behind * STAGE_BYTES, keys, BLOCK_N, WIDTH, V_TILES)
                 fence_async_shared()

@@ -71,9 +71,32 @@ def put_float_pairs(address, part):
     gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,f,f", [address, part], dtype=gl.int32, is_pure=False, pack=2)
 
 
+@gluon.constexpr_function
+def _round_text(dtype):
+    pair = "cvt.rn.f16x2.f32" if dtype == gl.float16 else "cvt.rn.bf16x2.f32"
+    lines = [
+        "{ .reg .pred inside; .reg .f32 a<8>; .reg .b32 w<4>; setp.ne.s32 inside, $4, 0;",
+        "ld.shared.v4.f32 {a0, a1, a2, a3}, [$1]; ld.shared.v4.f32 {a4, a5, a6, a7}, [$1+16];",
+        *[f"mul.f32 a{index}, a{index}, $3;" for index in range(8)],
+        *[f"{pair} w{index}, a{2 * index + 1}, a{2 * index};" for index in range(4)],
+    ]
+    return "\n".join([*lines, "@inside st.global.v4.b32 [$2], {w0, w1, w2, w3}; mov.b32 $0, 0; }"])
+
+
 @gluon.jit
-def send_sums(address, source, size, first):
-    """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there where it is the first.
+def round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
+    """Of each thread, eight times fp32 at shared `source`, times scale, to global `target` as a half type.
+
+    Triton would store them one by one, since it does not see that places of swizzled columns follow each other.
+    """
+    TEXT: gl.constexpr = _round_text(DTYPE)
+    operands = [source, target, scale, inside]
+    gl.inline_asm_elementwise(TEXT, "=r,r,l,f,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def send_sums(address, source, size, position):
+    """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there at position 0.
 
     By one warp, which must call `sent_from` before `source` is overwritten.
     """
@@ -81,14 +104,48 @@ def send_sums(address, source, size, first):
         """{
         .reg .pred one, put, add; .reg .b32 lane;
         mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
-        setp.ne.and.s32 put, $4, 0, one; setp.eq.and.s32 add, $4, 0, one;
+        setp.eq.and.s32 put, $4, 0, one; setp.ne.and.s32 add, $4, 0, one;
         @put cp.async.bulk.global.shared::cta.bulk_group [$1], [$2], $3;
         @add cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$1], [$2], $3;
         @one cp.async.bulk.commit_group;
         mov.b32 $0, 0;
         }""",
-        "=r,l,r,r,r", [address, source, size, first], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r,r,r", [address, source, size, position], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def fetch_sums(address, target, size, bar):
+    """Once all that this warp sends has arrived: brings `size` bytes from global `address` to shared `target`.
+
+    By one warp; the barrier at shared `bar` tells. All goes by the same proxy, so no fence is between.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
+        cp.async.bulk.wait_group 0;
+        @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$4], $3;
+        @one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$2], [$1], $3, [$4];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r", [address, target, size, bar], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def lane_of_warp():
+    """Of each thread of one warp, as uint32. Not `gl.arange`, which would be kept in a register through loops."""
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    TEXT: gl.constexpr = "mov.u32 $0, %laneid;"
+    lanes = gl.arange(0, 32, THREADS)
+    return gl.inline_asm_elementwise(TEXT, "=r,r", [lanes], dtype=gl.uint32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def meet_in_warp():
+    TEXT: gl.constexpr = "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin

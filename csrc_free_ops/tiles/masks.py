@@ -55,22 +55,20 @@ def block_span(
 
 
 @triton.jit
-def turn_among(
-    own, last, other, shift, before, after,
+def tiles_seeing(
+    last, other, shift, before, after,
     HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many of the tiles that see the block at `other` come to it before tile `own`, which sees it, does.
+    """The first and the last of the tiles that see the block at `other`, which one at least does.
 
-    Tiles 0 .. last of OWNED positions see blocks of BLOCK as `block_span` says. They come in order, but with a bound
-    before them from the last to the first: then it is the last that sees a block first of all.
+    Tiles 0 .. last of OWNED positions see blocks of BLOCK as `block_span` says.
     """
+    first = 0
+    if HAS_AFTER:
+        first = tl.maximum(other - shift - after, 0) // OWNED
     if HAS_BEFORE:
-        turn = tl.minimum((other + BLOCK - 1 - shift + before) // OWNED, last) - own
-    elif HAS_AFTER:
-        turn = own - tl.maximum(other - shift - after, 0) // OWNED
-    else:
-        turn = own
-    return turn
+        last = tl.minimum((other + BLOCK - 1 - shift + before) // OWNED, last)
+    return first, last
 
 
 @triton.jit
@@ -78,7 +76,7 @@ def is_seen(
     other, shift, before, after, length,
     HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whether any tile of `turn_among`, of `length` positions in all, sees the block at `other`."""
+    """Whether any tile of `tiles_seeing`, of `length` positions in all, sees the block at `other`."""
     low = 0
     high = length - 1
     if HAS_AFTER:
