@@ -131,9 +131,7 @@ def hopper_launches(
             forward(q, k, k, cu, cu, q, lse, sink)
         launch = launches["attention_bwd_hopper"]
         if batch:
-            backward = _attention_dense_hopper.plan_dense_backward_hopper(
-                q, q, k, k, q, launch, scores, dlse
-            )
+            backward = _attention_dense_hopper.plan_dense_backward_hopper(q, q, k, k, q, launch, scores, dlse)
             backward(q, lse if dlse else None, q, k, k, q, lse, q, k, k)
         else:
             backward = _attention_hopper_backward.plan_backward_hopper(

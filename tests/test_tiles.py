@@ -11,7 +11,7 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.images import from_merged, place_rows_in_frames, to_merged
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
-from csrc_free_ops.tiles.masks import block_span, is_seen, turn_among
+from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
 from csrc_free_ops.tiles.scores import exp, tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
@@ -111,7 +111,7 @@ def _turns_kernel(
     out_ptr, tiles, blocks, shift, before, after, length, other_length,
     HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile and block: whether the tile sees it, its turn there, and whether any tile does."""
+    """Of each tile and block: whether the tile sees it, the first and the last that do, and whether any does."""
     for tile in range(tiles):
         first = tile * OWNED
         last = tl.minimum(first + OWNED, length) - 1
@@ -120,14 +120,15 @@ def _turns_kernel(
         )  # fmt: skip
         for block in range(blocks):
             other = block * BLOCK
-            place = out_ptr + (tile * blocks + block) * 3
+            place = out_ptr + (tile * blocks + block) * 4
             tl.store(place, ((other >= low) & (other < high)).to(tl.int32))
+            earliest, latest = tiles_seeing(
+                tiles - 1, other, shift, before, after, HAS_BEFORE, HAS_AFTER, OWNED, BLOCK
+            )  # fmt: skip
+            tl.store(place + 1, earliest)
+            tl.store(place + 2, latest)
             tl.store(
-                place + 1,
-                turn_among(tile, tiles - 1, other, shift, before, after, HAS_BEFORE, HAS_AFTER, OWNED, BLOCK),
-            )
-            tl.store(
-                place + 2,
+                place + 3,
                 is_seen(other, shift, before, after, length, HAS_BEFORE, HAS_AFTER, OWNED, BLOCK).to(tl.int32),
             )
 
@@ -138,19 +139,20 @@ def _turns_kernel(
 def test_tiles_take_turns_at_a_block(
     length: int, other_length: int, before: int | None, after: int | None, device: str
 ) -> None:
-    """Whoever sees a block has a turn of its own there, without a gap, and in the order that tiles are dealt out in."""
+    """Who sees a block are the tiles from the first to the last that do, so that each knows its turn there."""
     owned, block = 16, 8
     tiles, blocks = -(-length // owned), -(-other_length // block)
-    out = torch.zeros(tiles, blocks, 3, dtype=torch.int32, device=device)
+    out = torch.zeros(tiles, blocks, 4, dtype=torch.int32, device=device)
     _turns_kernel[(1,)](
         out, tiles, blocks, other_length - length, before or 0, after or 0, length, other_length,
         HAS_BEFORE=before is not None, HAS_AFTER=after is not None, OWNED=owned, BLOCK=block,
     )  # fmt: skip
-    for sees, turns, seen in out.permute(1, 2, 0).tolist():
-        in_turn = [turn for turn, does in zip(turns, sees, strict=True) if does]
-        assert in_turn == (sorted(in_turn, reverse=True) if before is not None else sorted(in_turn))
-        assert sorted(in_turn) == list(range(len(in_turn)))
-        assert set(seen) == {int(any(sees))}
+    for sees, earliest, latest, seen in out.permute(1, 2, 0).tolist():
+        seeing = [tile for tile, does in enumerate(sees) if does]
+        assert set(seen) == {int(bool(seeing))}
+        if seeing:
+            assert seeing == list(range(earliest[0], latest[0] + 1))
+            assert len(set(earliest)) == len(set(latest)) == 1
 
 
 @triton.jit

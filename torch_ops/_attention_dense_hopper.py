@@ -12,13 +12,14 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_notes import tile_columns
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_members_kernel,
 )
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT
+from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT, DENSE_ENDS
 from csrc_free_ops.configs import Launch, split_head_dim
 from torch_ops._attention_dense_portable import dense_strides
 from torch_ops._attention_hopper import (
@@ -28,7 +29,14 @@ from torch_ops._attention_hopper import (
     forward_constants,
     forward_descriptors,
 )
-from torch_ops._attention_hopper_backward import PASS_KEYS, ROUNDED_ROWS, SENT_ROWS, pass_constants
+from torch_ops._attention_hopper_backward import (
+    PASS_KEYS,
+    ROUNDED_ROWS,
+    SENT_ROWS,
+    apart_constants,
+    fits_apart,
+    pass_constants,
+)
 from torch_ops._hopper import Descriptors, programs
 from torch_ops._launches import Relaunch, dense_like
 from torch_ops._scores import Scores
@@ -40,7 +48,8 @@ def plan_dense_forward_hopper(
 ) -> Callable[..., None]:
     """launch(q, k, v, out, lse, sinks) for [B, H, S, D], as above; `out` is laid out as what will be written."""
     out_batch, out_head, out_row, _ = out.stride()
-    constants = forward_constants(q, k, launch, scores, DENSE_CUT.value, out_row, has_lse, folded(q, k, v, out))
+    order = _forward_order(q, launch, scores)
+    constants = forward_constants(q, k, launch, scores, order, out_row, has_lse, folded(q, k, v, out))
     scalars = (
         out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
     )  # fmt: skip
@@ -57,6 +66,14 @@ def plan_dense_forward_hopper(
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_forward
+
+
+def _forward_order(q: Tensor, launch: Launch, scores: Scores) -> int:
+    """Rows that see more keys the later they are make tiles of one round end at very different times."""
+    units = -(-q.shape[2] // 64)
+    rounds = units * q.shape[0] * q.shape[1] / programs(q.device.index)
+    pairs = launch.block_m == 128 and units % 2 == 0 and 1 < rounds <= 2
+    return (DENSE_ENDS if pairs and scores.left < 0 <= scores.right else DENSE_CUT).value
 
 
 def _members_apart(q: Tensor, k: Tensor, scores: Scores) -> int:
@@ -91,6 +108,31 @@ def _plan_members(k: Tensor, v: Tensor, members: int) -> Callable[..., None]:
     return launch
 
 
+def _plan_delta(
+    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores, has_dlse: bool
+) -> Callable[..., None]:  # fmt: skip
+    """launch(out, lse, dout, dlse, delta, dq, counts); counts are None where dq is not added up."""
+    batch, heads, length, head_dim = q.shape
+    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
+    unit, outer, (out_row, dout_row, dq_row) = dense_strides(out, dout, dense_like(q))
+    scalars = (*outer, heads, length, k.shape[2], *scores.bounds())
+    constants = {
+        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "STRIDE_DQT": dq_row, "UNIT": unit,
+        "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_DLSE": has_dlse,
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8, "launch_pdl": True,
+    }  # fmt: skip
+    grid = (batch * heads, -(-length // SENT_ROWS))
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_delta(*tensors: Tensor | None) -> None:
+        if not relaunch(None, tensors):
+            compiled = _attention_bwd_delta_dense_kernel[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_delta
+
+
 def plan_dense_backward_hopper(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_dlse: bool
 ) -> Callable[..., None]:  # fmt: skip
@@ -102,31 +144,25 @@ def plan_dense_backward_hopper(
     batch, heads, length, head_dim = q.shape
     k_length = k.shape[2]
     lines = batch * heads
-    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    members = _members_apart(q, k, scores)
+    tiles = -(-length // SENT_ROWS)
+    is_apart = fits_apart(q, k, 1, scores)
+    members = 1 if is_apart else _members_apart(q, k, scores)
     # Parts of dk and dv are as those of as many key heads as there are query heads.
     owner = q.new_empty((batch, heads, k_length, head_dim), device="meta") if members > 1 else k
-    like = [dense_like(tensor).stride() for tensor in (q, owner, owner if members > 1 else v)]
-    (dq_batch, dq_head, dq_row, _), (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = like
-    constants = pass_constants(
-        q, owner, launch, scores, True, DENSE.value, 1, (dk_row, dv_row, dq_row), folded(q, k, v, dout), members
-    )
-    scalars = (
-        dk_batch, dv_batch, dq_batch, dk_head, dv_head, dq_head, length, k_length, batch, scores.scale, *scores.bounds()
-    )  # fmt: skip
-    tiles = -(-length // SENT_ROWS)
-    unit, outer, (out_row, dout_row, _) = dense_strides(out, dout, dense_like(q))
-    delta_scalars = (*outer, heads, length, k_length, *scores.bounds())
-    delta_constants = {
-        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "STRIDE_DQT": dq_row, "UNIT": unit,
-        "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_DLSE": has_dlse,
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8,
-    }  # fmt: skip
+    strides = [dense_like(tensor).stride() for tensor in (owner, owner if members > 1 else v, q)]
+    batches, of_heads, (dk_row, dv_row, dq_row), _ = zip(*strides, strict=True)
+    rows, bits = (dk_row, dv_row, dq_row), folded(q, k, v, dout)
+    if is_apart:
+        kernel, constants = _attention_bwd_apart_kernel, apart_constants(q, k, scores, DENSE.value, rows, bits)
+        grid = (batch * sum(-(-tensor.shape[2] // PASS_KEYS) * tensor.shape[1] for tensor in (q, k)), 1)
+    else:
+        kernel, grid = _attention_bwd_hopper_kernel, (programs(q.device.index), 1)
+        constants = pass_constants(q, owner, launch, scores, True, DENSE.value, 1, rows, bits, members)
+    scalars = (*batches, *of_heads, length, k_length, batch, scores.scale, *scores.bounds())
     descriptors_of = Descriptors(*[partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))] * 4)
     device = q.device
-    grid, delta_grid = (programs(device.index), 1), (lines, tiles)
-    relaunch, relaunch_delta = Relaunch(grid, scalars), Relaunch(delta_grid, delta_scalars)
+    relaunch = Relaunch(grid, scalars)
+    launch_delta = _plan_delta(dout, q, k, out, scores, has_dlse)
     add_members = _plan_members(k, v, members) if members > 1 else None
 
     def launch_backward(
@@ -134,22 +170,23 @@ def plan_dense_backward_hopper(
         dq: Tensor, dk: Tensor, dv: Tensor,
     ) -> None:  # fmt: skip
         lse = lse.contiguous()
-        # Before the kernel that the main one overlaps: it may be made of zeros here.
-        ticket = tickets(device).take()
         delta = torch.empty_like(lse)
-        sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
-        counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
-        before = (out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, dq, counts)
-        if not relaunch_delta(None, before):
-            compiled = _attention_bwd_delta_dense_kernel[delta_grid](*before, *delta_scalars, **delta_constants)
-            relaunch_delta.keep(None, before, delta_constants, compiled)
-        descriptors = (*descriptors_of(q, k, v, dout), None, None)
-        parts = [dk, dv]
-        if add_members is not None:
-            parts = [dk.new_empty((batch, heads, k_length, head_dim)) for _ in parts]
-        tensors = (lse, delta, None, None, sums, counts, ticket, *parts, dq)
+        descriptors = descriptors_of(q, k, v, dout)
+        parts, counts = [dk, dv], None
+        if is_apart:
+            tensors: tuple[Tensor | None, ...] = (lse, delta, None, None, dk, dv, dq)
+        else:
+            # Before the kernel that the main one overlaps: it may be made of zeros here.
+            ticket = tickets(device).take()
+            sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
+            counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
+            if add_members is not None:
+                parts = [dk.new_empty((batch, heads, k_length, head_dim)) for _ in parts]
+            descriptors = (*descriptors, None, None)
+            tensors = (lse, delta, None, None, sums, counts, ticket, *parts, dq)
+        launch_delta(out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, dq, counts)
         if not relaunch(None, tensors, descriptors):
-            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            compiled = kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
         if add_members is not None:
             add_members(*parts, dk, dv)

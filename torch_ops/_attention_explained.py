@@ -109,10 +109,11 @@ def explain_dense_attention(
         lengths = {"attention_fwd": q.shape[2], "attention_bwd_dq": q.shape[2], "attention_bwd_dkdv": k.shape[2]}
         kernels = {name: choose(name, q, scores, length) for name, length in lengths.items()}
     else:
-        kernels = {
-            "attention_fwd_hopper": forward_launch(q, scores, 1),
-            "attention_bwd_hopper": choose("attention_bwd_hopper", q, scores, q.shape[2]),
-        }
+        kernels = {"attention_fwd_hopper": forward_launch(q, scores, 1)}
+        if fits_apart(q, k, 1, scores):
+            kernels["attention_bwd_apart"] = APART, "so few tiles that there is room for dq beside dk and dv"
+        else:
+            kernels["attention_bwd_hopper"] = choose("attention_bwd_hopper", q, scores, q.shape[2])
     path = "portable" if why else "hopper"
     return describe(op, q.device, path, why or f"{gpu().name} is a Hopper GPU", kernels)
 

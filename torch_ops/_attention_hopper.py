@@ -144,6 +144,9 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
         return launch, source
     head_dim = q.shape[-1]
     each = -(-rows // 64) * heads / programs(q.device.index)
+    if q.dim() == 4 and head_dim == 64 and scores.masked and each > 2:
+        # 4 x 32 x 1024 causal rows take 54.7 us on an H200, with tiles of three warpgroups 58.0.
+        return Launch(128, 128, 8, 3), source
     rounds, rest = divmod(each, 3)
     takes = ROUND.get(head_dim, ROUND[0])
     tall = rounds * takes[3] + (takes[math.ceil(rest)] if rest else 0)

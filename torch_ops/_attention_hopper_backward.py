@@ -18,7 +18,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_round_lanes_kernel,
     first_columns,
 )
-from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN
+from csrc_free_ops.attention.hopper_work import BY_LENGTH, EVEN, SINGLE
 from csrc_free_ops.configs import Launch, split_head_dim
 from torch_ops._attention_hopper import (
     REGISTERS,
@@ -83,9 +83,15 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
 
 
 def fits_apart(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> bool:
-    """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once."""
-    tiles = -(-q.shape[0] // PASS_KEYS) * q.shape[1] + -(-k.shape[0] // PASS_KEYS) * k.shape[1]
-    return num_segments == 1 and not scores.masked and tiles <= programs(q.device.index)
+    """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once.
+
+    q and k are [T, H, D], or [B, H, S, D], whose heads are all one segment's. Beside wide heads there are no registers
+    for masks.
+    """
+    batch, row = (q.shape[0], 2) if q.dim() == 4 else (1, 0)
+    tiles = sum(-(-tensor.shape[row] // PASS_KEYS) * tensor.shape[1] for tensor in (q, k)) * batch
+    has_registers = q.shape[-1] <= 96 or not scores.masked
+    return num_segments == 1 and has_registers and tiles <= programs(q.device.index)
 
 
 def _keeps_order(q: Tensor, k: Tensor, num_segments: int, deterministic: bool) -> bool:
@@ -111,7 +117,7 @@ def _plan_delta(
         "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
         "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0,
         "ORDERED": ordered, "LANES": lanes, "ONE": num_segments == 1, "OVERLAPPED": True,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8,
+        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8, "launch_pdl": True,
     }  # fmt: skip
     grid = (total_q // SENT_ROWS + num_segments + 2, num_heads)
     relaunch = Relaunch(grid, scalars)
@@ -124,16 +130,22 @@ def _plan_delta(
     return launch_delta
 
 
+def apart_constants(
+    q: Tensor, k: Tensor, scores: Scores, order: int, rows: tuple[int, int, int], folded: int = 0
+) -> dict[str, Any]:
+    """`rows` are the row strides of dk, dv and dq."""
+    constants = constants_of(q, k, APART, scores, _registers(q.shape[-1]))
+    del constants["STAGES"]
+    strides = dict(zip(("STRIDE_DKT", "STRIDE_DVT", "STRIDE_DQT"), rows, strict=True))
+    return {**constants, "ORDER": order, **strides, "FOLDED": folded, "launch_pdl": True}
+
+
 def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores, has_dlse: bool) -> Callable[..., None]:
     """What `plan_backward_hopper` gives, where `fits_apart`."""
     total_q, num_heads, head_dim = q.shape
     total_k, num_k_heads, _ = k.shape
-    consumer, producer, at_launch = _registers(head_dim)
-    constants = {
-        "HEAD_DIM": head_dim, "HEADS": num_heads, "GROUP": num_heads // num_k_heads, "CONSUMER_REGISTERS": consumer,
-        "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
-    }  # fmt: skip
-    scalars = (total_q, total_k, scores.scale)
+    constants = apart_constants(q, k, scores, SINGLE.value, (num_k_heads * head_dim,) * 2 + (num_heads * head_dim,))
+    scalars = (0, 0, 0, head_dim, head_dim, head_dim, total_q, total_k, 1, scores.scale, *scores.bounds())
     launch_delta = _plan_delta(dout, out, total_k, 1, scores, has_dlse, ordered=False, lanes=0)
     tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
     descriptors_of = Descriptors(*[tile] * 4)
@@ -148,7 +160,7 @@ def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores,
         delta = torch.empty_like(lse)
         # In place of sums and counters, of which there are none.
         launch_delta(out, lse, dout, lse if dlse is None else dlse.contiguous(), cu_q, cu_k, delta, delta, delta)
-        descriptors, tensors = descriptors_of(q, k, v, dout), (lse, delta, cu_q, cu_k, dq, dk, dv)
+        descriptors, tensors = descriptors_of(q, k, v, dout), (lse, delta, cu_q, cu_k, dk, dv, dq)
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_bwd_apart_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

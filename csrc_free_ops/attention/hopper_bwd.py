@@ -561,7 +561,7 @@ def _attention_bwd_hopper_kernel(
     has programs, dk and dv of its own.
     The kernel begins while the one before it ends, and reads what that one does not write: inputs and tickets. Before
     delta the producer waits for it, and senders before counters; nothing else is touched before delta is there. That
-    one must be launched plainly: of those before it nothing here knows.
+    one must not admit this one before it has itself awaited those before it, of which nothing here knows.
     """
     own_boundaries = boundaries(cu_k_ptr, ORDER)
     other_boundaries = boundaries(cu_q_ptr, ORDER)

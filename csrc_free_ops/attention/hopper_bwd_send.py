@@ -130,6 +130,51 @@ def _round_sums(address, dq, rows, scale, COLUMNS: gl.constexpr, SWIZZLED: gl.co
 
 
 @gluon.jit
+def _round_block(
+    INDEX: gl.constexpr, bars, notes, addresses, tiles, head, other, rows, line, SUMS_AT: gl.constexpr,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """dq of the block at `other`, the last part of whose sums, which begin at `line`, this warp has just sent."""
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    STRIDE: gl.constexpr = option(OPTIONS, "STRIDE_DQT")
+    BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
+    FIRST: gl.constexpr = first_columns(HEAD_DIM)
+    REST: gl.constexpr = HEAD_DIM - FIRST
+    base = shared_base()
+    first_at = base + SUMS_AT + INDEX * BYTES[0]
+    rest_at = base + SUMS_AT + SENDERS * BYTES[0] + INDEX * BYTES[1]
+    bar = base + SUMS_AT + sum_bytes(HEAD_DIM) + (FETCHED + INDEX) * 8
+    sums = kept_pointer(addresses, SUMS, gl.float32)
+    fetch_sums((sums + line * FIRST).to(gl.int64), first_at, rows * (FIRST * 4), bar)
+    await_phase(bar, 0)
+    if REST > 0:
+        total = kept_number(notes, TOTAL_OTHER).to(gl.int64)
+        rest = sums + total * (kept_number(notes, SEGMENTS) * HEADS * FIRST) + line * REST
+        fetch_sums(rest.to(gl.int64), rest_at, rows * (REST * 4), bar)
+        await_phase(bar, 1)
+    dq = kept_pointer(addresses, DQ, tiles.dtype) + other.to(gl.int64) * STRIDE
+    dq += head // HEADS * kept_stride(addresses, BATCH_STRIDES + 2)
+    dq += head % HEADS * kept_stride(addresses, HEAD_STRIDES + 2)
+    scale = kept_number(notes, SCALE).to(gl.float32, bitcast=True)
+    _round_sums(first_at, dq, rows, scale, FIRST, True, STRIDE)
+    if REST > 0:
+        _round_sums(rest_at, dq + FIRST, rows, scale, REST, False, STRIDE)
+    meet_in_warp()
+    if REST == 0:
+        # Two phases each time, so that none has to be remembered.
+        mbarrier.arrive(bars.index(FETCHED + INDEX), count=1)
+
+
+@gluon.jit
+def _let_go(free, counter, ORDERED: gl.constexpr):
+    sent_from()
+    mbarrier.arrive(free, count=1)
+    if ORDERED:
+        pass_turn(counter.to(gl.int64))
+
+
+@gluon.jit
 def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
     """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
 
@@ -145,7 +190,6 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     ROUND: gl.constexpr = option(OPTIONS, "ROUND")
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     ROUNDS: gl.constexpr = option(OPTIONS, "ROUNDS")
-    STRIDE_DQT: gl.constexpr = option(OPTIONS, "STRIDE_DQT")
     notes, addresses = told
     MAKERS: gl.constexpr = makers(HEAD_DIM)
     BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
@@ -153,7 +197,6 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
     FIRST_AT: gl.constexpr = SUMS_AT + INDEX * BYTES[0]
     REST_AT: gl.constexpr = SUMS_AT + SENDERS * BYTES[0] + INDEX * BYTES[1]
     base = shared_base()
-    bars_at = base + SUMS_AT + sum_bytes(HEAD_DIM)
     lane_descs, tiles = lane
     turn = 0
     skipped = INDEX
@@ -173,7 +216,6 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
         slot = turn % NOTES
         sent = read_note_by_warp(notes, slot, SENT)
         first = read_note_by_warp(notes, slot, FIRST_OTHER)
-        own = read_note_by_warp(notes, slot, PLACE)
         row = 0
         tile = 0
         if not is_dense(ORDER):
@@ -193,14 +235,16 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
                 is_last = False
                 counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
                 if ORDERED:
+                    # Read here: a sender has few registers.
+                    own = read_note_by_warp(notes, slot, PLACE)
                     if ROUND > 1:
                         position = turn_in_lane(own, step, lead, blocks, lane_distance(total, BLOCK), ROUND)
                         counter += gl.where(step < lead, heads * slots, 0)
                     else:
-                        # Read here: a sender has few registers.
+                        shift = read_note_by_warp(notes, slot, SHIFT)
                         earliest, latest = tiles_seeing(
-                            read_note_by_warp(notes, slot, LAST), other, read_note_by_warp(notes, slot, SHIFT), kept_number(notes, BEFORE), kept_number(notes, AFTER),
-                            HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
+                            read_note_by_warp(notes, slot, LAST), other, shift, kept_number(notes, BEFORE),
+                            kept_number(notes, AFTER), HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
                         )  # fmt: skip
                         position = own - earliest
                         is_last = own == latest
@@ -208,6 +252,8 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
                     if ordered:
                         await_turn(counter.to(gl.int64), position)
                 barrier_sync(STAGED + INDEX, MAKERS)
+                rows = gl.minimum(read_note_by_warp(notes, slot, LENGTH) - other, BLOCK)
+                line = of_head * total + row + other
                 if step < lead:
                     if ROUND > 1:
                         lane_row = row + other - lane_distance(total, BLOCK) * BLOCK
@@ -215,39 +261,19 @@ def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: 
                         if FIRST < HEAD_DIM:
                             _send_to_lane(lane_descs[1], tiles, REST_AT, of_head.to(gl.int32), lane_row, position)
                 else:
-                    rows = gl.minimum(read_note_by_warp(notes, slot, LENGTH) - other, BLOCK)
-                    line = of_head * total + row + other
                     sums = kept_pointer(addresses, SUMS, gl.float32)
                     send_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), position)
                     if FIRST < HEAD_DIM:
                         rest = sums + total.to(gl.int64) * (heads * FIRST) + line * (HEAD_DIM - FIRST)
                         send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), position)
-                    if ROUNDS:
-                        if is_last:
-                            bar = bars_at + (FETCHED + INDEX) * 8
-                            fetch_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), bar)
-                            await_phase(bar, 0)
-                            if FIRST < HEAD_DIM:
-                                fetch_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), bar)
-                                await_phase(bar, 1)
-                            dq = kept_pointer(addresses, DQ, tiles.dtype) + other.to(gl.int64) * STRIDE_DQT
-                            dq += of_head // HEADS * kept_stride(addresses, BATCH_STRIDES + 2)
-                            dq += of_head % HEADS * kept_stride(addresses, HEAD_STRIDES + 2)
-                            scale = kept_number(notes, SCALE).to(gl.float32, bitcast=True)
-                            _round_sums(base + FIRST_AT, dq, rows, scale, FIRST, True, STRIDE_DQT)
-                            if FIRST < HEAD_DIM:
-                                REST: gl.constexpr = HEAD_DIM - FIRST
-                                _round_sums(base + REST_AT, dq + FIRST, rows, scale, REST, False, STRIDE_DQT)
-                            meet_in_warp()
-                            if FIRST == HEAD_DIM:
-                                # Two phases each time, so that none has to be remembered.
-                                mbarrier.arrive(bars.index(FETCHED + INDEX), count=1)
-                sent_from()
-                mbarrier.arrive(bars.index(FREE + INDEX), count=1)
-                if ORDERED:
-                    # Nobody waits for the last.
-                    if not is_last:
-                        pass_turn(counter.to(gl.int64))
+                if ROUNDS:
+                    if is_last:
+                        _round_block(INDEX, bars, notes, addresses, tiles, of_head, other, rows, line, SUMS_AT, OPTIONS)
+                        mbarrier.arrive(bars.index(FREE + INDEX), count=1)
+                    else:
+                        _let_go(bars.index(FREE + INDEX), counter, ORDERED)
+                else:
+                    _let_go(bars.index(FREE + INDEX), counter, ORDERED)
             else:
                 barrier_sync(STAGED + INDEX, MAKERS)
                 mbarrier.arrive(bars.index(FREE + INDEX), count=1)

@@ -96,6 +96,8 @@ def _attention_bwd_delta_kernel(
     With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:
+        # What the next kernel reads early was there before this one went on.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
@@ -170,8 +172,10 @@ def _attention_bwd_delta_dense_kernel(
     """Grid (heads of all sequences, tiles of BLOCK_M query rows): the same of [B, H, S, D], of one lane, overlapped.
 
     No boundaries fall, of which there are none. Sums are always made in order and rounded by who adds last, so that
-    none need be 0; dq is, of rows that nobody adds to.
+    none need be 0; dq is, of rows that nobody adds to. Without counters delta is all.
     """
+    # What the next kernel reads early was there before this one went on.
+    tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -191,12 +195,13 @@ def _attention_bwd_delta_dense_kernel(
         delta -= tl.load(dlse_ptr + statistics, mask=local < remaining, other=0.0)
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
-    tl.store(counts_ptr + line * tl.num_programs(1) + tile, 0)
-    shift = q_length - k_length
-    if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
-        dq_base = row_base(batch_base(dq_ptr, batch, stride_dqb, UNIT), first, head, stride_dqh, STRIDE_DQT, UNIT)
-        nothing = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
-        store_rows(dq_base, starts, local, remaining, nothing, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+    if counts_ptr is not None:
+        tl.store(counts_ptr + line * tl.num_programs(1) + tile, 0)
+        shift = q_length - k_length
+        if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
+            dq_base = row_base(batch_base(dq_ptr, batch, stride_dqb, UNIT), first, head, stride_dqh, STRIDE_DQT, UNIT)
+            nothing = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
+            store_rows(dq_base, starts, local, remaining, nothing, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
 
 
 @triton.jit

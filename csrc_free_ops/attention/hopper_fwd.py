@@ -29,6 +29,7 @@ from csrc_free_ops.attention.hopper_work import (
     ALONE,
     CACHED,
     CACHED_OF_ONE,
+    DENSE_ENDS,
     NOTE,
     NOTES,
     POINTERS,
@@ -53,7 +54,9 @@ from csrc_free_ops.tiles.hopper import (
     accumulate,
     await_phase,
     barrier_arrive,
+    barrier_arrive_among,
     barrier_sync,
+    barrier_sync_among,
     check_base,
     exp2,
     join_strips,
@@ -86,15 +89,61 @@ LOWEST = gl.constexpr(-1e38)
 SLACK = gl.constexpr(8.0)
 # Of a key and its value, per column.
 ROW_BYTES = gl.constexpr(4)
-# A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile.
-BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD, INSIDE = (
-    gl.constexpr(field) for field in range(10)
+# A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile; the first SHARED of them are
+# those of the other warpgroup too, where each has a note of its own.
+BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD, INSIDE, SHARED = (
+    gl.constexpr(field) for field in range(11)
 )
 # Barriers of memory, as many as GROUPS and STAGES at the most.
 Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
 ARRIVALS = gl.constexpr((TOLD.value,) * 4 + (1,) * 8)
 # Addresses, in notes of their own and of the whole tensors; there also out's strides of batch and head.
 OUT, LSE, TICKET, OUT_BATCH, OUT_HEAD = (gl.constexpr(field) for field in range(5))
+
+
+@gluon.jit
+def _note_tile(notes, addresses, slot, span, first, rows, place, sizes, OPTIONS: gl.constexpr):
+    """Writes the note of a tile of so many rows, the first of which is its segment's `first`; how many blocks it sees.
+
+    A tile that sees no key passes over one block that is all masked.
+    """
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    BLOCK_N: gl.constexpr = option(OPTIONS, "BLOCK_N")
+    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
+    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
+    HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
+    OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
+    DTYPE: gl.constexpr = option(OPTIONS, "DTYPE")
+    low, full_low, full_high, high = span
+    head, segment, q_start, shift, k_length = place
+    total_q, total_k, num_segments, window_left, window_right = sizes
+    blocks = gl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
+    row = q_start + first
+    write_note(notes, slot, BLOCKS, blocks)
+    if ORDER == DENSE_ENDS:
+        # The others see keys that these rows do not.
+        write_note(notes, slot, KEYS, gl.minimum(blocks * BLOCK_N, k_length))
+    else:
+        write_note(notes, slot, KEYS, gl.minimum(high, k_length) - low)
+    write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK_N)
+    write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK_N)
+    write_note(notes, slot, SEEN_LOW, first + shift - low - window_left)
+    write_note(notes, slot, SEEN_HIGH, first + shift - low + window_right)
+    write_note(notes, slot, ROW, row)
+    write_note(notes, slot, ROWS, rows)
+    write_note(notes, slot, HEAD, head)
+    if HAS_SINKS:
+        write_note(notes, slot, INSIDE, is_inside(segment, num_segments))
+    out_ptr = kept_pointer(addresses, OUT, DTYPE) + row.to(gl.int64) * OUT_STRIDE
+    if is_dense(ORDER):
+        out_ptr += head // HEADS * kept_stride(addresses, OUT_BATCH)
+        out_ptr += head % HEADS * kept_stride(addresses, OUT_HEAD)
+    else:
+        out_ptr += head * HEAD_DIM
+    write_note(addresses, slot, OUT, out_ptr.to(gl.int64))
+    lse_ptr = kept_pointer(addresses, LSE, gl.float32)
+    write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
+    return blocks
 
 
 @gluon.jit
@@ -108,9 +157,9 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     STAGES: gl.constexpr = option(OPTIONS, "STAGES")
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
-    HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
-    OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
     FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
+    # Each warpgroup has rows, and a note, of its own.
+    ENDS: gl.constexpr = ORDER == DENSE_ENDS
     q_descs, k_descs, v_desc = descs
     cu_q, cu_k = boundaries_of
     q_tiles, k_tiles, v_tiles, notes, addresses = tiles
@@ -134,6 +183,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     stage = 0
     loaded = 0
     count = 0
+    shared = 0
     work = gl.program_id(0)
     while work < num_work:
         head, segment, q_start, q_length, unit, taken = place(
@@ -142,7 +192,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
         k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, ORDER)
         k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
         first = unit * 64
-        if HAS_RIGHT:
+        if HAS_RIGHT and not ENDS:
             # The longest first: the later a row, the more keys it sees.
             first = gl.maximum((q_length + 63) // 64 - taken - unit, 0) * 64
             taken = gl.minimum(taken, (q_length + 63) // 64 - unit)
@@ -152,52 +202,54 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
             low, full_low, full_high, high = block_span(
                 first, first + rows - 1, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
             )  # fmt: skip
-            # A tile that sees no key passes over one block that is all masked.
-            blocks = gl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
             slot = count % NOTES
             for group in gl.static_range(GROUPS):
                 if count > 0:
                     barrier_sync(Q_EMPTY + group, 160)
             row = q_start + first
-            write_note(notes, slot, BLOCKS, blocks)
-            write_note(notes, slot, KEYS, gl.minimum(high, k_length) - low)
-            write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK_N)
-            write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK_N)
-            write_note(notes, slot, SEEN_LOW, first + shift - low - window_left)
-            write_note(notes, slot, SEEN_HIGH, first + shift - low + window_right)
-            write_note(notes, slot, ROW, row)
-            write_note(notes, slot, ROWS, rows)
-            write_note(notes, slot, HEAD, head)
-            if HAS_SINKS:
-                write_note(notes, slot, INSIDE, is_inside(segment, num_segments))
-            out_ptr = kept_pointer(addresses, OUT, q_tiles[0].dtype) + row.to(gl.int64) * OUT_STRIDE
-            if is_dense(ORDER):
-                out_ptr += head // HEADS * kept_stride(addresses, OUT_BATCH)
-                out_ptr += head % HEADS * kept_stride(addresses, OUT_HEAD)
-            else:
-                out_ptr += head * HEAD_DIM
-            write_note(addresses, slot, OUT, out_ptr.to(gl.int64))
-            lse_ptr = kept_pointer(addresses, LSE, gl.float32)
-            write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
+            apart = 64
+            place_of_tile = (head, segment, q_start, shift, k_length)
+            span = (low, full_low, full_high, high)
+            if ENDS:
+                slot = count % 2 * GROUPS
+                other = num_tiles * (GROUPS * 64) - 64 - first
+                apart = other - first
+                other_span = block_span(
+                    other, other + 63, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
+                )  # fmt: skip
+                shared = _note_tile(
+                    notes, addresses, slot + 1, other_span, other, 64, place_of_tile, sizes, OPTIONS
+                )  # fmt: skip
+                write_note(notes, slot, SHARED, shared)
+            blocks = _note_tile(notes, addresses, slot, span, first, rows, place_of_tile, sizes, OPTIONS)
             for group in gl.static_range(GROUPS):
                 bar = bars.index(Q_FULL + group)
                 mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
                 tell(bars_at + (Q_FULL + group) * 8)
                 for part in gl.static_range(PARTS):
-                    at = coordinates(q_descs[part], row + group * 64, head, part * MAIN, (total_q, HEADS, FOLDED & 1))
+                    at = coordinates(
+                        q_descs[part], row + group * apart, head, part * MAIN, (total_q, HEADS, FOLDED & 1)
+                    )
                     tma.async_copy_global_to_shared(q_descs[part], at, bar, q_tiles[part].index(group))
             k_head = head // GROUP
             for block in range(blocks):
                 key = k_start + low + block * BLOCK_N
+                readers = gl.where(loaded - STAGES < shared, EMPTY, 160)
                 if loaded >= STAGES:
-                    barrier_sync(K_EMPTY + stage, EMPTY)
+                    if ENDS:
+                        barrier_sync_among(K_EMPTY + stage, readers)
+                    else:
+                        barrier_sync(K_EMPTY + stage, EMPTY)
                 bar = bars.index(K_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
                 for part in gl.static_range(PARTS):
                     at = coordinates(k_descs[part], key, k_head, part * MAIN, (total_k, HEADS // GROUP, FOLDED & 2))
                     tma.async_copy_global_to_shared(k_descs[part], at, bar, k_tiles[part].index(stage))
                 if loaded >= STAGES:
-                    barrier_sync(V_EMPTY + stage, EMPTY)
+                    if ENDS:
+                        barrier_sync_among(V_EMPTY + stage, readers)
+                    else:
+                        barrier_sync(V_EMPTY + stage, EMPTY)
                 bar = bars.index(V_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
                 for part in gl.static_range(V_TILES):
@@ -210,15 +262,30 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     for group in gl.static_range(GROUPS):
         if count > 0:
             barrier_sync(Q_EMPTY + group, 160)
-    write_note(notes, count % NOTES, BLOCKS, 0)
     for group in gl.static_range(GROUPS):
+        write_note(notes, count % 2 * GROUPS + group if ENDS else count % NOTES, BLOCKS, 0)
         mbarrier.arrive(bars.index(Q_FULL + group), count=1)
         tell(bars_at + (Q_FULL + group) * 8)
     # What consumers arrived at must be left as it was found.
     for index in gl.static_range(STAGES):
         if index < loaded:
-            barrier_sync(K_EMPTY + index, EMPTY)
-            barrier_sync(V_EMPTY + index, EMPTY)
+            if ENDS:
+                # The last block that was in this stage.
+                readers = gl.where(loaded - 1 - (loaded - 1 - index) % STAGES < shared, EMPTY, 160)
+                barrier_sync_among(K_EMPTY + index, readers)
+                barrier_sync_among(V_EMPTY + index, readers)
+            else:
+                barrier_sync(K_EMPTY + index, EMPTY)
+                barrier_sync(V_EMPTY + index, EMPTY)
+
+
+@gluon.jit
+def _arrive(barrier, block, shared, ALONE: gl.constexpr, EMPTY: gl.constexpr):
+    """This warpgroup has read a block; with ALONE, only the first `shared` of them have other readers."""
+    if ALONE:
+        barrier_arrive_among(barrier, gl.where(block < shared, EMPTY, 160))
+    else:
+        barrier_arrive(barrier, EMPTY)
 
 
 @gluon.jit
@@ -284,7 +351,10 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, SCORES)
     DTYPE: gl.constexpr = v_tiles.dtype
     STRIPS: gl.constexpr = HEAD_DIM // 8
-    OWN: gl.constexpr = INDEX * 64
+    ENDS: gl.constexpr = option(OPTIONS, "ORDER") == DENSE_ENDS
+    OWN: gl.constexpr = 0 if ENDS else INDEX * 64
+    # The second has rows that see no more blocks than the first one's.
+    ALONE: gl.constexpr = ENDS and INDEX == 0
 
     q = ()
     for part in gl.static_range(PARTS):
@@ -297,16 +367,19 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
     phase = 0
     turn = 0
     mbarrier.wait(bars.index(Q_FULL + INDEX), 0)
-    blocks = read_note(notes, 0, BLOCKS)
+    slot = INDEX if ENDS else 0
+    blocks = read_note(notes, slot, BLOCKS)
     while blocks > 0:
-        slot = turn % NOTES
+        shared = 0
+        if ALONE:
+            shared = read_note(notes, slot, SHARED)
         if OWN >= read_note(notes, slot, ROWS):
             stage, phase = pass_over(blocks, stage, phase, k_full, v_full, K_EMPTY, V_EMPTY, EMPTY, STAGES)
             barrier_arrive(Q_EMPTY + INDEX, 160)
         else:
             await_phase(k_full + stage * 8, phase)
             s = warpgroup_mma_wait(0, [_multiply_qk(q, k_tiles, stage, zeros)])
-            barrier_arrive(K_EMPTY + stage, EMPTY)
+            _arrive(K_EMPTY + stage, 0, shared, ALONE, EMPTY)
             if blocks == 1:
                 barrier_arrive(Q_EMPTY + INDEX, 160)
             # Blocks are counted from the last: the first ones and the last ones may need masks.
@@ -330,7 +403,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
             while left > 0:
                 if not OVERLAP:
                     o = wait_strips(accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH), 0)
-                    barrier_arrive(V_EMPTY + behind, EMPTY)
+                    _arrive(V_EMPTY + behind, blocks - left - 1, shared, ALONE, EMPTY)
                 await_phase(k_full + stage * 8, phase)
                 s = _multiply_qk(q, k_tiles, stage, zeros)
                 if OVERLAP:
@@ -338,7 +411,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
                     s = warpgroup_mma_wait(1, [s])
                 else:
                     s = warpgroup_mma_wait(0, [s])
-                barrier_arrive(K_EMPTY + stage, EMPTY)
+                _arrive(K_EMPTY + stage, blocks - left, shared, ALONE, EMPTY)
                 # The next tile's rows come while this one's last block is at work.
                 if left == 1:
                     barrier_arrive(Q_EMPTY + INDEX, 160)
@@ -358,7 +431,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
                 await_phase(v_full + stage * 8, phase)
                 if OVERLAP:
                     o = wait_strips(o, 0)
-                    barrier_arrive(V_EMPTY + behind, EMPTY)
+                    _arrive(V_EMPTY + behind, blocks - left - 1, shared, ALONE, EMPTY)
                 weights = strips(p.to(DTYPE))
                 o = rescale_strips(o, per_row(rescale, o[0]))
                 behind = stage
@@ -378,7 +451,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
                 fence_async_shared()
                 meet()
             o = wait_strips(accumulate(o, weights, base + behind * STAGE_BYTES, BLOCK_N, WIDTH), 0)
-            barrier_arrive(V_EMPTY + behind, EMPTY)
+            _arrive(V_EMPTY + behind, blocks - 1, shared, ALONE, EMPTY)
 
             total = gl.convert_layout(gl.sum(norm, 1), ROW_LAYOUT, assert_trivial=True)
             if HAS_SINKS:
@@ -409,7 +482,8 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
                 store_rows(out_address, o, rows, DTYPE, OUT_STRIDE)
         turn += 1
         mbarrier.wait(bars.index(Q_FULL + INDEX), turn & 1)
-        blocks = read_note(notes, turn % NOTES, BLOCKS)
+        slot = turn % 2 * GROUPS + INDEX if ENDS else turn % NOTES
+        blocks = read_note(notes, slot, BLOCKS)
     tma.store_wait(0)
 
 
@@ -427,8 +501,8 @@ def _attention_fwd_hopper_kernel(
 
     ticket_ptr is an int32 that holds 0, and does again when the kernel ends; no other launch may use it meanwhile.
     ORDER is SINGLE for one segment, BY_LENGTH for at most RANKED - 2 of them, else IN_PLACE. Of [B, H, S, D], which has
-    no boundaries, it is DENSE_CUT, total_* is the length of a sequence and num_segments their number; FOLDED has a bit
-    for each of q, k, v and out (`coordinates`).
+    no boundaries, it is DENSE_CUT or DENSE_ENDS, total_* is the length of a sequence and num_segments their number;
+    FOLDED has a bit for each of q, k, v and out (`coordinates`).
     """
     MAIN: gl.constexpr = columns_of(q_main)
     WIDTH: gl.constexpr = columns_of(v_desc)
@@ -469,7 +543,7 @@ def _attention_fwd_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
         "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
         "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
-        "FOLDED", FOLDED,
+        "FOLDED", FOLDED, "DTYPE", DTYPE,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)

@@ -9,6 +9,8 @@ Lengths are known on the device alone:
                 stays in the L2 cache for, or one
     DENSE       a batch of sequences of one length, whose heads are all one segment's, cut as in EVEN
     DENSE_CUT   the same, cut as in SINGLE
+    DENSE_ENDS  the same, where whole tiles of two would make one round, of rows the later of which see more keys: of
+                each tile one unit of 64 rows from either end of the sequence, so that all tiles take about as long
     BY_LENGTH   few segments, each as in EVEN, the longest first, so that what is left at the end is small
     IN_PLACE    many segments, one head after the other, by the closed form of `tiles.segments`
 """
@@ -28,7 +30,7 @@ SEARCHED = gl.constexpr(128)
 # many bytes on a head goes alone where not all go together. By measured figures (docs/attention.md).
 CACHED, CACHED_OF_ONE, ALONE = (gl.constexpr(size * 2**20) for size in (16, 32, 2))
 # Orders of tiles.
-SINGLE, EVEN, BY_LENGTH, IN_PLACE, DENSE, DENSE_CUT = (gl.constexpr(order) for order in range(6))
+SINGLE, EVEN, BY_LENGTH, IN_PLACE, DENSE, DENSE_CUT, DENSE_ENDS = (gl.constexpr(order) for order in range(7))
 
 # A note is so many numbers. Of the notes there is one more than places for tiles at the least: what is read of the last
 # tile after its place was let go has then not been written over.
@@ -93,7 +95,7 @@ def has_one_segment(order):
 
 @gluon.constexpr_function
 def is_dense(order):
-    return order in (DENSE, DENSE_CUT)
+    return order in (DENSE, DENSE_CUT, DENSE_ENDS)
 
 
 @gluon.jit
@@ -209,7 +211,7 @@ def _segment_of_one(tile, own, before):
 def deal(cu, num_segments, total, heads, GROUPS: gl.constexpr, ORDER: gl.constexpr):
     """The number of tiles of one head, and what `place` needs to know. `heads` is that of `head_count`."""
     BLOCK_M: gl.constexpr = 64 * GROUPS
-    if ORDER == DENSE:
+    if ORDER == DENSE or ORDER == DENSE_ENDS:
         num_tiles = (total + BLOCK_M - 1) // BLOCK_M
         dealt = (num_tiles,)
     elif ORDER == DENSE_CUT:
@@ -274,7 +276,11 @@ def place(
     head of LONE rows and more goes alone where it has none for all.
     """
     BLOCK_M: gl.constexpr = 64 * GROUPS
-    if ORDER == DENSE:
+    if ORDER == DENSE_ENDS:
+        # The unit from the end of the sequence; the other one is as far from its beginning.
+        head, tile = work % heads, work // heads
+        segment, start, length, unit, taken = 1, 0, total, num_tiles * GROUPS - 1 - tile, 1
+    elif ORDER == DENSE:
         head, tile = _share(work, num_tiles, total, heads, RESIDENT, LONE)
         segment, start, length, unit, taken = 1, 0, total, tile * GROUPS, GROUPS
     elif ORDER == DENSE_CUT:

@@ -66,6 +66,19 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(text, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def barrier_sync_among(barrier, threads):
+    """`barrier_sync` of so many threads, a number that is not known before."""
+    TEXT: gl.constexpr = "bar.sync $1, $2; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def barrier_arrive_among(barrier, threads):
+    TEXT: gl.constexpr = "bar.arrive $1, $2; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _make_text(counts):
     places = [
