@@ -64,8 +64,7 @@ _prepare_dense_forward = remembered(plan_dense_forward)
 
 
 def plan_dense_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores,
-    deterministic: bool = True,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, step) fills the gradients, each in the order of its input."""
     if why_dense_portable(scores, q=q, k=k, v=v, out=out) or is_packaged():
@@ -78,7 +77,7 @@ def plan_dense_backward(
             dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
         ) -> None:  # fmt: skip
             tensors = dout, dlse, q, k, v, out, lse, dq, dk, dv
-            _launch_dense_backward_opaque(*tensors, *bounds, deterministic)
+            _launch_dense_backward_opaque(*tensors, *bounds)
 
         return launch_opaque
     launch, _ = choose("attention_bwd_hopper", q, scores, length_of(q))
@@ -106,9 +105,9 @@ def plan_dense_backward(
 @opaque_launch("_attention_dense_bwd", writes=("dq", "dk", "dv"))
 def _launch_dense_backward_opaque(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int, deterministic: bool,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int,
 ) -> None:  # fmt: skip
-    plan = _prepare_dense_backward(dout, dlse, q, k, v, out, lse, Scores(scale, left, right), deterministic)
+    plan = _prepare_dense_backward(dout, dlse, q, k, v, out, lse, Scores(scale, left, right))
     plan(dout, dlse, q, k, v, out, lse, dq, dk, dv)
 
 

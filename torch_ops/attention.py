@@ -100,7 +100,7 @@ def _attention_backward_flops(
 def _prepare_attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
-    slopes: Tensor | None, dropout_p: float, seed: Tensor | None, deterministic: bool,
+    slopes: Tensor | None, dropout_p: float, seed: Tensor | None,
 ) -> Callable[..., None]:  # fmt: skip
     check_dense_backward(
         "attention_backward", dout, dlse, q, k, v, out, lse,
@@ -109,7 +109,7 @@ def _prepare_attention_backward(
     step = StepTensors(slopes, seed=seed)
     scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
     if runs_kernels(q):
-        return plan_dense_backward(dout, dlse, q, k, v, out, lse, scores, deterministic)
+        return plan_dense_backward(dout, dlse, q, k, v, out, lse, scores)
     return partial(dense_backward_cpu, scores)
 
 
@@ -122,7 +122,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch = _prepare_attention_backward(
         dout, dlse, q, k, v, out, lse, scale, causal, window_left, window_right, softcap,
-        alibi_slopes, dropout_p, dropout_seed, deterministic,
+        alibi_slopes, dropout_p, dropout_seed,
     )  # fmt: skip
     dq, dk, dv = dense_gradients(q, k, v)
     launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, StepTensors.of(alibi_slopes, None, dropout_seed))
@@ -213,7 +213,8 @@ def attention(
             that of all.
         dropout_seed: int64 [1] on q's device; drawn by PyTorch's generator where None. The mask is that of Philox for
             the seed, the sequence, the head, the query's row and the key's: the same bits on every path and device.
-        deterministic: False lets the backward add dq up in any order, where Hopper's own kernel is faster so.
+        deterministic: False lets the backward add dq up in any order. None of its kernels would be faster so, and bits
+            are the same each time in either case.
         return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made.
         compute_dtype: torch.float16 or torch.bfloat16 to compute fp32 inputs in, at the rate and with the error of that
             type, whatever autocast says; out and gradients are fp32 again. None computes in the inputs' own type.
