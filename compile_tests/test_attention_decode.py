@@ -31,7 +31,7 @@ from compile_tests.contract import (
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches, fused
+from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches
 from csrc_free_ops.configs import Gpu, Launch, decode_splits
 from torch_ops import attention_decode
 from torch_ops._registry import OPS
@@ -250,9 +250,6 @@ BUILDS = [
 @lru_cache
 def _builds(target: str, variant: str, head_dim: int) -> tuple[Build, ...]:
     launches = decode_launches(TARGETS[target], **{**VARIANTS[variant], "head_dim": head_dim})
-    if TARGETS[target].backend == "cuda":
-        own = [launch for launch in launches if launch.kwargs.get("PARTIAL") and not launch.kwargs["SHARED"]]
-        launches += map(fused, own)
     with fake_gpu(TARGETS[target]):
         return tuple(build(launch, TARGETS[target]) for launch in launches)
 
@@ -273,14 +270,6 @@ def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> Non
     # In front of the loop and in it, each of K and V in rows of 16 columns of 16 bytes among 128 threads.
     assert len(re.findall(r"cp\.async\.cg", ptx)) == stages * 2 * cols * 16 // 128
     assert (stages, cols) == ((3, 128) if variant == "whole" else (4, 64))
-
-
-def test_last_programs_find_what_others_wrote() -> None:
-    """All threads of a program wait for each other before one counts it, and read parts past L1, many at once."""
-    ptx = _builds("sm_90", "plain", 128)[-1].asm["ptx"]
-    count = ptx.index("atom.global.gpu.acq_rel.add")
-    assert "bar.sync" in ptx[ptx.rindex("st.global", 0, count) : count]
-    assert ptx.count("ld.global.cg.v4", count) == 16 and "ld.global.v4" not in ptx[count:]
 
 
 def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
