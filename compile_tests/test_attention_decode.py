@@ -27,6 +27,7 @@ from compile_tests.contract import (
     recompiling_fails,
     run_forked,
     sampled,
+    sass,
     shared_memory,
     symbolic_size,
     trace_kernels,
@@ -272,14 +273,26 @@ def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> Non
     assert (stages, cols) == ((3, 128) if variant == "whole" else (4, 64))
 
 
-def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
-    """Whatever came before them; launches of traces carry no word of it."""
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_parts_are_on_their_way_before_the_first_is_added(head_dim: int) -> None:
+    """Sixteen of them and their exponents, each of which is read once; no index takes a division."""
+    combine = _builds("sm_90", "plain", head_dim)[-1]
+    code = sass(combine)
+    first_maximum = code.index("FMNMX")
+    loads = len(re.findall(r"LDG", code))
+    assert loads == code.count("LDG", 0, first_maximum) == (48 if head_dim == 72 else 32)
+    assert not re.search(r"\b(div|rem)\.[su]", combine.asm["ptx"])
+
+
+def test_kernels_that_may_begin_early_wait_before_they_read() -> None:
+    """Whatever came before them; where they are they find out meanwhile. Launches of traces carry no word of it."""
     for launch in decode_launches(prefixes=1):
         assert not launch.kwargs["OVERLAPS"] and "launch_pdl" not in launch.kwargs
         with fake_gpu(SM90):
             ptx = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90).asm["ptx"]
         assert "griddepcontrol.launch_dependents" in ptx
-        assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+        wait = ptx.index("griddepcontrol.wait")
+        assert ptx.index("%ctaid.x") < wait < ptx.index("ld.global")
 
 
 def test_splits_are_as_many_as_there_are_multiprocessors_for() -> None:

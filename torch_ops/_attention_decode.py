@@ -108,8 +108,8 @@ def shares_of(
 
 
 def combining(width: int) -> Launch:
-    """Of the second kernel: a row, and threads for 16 bytes of each of its parts."""
-    return Launch(1, width, 1 if width <= 128 else 2, 1)
+    """Of the second kernel: a row, and so many warps that registers hold the parts that are under way at once."""
+    return Launch(1, width, next_power_of_2(cdiv(width, 96)), 1)
 
 
 def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -176,11 +176,11 @@ def plan_decode(
     if before is not None and prefix_k is not None and prefix_v is not None:
         attend_before = launcher(before, prefix_k, prefix_v, True, 0)
     attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits)
-    combine_grid = (total_rows,)
+    combine_grid = (batch, num_heads, queries)
     combine = combining(covered_width(head_dim, q.dtype.itemsize))
-    combine_scalars = (*strides, total_rows, queries, splits)
+    combine_scalars = (*strides, total_rows, splits)
     combine_constants = {
-        **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
+        **columns, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
         "OVERLAPS": overlap, "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
     }  # fmt: skip
     relaunch_combine = Relaunch(combine_grid, combine_scalars)

@@ -45,7 +45,7 @@ from csrc_free_ops.tiles.steps import ALIBI, SINKS
 DECODE_SIZES = (
     "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
 )  # fmt: skip
-COMBINE_SIZES = ("total_rows", "num_queries", "num_parts")
+COMBINE_SIZES = ("total_rows", "num_parts")
 # Rows anywhere in memory are given by their offsets, and reach as far as that: those that are not there lie beyond.
 BEYOND = tl.constexpr(2**62)
 # Parts of a row that are on their way before the first of them is added.
@@ -62,12 +62,11 @@ def _like(rows, other):
 
 
 @triton.jit
-def _add_weighted(acc, weights, parts):
-    """acc + weights parts, without what has no weight, which may be anything. An fma, whatever a compiler prefers."""
-    heavy = (weights > 0)[:, None]
-    total = (tl.fma(tl.where(heavy, parts[0], 0.0), weights[:, None], acc[0]),)
+def _add_weighted(acc, weight, part):
+    """acc + weight part, without what has no weight, which may be anything. An fma, whatever a compiler prefers."""
+    total = (tl.fma(tl.where(weight > 0, part[0], 0.0), weight, acc[0]),)
     for index in tl.static_range(1, len(acc)):
-        total += (tl.fma(tl.where(heavy, parts[index], 0.0), weights[:, None], acc[index]),)
+        total += (tl.fma(tl.where(weight > 0, part[index], 0.0), weight, acc[index]),)
     return total
 
 
@@ -218,8 +217,6 @@ def _attention_decode_kernel(
     if PAGE_SIZE == 0:
         k_base += group * tl.cast(stride_kb, tl.int64) * UNIT
         v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
-    await_before(OVERLAPS)
-
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < rows_of_group
     # Rows that are not there do as the last one.
@@ -230,6 +227,10 @@ def _attention_decode_kernel(
         sample = group * samples + query // num_queries
         query = query % num_queries
     head = k_head * GROUP + rows % GROUP
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs
+    await_before(OVERLAPS)
+
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), capacity)
     positions = length - num_queries + query
     key_length = length
@@ -251,8 +252,6 @@ def _attention_decode_kernel(
         begin = low + split * blocks // num_splits * BLOCK_N
         end = tl.minimum(low + (split + 1) * blocks // num_splits * BLOCK_N, high)
 
-    starts = column_starts(k_head, HEAD_DIM, MAIN)
-    q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs
     q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
     slopes = 0.0
     if ALIBI & STEPS:
@@ -287,44 +286,49 @@ def _attention_decode_kernel(
 @triton.jit(do_not_specialize=COMBINE_SIZES)
 def _attention_decode_combine_kernel(
     parts_ptr, exponents_ptr, sinks_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
-    total_rows, num_queries, num_parts,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_HEADS: tl.constexpr,
+    total_rows, num_parts,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     NATURAL: tl.constexpr, STEPS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_rows): out and lse of a row of [B, H, Sq] from its parts. See the module for the maths."""
-    await_before(OVERLAPS)
-    row = tl.cast(tl.program_id(0), tl.int64)
-    query = row % num_queries
-    head = row // num_queries % NUM_HEADS
-    sample = row // num_queries // NUM_HEADS
-    starts = column_starts(head, HEAD_DIM, MAIN)
+    """Grid (B, H, Sq): out and lse of a row from its parts. See the module for the maths."""
+    sample = tl.cast(tl.program_id(0), tl.int64)
+    head = tl.cast(tl.program_id(1), tl.int64)
+    query = tl.cast(tl.program_id(2), tl.int64)
+    row = (sample * tl.num_programs(1) + head) * tl.num_programs(2) + query
     one = tl.arange(0, 1)
+    starts = column_starts(head, HEAD_DIM, MAIN)
+    part_ptr = parts_ptr + row * HEAD_DIM
+    exponent_ptr = exponents_ptr + row
+    out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
+    # Else a way around the loop is looked for first, and addresses after it, behind the wait.
+    tl.assume(num_parts > 0)
+    await_before(OVERLAPS)
+
     acc = zero_rows(1, HEAD_DIM, MAIN, TAIL)
-    peak = tl.full((1,), float("-inf"), tl.float32)
-    norm = tl.zeros((1,), tl.float32)
+    peak = float("-inf")
+    norm = 0.0
     for first in tl.range(0, num_parts, PARTS_AT_ONCE, num_stages=1):
         exponents = ()
         parts = ()
         for index in tl.static_range(PARTS_AT_ONCE):
-            there = first + index < num_parts
-            places = tl.cast(first + index, tl.int64) * total_rows + row + one
-            exponents += (tl.load(exponents_ptr + places, mask=there, other=float("-inf")),)
-            part_rows = tl.where(there, places * HEAD_DIM, BEYOND)
-            parts += (load_rows(parts_ptr, starts, part_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, True),)
+            left = num_parts - first - index
+            exponents += (tl.load(exponent_ptr, mask=left > 0, other=float("-inf")),)
+            parts += (load_rows(part_ptr, starts, one, left, 1, HEAD_DIM, MAIN, TAIL, True),)
+            exponent_ptr += total_rows
+            part_ptr += tl.cast(total_rows, tl.int64) * HEAD_DIM
         before = peak
         for index in tl.static_range(PARTS_AT_ONCE):
             peak = tl.maximum(peak, exponents[index])
         anchor = tl.where(peak == float("-inf"), 0.0, peak)
         rescale = exponential(before - anchor, NATURAL)
-        acc = scale_rows(acc, rescale[:, None])
+        acc = scale_rows(acc, rescale)
         norm *= rescale
         for index in tl.static_range(PARTS_AT_ONCE):
-            weights = exponential(exponents[index] - anchor, NATURAL)
-            norm += weights
-            acc = _add_weighted(acc, weights, parts[index])
-    out, exponent = _settle(acc, peak, norm, NATURAL)
+            weight = exponential(exponents[index] - anchor, NATURAL)
+            norm += weight
+            acc = _add_weighted(acc, weight, parts[index])
+    out, exponent = _settle(acc, tl.full((1,), peak, tl.float32), tl.full((1,), norm, tl.float32), NATURAL)
     if SINKS & STEPS:
         out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head + one), NATURAL)
-    out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
     store_rows(out_base, starts, one, 1, out, 1, HEAD_DIM, MAIN, TAIL)
     tl.store(lse_ptr + row + one, _lse_of_exponent(exponent, NATURAL))
