@@ -1,18 +1,14 @@
 """Calls of attention over a cache on fake CUDA tensors, and what its body launches."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library.triton import get_triton_kernels_for_op
-from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
-from csrc_free_ops.configs import Launch
-from torch_ops._attention_decode import COUNTERS, Ending
 from torch_ops._registry import OPS
 
 OP = "attention_decode"
@@ -61,19 +57,6 @@ def decode_calls(
             options[name] = drawn(prefixes, num_k_heads, 1000, head_dim)
         options["prefix_seqlens"] = drawn(prefixes, kind=torch.int32) if prefix_lengths else None
     return (q, *caches, drawn(batch, kind=torch.int32), table), options
-
-
-def fused(launch: KernelLaunch) -> KernelLaunch:
-    """As eager calls launch it where its last programs add up; traces, which are recorded here, never do."""
-    warps, width = launch.kwargs["num_warps"], next_power_of_2(launch.kwargs["HEAD_DIM"])
-    ending = Ending(max(1, min(128 * warps // width, launch.kwargs["BLOCK_M"])), COUNTERS[0])
-    places = {"whole_out_ptr": "q_ptr", "whole_lse_ptr": "lse_ptr", "counters_ptr": "lengths_ptr"}
-    names = launch.kernel.arg_names
-    args = [launch.args[names.index(places.get(name, name))] for name in names[: len(launch.args)]]
-    constants = ending.constants(
-        Launch(launch.kwargs["BLOCK_M"], launch.kwargs["BLOCK_N"], warps, launch.kwargs["num_stages"])
-    )
-    return replace(launch, args=tuple(args), kwargs={**launch.kwargs, **constants})
 
 
 def decode_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **variant: Any) -> list[KernelLaunch]:

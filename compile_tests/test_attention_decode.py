@@ -27,11 +27,12 @@ from compile_tests.contract import (
     recompiling_fails,
     run_forked,
     sampled,
+    sass,
     shared_memory,
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches, fused
+from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches
 from csrc_free_ops.configs import Gpu, Launch, decode_splits
 from torch_ops import attention_decode
 from torch_ops._registry import OPS
@@ -250,9 +251,6 @@ BUILDS = [
 @lru_cache
 def _builds(target: str, variant: str, head_dim: int) -> tuple[Build, ...]:
     launches = decode_launches(TARGETS[target], **{**VARIANTS[variant], "head_dim": head_dim})
-    if TARGETS[target].backend == "cuda":
-        own = [launch for launch in launches if launch.kwargs.get("PARTIAL") and not launch.kwargs["SHARED"]]
-        launches += map(fused, own)
     with fake_gpu(TARGETS[target]):
         return tuple(build(launch, TARGETS[target]) for launch in launches)
 
@@ -275,22 +273,26 @@ def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> Non
     assert (stages, cols) == ((3, 128) if variant == "whole" else (4, 64))
 
 
-def test_last_programs_find_what_others_wrote() -> None:
-    """All threads of a program wait for each other before one counts it, and read parts past L1, many at once."""
-    ptx = _builds("sm_90", "plain", 128)[-1].asm["ptx"]
-    count = ptx.index("atom.global.gpu.acq_rel.add")
-    assert "bar.sync" in ptx[ptx.rindex("st.global", 0, count) : count]
-    assert ptx.count("ld.global.cg.v4", count) == 16 and "ld.global.v4" not in ptx[count:]
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_parts_are_on_their_way_before_the_first_is_added(head_dim: int) -> None:
+    """Sixteen of them and their exponents, each of which is read once; no index takes a division."""
+    combine = _builds("sm_90", "plain", head_dim)[-1]
+    code = sass(combine)
+    first_maximum = code.index("FMNMX")
+    loads = len(re.findall(r"LDG", code))
+    assert loads == code.count("LDG", 0, first_maximum) == (48 if head_dim == 72 else 32)
+    assert not re.search(r"\b(div|rem)\.[su]", combine.asm["ptx"])
 
 
-def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
-    """Whatever came before them; launches of traces carry no word of it."""
+def test_kernels_that_may_begin_early_wait_before_they_read() -> None:
+    """Whatever came before them; where they are they find out meanwhile. Launches of traces carry no word of it."""
     for launch in decode_launches(prefixes=1):
         assert not launch.kwargs["OVERLAPS"] and "launch_pdl" not in launch.kwargs
         with fake_gpu(SM90):
             ptx = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90).asm["ptx"]
         assert "griddepcontrol.launch_dependents" in ptx
-        assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+        wait = ptx.index("griddepcontrol.wait")
+        assert ptx.index("%ctaid.x") < wait < ptx.index("ld.global")
 
 
 def test_splits_are_as_many_as_there_are_multiprocessors_for() -> None:

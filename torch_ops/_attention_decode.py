@@ -1,7 +1,7 @@
 """The launcher of attention over a cache of keys.
 
 `plan_decode` looks at metadata and options alone and returns launch(q, ..., out, lse), which makes the workspaces of
-split calls and launches up to three kernels, of which the last may be part of the one before.
+split calls and launches up to three kernels.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,9 @@ from torch_ops._attention_portable import precision_of
 from torch_ops._checks import capacity_of, dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._launches import Relaunch, can_overlap, readable, with_columns
-from torch_ops._registry import INTERPRET, is_eager, wrap_triton
+from torch_ops._registry import INTERPRET, wrap_triton
 from torch_ops._scores import Scores
-from torch_ops._tickets import tickets
 from torch_ops.settings import settings
-
-# One multiprocessor reads so many bytes in about the time that a second launch takes.
-MOST_BYTES_AT_END = 2**17
-# Whether a split's blocks of keys are in turn with those of others, or a run; and how many of its blocks are fetched to
-# L2 before the kernel in front is done.
-READING = {"IN_TURN": False, "AHEAD": 0}
-# By how many tiles there may be: counters of a launch.
-COUNTERS = (16, 128, 1024)
 
 
 def are_known(*sizes: int) -> bool:
@@ -117,43 +108,8 @@ def shares_of(
 
 
 def combining(width: int) -> Launch:
-    """Of the second kernel: a row, and threads for 16 bytes of each of its parts."""
-    return Launch(1, width, 1 if width <= 128 else 2, 1)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the last program of a tile finds out that it is, and adds up `rows` rows of it at once."""
-
-    rows: int
-    counters: int
-
-    def constants(self, launch: Launch) -> dict[str, int]:
-        # Left to itself ptxas keeps what is needed behind the loop in memory, to have registers for one program more.
-        registers = {} if INTERPRET else {"maxnreg": min(255, 65536 // (32 * launch.num_warps))}
-        return {"FUSED_ROWS": self.rows, **registers}
-
-    def take(self, device: torch.device) -> Tensor:
-        if INTERPRET:
-            return torch.zeros(self.counters, dtype=torch.int32)
-        return tickets(device, self.counters).take()
-
-
-def ending_of(share: Share, q: Tensor, num_k_heads: int, parts: int) -> Ending | None:
-    """None where a second kernel adds up.
-
-    That is in traces, whose launches have no counters; where one multiprocessor would read too much; and on AMD's GPUs,
-    whose caches were not looked into.
-    """
-    if not is_eager() or _gpu().backend == "hip":
-        return None
-    rows = share.samples * q.shape[2] * (q.shape[1] // num_k_heads)
-    width = covered_width(q.shape[3], q.dtype.itemsize)
-    tiles = share.groups * num_k_heads * cdiv(rows, share.rows)
-    if tiles > COUNTERS[-1] or parts * min(rows, share.rows) * width * 4 > MOST_BYTES_AT_END:
-        return None
-    at_once = 128 * share.launch.num_warps // next_power_of_2(width)
-    return Ending(max(1, min(at_once, share.rows)), next(size for size in COUNTERS if tiles <= size))
+    """Of the second kernel: a row, and so many warps that registers hold the parts that are under way at once."""
+    return Launch(1, width, next_power_of_2(cdiv(width, 96)), 1)
 
 
 def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -184,17 +140,10 @@ def plan_decode(
     q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
     slope_stride = num_heads if scores.alibi == 2 else 0
 
-    ending = None if whole else ending_of(own, q, k_cache.shape[1], splits)
-
-    def launcher(
-        share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int, ending: Ending | None = None
-    ) -> Callable[..., None]:
+    def launcher(share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int) -> Callable[..., None]:
         group = num_heads // k.shape[1]
         table = None if shared else block_table
         unit, key_strides = _key_strides(k, v)
-        # Known before lengths are: where the first blocks of a split begin.
-        known = not shared and table is None and k.numel() > 0 and not batch_invariant and scores.left < 0
-        ahead = READING["AHEAD"] if known and overlap and (whole or READING["IN_TURN"]) else 0
         tiles = (share.samples * queries * group + share.rows - 1) // share.rows
         grid = (share.groups * share.splits * k.shape[1] * tiles,)
         scalars = (
@@ -207,17 +156,15 @@ def plan_decode(
             "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": scores.left >= 0,
             # A single query is the last, behind which nothing is.
             "HAS_RIGHT": scores.right >= 0 and not shared and not (are_known(queries) and queries == 1),
-            "STEPS": scores.steps if whole or ending else scores.steps & ~SINKS.value,
+            "STEPS": scores.steps if whole else scores.steps & ~SINKS.value,
             "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
-            **({"FUSED_ROWS": 0} if ending is None else ending.constants(share.launch)),
             "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
-            "IN_TURN": READING["IN_TURN"] and not batch_invariant, "AHEAD": ahead,
             "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
             "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages, **early,
         }  # fmt: skip
         relaunch = Relaunch(grid, scalars)
 
-        def launch(precision: str, *tensors: Tensor | None) -> None:
+        def launch(precision: str, *tensors: Tensor) -> None:
             if not relaunch(precision, tensors):
                 options = {"PRECISION": precision, **constants}
                 compiled = wrap_triton(_attention_decode_kernel)[grid](*tensors, *scalars, **options)
@@ -228,14 +175,13 @@ def plan_decode(
     attend_before = None
     if before is not None and prefix_k is not None and prefix_v is not None:
         attend_before = launcher(before, prefix_k, prefix_v, True, 0)
-    attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits, ending)
-    combine_grid = (total_rows,)
+    attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits)
+    combine_grid = (batch, num_heads, queries)
     combine = combining(covered_width(head_dim, q.dtype.itemsize))
-    combine_scalars = (*strides, total_rows, queries, splits)
+    combine_scalars = (*strides, total_rows, splits)
     combine_constants = {
-        **columns, "NUM_HEADS": num_heads, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
-        "OVERLAPS": overlap, "num_warps": combine.num_warps, "num_stages": combine.num_stages,
-        **early,
+        **columns, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
+        "OVERLAPS": overlap, "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
     }  # fmt: skip
     relaunch_combine = Relaunch(combine_grid, combine_scalars)
     vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
@@ -261,12 +207,10 @@ def plan_decode(
             exponents = q.new_empty((splits, total_rows), dtype=torch.float32)
         if attend_before is not None:
             attend_before(
-                precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents,
-                None, None, None,
-            )  # fmt: skip
-        end = (None, None, None) if ending is None else (out, lse, ending.take(q.device))
-        attend(precision, q, k_cache, v_cache, lengths, lengths, table, slopes, sinks, parts, exponents, *end)
-        if whole or ending is not None:
+                precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
+            )
+        attend(precision, q, k_cache, v_cache, lengths, lengths, table, slopes, sinks, parts, exponents)
+        if whole:
             return
         tensors = (parts, exponents, sinks, out, lse)
         if not relaunch_combine(None, tensors):

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from csrc_free_ops.configs import covered_width
-from torch_ops._attention_decode import are_known, combining, ending_of, shares_of
+from torch_ops._attention_decode import are_known, combining, shares_of
 from torch_ops._explanations import by_reference, called_on_fakes, describe
 from torch_ops._registry import runs_kernels
 
@@ -28,8 +28,7 @@ def explain_decode(
     )
     kernels = {name: (share.launch, share.source) for name, share in shares.items()}
     splits = sum(share.splits for share in shares.values())
-    own = list(shares.values())[-1]
-    if not are_known(splits) or splits > 1 and ending_of(own, q, k_cache.shape[1], splits) is None:
+    if not are_known(splits) or splits > 1:
         kernels["attention_decode_combine"] = combining(covered_width(q.shape[3], q.dtype.itemsize)), "by the head"
     report = describe(op, q.device, "portable", "stock Triton on every GPU", kernels)
     return {**report, "splits": {name: share.splits for name, share in shares.items()}}

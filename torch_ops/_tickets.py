@@ -1,4 +1,4 @@
-"""Counters on the device that outlive a launch: those that programs draw their tiles from, or tell the last one by."""
+"""Counters on the device that outlive a launch."""
 
 import contextlib
 from collections import defaultdict
@@ -12,20 +12,17 @@ from torch_ops._hopper import to_keep
 
 
 class Tickets:
-    """Counters that the programs of a launch share: `size` of int32, 0 between launches, some for each stream.
+    """Counters that programs draw their tiles from: an int32, 0 between launches, one per stream.
 
     Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
-    gets counters of its own, until whoever captured it gives them back; where none are left, such as its graph sets to
-    0 first.
+    gets a counter of its own, until whoever captured it gives it back; where none is left, one that its graph sets to 0
+    first.
     """
 
-    # As many launches' as are made at once, but for large ones.
     SLAB = 4096
-    SLAB_BYTES = 2**20
 
-    def __init__(self, device: torch.device, size: int = 1) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._size = size
         self._of_stream: dict[int, Tensor] = {}
         self._fresh: list[Tensor] = []
         self._captured: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -34,7 +31,7 @@ class Tickets:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         if torch.cuda.is_current_stream_capturing():
             if not self._fresh:
-                return torch.zeros(self._size, dtype=torch.int32, device=self._device)
+                return torch.zeros(1, dtype=torch.int32, device=self._device)
             self._captured[stream].append(self._fresh.pop())
             return self._captured[stream][-1]
         counter = self._of_stream.get(stream)
@@ -62,13 +59,11 @@ class Tickets:
         self._fresh += counters
 
     def _fill(self) -> None:
-        # 16 bytes apart or more, so that every launch is on aligned tensors.
-        width = max(4, self._size)
-        shape = max(1, min(self.SLAB, self.SLAB_BYTES // (4 * width))), width
-        slab = to_keep(lambda: torch.zeros(shape, dtype=torch.int32, device=self._device), self._device)
+        # 16 bytes apart, so that every launch is on aligned tensors.
+        slab = to_keep(lambda: torch.zeros(self.SLAB, 4, dtype=torch.int32, device=self._device), self._device)
         # Other streams do not wait for this one's zeros.
         torch.cuda.current_stream(self._device).synchronize()
-        self._fresh += slab[:, : self._size].unbind()
+        self._fresh += slab[:, :1].unbind()
 
 
 tickets = lru_cache(Tickets)

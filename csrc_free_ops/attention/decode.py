@@ -11,16 +11,12 @@ over the keys j that it sees:
 The time is that of reading keys and values once. So the queries of all heads that share a key head are rows of one
 tile, row r = i GROUP + head, and a sequence's keys are shared out among `num_splits` programs, in whole blocks and by
 the length that only the device knows: each normalises what it has seen, rows of out and their exponent, which is lse in
-the unit of the exponents (tiles/scores.py). The parts are then added up in the order of the splits,
+the unit of the exponents (tiles/scores.py). A second kernel adds the parts up in the order of the splits,
 
     out = sum_p w_p out_p / sum_p w_p,  w_p = exp(lse_p - max lse)
 
 with one running maximum, PARTS_AT_ONCE parts at a time: parts without keys add exact zeros, and one part alone stays as
 it is, bit by bit. With SPLIT_KEYS a split is that many keys, so what is added to what depends on the sequence alone.
-
-A second kernel does it, or, with FUSED_ROWS, the last program of a tile to be done, whichever that is: each counts
-itself at a counter of the tile's once its part is written, and who finds that all others did finds their parts there
-too. Both do the same to each element in the same order, so that their bits are the same.
 
 Keys that several sequences begin with are read once for all of them: with SHARED the rows of a tile are those of all
 samples of a group, and their parts are further splits of each. FlashAttention-2's recurrence, arXiv 2307.08691;
@@ -49,7 +45,7 @@ from csrc_free_ops.tiles.steps import ALIBI, SINKS
 DECODE_SIZES = (
     "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
 )  # fmt: skip
-COMBINE_SIZES = ("total_rows", "num_queries", "num_parts")
+COMBINE_SIZES = ("total_rows", "num_parts")
 # Rows anywhere in memory are given by their offsets, and reach as far as that: those that are not there lie beyond.
 BEYOND = tl.constexpr(2**62)
 # Parts of a row that are on their way before the first of them is added.
@@ -66,12 +62,11 @@ def _like(rows, other):
 
 
 @triton.jit
-def _add_weighted(acc, weights, parts):
-    """acc + weights parts, without what has no weight, which may be anything. An fma, whatever a compiler prefers."""
-    heavy = (weights > 0)[:, None]
-    total = (tl.fma(tl.where(heavy, parts[0], 0.0), weights[:, None], acc[0]),)
+def _add_weighted(acc, weight, part):
+    """acc + weight part, without what has no weight, which may be anything. An fma, whatever a compiler prefers."""
+    total = (tl.fma(tl.where(weight > 0, part[0], 0.0), weight, acc[0]),)
     for index in tl.static_range(1, len(acc)):
-        total += (tl.fma(tl.where(heavy, parts[index], 0.0), weights[:, None], acc[index]),)
+        total += (tl.fma(tl.where(weight > 0, part[index], 0.0), weight, acc[index]),)
     return total
 
 
@@ -104,72 +99,6 @@ def _add_sinks(out, exponent, sinks, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def _place(rows, rows_of_group, group, k_head, samples, num_queries, GROUP: tl.constexpr, SHARED: tl.constexpr):
-    """(sample, head, query) of the rows of a key head's tile; rows that are not there do as the last one."""
-    rows = tl.minimum(rows, rows_of_group - 1)
-    query = rows // GROUP
-    sample = group
-    if SHARED:
-        sample = group * samples + query // num_queries
-        query = query % num_queries
-    return sample, k_head * GROUP + rows % GROUP, query
-
-
-@triton.jit
-def _add_parts(
-    parts_ptr, exponents_ptr, starts, rows, total_rows, num_parts,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NATURAL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of out, by their places in [B, H, Sq], and their exponents; from memory that other programs wrote."""
-    acc = zero_rows(ROWS, HEAD_DIM, MAIN, TAIL)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    norm = tl.zeros((ROWS,), tl.float32)
-    for first in tl.range(0, num_parts, PARTS_AT_ONCE, num_stages=1):
-        exponents = ()
-        parts = ()
-        for index in tl.static_range(PARTS_AT_ONCE):
-            there = first + index < num_parts
-            places = tl.cast(first + index, tl.int64) * total_rows + rows
-            exponents += (tl.load(exponents_ptr + places, mask=there, other=float("-inf"), cache_modifier=".cg"),)
-            part_rows = tl.where(there, places * HEAD_DIM, BEYOND)
-            parts += (load_rows(parts_ptr, starts, part_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, True, True),)
-        before = peak
-        for index in tl.static_range(PARTS_AT_ONCE):
-            peak = tl.maximum(peak, exponents[index])
-        anchor = tl.where(peak == float("-inf"), 0.0, peak)
-        rescale = exponential(before - anchor, NATURAL)
-        acc = scale_rows(acc, rescale[:, None])
-        norm *= rescale
-        for index in tl.static_range(PARTS_AT_ONCE):
-            weights = exponential(exponents[index] - anchor, NATURAL)
-            norm += weights
-            acc = _add_weighted(acc, weights, parts[index])
-    return _settle(acc, peak, norm, NATURAL)
-
-
-@triton.jit
-def _finish_rows(
-    parts_ptr, exponents_ptr, sinks_ptr, out_ptr, lse_ptr, starts, start, past, group, k_head,
-    samples, num_queries, total_rows, num_parts, stride_ob, stride_oh, stride_os,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_K_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    NATURAL: tl.constexpr, STEPS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Writes out and lse of rows start .. start+ROWS-1 of a key head's tile that ends at `past`."""
-    rows = start + tl.arange(0, ROWS)
-    inside = rows < past
-    sample, head, query = _place(rows, past, group, k_head, samples, num_queries, GROUP, SHARED)
-    row = (sample * (NUM_K_HEADS * GROUP) + head) * num_queries + query
-    out, exponent = _add_parts(
-        parts_ptr, exponents_ptr, starts, row, total_rows, num_parts, HEAD_DIM, MAIN, TAIL, NATURAL, ROWS
-    )
-    if SINKS & STEPS:
-        out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head), NATURAL)
-    out_rows = sample * stride_ob + tl.cast(head, tl.int64) * stride_oh + tl.cast(query, tl.int64) * stride_os
-    store_rows(out_ptr, starts, tl.where(inside, out_rows, BEYOND), BEYOND, out, 1, HEAD_DIM, MAIN, TAIL)
-    tl.store(lse_ptr + row, _lse_of_exponent(exponent, NATURAL), mask=inside)
-
-
-@triton.jit
 def _load_keys(
     base, starts, start, cols, length, page, stride_block,
     STRIDE: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
@@ -196,32 +125,6 @@ def _load_keys(
 
 
 @triton.jit
-def _fetch_ahead(
-    k_base, v_base, first, pace, capacity, STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Lets BLOCKS blocks of keys and values come to L2, the first at `first`. Returns 0, for an address to need."""
-    # Of each row its pieces of 128 bytes.
-    PIECE: tl.constexpr = 1024 // k_base.dtype.element_ty.primitive_bitwidth
-    PIECES: tl.constexpr = 1 if HEAD_DIM <= PIECE else 2 if HEAD_DIM <= 2 * PIECE else 4 if HEAD_DIM <= 4 * PIECE else 8
-    place = tl.arange(0, BLOCK_N * PIECES)
-    column = tl.minimum(place % PIECES * PIECE, HEAD_DIM - 1)
-    zeros = tl.zeros((BLOCK_N * PIECES,), tl.int32)
-    for block in tl.static_range(BLOCKS):
-        row = tl.minimum(first + block * pace + place // PIECES, capacity - 1).to(tl.int64)
-        keys = tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [k_base + row * STRIDE_KS + column],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        values = tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [v_base + row * STRIDE_VS + column],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        zeros += keys + values
-    return tl.max(zeros, 0)
-
-
-@triton.jit
 def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of `_load_keys` for the block at `start`, within those that there are; 0 past the `end` of blocks."""
     keys = start
@@ -233,14 +136,14 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 
 @triton.jit
 def _attend(
-    q, positions, k_base, v_base, table_ptr, starts, begin, end, pace, length, num_pages, stride_kb, stride_vb,
+    q, positions, k_base, v_base, table_ptr, starts, begin, end, length, num_pages, stride_kb, stride_vb,
     scale, window_left, window_right, step,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the keys in blocks from `begin` up to `end`, `pace` keys from one to the next.
+    """Sums over the keys in blocks from `begin` up to `end`.
 
     Every block is masked, where portable_fwd has loops of their own for those that need it: reading is what takes
     time, and between two loops there would be nothing on its way.
@@ -254,7 +157,7 @@ def _attend(
     page = 0
     if PAGE_SIZE > 0:
         page = _find_pages(table_ptr, begin, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
-    for start in tl.range(begin, end, pace):
+    for start in tl.range(begin, end, BLOCK_N):
         k = _load_keys(
             k_base, starts, start, cols, length, page, stride_kb,
             STRIDE_KS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
@@ -265,7 +168,7 @@ def _attend(
         )  # fmt: skip
         if PAGE_SIZE > 0:
             # One block ahead, so that addresses do not wait for them.
-            page = _find_pages(table_ptr, start + pace, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
+            page = _find_pages(table_ptr, start + BLOCK_N, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
         keys = (start + cols)[None, :]
         products = dot_rows(q, _like(k, q), PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, _ = step_scores(products, positions[:, None], keys, 0, scale, step, STEPS)
@@ -281,7 +184,6 @@ def _attend(
 @triton.jit(do_not_specialize=DECODE_SIZES)
 def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, key_lengths_ptr, table_ptr, slopes_ptr, sinks_ptr, out_ptr, lse_ptr,
-    whole_out_ptr, whole_lse_ptr, counters_ptr,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_vb, stride_vh, stride_tb, stride_sb,
     stride_ob, stride_oh, stride_os,
     samples, num_queries, capacity, key_capacity, num_pages, num_splits, first_split, total_rows,
@@ -289,9 +191,8 @@ def _attention_decode_kernel(
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_K_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
-    SHARED: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PARTIAL: tl.constexpr, FUSED_ROWS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, IN_TURN: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PARTIAL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups * splits * key heads * tiles of BLOCK_M rows), of `samples` sequences each; 1 without SHARED.
@@ -300,9 +201,6 @@ def _attention_decode_kernel(
     [splits, total_rows], rows as in [B, H, Sq]; lse is an exponent. `lengths` says how many keys of its own each
     sequence has, which are the keys here; with SHARED those before them are, `key_capacity` or as many as
     `key_lengths` says.
-
-    With FUSED_ROWS, the last program of a tile to be done adds up all parts up to its own splits', so many rows at
-    once, to what `whole` pointers are of. `counters`, one for each tile, are 0 before and after.
     """
     NATURAL: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     scale = tl.cast(scale, tl.float32)
@@ -319,18 +217,20 @@ def _attention_decode_kernel(
     if PAGE_SIZE == 0:
         k_base += group * tl.cast(stride_kb, tl.int64) * UNIT
         v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
-    awaited = 0
-    if AHEAD > 0:
-        # Whatever the kernel before writes, of L2 there is one.
-        awaited = _fetch_ahead(
-            k_base, v_base, split * BLOCK_N, num_splits * BLOCK_N, capacity, STRIDE_KS, STRIDE_VS,
-            HEAD_DIM, BLOCK_N, AHEAD,
-        )  # fmt: skip
-    await_before(OVERLAPS)
-
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < rows_of_group
-    sample, head, query = _place(rows, rows_of_group, group, k_head, samples, num_queries, GROUP, SHARED)
+    # Rows that are not there do as the last one.
+    rows = tl.minimum(rows, rows_of_group - 1)
+    query = rows // GROUP
+    sample = group
+    if SHARED:
+        sample = group * samples + query // num_queries
+        query = query % num_queries
+    head = k_head * GROUP + rows % GROUP
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs
+    await_before(OVERLAPS)
+
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), capacity)
     positions = length - num_queries + query
     key_length = length
@@ -344,22 +244,14 @@ def _attention_decode_kernel(
         tl.min(positions, 0), tl.max(positions, 0), 0, window_left, window_right, key_length,
         HAS_LEFT, HAS_RIGHT, BLOCK_N,
     )  # fmt: skip
-    pace = BLOCK_N
     if SPLIT_KEYS > 0:
         begin = tl.maximum(split * SPLIT_KEYS, low)
         end = tl.minimum((split + 1) * SPLIT_KEYS, high)
-    elif IN_TURN:
-        # Where the first block begins does not depend on the length then.
-        begin = low + split * BLOCK_N
-        end = high
-        pace = num_splits * BLOCK_N
     else:
         blocks = tl.maximum(high - low + BLOCK_N - 1, 0) // BLOCK_N
         begin = low + split * blocks // num_splits * BLOCK_N
         end = tl.minimum(low + (split + 1) * blocks // num_splits * BLOCK_N, high)
 
-    starts = column_starts(k_head, HEAD_DIM, MAIN)
-    q_rows = sample * stride_qb + tl.cast(head, tl.int64) * stride_qh + tl.cast(query, tl.int64) * stride_qs + awaited
     q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
     slopes = 0.0
     if ALIBI & STEPS:
@@ -367,7 +259,7 @@ def _attention_decode_kernel(
     # As tiles/steps.py has them; sinks come in the end.
     step = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
     acc, peak, norm = _attend(
-        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, pace, key_length, num_pages,
+        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, key_length, num_pages,
         stride_kb, stride_vb, scale, window_left, window_right, step,
         STRIDE_KS, STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL,
         HAS_LEFT, HAS_RIGHT, STEPS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
@@ -390,42 +282,53 @@ def _attention_decode_kernel(
     store_rows(out_ptr, starts, tl.where(inside, out_rows, BEYOND), reach, out, 1, HEAD_DIM, MAIN, TAIL)
     tl.store(lse_ptr + row, lse, mask=inside)
 
-    if FUSED_ROWS > 0:
-        # One thread counts, for what all have written by now.
-        tl.debug_barrier()
-        counter = counters_ptr + (group * NUM_K_HEADS + k_head) * tiles + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            tl.store(counter, 0)
-            first_row = tile * BLOCK_M
-            past = tl.minimum(first_row + BLOCK_M, rows_of_group)
-            for start in tl.range(first_row, past, FUSED_ROWS, num_stages=1):
-                _finish_rows(
-                    out_ptr, lse_ptr, sinks_ptr, whole_out_ptr, whole_lse_ptr, starts, start, past, group, k_head,
-                    samples, num_queries, total_rows, first_split + num_splits, stride_ob, stride_oh, stride_os,
-                    HEAD_DIM, MAIN, TAIL, NUM_K_HEADS, GROUP, NATURAL, STEPS, SHARED, FUSED_ROWS,
-                )  # fmt: skip
-
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)
 def _attention_decode_combine_kernel(
     parts_ptr, exponents_ptr, sinks_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
-    total_rows, num_queries, num_parts,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_HEADS: tl.constexpr,
+    total_rows, num_parts,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     NATURAL: tl.constexpr, STEPS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (total_rows): out and lse of a row of [B, H, Sq] from its parts. See the module for the maths."""
-    await_before(OVERLAPS)
-    row = tl.cast(tl.program_id(0), tl.int64)
-    query = row % num_queries
-    head = row // num_queries % NUM_HEADS
-    sample = row // num_queries // NUM_HEADS
-    starts = column_starts(head, HEAD_DIM, MAIN)
+    """Grid (B, H, Sq): out and lse of a row from its parts. See the module for the maths."""
+    sample = tl.cast(tl.program_id(0), tl.int64)
+    head = tl.cast(tl.program_id(1), tl.int64)
+    query = tl.cast(tl.program_id(2), tl.int64)
+    row = (sample * tl.num_programs(1) + head) * tl.num_programs(2) + query
     one = tl.arange(0, 1)
-    out, exponent = _add_parts(
-        parts_ptr, exponents_ptr, starts, row + one, total_rows, num_parts, HEAD_DIM, MAIN, TAIL, NATURAL, 1
-    )
+    starts = column_starts(head, HEAD_DIM, MAIN)
+    part_ptr = parts_ptr + row * HEAD_DIM
+    exponent_ptr = exponents_ptr + row
+    out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
+    # Else a way around the loop is looked for first, and addresses after it, behind the wait.
+    tl.assume(num_parts > 0)
+    await_before(OVERLAPS)
+
+    acc = zero_rows(1, HEAD_DIM, MAIN, TAIL)
+    peak = float("-inf")
+    norm = 0.0
+    for first in tl.range(0, num_parts, PARTS_AT_ONCE, num_stages=1):
+        exponents = ()
+        parts = ()
+        for index in tl.static_range(PARTS_AT_ONCE):
+            left = num_parts - first - index
+            exponents += (tl.load(exponent_ptr, mask=left > 0, other=float("-inf")),)
+            parts += (load_rows(part_ptr, starts, one, left, 1, HEAD_DIM, MAIN, TAIL, True),)
+            exponent_ptr += total_rows
+            part_ptr += tl.cast(total_rows, tl.int64) * HEAD_DIM
+        before = peak
+        for index in tl.static_range(PARTS_AT_ONCE):
+            peak = tl.maximum(peak, exponents[index])
+        anchor = tl.where(peak == float("-inf"), 0.0, peak)
+        rescale = exponential(before - anchor, NATURAL)
+        acc = scale_rows(acc, rescale)
+        norm *= rescale
+        for index in tl.static_range(PARTS_AT_ONCE):
+            weight = exponential(exponents[index] - anchor, NATURAL)
+            norm += weight
+            acc = _add_weighted(acc, weight, parts[index])
+    out, exponent = _settle(acc, tl.full((1,), peak, tl.float32), tl.full((1,), norm, tl.float32), NATURAL)
     if SINKS & STEPS:
         out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head + one), NATURAL)
-    out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
     store_rows(out_base, starts, one, 1, out, 1, HEAD_DIM, MAIN, TAIL)
     tl.store(lse_ptr + row + one, _lse_of_exponent(exponent, NATURAL))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def await_before(OVERLAPS: tl.constexpr):
-    """First of all: lets the kernel behind begin, and waits for the one before."""
+    """Ahead of all reads and writes: lets the kernel behind begin, and waits for the one before."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

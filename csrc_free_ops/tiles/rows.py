@@ -56,22 +56,17 @@ def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
 def load_part(
     base, start, rows, num_rows,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
-    PAST_L1: tl.constexpr = False,
 ):  # fmt: skip
-    cache: tl.constexpr = ".cg" if PAST_L1 else ""
     cols = tl.arange(0, WIDTH)
     pointers = base + row_offsets(rows, STRIDE) + (start + cols)[None, :]
     if CHECK_ROWS and VALID < WIDTH:
-        mask = (rows < num_rows)[:, None] & (cols < VALID)[None, :]
-        part = tl.load(pointers, mask=mask, other=0.0, cache_modifier=cache)
+        part = tl.load(pointers, mask=(rows < num_rows)[:, None] & (cols < VALID)[None, :], other=0.0)
     elif CHECK_ROWS:
-        mask = (rows < num_rows)[:, None]
-        part = tl.load(pointers, mask=mask, other=0.0, cache_modifier=cache)
+        part = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
     elif VALID < WIDTH:
-        mask = (cols < VALID)[None, :]
-        part = tl.load(pointers, mask=mask, other=0.0, cache_modifier=cache)
+        part = tl.load(pointers, mask=(cols < VALID)[None, :], other=0.0)
     else:
-        part = tl.load(pointers, cache_modifier=cache)
+        part = tl.load(pointers)
     return part  # [BLOCK, WIDTH]
 
 
@@ -79,19 +74,13 @@ def load_part(
 def load_rows(
     base, starts, rows, num_rows, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr,
-    PAST_L1: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows of one head; with CHECK_ROWS, rows from num_rows on read as zero, else all of them must exist.
-
-    With PAST_L1 as other programs have just written them.
-    """
-    parts = (load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS, PAST_L1),)
+    """Rows of one head; with CHECK_ROWS, rows from num_rows on read as zero, else all of them must exist."""
+    parts = (load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
     for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
-        start = starts[0] + begin
-        parts += (load_part(base, start, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS, PAST_L1),)
+        parts += (load_part(base, starts[0] + begin, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),)
     if TAIL > 0:
-        rest: tl.constexpr = HEAD_DIM % MAIN
-        parts += (load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, rest, CHECK_ROWS, PAST_L1),)
+        parts += (load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM % MAIN, CHECK_ROWS),)
     return parts
 
 
