@@ -11,7 +11,7 @@ from triton import cdiv
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_dense_kernel, _attention_bwd_dq_dense_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_dense_kernel
-from torch_ops._attention_portable import choose, constants_of, precision_of, slopes_stride
+from torch_ops._attention_portable import choose, constants_of, for_each_precision, slopes_stride
 from torch_ops._launches import Relaunch, dense_like, readable, with_columns
 from torch_ops._registry import wrap_triton
 from torch_ops._scores import NO_STEP, Scores, StepTensors
@@ -33,9 +33,12 @@ def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
     return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
 
 
-def plan_dense_forward_portable(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool) -> Callable[..., None]:
+@for_each_precision
+def plan_dense_forward_portable(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool, precision: str
+) -> Callable[..., None]:
     batch, num_heads, length, _ = q.shape
-    launch, _ = choose("attention_fwd", q, scores, length_of(q))
+    launch, _ = choose("attention_fwd", q, scores, length_of(q), precision=precision)
     unit, outer, (q_row, k_row, v_row, out_row) = dense_strides(q, k, v, dense_like(q))
     scalars = (
         *outer, slopes_stride(q, scores), length, k.shape[2],
@@ -43,7 +46,7 @@ def plan_dense_forward_portable(q: Tensor, k: Tensor, v: Tensor, scores: Scores,
     )  # fmt: skip
     constants = {
         "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_OT": out_row, "HAS_LSE": has_lse,
-        **constants_of(q, k, scores, launch, unit, scores.steps),
+        **constants_of(q, k, scores, launch, unit, scores.steps, precision),
     }  # fmt: skip
     grid = (cdiv(length, launch.block_m) * batch, num_heads)
     relaunch = Relaunch(grid, scalars)
@@ -53,18 +56,18 @@ def plan_dense_forward_portable(q: Tensor, k: Tensor, v: Tensor, scores: Scores,
         if not ready:
             q, k, v = with_columns(q), with_columns(k), with_columns(v)
         tensors = (q, k, v, out, lse, *step)
-        precision = precision_of(q)
-        if not relaunch(precision, tensors):
-            options = {"PRECISION": precision, **constants}
-            compiled = wrap_triton(_attention_fwd_dense_kernel)[grid](*tensors, *scalars, **options)
-            relaunch.keep(precision, tensors, options, compiled)
+        if not relaunch(None, tensors):
+            compiled = wrap_triton(_attention_fwd_dense_kernel)[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
 
     return launch_forward
 
 
+@for_each_precision
 def plan_dense_backward_portable(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
-) -> Callable[..., None]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores,
+    precision: str,
+) -> Callable[..., None]:  # fmt: skip
     batch, num_heads, length, _ = q.shape
     num_k_heads, k_length = k.shape[1:3]
     like = (dense_like(tensor) for tensor in (q, k, v))
@@ -76,19 +79,19 @@ def plan_dense_backward_portable(
     )  # fmt: skip
     strides = {"STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row}
 
-    dq_launch, _ = choose("attention_bwd_dq", q, scores, length_of(q))
+    dq_launch, _ = choose("attention_bwd_dq", q, scores, length_of(q), precision=precision)
     dq_scalars = (*read, *dq_outer, *sizes)
     dq_constants = {
         **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": dlse is not None,
-        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps),
+        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
     dq_grid = (cdiv(length, dq_launch.block_m) * batch, num_heads)
 
-    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k))
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
     dkdv_scalars = (*read[:6], *read[8:], *dkdv_outer, *sizes)
     dkdv_constants = {
         **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
-        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps),
+        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
     dkdv_grid = (cdiv(k_length, dkdv_launch.block_n) * batch, num_k_heads)
 
@@ -105,16 +108,13 @@ def plan_dense_backward_portable(
             q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
             lse, dlse = lse.contiguous(), dlse.contiguous()
         delta = torch.empty_like(lse)
-        precision = precision_of(q)
         tensors = (q, k, v, out, lse, dout, dlse, step.slopes, step.seed, delta, dq)
-        if not relaunch_dq(precision, tensors):
-            options = {"PRECISION": precision, **dq_constants}
-            compiled = wrap_triton(_attention_bwd_dq_dense_kernel)[dq_grid](*tensors, *dq_scalars, **options)
-            relaunch_dq.keep(precision, tensors, options, compiled)
+        if not relaunch_dq(None, tensors):
+            compiled = wrap_triton(_attention_bwd_dq_dense_kernel)[dq_grid](*tensors, *dq_scalars, **dq_constants)
+            relaunch_dq.keep(None, tensors, dq_constants, compiled)
         after = (q, k, v, lse, dout, delta, step.slopes, step.seed, dk, dv)
-        if not relaunch_dkdv(precision, after):
-            options = {"PRECISION": precision, **dkdv_constants}
-            compiled = wrap_triton(_attention_bwd_dkdv_dense_kernel)[dkdv_grid](*after, *dkdv_scalars, **options)
-            relaunch_dkdv.keep(precision, after, options, compiled)
+        if not relaunch_dkdv(None, after):
+            compiled = wrap_triton(_attention_bwd_dkdv_dense_kernel)[dkdv_grid](*after, *dkdv_scalars, **dkdv_constants)
+            relaunch_dkdv.keep(None, after, dkdv_constants, compiled)
 
     return launch_backward

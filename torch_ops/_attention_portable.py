@@ -3,6 +3,7 @@
 Plans are as those of `_attention`, which chooses among the paths.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,9 @@ def mean_length(total: int, num_segments: int) -> int | None:
 
 
 def choose(
-    kernel: str, q: Tensor, scores: Scores, length: int | None, own_rows: tuple[Row, ...] | None = None
-) -> tuple[Launch, str]:
+    kernel: str, q: Tensor, scores: Scores, length: int | None, own_rows: tuple[Row, ...] | None = None,
+    precision: str | None = None,
+) -> tuple[Launch, str]:  # fmt: skip
     """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
     device = INTERPRETED_GPU if INTERPRET else gpu()
     busy = scores.alibi > 0 or scores.dropout > 0
@@ -44,12 +46,30 @@ def choose(
         # Of a sink, too, tall tiles leave no registers.
         scores.masked or scores.has_sinks,
         busy,
+        precision or precision_of(q),
     )  # fmt: skip
 
 
 def precision_of(q: Tensor) -> str:
     """tf32 for fp32 products only where PyTorch allows it, by whichever of its settings."""
     return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def for_each_precision(plan: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
+    """Of fp32 a plan for either precision, since launches differ; which one counts is read at each call."""
+
+    @functools.wraps(plan)
+    def planning(*args: Any) -> Callable[..., None]:
+        if args[0].dtype is not torch.float32:
+            return plan(*args, precision="ieee")
+        plans = {precision: plan(*args, precision=precision) for precision in ("ieee", "tf32")}
+
+        def launch(*tensors: Any) -> None:
+            plans[precision_of(tensors[0])](*tensors)
+
+        return launch
+
+    return planning
 
 
 def contiguous_row(tensor: Tensor) -> int:
@@ -63,11 +83,14 @@ def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
     return unit, tuple(stride // unit for stride in strides)
 
 
-def constants_of(q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int, steps: int) -> dict[str, Any]:
+def constants_of(
+    q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int, steps: int, precision: str
+) -> dict[str, Any]:
     main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize)
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STEPS": steps,
+        "PRECISION": precision,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,
     }  # fmt: skip
@@ -78,12 +101,13 @@ def slopes_stride(q: Tensor, scores: Scores) -> int:
     return q.shape[1] if scores.alibi == 2 else 0
 
 
+@for_each_precision
 def plan_forward_portable(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool, precision: str
 ) -> Callable[..., None]:
     total_q, num_heads, _ = q.shape
     num_segments = cu_q.shape[0] - 1
-    launch, _ = choose("attention_fwd", q, scores, mean_length(total_q, num_segments))
+    launch, _ = choose("attention_fwd", q, scores, mean_length(total_q, num_segments), precision=precision)
     unit, strides = head_strides(q, k, v)
     scalars = (
         *strides, slopes_stride(q, scores), total_q, k.shape[0], num_segments,
@@ -91,7 +115,8 @@ def plan_forward_portable(
     )  # fmt: skip
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **constants_of(q, k, scores, launch, unit, scores.steps),
+        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse,
+        **constants_of(q, k, scores, launch, unit, scores.steps, precision),
     }  # fmt: skip
     ready = readable(q, k, v) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
     # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
@@ -107,18 +132,17 @@ def plan_forward_portable(
             q, k, v = with_columns(q), with_columns(k), with_columns(v)
             cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
         tensors = (q, k, v, out, lse, cu_q, cu_k, *step)
-        precision = precision_of(q)
-        if not relaunch(precision, tensors):
-            options = {"PRECISION": precision, **constants}
-            compiled = wrap_triton(_attention_fwd_kernel)[grid](*tensors, *scalars, **options)
-            relaunch.keep(precision, tensors, options, compiled)
+        if not relaunch(None, tensors):
+            compiled = wrap_triton(_attention_fwd_kernel)[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
 
     return launch_forward
 
 
+@for_each_precision
 def plan_backward_portable(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor | None, scores: Scores,
+    cu_q: Tensor, cu_k: Tensor | None, scores: Scores, precision: str,
 ) -> Callable[..., None]:  # fmt: skip
     total_q, num_heads, _ = q.shape
     total_k, num_k_heads, _ = k.shape
@@ -133,19 +157,19 @@ def plan_backward_portable(
         "STRIDE_DOT": row_stride(dout),
     }  # fmt: skip
 
-    dq_launch, _ = choose("attention_bwd_dq", q, scores, mean_length(total_q, num_segments))
+    dq_launch, _ = choose("attention_bwd_dq", q, scores, mean_length(total_q, num_segments), precision=precision)
     dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
     dq_constants = {
         **strides, "STRIDE_OT": row_stride(out), "STRIDE_DQT": contiguous_row(q), "HAS_DLSE": dlse is not None,
-        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps),
+        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
     dq_grid = (total_q // dq_launch.block_m + num_segments + 2, num_heads)
 
-    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, mean_length(total_k, num_segments))
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, mean_length(total_k, num_segments), precision=precision)
     dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
     dkdv_constants = {
         **strides, "STRIDE_DKT": contiguous_row(k),
-        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps),
+        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
     dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 2, num_k_heads)
 
@@ -164,16 +188,13 @@ def plan_backward_portable(
             q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
             lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
         delta = torch.empty_like(lse)
-        precision = precision_of(q)
         tensors = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, step.slopes, step.seed, delta, dq)
-        if not relaunch_dq(precision, tensors):
-            options = {"PRECISION": precision, **dq_constants}
-            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*tensors, *dq_scalars, **options)
-            relaunch_dq.keep(precision, tensors, options, compiled)
+        if not relaunch_dq(None, tensors):
+            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*tensors, *dq_scalars, **dq_constants)
+            relaunch_dq.keep(None, tensors, dq_constants, compiled)
         after = (q, k, v, lse, dout, delta, cu_q, cu_k, step.slopes, step.seed, dk, dv)
-        if not relaunch_dkdv(precision, after):
-            options = {"PRECISION": precision, **dkdv_constants}
-            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*after, *dkdv_scalars, **options)
-            relaunch_dkdv.keep(precision, after, options, compiled)
+        if not relaunch_dkdv(None, after):
+            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*after, *dkdv_scalars, **dkdv_constants)
+            relaunch_dkdv.keep(None, after, dkdv_constants, compiled)
 
     return launch_backward
