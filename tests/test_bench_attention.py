@@ -26,7 +26,7 @@ from torch_ops.bench import (
     options,
 )
 from torch_ops.bench.app import ROOMS
-from torch_ops.bench.attention import AS_FP16, FREE, OURS, ROOM
+from torch_ops.bench.attention import AS_FP16, OURS, ROOM
 from torch_ops.bench.attention_suite import decoding, suite_rows, sweep
 from torch_ops.bench.attention_tables import attention_tables, overview, torch_peer
 from torch_ops.bench.contest import Terms, contest
@@ -108,13 +108,12 @@ def test_the_command_of_the_report(tmp_path: Path) -> None:
 )
 def test_passes(flags: tuple[str, ...], directions: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run.json"
-    result = bench("attention", *TINY, *flags, "--peers", "reference,vk_free", "--out", out)
+    result = bench("attention", *TINY, *flags, "--peers", "reference", "--out", out)
     assert result.exit_code == 0, result.output
     measurements = read_report(out).measurements
     assert [one.direction for one in measurements] == directions
     for one in measurements:
-        free = ["vk_free"] if one.direction == "backward" else []
-        assert [timed.name for timed in one.peers] == [*free, "reference"]
+        assert [timed.name for timed in one.peers] == ["reference"]
         assert ("dq" in one.ours.gate[0].name) == (one.direction == "backward")
     assert "reference" in result.stdout and "tolerance rule" in result.stdout
 
@@ -414,7 +413,7 @@ def test_peers_say_what_they_cannot_run(shape: str, refused_by: dict[str, str]) 
         if name in refused_by or name != "flash4":
             assert refused_by[name] in said if name in refused_by else said == ""
         assert peer.refuses(case, torch.float32, CUDA) or name in ("efficient", "math", "reference")
-    assert FREE.refuses(case, torch.bfloat16, CUDA) == "" and AS_FP16.refuses(case, torch.bfloat16, CUDA)
+    assert AS_FP16.refuses(case, torch.bfloat16, CUDA)
 
 
 @pytest.mark.parametrize("shape", ["2x4/2x24x16c", "2x2x24x16", "1x2x20/40x16c", "1x2x1/40x16c"])
@@ -431,7 +430,7 @@ def test_peers_are_right(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_peers, "sdpa_kernel", lambda backend: select(plain))
     monkeypatch.setattr(dense_peers, "flash4_function", lambda name: flash_attn_func)
     rivals = [dataclasses.replace(peer, refuses=lambda case, dtype, device: "") for peer in DENSE_PEERS]
-    for one in _measured(OURS, FREE, *rivals, shape=shape):
+    for one in _measured(OURS, *rivals, shape=shape):
         assert {peer.status for peer in one.peers} == {OK}, one.peers
     (case,) = find_dense_cases([shape])
     inputs = make_dense_inputs(case, torch.float32)

@@ -52,11 +52,6 @@ def _ours(
 
 
 OURS = _ours(results.OURS, "vk::attention")
-# The flag changes nothing in the forward.
-FREE = _ours(
-    results.OURS_FREE, "vk::attention with deterministic=False", rest={"directions": ("backward",)},
-    deterministic=False,
-)  # fmt: skip
 AS_FP16 = _ours(
     OURS_AS_FP16,
     "torch_ops.attention with compute_dtype=torch.float16: fp32 inputs are rounded to fp16, computed with at its rate "
@@ -83,7 +78,7 @@ def _default_peers(device: torch.device) -> tuple[str, ...]:
     """Those of 16-bit types and those of fp32; what cannot run a type says so."""
     if device.type != "cuda":
         return OURS_AS_FP16, "math"
-    return results.OURS_FREE, OURS_AS_FP16, "cudnn", "flash2", "flash4", "efficient", "math"
+    return OURS_AS_FP16, "cudnn", "flash2", "flash4", "efficient", "math"
 
 
 def _trials(case: DenseCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
@@ -177,7 +172,7 @@ ROOM = Room(
     cost=attention_cost,
     path=attention_path,
     ours=OURS,
-    peers=(FREE, AS_FP16, *DENSE_PEERS),
+    peers=(AS_FP16, *DENSE_PEERS),
     default_peers=_default_peers,
     host_calls=_host_calls,
     kernels=_kernels,

@@ -10,11 +10,17 @@ import typer
 from torch_ops.bench import options
 from torch_ops.bench.contest import Terms
 
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Sequences.")]
-Heads = Annotated[int | None, typer.Option("--heads", min=1, help="Query heads.")]
+# What a shape has where it is given in part.
+BATCH, HEADS, LENGTH, HEAD_DIM = 1, 8, 1024, 64
+
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help=f"Sequences; unless given, {BATCH}.")]
+Heads = Annotated[int | None, typer.Option("--heads", min=1, help=f"Query heads; unless given, {HEADS}.")]
 KvHeads = Annotated[int | None, typer.Option("--kv-heads", min=1, help="Key heads, a divisor; unless given, --heads.")]
-SeqLen = Annotated[int | None, typer.Option("--seqlen", min=1, help="Length of a sequence, or of a cache.")]
-HeadDim = Annotated[int | None, typer.Option("--headdim", help="A multiple of 8 up to 256.")]
+SeqLen = Annotated[
+    int | None,
+    typer.Option("--seqlen", min=1, help=f"Length of a sequence, or of a cache; unless given, {LENGTH}."),
+]
+HeadDim = Annotated[int | None, typer.Option("--headdim", help=f"A multiple of 8 up to 256; unless given, {HEAD_DIM}.")]
 Causal = Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")]
 Backward = Annotated[bool, typer.Option("--backward", help="The backward alone.")]
 Both = Annotated[bool, typer.Option("--both", help="Forward and backward, each by itself.")]
@@ -56,7 +62,6 @@ Out = Annotated[
     typer.Option("--json", "--out", metavar="FILE.json", dir_okay=False, help="Write everything measured as JSON."),
 ]
 
-BATCH, HEADS, LENGTH, HEAD_DIM = 1, 8, 1024, 64
 ENDINGS = ".png", ".svg", ".pdf"
 
 
