@@ -213,12 +213,14 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str, place: str) 
 def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> None:
     """For the kernel that each overlaps, and for turns, which are released."""
     builds = list(_hopper_builds(72, variant).values())
-    assert [bool(built.launch.kwargs.get("launch_pdl")) for built in builds] == [True, False, True, True]
+    assert [bool(built.launch.kwargs.get("launch_pdl")) for built in builds] == [True, True, True, True]
     admits = ["griddepcontrol.launch_dependents" in built.asm["ptx"] for built in builds]
     assert admits == [False, True, True, False]
     waits = [len(re.findall(r"griddepcontrol\.wait", built.asm["ptx"])) for built in builds]
     # The producer in its loop and after it, and of a fixed order each of both senders.
-    assert waits[:2] + waits[3:] == [1, 0, 1] and waits[2] >= (4 if ordered else 2)
+    assert waits[:2] + waits[3:] == [1, 1, 1] and waits[2] >= (4 if ordered else 2)
+    # Of what comes before delta the main kernel knows nothing.
+    assert builds[1].asm["ptx"].index("griddepcontrol.wait") < builds[1].asm["ptx"].index("griddepcontrol.launch_dep")
     ptx = builds[2].asm["ptx"]
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
 
@@ -317,15 +319,16 @@ def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monk
 
 
 @pytest.mark.parametrize(
-    ("rows", "segments", "right", "apart"),
-    [(512, 1, -1, True), (528, 1, -1, False), (512, 2, -1, False), (512, 1, 0, False)],
-)
+    ("rows", "segments", "head_dim", "right", "apart"),
+    [(512, 1, 72, -1, True), (528, 1, 72, -1, False), (512, 2, 72, -1, False), (512, 1, 72, 0, True),
+     (512, 1, 128, -1, True), (512, 1, 128, 0, False)],
+)  # fmt: skip
 def test_gradients_are_made_apart_where_there_is_room(
-    rows: int, segments: int, right: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, segments: int, head_dim: int, right: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one segment without bounds, if dq has room beside dk and dv on 132 multiprocessors."""
+    """Of one segment, if dq has room beside dk and dv on 132 multiprocessors, and masks have registers."""
     monkeypatch.setattr(_attention_hopper_backward, "programs", lambda index: 132)
-    q = torch.empty(rows, 16, 72, device="meta", dtype=torch.bfloat16)
+    q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
     assert _attention_hopper_backward.fits_apart(q, q, segments, Scores(0.1, -1, right)) == apart
 
 

@@ -67,8 +67,9 @@ EMPTY = gl.constexpr(3)
 # Barriers in shared memory: own rows of a and of b, and of each stage x, y, and lse and delta, which all lanes store.
 A_FULL, B_FULL = gl.constexpr(0), gl.constexpr(1)
 X_FULL, Y_FULL, VECTORS_FULL = (gl.constexpr(2 + kind * STAGES.value) for kind in range(3))
-# Where results begin, dk or dq and dv, and how many rows of the tile's there are: behind them.
-STORED = gl.constexpr(2)
+# Where results begin, dk or dq and dv; behind them how many rows of the tile there are, where in the segment the first
+# one is, and the segment's length.
+STORED, POSITION, LENGTH = (gl.constexpr(2 + field) for field in range(3))
 ARRIVALS = gl.constexpr((1,) * VECTORS_FULL.value + (32,) * STAGES.value)
 
 
@@ -277,6 +278,9 @@ def _consume(
         remaining -= 1
     stored = read_note(results, NOTES, STORED).to(gl.int32) - INDEX * BLOCK
     first_address = read_note(results, NOTES, 0)
+    position = read_note(results, NOTES, POSITION).to(gl.int32) + INDEX * BLOCK
+    own_positions = position + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    inside = (own_positions >= 0) & (own_positions < read_note(results, NOTES, LENGTH).to(gl.int32))
     sums = keep_strips(scale_strips(sums, scale), inside[:, None])
     if ON_KEYS:
         dv = keep_strips(dv, inside[:, None])
@@ -382,7 +386,8 @@ def _attention_bwd_apart_kernel(
     dv_address = _address(dv_ptr, batch, within, first, stride_dvb, stride_dvh, STRIDE_DVT)
     # Not in registers, of which wide heads leave none.
     results = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
-    keep(results, (gl.where(on_keys, dk_address, dq_address), dv_address, gl.where(on_keys, total_k, total_q) - first))
+    rows_from_first = gl.where(on_keys, total_k, total_q) - first
+    keep(results, (gl.where(on_keys, dk_address, dq_address), dv_address, rows_from_first, first - start, length))
     descs = (q_desc, k_desc, v_desc, dout_desc)
     either = on_keys.to(gl.int32)
     gl.warp_specialize(
