@@ -36,7 +36,9 @@ from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_call
 from csrc_free_ops.configs import Gpu, Launch, decode_splits
 from torch_ops import attention_decode
 from torch_ops._registry import OPS
+from torch_ops.testing import check_draws, redrawn, references
 from torch_ops.testing.cases import DECODE, DECODE_LAYOUTS, DecodeCase, DecodeInputs, make_decode_inputs
+from torch_ops.testing.tolerance import Draw
 
 CASES = {case.name: case for case in DECODE}
 # Small heads, as of window_attn.
@@ -66,6 +68,15 @@ def _sized(batch: int, capacity: int, device: str, **changes: Any) -> DecodeInpu
 
 def _assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def _drawn(function: Any, inputs: DecodeInputs, seed: int) -> Draw:
+    """What the tolerance rule judges: by eager PyTorch at the same dtype."""
+    inputs = redrawn(inputs, seed)
+    reference = references.attention_decode
+    results = inputs.call(function), inputs.call(reference), inputs.to(torch.float64).call(reference)
+    actual, eager, truth = (dict(zip(("out", "lse"), each, strict=True)) for each in results)
+    return actual, eager, truth
 
 
 @pytest.mark.parametrize("case", OPCHECKED, ids=_ids)
@@ -161,12 +172,17 @@ def test_compiled_equals_eager(name: str, backend: str, device: str) -> None:
 @pytest.mark.parametrize("page_size", [0, 16], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 def test_dynamic_shapes_never_recompile(page_size: int, invariant: bool, device: str) -> None:
-    compiled = torch.compile(partial(with_lse, batch_invariant=invariant), fullgraph=True, dynamic=True)
+    """A graph that does not know the capacity splits keys as no eager call does, but where that is by fixed positions:
+    then bits are the same."""
+    function = partial(with_lse, batch_invariant=invariant)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
     with recompiling_fails():
         for batch, capacity in SIZES:
             inputs = _sized(batch, capacity, device, page_size=page_size)
-            for actual, expected in zip(inputs.call(compiled), inputs.call(with_lse), strict=True):
-                torch.testing.assert_close(actual, expected)
+            if invariant:
+                _assert_equal(inputs.call(compiled), inputs.call(function))
+            else:
+                check_draws(partial(_drawn, compiled, inputs))
 
 
 class _Attention(torch.nn.Module):

@@ -575,6 +575,6 @@ def test_opaque_launch_is_a_sound_op() -> None:
     inputs = _inputs((40, 23), 64, 2)
     out = torch.zeros_like(inputs.q)
     lse = torch.zeros(2, 63, device="cuda")
-    args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, out, lse, 0.125, -1, -1)
+    args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, None, out, lse, 0.125, -1, -1)
     with settings(path="hopper"):
         torch.library.opcheck(torch.ops.vk._attention_fwd.default, args)

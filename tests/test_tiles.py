@@ -13,7 +13,7 @@ from csrc_free_ops.tiles.images import from_merged, place_rows_in_frames, to_mer
 from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
 from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
-from csrc_free_ops.tiles.scores import exp, tanh
+from csrc_free_ops.tiles.scores import exp, natural_lse, tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
 from torch_ops.testing.cases import cumulative
 
@@ -214,6 +214,22 @@ def test_exp_is_accurate_and_keeps_what_is_not_finite(device: str) -> None:
     assert ((y - exact).abs() <= 1.5 * 2**-23 * exact)[finite].all()
     assert y[1016:1023].tolist()[:4] == [1, 1, torch.inf, 0] and y[1020].isnan()
     assert y[1021:1023].tolist() == [0, torch.inf]
+
+
+@triton.jit
+def _lse_kernel(peak_ptr, norm_ptr, lse_ptr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(lse_ptr + offsets, natural_lse(tl.load(peak_ptr + offsets), tl.load(norm_ptr + offsets), True))
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_lse_is_rounded_once(spread: float, device: str) -> None:
+    """Twice would be up to a whole unit in the last place, which all weights of a row then are off by."""
+    peak, norm = (torch.randn(2048) * spread).to(device), torch.logspace(0, 5, 2048).to(device)
+    lse = torch.empty_like(peak)
+    _lse_kernel[(1,)](peak, norm, lse, N=2048)
+    exact = peak.double() + norm.double().log()
+    assert ((lse - exact).abs() <= (exact.float() - exact).abs() + 2**-23).all()
 
 
 @triton.jit

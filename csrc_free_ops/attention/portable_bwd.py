@@ -240,7 +240,7 @@ def _accumulate_dkdv(
     scale, step, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     NATURAL: tl.constexpr = k[0].dtype == tl.float32
     factor = exponent_factor(scale, STEPS, NATURAL)
@@ -249,7 +249,8 @@ def _accumulate_dkdv(
     local = tl.arange(0, BLOCK_M)
     q_base += tl.cast(low, tl.int64) * STRIDE_QT
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
-    for start in tl.range(low, high, BLOCK_M):
+    # Of several heads registers do not hold what does not change either; over few blocks it is made anew.
+    for start in tl.range(low, high, BLOCK_M, disable_licm=MASKED and GROUP > 1):
         remaining = q_length - start
         q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)
         dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)
@@ -264,8 +265,8 @@ def _accumulate_dkdv(
         p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
             seen = within_bounds(
-                (local < remaining)[None, :], start + local[None, :], cols[:, None],
-                shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+                (local < remaining)[None, :], local[None, :], cols[:, None],
+                start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
         dp = dot_rows(v, dout, PRECISION)
@@ -324,7 +325,8 @@ def differentiate_keys(
     )
     # In fp32 each query head is summed by itself, which keeps the chain of additions, and so its rounding, short.
     HEADS_APART: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
-    for member in range(GROUP):
+    # Nothing is kept from head to head: hoisted, it would spill.
+    for member in tl.range(0, GROUP, disable_licm=True):
         if HEADS_APART:
             dk_before, dv_before = dk, dv
             dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
@@ -339,17 +341,20 @@ def differentiate_keys(
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
                 q_length, k_length, scale, own_step, window_left, window_right,
-                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, True,
+                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+                GROUP, BLOCK_M, True,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
             q_length, k_length, scale, own_step, window_left, window_right,
-            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, False,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+            GROUP, BLOCK_M, False,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
             q_length, k_length, scale, own_step, window_left, window_right,
-            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, True,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+            GROUP, BLOCK_M, True,
         )  # fmt: skip
         if HEADS_APART:
             dk = add_rows(dk_before, dk)

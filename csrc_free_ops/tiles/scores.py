@@ -64,18 +64,26 @@ def exponent_factor(scale, STEPS: tl.constexpr, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def exp(x):
-    """exp to about one unit in the last place, where a GPU's own exp2 is off by up to four.
+def exp_parts(x):
+    """(power, part) with exp(x) = power (1 + part), where it is neither denormal nor infinite.
 
-    x = n ln 2 + r, with ln 2 in two parts of which n times the first is exact; then 2^n from its bits and a Taylor
-    polynomial in r, |r| <= ln(2) / 2, that is off by less than 1e-8. What would be denormal is 0.
+    x = n ln 2 + r, with ln 2 in two parts of which n times the first is exact; power is 2^n, from its bits, and part a
+    Taylor polynomial in r, |r| <= ln(2) / 2, that is off by less than 1e-8.
     """
     within = tl.minimum(tl.maximum(x, -87.0), 88.0)
     n = tl.floor(within * LOG2E + 0.5)
     r = (within - n * LN2_HIGH) - n * LN2_LOW
     tail = 1.0 / 24 + r * (1.0 / 120 + r * (1.0 / 720 + r * (1.0 / 5040)))
     power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    result = power + power * (r * (1.0 + r * (0.5 + r * (1.0 / 6 + r * tail))))
+    return power, r * (1.0 + r * (0.5 + r * (1.0 / 6 + r * tail)))
+
+
+@triton.jit
+def exp(x):
+    """exp to about one unit in the last place, where a GPU's own exp2 is off by up to four. What would be denormal is
+    0."""
+    power, part = exp_parts(x)
+    result = power + power * part
     result = tl.where(x < -87.0, 0.0, tl.where(x > 88.0, float("inf"), result))
     return tl.where(x == x, result, x)
 
@@ -91,11 +99,20 @@ def exponential(exponent, NATURAL: tl.constexpr):
 
 @triton.jit
 def natural_lse(peak, norm, NATURAL: tl.constexpr):
-    """log of norm * exp(peak), with peak in the unit of the exponents."""
+    """log of norm * exp(peak), with peak in the unit of the exponents.
+
+    In fp32 it is rounded once, at the end: all weights of a row that the backward makes are off by its error.
+    """
     if NATURAL:
-        # A GPU's log2 is off by more than the sum rounds; one step of Newton's makes up for it.
-        log = tl.log2(norm) * LN2
-        lse = peak + (log + (norm * exp(-log) - 1.0))
+        # A GPU's log2 is off by more than the sum rounds; one step of Newton's makes up for it. A plain product would
+        # be folded into the sum and not be the same number elsewhere.
+        log = tl.fma(tl.log2(norm), LN2, 0.0)
+        high = peak + log
+        back = high - peak
+        low = (peak - (high - back)) + (log - back)
+        power, part = exp_parts(-log)
+        scaled = norm * power
+        lse = high + (low + ((scaled - 1.0) + scaled * part))
     else:
         lse = (peak + tl.log2(norm)) * LN2
     return lse
