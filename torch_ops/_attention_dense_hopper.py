@@ -18,12 +18,15 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_members_kernel,
 )
+from csrc_free_ops.attention.hopper_cast import stage_columns, stage_rows
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
+from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT, DENSE_ENDS
 from csrc_free_ops.configs import Launch, split_head_dim
 from torch_ops._attention_dense_portable import dense_strides
 from torch_ops._attention_hopper import (
     LOG2E,
+    PARTS,
     describe,
     folded,
     forward_constants,
@@ -63,6 +66,42 @@ def plan_dense_forward_hopper(
         tensors = (out, lse, None, None, sinks, tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_forward
+
+
+def plan_dense_forward_cast(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dtype: torch.dtype, launch: Launch, scores: Scores, has_lse: bool
+) -> Callable[..., None]:
+    """launch(q, k, v, out, lse, sinks) of fp32 inputs, computed in `dtype`; `out` is fp32."""
+    halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (q, k, v)]
+    out_batch, out_head, out_row, _ = out.stride()
+    order = _forward_order(q, launch, scores)
+    bits = folded(*halves, out, q, k, v)
+    constants = forward_constants(q, k, launch, scores, order, out_row, has_lse, bits)
+    scalars = (
+        out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
+    )  # fmt: skip
+    head_dim, device = q.shape[3], q.device
+    rows, columns = stage_rows(head_dim), stage_columns(head_dim)
+    main, tail, width = PARTS[head_dim]
+    tiles = ((64, main), (64, tail), (launch.block_n, main), (launch.block_n, tail), (launch.block_n, width))
+    descriptors_of = Descriptors(
+        *[partial(describe, rows=height, columns=across) for height, across in tiles],
+        *[partial(describe, rows=rows, columns=columns)] * 3,
+    )
+    k_heads = k.shape[0] * k.shape[1]
+    grid = (programs(device.index), 1)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        q_half, k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (q, k, v))
+        counts = torch.zeros(k_heads + 1, dtype=torch.int32, device=device)
+        descriptors = descriptors_of(q_half, q_half, k_half, k_half, v_half, q, k, v)
+        tensors = (q_half, k_half, v_half, out, lse, sinks, counts, tickets(device).take())
+        if not relaunch(None, tensors, descriptors):
+            compiled = _attention_fwd_cast_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
 
     return launch_forward

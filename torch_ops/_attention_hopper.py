@@ -65,7 +65,10 @@ def addressable(*tensors: Tensor) -> bool:
     return all(tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 for tensor in tensors)
 
 
-def _layout(columns: int, rank: int) -> NVMMASharedLayout:
+def _layout(columns: int, rank: int, bits: int) -> NVMMASharedLayout:
+    # What warps read by themselves lies as it does in memory.
+    if bits == 32:
+        return NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
 
 
@@ -75,7 +78,7 @@ def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     What lies outside of the tensor reads as zero. A batch is described in three dimensions where its strides allow: TMA
     is slower in four.
     """
-    shape, strides = list(tensor.shape), list(tensor.stride())
+    shape, strides, bits = list(tensor.shape), list(tensor.stride()), 8 * tensor.dtype.itemsize
     if tensor.dim() == 4:
         batch, heads, length, head_dim = shape
         if folds_heads(tensor):
@@ -83,14 +86,14 @@ def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
         elif folds_rows(tensor):
             shape, strides = [batch * length, heads, head_dim], [strides[2], strides[1], 1]
         else:
-            return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], _layout(columns, 4))
+            return TensorDescriptor(tensor, shape, strides, [1, 1, rows, columns], _layout(columns, 4, bits))
     row, head, _ = strides
     # A dimension of one may have any stride, also one that TMA does not take.
     if shape[1] == 1:
         head = shape[2]
     if shape[0] == 1:
         row = head * shape[1]
-    return TensorDescriptor(tensor, shape, [row, head, 1], [rows, 1, columns], _layout(columns, 3))
+    return TensorDescriptor(tensor, shape, [row, head, 1], [rows, 1, columns], _layout(columns, 3, bits))
 
 
 def folds_heads(tensor: Tensor) -> bool:

@@ -58,11 +58,10 @@ from csrc_free_ops.tiles.hopper_memory import (
     await_kernel,
     await_turn,
     fetch_sums,
-    lane_of_warp,
     meet_in_warp,
     pass_turn,
     put_float_pairs,
-    round_floats,
+    round_rows,
     send_sums,
     sent_all,
     sent_from,
@@ -114,22 +113,6 @@ def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, position):
 
 
 @gluon.jit
-def _round_sums(address, dq, rows, scale, COLUMNS: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr):
-    """dq = scale sums, rounded, of a block whose sums, of so many columns, are at shared `address`. By one warp."""
-    COUNT: gl.constexpr = COLUMNS // 8
-    # Without a sign, for there are no registers to divide one.
-    run = lane_of_warp()
-    for _ in range(BLOCK * COUNT // 32):
-        row = run // COUNT
-        at = run % COUNT
-        if SWIZZLED:
-            at = at ^ (row % 4)
-        target = dq.to(gl.int64) + (row * STRIDE + at * 8) * 2
-        round_floats(address + run * 32, target, scale, (row < rows).to(gl.int32), dq.dtype.element_ty)
-        run += 32
-
-
-@gluon.jit
 def _round_block(
     INDEX: gl.constexpr, bars, notes, addresses, tiles, head, other, rows, line, SUMS_AT: gl.constexpr,
     OPTIONS: gl.constexpr,
@@ -157,9 +140,9 @@ def _round_block(
     dq += head // HEADS * kept_stride(addresses, BATCH_STRIDES + 2)
     dq += head % HEADS * kept_stride(addresses, HEAD_STRIDES + 2)
     scale = kept_number(notes, SCALE).to(gl.float32, bitcast=True)
-    _round_sums(first_at, dq, rows, scale, FIRST, True, STRIDE)
+    round_rows(first_at, dq, rows, scale, BLOCK, FIRST, FIRST, True, STRIDE)
     if REST > 0:
-        _round_sums(rest_at, dq + FIRST, rows, scale, REST, False, STRIDE)
+        round_rows(rest_at, dq + FIRST, rows, scale, BLOCK, REST, REST, False, STRIDE)
     meet_in_warp()
     if REST == 0:
         # Two phases each time, so that none has to be remembered.

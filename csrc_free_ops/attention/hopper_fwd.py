@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from csrc_free_ops.attention.hopper_cast import await_cast, draw_and_clear
 from csrc_free_ops.attention.hopper_work import (
     ALONE,
     CACHED,
@@ -76,7 +77,15 @@ from csrc_free_ops.tiles.hopper import (
     wgmma_layout,
     zero_strips,
 )
-from csrc_free_ops.tiles.hopper_memory import await_kernel, clear_rows, columns_of, coordinates, flat, store_rows
+from csrc_free_ops.tiles.hopper_memory import (
+    await_kernel,
+    clear_rows,
+    columns_of,
+    coordinates,
+    flat,
+    store_float_rows,
+    store_rows,
+)
 from csrc_free_ops.tiles.masks import block_span
 from csrc_free_ops.tiles.scores import LN2, LOG2E
 
@@ -98,7 +107,7 @@ BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD, IN
 Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
 ARRIVALS = gl.constexpr((TOLD.value,) * 4 + (1,) * 8)
 # Addresses, in notes of their own and of the whole tensors; there also out's strides of batch and head.
-OUT, LSE, TICKET, OUT_BATCH, OUT_HEAD = (gl.constexpr(field) for field in range(5))
+OUT, LSE, TICKET, OUT_BATCH, OUT_HEAD, COUNTS = (gl.constexpr(field) for field in range(6))
 
 
 @gluon.jit
@@ -113,7 +122,7 @@ def _note_tile(notes, addresses, slot, span, first, rows, place, sizes, OPTIONS:
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
     OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
-    DTYPE: gl.constexpr = option(OPTIONS, "DTYPE")
+    OUT_DTYPE: gl.constexpr = option(OPTIONS, "OUT_DTYPE")
     low, full_low, full_high, high = span
     head, segment, q_start, shift, k_length = place
     total_q, total_k, num_segments, window_left, window_right = sizes
@@ -134,7 +143,7 @@ def _note_tile(notes, addresses, slot, span, first, rows, place, sizes, OPTIONS:
     write_note(notes, slot, HEAD, head)
     if HAS_SINKS:
         write_note(notes, slot, INSIDE, is_inside(segment, num_segments))
-    out_ptr = kept_pointer(addresses, OUT, DTYPE) + row.to(gl.int64) * OUT_STRIDE
+    out_ptr = kept_pointer(addresses, OUT, OUT_DTYPE) + row.to(gl.int64) * OUT_STRIDE
     if is_dense(ORDER):
         out_ptr += head // HEADS * kept_stride(addresses, OUT_BATCH)
         out_ptr += head % HEADS * kept_stride(addresses, OUT_HEAD)
@@ -147,7 +156,7 @@ def _note_tile(notes, addresses, slot, span, first, rows, place, sizes, OPTIONS:
 
 
 @gluon.jit
-def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
+def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
@@ -158,6 +167,7 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     ORDER: gl.constexpr = option(OPTIONS, "ORDER")
     FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
+    CASTERS: gl.constexpr = option(OPTIONS, "CASTERS")
     # Each warpgroup has rows, and a note, of its own.
     ENDS: gl.constexpr = ORDER == DENSE_ENDS
     q_descs, k_descs, v_desc = descs
@@ -173,7 +183,9 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     TAIL: gl.constexpr = columns_of(q_descs[PARTS - 1]) if PARTS > 1 else 0
     WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    RESIDENT: gl.constexpr = (CACHED_OF_ONE if has_one_segment(ORDER) else CACHED) * GROUP // (HEAD_DIM * ROW_BYTES)
+    # Of what is being cast, as few heads together as keep all programs at work: the first are soon there.
+    BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) else CACHED // 4 if CASTERS > 0 else CACHED
+    RESIDENT: gl.constexpr = BYTES * GROUP // (HEAD_DIM * ROW_BYTES)
     LONE: gl.constexpr = ALONE * GROUP // (HEAD_DIM * ROW_BYTES)
 
     bars_at = shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2
@@ -203,6 +215,8 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 first, first + rows - 1, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
             )  # fmt: skip
             slot = count % NOTES
+            if CASTERS > 0:
+                await_cast(kept_pointer(addresses, COUNTS, gl.int32), head // GROUP, total_q, total_k, HEAD_DIM, GROUP)
             for group in gl.static_range(GROUPS):
                 if count > 0:
                     barrier_sync(Q_EMPTY + group, 160)
@@ -258,7 +272,13 @@ def _produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 loaded += 1
                 stage, _ = turn_around(stage, STAGES)
             count += 1
-        work = draw(kept_pointer(addresses, TICKET, gl.int32), num_work)
+        if CASTERS > 0:
+            work = draw_and_clear(
+                kept_pointer(addresses, TICKET, gl.int32), kept_pointer(addresses, COUNTS, gl.int32), num_work,
+                num_segments * (HEADS // GROUP),
+            )  # fmt: skip
+        else:
+            work = draw(kept_pointer(addresses, TICKET, gl.int32), num_work)
     for group in gl.static_range(GROUPS):
         if count > 0:
             barrier_sync(Q_EMPTY + group, 160)
@@ -324,7 +344,7 @@ def _store_strips(tile, o, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_ptr, OPTIONS: gl.constexpr):
+def consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_ptr, OPTIONS: gl.constexpr):
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
     HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
@@ -344,7 +364,8 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
     Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
     PARTS: gl.constexpr = len(q_tiles)
     WIDTH: gl.constexpr = v_tiles.shape[len(v_tiles.shape) - 1]
-    OUT_WIDTH: gl.constexpr = out_tiles[0].shape[len(out_tiles[0].shape) - 1]
+    OUT_WIDTH: gl.constexpr = columns_of(out_descs[0])
+    OUT_BYTES: gl.constexpr = option(OPTIONS, "OUT_DTYPE").primitive_bitwidth // 8
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     STAGE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2 * V_TILES
     SCORES: gl.constexpr = wgmma_layout(BLOCK_N)
@@ -442,7 +463,7 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
             row = read_note(notes, slot, ROW) + OWN
             head = read_note(notes, slot, HEAD)
             rows = read_note(notes, slot, ROWS) - OWN
-            out_address = read_note(addresses, slot, OUT) + OWN * OUT_STRIDE * 2
+            out_address = read_note(addresses, slot, OUT) + OWN * OUT_STRIDE * OUT_BYTES
             lse_address = read_note(addresses, slot, LSE) + OWN * 4
             if HAS_SINKS:
                 has_sink = read_note(notes, slot, INSIDE) > 0
@@ -469,7 +490,9 @@ def _consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_
             if HAS_SINKS:
                 inverse = inverse * share
             o = scale_strips(o, per_row(inverse, o[0]))
-            if rows >= 64:
+            if OUT_BYTES == 4:
+                store_float_rows(out_address, o, rows, OUT_STRIDE)
+            elif rows >= 64:
                 tma.store_wait(0)
                 for part in gl.static_range(PARTS):
                     _store_strips(flat(out_tiles[part].index(INDEX)), o, part * (OUT_WIDTH // 8))
@@ -543,7 +566,7 @@ def _attention_fwd_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
         "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
         "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
-        "FOLDED", FOLDED, "DTYPE", DTYPE,
+        "FOLDED", FOLDED, "OUT_DTYPE", DTYPE, "CASTERS", 0,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
@@ -556,19 +579,19 @@ def _attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (_consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
+                (consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (_consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (_consume, (2, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (_produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
+                (consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (2, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -84,7 +84,7 @@ def _round_text(dtype):
 
 
 @gluon.jit
-def round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
+def _round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
     """Of each thread, eight times fp32 at shared `source`, times scale, to global `target` as a half type.
 
     Triton would store them one by one, since it does not see that places of swizzled columns follow each other.
@@ -92,6 +92,32 @@ def round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
     TEXT: gl.constexpr = _round_text(DTYPE)
     operands = [source, target, scale, inside]
     gl.inline_asm_elementwise(TEXT, "=r,r,l,f,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def round_rows(
+    address, target, rows, scale,
+    MOST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr,
+):  # fmt: skip
+    """target = scale times the first `rows` of MOST rows of fp32 at shared `address`, rounded. By one warp.
+
+    They are COLUMNS of WIDTH columns each; SWIZZLED is as in `hopper_bwd_sums`.
+    """
+    COUNT: gl.constexpr = COLUMNS // 8
+    # Without a sign, for there are no registers to divide one.
+    run = lane_of_warp()
+    for _ in range(MOST * COUNT // 32):
+        row = run // COUNT
+        at = run % COUNT
+        place = at
+        if SWIZZLED:
+            place = at ^ (row % 4)
+        source = address + (run * 32 if COLUMNS == WIDTH else (row * WIDTH + at * 8) * 4)
+        _round_floats(
+            source.to(gl.int32), target.to(gl.int64) + (row * STRIDE + place * 8) * 2, scale,
+            (row < rows).to(gl.int32), target.dtype.element_ty,
+        )  # fmt: skip
+        run += 32
 
 
 @gluon.jit
@@ -234,6 +260,65 @@ def pass_turn(counter):
         }""",
         "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def announce(counter):
+    """One more at global `counter`, for what this warp has stored to global memory: TMA may then read it there."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
+        fence.proxy.async.global;
+        bar.warp.sync 0xffffffff;
+        @one red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_announced(counter, number):
+    """Until `number` times `announce` was called of global `counter`. TMA of this warp then reads what was stored."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred fewer;
+        AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; setp.lt.s32 fewer, $0, $2; @fewer bra AGAIN;
+        fence.proxy.async.global;
+        }""",
+        "=r,l,r", [counter.to(gl.int64), number], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _float_rows_text(strip_count):
+    """Of each strip two values in each of two rows, whose addresses and whether they are stored come last."""
+    address, inside = 4 + 4 * strip_count, 4 + 4 * strip_count + 4
+    lines = ["{ .reg .pred low, high;"]
+    lines.append(f"setp.ne.s32 low, ${inside}, 0; setp.ne.s32 high, ${inside + 2}, 0;")
+    for strip in range(strip_count):
+        values = [f"${4 + 4 * strip + index}" for index in range(4)]
+        lines.append(f"@low st.global.v2.f32 [${address}+{32 * strip}], {{{values[0]}, {values[1]}}};")
+        lines.append(f"@high st.global.v2.f32 [${address + 2}+{32 * strip}], {{{values[2]}, {values[3]}}};")
+    return "\n".join([*lines, "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"])
+
+
+@gluon.constexpr_function
+def _float_rows_constraints(strip_count):
+    return ",".join(["=r"] * 4 + ["f"] * (4 * strip_count) + ["l"] * 4 + ["r"] * 4)
+
+
+@gluon.jit
+def store_float_rows(address, o, num_rows, STRIDE: gl.constexpr):
+    """`store_rows` of fp32."""
+    rows = gl.arange(0, 64, gl.SliceLayout(1, o[0].type.layout))[:, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] + gl.zeros_like(rows)
+    inside = (rows < num_rows).to(gl.int32) + gl.zeros_like(column)
+    begin = address + gl.minimum(rows, num_rows).to(gl.int64) * (STRIDE * 4) + column * 4
+    TEXT: gl.constexpr = _float_rows_text(len(o))
+    CONSTRAINTS: gl.constexpr = _float_rows_constraints(len(o))
+    gl.inline_asm_elementwise(TEXT, CONSTRAINTS, o + (begin, inside), dtype=gl.int32, is_pure=False, pack=4)
 
 
 @gluon.constexpr_function
