@@ -45,6 +45,9 @@ from torch_ops._launches import Relaunch, dense_like
 from torch_ops._scores import Scores
 from torch_ops._tickets import tickets
 
+# Of a thread: those that cast need more than a producer.
+CAST_REGISTERS = 224, 56
+
 
 def plan_dense_forward_hopper(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, launch: Launch, scores: Scores, has_lse: bool = True
@@ -75,31 +78,30 @@ def plan_dense_forward_cast(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dtype: torch.dtype, launch: Launch, scores: Scores, has_lse: bool
 ) -> Callable[..., None]:
     """launch(q, k, v, out, lse, sinks) of fp32 inputs, computed in `dtype`; `out` is fp32."""
-    halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (q, k, v)]
+    halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (k, v)]
     out_batch, out_head, out_row, _ = out.stride()
     order = _forward_order(q, launch, scores)
-    bits = folded(*halves, out, q, k, v)
+    bits = folded(q, *halves, out, k, v)
     constants = forward_constants(q, k, launch, scores, order, out_row, has_lse, bits)
+    constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), CAST_REGISTERS, strict=True))
     scalars = (
         out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
     )  # fmt: skip
     head_dim, device = q.shape[3], q.device
     rows, columns = stage_rows(head_dim), stage_columns(head_dim)
     main, tail, width = PARTS[head_dim]
-    tiles = ((64, main), (64, tail), (launch.block_n, main), (launch.block_n, tail), (launch.block_n, width))
-    descriptors_of = Descriptors(
-        *[partial(describe, rows=height, columns=across) for height, across in tiles],
-        *[partial(describe, rows=rows, columns=columns)] * 3,
-    )
+    block = launch.block_n
+    tiles = ((64, columns), (block, main), (block, tail), (block, width), (rows, columns), (rows, columns))
+    descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])
     k_heads = k.shape[0] * k.shape[1]
     grid = (programs(device.index), 1)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
-        q_half, k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (q, k, v))
+        k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (k, v))
         counts = torch.zeros(k_heads + 1, dtype=torch.int32, device=device)
-        descriptors = descriptors_of(q_half, q_half, k_half, k_half, v_half, q, k, v)
-        tensors = (q_half, k_half, v_half, out, lse, sinks, counts, tickets(device).take())
+        descriptors = descriptors_of(q, k_half, k_half, v_half, k, v)
+        tensors = (k_half, v_half, out, lse, sinks, counts, tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_cast_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

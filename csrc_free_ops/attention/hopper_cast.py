@@ -1,7 +1,7 @@
-"""Inputs of fp32 that the Hopper forward multiplies in a half type: cast by the kernel that uses them, as it goes.
+"""Keys and values of fp32 that the Hopper forward multiplies in a half type: cast by the kernel that uses them.
 
-Beside the producer each program has CASTERS warps. They draw pieces of k, v and q in the order in which tiles want
-them, a key head's together, bring each piece to shared memory by TMA, and write it to global memory rounded; from there
+Beside the producer each program has CASTERS warps. They draw pieces of k and v in the order in which tiles want them, a
+key head's together, bring each piece to shared memory by TMA, and write it to global memory rounded; from there
 the producer brings it like any other input, once a counter says that all of its key head is there. So the cast takes the
 time of its memory traffic, and most of that beside the products of the heads before.
 
@@ -21,6 +21,7 @@ from csrc_free_ops.tiles.hopper_memory import (
     coordinates,
     meet_in_warp,
     round_rows,
+    round_run,
     take_ticket,
 )
 
@@ -39,19 +40,16 @@ def stage_rows(head_dim):
 
 
 @gluon.jit
-def _pieces(total_q, total_k, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
-    """Of one key head: those of its k or v, those of one of its query heads, and all."""
+def _pieces(total_k, HEAD_DIM: gl.constexpr):
+    """Of k, or v, of one head."""
     ROWS: gl.constexpr = 2 * stage_rows(HEAD_DIM)
-    of_k = (total_k + ROWS - 1) // ROWS
-    of_q = (total_q + ROWS - 1) // ROWS
-    return of_k, of_q, 2 * of_k + GROUP * of_q
+    return (total_k + ROWS - 1) // ROWS
 
 
 @gluon.jit
-def await_cast(counts, k_head, total_q, total_k, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
-    """Until all that the tiles of this key head read is there."""
-    _, _, of_group = _pieces(total_q, total_k, HEAD_DIM, GROUP)
-    await_announced(counts + k_head, of_group)
+def await_cast(counts, head, total_k, HEAD_DIM: gl.constexpr):
+    """Until k and v of this key head are there."""
+    await_announced(counts + head, 2 * _pieces(total_k, HEAD_DIM))
 
 
 @gluon.jit
@@ -66,37 +64,29 @@ def draw_and_clear(ticket_ptr, counts, num_work, k_heads):
 
 
 @gluon.jit
-def _locate(piece, half, total_q, total_k, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
-    """0, 1 or 2 for k, v or q; the head, counted through all sequences, and the row at which half of a piece begins."""
-    ROWS: gl.constexpr = stage_rows(HEAD_DIM)
-    of_k, of_q, of_group = _pieces(total_q, total_k, HEAD_DIM, GROUP)
-    group = piece // of_group
-    within = piece % of_group
-    beyond = within - 2 * of_k
-    which = gl.where(beyond >= 0, 2, within // of_k)
-    head = gl.where(beyond >= 0, group * GROUP + beyond // of_q, group)
-    row = gl.where(beyond >= 0, beyond % of_q, within % of_k) * (2 * ROWS) + half * ROWS
-    return which, head, row
+def _locate(piece, total_k, HEAD_DIM: gl.constexpr):
+    """Head, counted through all sequences, whether it is of v, and the row at which a piece begins."""
+    each = _pieces(total_k, HEAD_DIM)
+    head = piece // (2 * each)
+    within = piece - head * (2 * each)
+    is_v = within >= each
+    return head, is_v, gl.where(is_v, within - each, within) * (2 * stage_rows(HEAD_DIM))
 
 
 @gluon.jit
-def _bring(piece, half, sources, tile, bar, lengths, OPTIONS: gl.constexpr):
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+def _bring(place, half, sources, tile, bar, total_k, OPTIONS: gl.constexpr):
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
     FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
-    q_source, k_source, v_source = sources
-    total_q, total_k = lengths
-    which, head, row = _locate(piece, half, total_q, total_k, HEAD_DIM, GROUP)
+    k_source, v_source = sources
+    head, is_v, row = place
+    row += half * stage_rows(option(OPTIONS, "HEAD_DIM"))
     mbarrier.expect(bar, STAGE_FLOATS * 4)
-    if which == 2:
-        at = coordinates(q_source, row, head, 0, (total_q, HEADS, FOLDED & 16))
-        tma.async_copy_global_to_shared(q_source, at, bar, tile)
-    elif which == 1:
-        at = coordinates(v_source, row, head, 0, (total_k, HEADS // GROUP, FOLDED & 64))
+    if is_v:
+        at = coordinates(v_source, row, head, 0, (total_k, HEADS // GROUP, FOLDED & 32))
         tma.async_copy_global_to_shared(v_source, at, bar, tile)
     else:
-        at = coordinates(k_source, row, head, 0, (total_k, HEADS // GROUP, FOLDED & 32))
+        at = coordinates(k_source, row, head, 0, (total_k, HEADS // GROUP, FOLDED & 16))
         tma.async_copy_global_to_shared(k_source, at, bar, tile)
 
 
@@ -109,41 +99,55 @@ def cast(
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
+    ROWS: gl.constexpr = stage_rows(HEAD_DIM)
+    COLUMNS: gl.constexpr = stage_columns(HEAD_DIM)
     STAGE_BYTES: gl.constexpr = STAGE_FLOATS * 4
     OWN_STAGE: gl.constexpr = FIRST_STAGE + 2 * INDEX
     OWN_BAR: gl.constexpr = FIRST_BAR + 2 * INDEX
-    q_half, k_half, v_half = halves
-    DTYPE: gl.constexpr = q_half.dtype.element_ty
-    total_q, total_k, batch = sizes
-    lengths = (total_q, total_k)
-    _, _, of_group = _pieces(total_q, total_k, HEAD_DIM, GROUP)
+    k_half, v_half = halves
+    DTYPE: gl.constexpr = k_half.dtype.element_ty
+    total_k, batch = sizes
     k_heads = batch * (HEADS // GROUP)
-    num_pieces = k_heads * of_group
+    num_pieces = k_heads * 2 * _pieces(total_k, HEAD_DIM)
     last = num_pieces + CASTERS * gl.num_programs(0) - 1
     ticket_ptr = counts + k_heads
     piece = take_ticket(ticket_ptr, last)
+    head, is_v, row = _locate(piece, total_k, HEAD_DIM)
     if piece < num_pieces:
         for half in gl.static_range(2):
-            _bring(piece, half, sources, stages.index(OWN_STAGE + half), bars.index(OWN_BAR + half), lengths, OPTIONS)
+            _bring(
+                (head, is_v, row),
+                half,
+                sources,
+                stages.index(OWN_STAGE + half),
+                bars.index(OWN_BAR + half),
+                total_k,
+                OPTIONS,
+            )
     phase = 0
     while piece < num_pieces:
         behind = take_ticket(ticket_ptr, last)
+        next_head, next_is_v, next_row = _locate(behind, total_k, HEAD_DIM)
+        target = gl.where(is_v, v_half.to(gl.int64), k_half.to(gl.int64))
+        target += (head.to(gl.int64) * total_k + row) * (HEAD_DIM * 2)
         for half in gl.static_range(2):
-            which, head, row = _locate(piece, half, total_q, total_k, HEAD_DIM, GROUP)
-            length = gl.where(which == 2, total_q, total_k)
-            half_ptr = gl.where(which == 1, v_half.to(gl.int64), k_half.to(gl.int64))
-            half_ptr = gl.where(which == 2, q_half.to(gl.int64), half_ptr)
-            target = half_ptr + (head.to(gl.int64) * length + row) * (HEAD_DIM * 2)
             await_phase(bars_at + (OWN_BAR + half) * 8, phase)
-            round_rows(
-                shared_base() + (OWN_STAGE + half) * STAGE_BYTES, target.to(gl.pointer_type(DTYPE), bitcast=True),
-                gl.maximum(length - row, 0), 1.0, stage_rows(HEAD_DIM), HEAD_DIM, stage_columns(HEAD_DIM), False, HEAD_DIM,
-            )  # fmt: skip
+            source = shared_base() + (OWN_STAGE + half) * STAGE_BYTES
+            half_ptr = (target + half * (ROWS * HEAD_DIM * 2)).to(gl.pointer_type(DTYPE), bitcast=True)
+            rows = gl.maximum(total_k - row - half * ROWS, 0)
+            if HEAD_DIM == COLUMNS:
+                round_run(source, half_ptr, rows * HEAD_DIM, STAGE_FLOATS)
+            else:
+                round_rows(source, half_ptr, rows, 1.0, ROWS, HEAD_DIM, COLUMNS, False, HEAD_DIM)
             meet_in_warp()
             if behind < num_pieces:
+                tile = stages.index(OWN_STAGE + half)
                 _bring(
-                    behind, half, sources, stages.index(OWN_STAGE + half), bars.index(OWN_BAR + half), lengths, OPTIONS
+                    (next_head, next_is_v, next_row), half, sources, tile, bars.index(OWN_BAR + half), total_k, OPTIONS
                 )
-        announce(counts + piece // of_group)
+        announce(counts + head)
         piece = behind
+        head = next_head
+        is_v = next_is_v
+        row = next_row
         phase = phase ^ 1

@@ -178,9 +178,11 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     K_EMPTY: gl.constexpr = FIRST_BARRIER
     V_EMPTY: gl.constexpr = K_EMPTY + STAGES
     Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
-    MAIN: gl.constexpr = columns_of(q_descs[0])
-    PARTS: gl.constexpr = len(q_descs)
-    TAIL: gl.constexpr = columns_of(q_descs[PARTS - 1]) if PARTS > 1 else 0
+    PARTS: gl.constexpr = len(k_descs)
+    MAIN: gl.constexpr = columns_of(k_descs[0])
+    TAIL: gl.constexpr = columns_of(k_descs[PARTS - 1]) if PARTS > 1 else 0
+    Q_MAIN: gl.constexpr = columns_of(q_descs[0])
+    Q_BYTES: gl.constexpr = 64 * (Q_MAIN * 4 if CASTERS > 0 else (MAIN + TAIL) * 2)
     WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     # Of what is being cast, as few heads together as keep all programs at work: the first are soon there.
@@ -215,8 +217,6 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 first, first + rows - 1, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
             )  # fmt: skip
             slot = count % NOTES
-            if CASTERS > 0:
-                await_cast(kept_pointer(addresses, COUNTS, gl.int32), head // GROUP, total_q, total_k, HEAD_DIM, GROUP)
             for group in gl.static_range(GROUPS):
                 if count > 0:
                     barrier_sync(Q_EMPTY + group, 160)
@@ -238,14 +238,16 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
             blocks = _note_tile(notes, addresses, slot, span, first, rows, place_of_tile, sizes, OPTIONS)
             for group in gl.static_range(GROUPS):
                 bar = bars.index(Q_FULL + group)
-                mbarrier.expect(bar, 64 * (MAIN + TAIL) * 2)
+                mbarrier.expect(bar, Q_BYTES)
                 tell(bars_at + (Q_FULL + group) * 8)
-                for part in gl.static_range(PARTS):
+                for part in gl.static_range(len(q_descs)):
                     at = coordinates(
-                        q_descs[part], row + group * apart, head, part * MAIN, (total_q, HEADS, FOLDED & 1)
+                        q_descs[part], row + group * apart, head, part * Q_MAIN, (total_q, HEADS, FOLDED & 1)
                     )
                     tma.async_copy_global_to_shared(q_descs[part], at, bar, q_tiles[part].index(group))
             k_head = head // GROUP
+            if CASTERS > 0:
+                await_cast(kept_pointer(addresses, COUNTS, gl.int32), k_head, total_k, HEAD_DIM)
             for block in range(blocks):
                 key = k_start + low + block * BLOCK_N
                 readers = gl.where(loaded - STAGES < shared, EMPTY, 160)
@@ -344,7 +346,40 @@ def _store_strips(tile, o, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_ptr, OPTIONS: gl.constexpr):
+def group_rows(q_tiles, INDEX: gl.constexpr):
+    """The parts of a warpgroup's rows."""
+    parts = ()
+    for part in gl.static_range(len(q_tiles)):
+        parts = parts + (flat(q_tiles[part].index(INDEX)),)
+    return parts
+
+
+@gluon.jit
+def _read_columns(source, FIRST: gl.constexpr, like):
+    WIDTH: gl.constexpr = like.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
+    return source.slice(FIRST, WIDTH, 1).load(LAYOUT).to(like.dtype)
+
+
+@gluon.jit
+def _cast_rows(parts, source):
+    """The parts of a tile of fp32, rounded, to where it lies. By one warpgroup."""
+    rounded = ()
+    for index in gl.static_range(len(parts)):
+        rounded = rounded + (_read_columns(source, parts[0].shape[1] * index, parts[index]),)
+    meet()
+    for index in gl.static_range(len(parts)):
+        parts[index].store(rounded[index])
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def consume(INDEX: gl.constexpr, q, out, tiles, bars, scale, total_q, sinks_ptr, OPTIONS: gl.constexpr):
+    """Of rows q, the parts of a tile; where they come in fp32, `q_source` has them, which lies where they will.
+
+    `out` are descriptors and tiles, or neither where out is fp32.
+    """
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
     HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
@@ -357,14 +392,15 @@ def consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_p
     HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
     OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
     FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
-    q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles = tiles
+    k_tiles, v_tiles, notes, addresses, q_source = tiles
+    out_descs, out_tiles = out
     EMPTY: gl.constexpr = 32 + 128 * GROUPS
     K_EMPTY: gl.constexpr = FIRST_BARRIER
     V_EMPTY: gl.constexpr = K_EMPTY + STAGES
     Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
-    PARTS: gl.constexpr = len(q_tiles)
     WIDTH: gl.constexpr = v_tiles.shape[len(v_tiles.shape) - 1]
-    OUT_WIDTH: gl.constexpr = columns_of(out_descs[0])
+    OUT_PARTS: gl.constexpr = len(out_descs)
+    OUT_WIDTH: gl.constexpr = columns_of(out_descs[0]) if OUT_PARTS > 0 else 0
     OUT_BYTES: gl.constexpr = option(OPTIONS, "OUT_DTYPE").primitive_bitwidth // 8
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     STAGE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2 * V_TILES
@@ -377,9 +413,6 @@ def consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_p
     # The second has rows that see no more blocks than the first one's.
     ALONE: gl.constexpr = ENDS and INDEX == 0
 
-    q = ()
-    for part in gl.static_range(PARTS):
-        q = q + (flat(q_tiles[part].index(INDEX)),)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
     base = shared_base()
     k_full = base + STAGES * STAGE_BYTES + K_FULL * 8
@@ -398,6 +431,8 @@ def consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_p
             stage, phase = pass_over(blocks, stage, phase, k_full, v_full, K_EMPTY, V_EMPTY, EMPTY, STAGES)
             barrier_arrive(Q_EMPTY + INDEX, 160)
         else:
+            if option(OPTIONS, "CASTERS") > 0:
+                _cast_rows(q, q_source)
             await_phase(k_full + stage * 8, phase)
             s = warpgroup_mma_wait(0, [_multiply_qk(q, k_tiles, stage, zeros)])
             _arrive(K_EMPTY + stage, 0, shared, ALONE, EMPTY)
@@ -494,11 +529,11 @@ def consume(INDEX: gl.constexpr, out_descs, tiles, bars, scale, total_q, sinks_p
                 store_float_rows(out_address, o, rows, OUT_STRIDE)
             elif rows >= 64:
                 tma.store_wait(0)
-                for part in gl.static_range(PARTS):
+                for part in gl.static_range(OUT_PARTS):
                     _store_strips(flat(out_tiles[part].index(INDEX)), o, part * (OUT_WIDTH // 8))
                 fence_async_shared()
                 meet()
-                for part in gl.static_range(PARTS):
+                for part in gl.static_range(OUT_PARTS):
                     at = coordinates(out_descs[part], row, head, part * OUT_WIDTH, (total_q, HEADS, FOLDED & 8))
                     tma.async_copy_shared_to_global(out_descs[part], at, out_tiles[part].index(INDEX))
             else:
@@ -571,7 +606,8 @@ def _attention_fwd_hopper_kernel(
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
     sizes = (total_q, total_k, num_segments, window_left, window_right)
-    used = (q_tiles, k_tiles, v_tiles, notes, addresses, out_tiles)
+    used = (k_tiles, v_tiles, notes, addresses, ())
+    out = (out_descs, out_tiles)
     # Not used where there are none.
     sinks = lse_ptr
     if HAS_SINKS:
@@ -579,8 +615,8 @@ def _attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (0, group_rows(q_tiles, 0), out, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (1, group_rows(q_tiles, 1), out, used, bars, scale, total_q, sinks, OPTIONS)),
                 (produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -588,9 +624,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (consume, (1, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-                (consume, (2, out_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (0, group_rows(q_tiles, 0), out, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (1, group_rows(q_tiles, 1), out, used, bars, scale, total_q, sinks, OPTIONS)),
+                (consume, (2, group_rows(q_tiles, 2), out, used, bars, scale, total_q, sinks, OPTIONS)),
                 (produce, (descs, boundaries_of, filled, bars, sizes, OPTIONS)),
             ],
             [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -8,7 +8,7 @@ from csrc_free_ops.attention.hopper_cast import CASTERS, STAGE_FLOATS, cast
 from csrc_free_ops.attention.hopper_fwd import ARRIVALS, consume, produce
 from csrc_free_ops.attention.hopper_work import NOTE, NOTES, POINTERS, keep
 from csrc_free_ops.tiles.hopper import check_base, make_barriers, shared_base
-from csrc_free_ops.tiles.hopper_memory import await_kernel, columns_of
+from csrc_free_ops.tiles.hopper_memory import await_kernel, columns_of, flat
 
 STAGE_BYTES = gl.constexpr(STAGE_FLOATS.value * 4)
 # The first of the casters' barriers, which come behind those of `hopper_fwd`.
@@ -16,26 +16,57 @@ CAST_FULL = gl.constexpr(len(ARRIVALS.value))
 CAST_ARRIVALS = gl.constexpr((*ARRIVALS.value, *(1,) * 2 * CASTERS.value))
 
 
+@gluon.constexpr_function
+def columns_of_tile(tile):
+    return tile.shape[-1]
+
+
+@gluon.jit
+def _source(q_tiles, INDEX: gl.constexpr):
+    """A warpgroup's rows of q in fp32, as they lie."""
+    COLUMNS: gl.constexpr = columns_of_tile(q_tiles)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return q_tiles._reinterpret(gl.float32, [q_tiles.shape[0], 64, COLUMNS], ROWS).index(INDEX)
+
+
+@gluon.jit
+def _part(q_tiles, like, AT: gl.constexpr, DTYPE: gl.constexpr):
+    """Rows of the half type, as wide as those of `like` and laid out as they, at byte AT of q's memory."""
+    WIDTH: gl.constexpr = columns_of_tile(like)
+    BYTES: gl.constexpr = 64 * 2 * WIDTH
+    COUNT: gl.constexpr = q_tiles.shape[0] * 64 * 4 * columns_of_tile(q_tiles) // BYTES
+    return flat(q_tiles._reinterpret(DTYPE, [COUNT, 64, 1, WIDTH], like.layout).index(AT // BYTES))
+
+
+@gluon.jit
+def _rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
+    """The parts of its rows in the half type, in the place of the first of those in fp32."""
+    AT: gl.constexpr = INDEX * 64 * 4 * columns_of_tile(q_tiles)
+    parts = (_part(q_tiles, k_tiles[0], AT, DTYPE),)
+    if len(k_tiles) > 1:
+        parts = parts + (_part(q_tiles, k_tiles[1], AT + 64 * 2 * columns_of_tile(k_tiles[0]), DTYPE),)
+    return parts
+
+
 @gluon.jit
 def _attention_fwd_cast_hopper_kernel(
-    q_main, q_tail, k_main, k_tail, v_desc, q_source, k_source, v_source,
-    q_half, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
+    q_source, k_main, k_tail, v_desc, k_source, v_source, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
     stride_ob, stride_oh, total_q, total_k, batch, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, OUT_STRIDE: gl.constexpr,
     FOLDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). *_source describe fp32 [B, H, S, D], *_half and the other descriptors what it is cast to.
+    """Grid (programs). *_source describe fp32 [B, H, S, D], *_half and other descriptors what k and v are cast to.
 
-    counts_ptr are int32, one for each key head of each sequence and one more; they, and ticket_ptr, hold 0, and do again
-    when the kernel ends. FOLDED has a bit for each of q, k, v and out in the half type, and the sources of q, k and v.
-    The rest is as in `_attention_fwd_hopper_kernel`, of two warpgroups.
+    counts_ptr are int32, one for each key head of each sequence and one more; they, and ticket_ptr, hold 0, and do
+    again when the kernel ends. FOLDED has a bit for each of q, k, v and out, and two for the sources of k and v. The
+    rest is as in `_attention_fwd_hopper_kernel`, of two warpgroups.
     """
-    MAIN: gl.constexpr = columns_of(q_main)
+    MAIN: gl.constexpr = columns_of(k_main)
     WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    DTYPE: gl.constexpr = q_main.dtype
+    DTYPE: gl.constexpr = k_main.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     await_kernel()
     # The largest, and first, as in `hopper_fwd`: v's tiles, barriers, and the casters' stages.
@@ -46,17 +77,14 @@ def _attention_fwd_cast_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES] + v_desc.block_shape, v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
     stages = v_tiles._reinterpret(
-        gl.float32, [FIRST_STAGE + 2 * CASTERS] + q_source.block_shape, q_source.layout
+        gl.float32, [FIRST_STAGE + 2 * CASTERS] + k_source.block_shape, k_source.layout
     )  # fmt: skip
     k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES] + k_main.block_shape, k_main.layout),)
-    q_tiles = (gl.allocate_shared_memory(DTYPE, [GROUPS] + q_main.block_shape, q_main.layout),)
-    q_descs = (q_main,)
     k_descs = (k_main,)
     if HEAD_DIM > MAIN:
         k_tiles = k_tiles + (gl.allocate_shared_memory(DTYPE, [STAGES] + k_tail.block_shape, k_tail.layout),)
-        q_tiles = q_tiles + (gl.allocate_shared_memory(DTYPE, [GROUPS] + q_tail.block_shape, q_tail.layout),)
-        q_descs = q_descs + (q_tail,)
         k_descs = k_descs + (k_tail,)
+    q_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + q_source.block_shape, q_source.layout)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
     keep(addresses, (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh, counts_ptr))
@@ -70,22 +98,24 @@ def _attention_fwd_cast_hopper_kernel(
         "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
         "FOLDED", FOLDED, "OUT_DTYPE", gl.float32, "CASTERS", CASTERS,
     )  # fmt: skip
-    descs = (q_descs, k_descs, v_desc)
-    filled = (q_tiles, k_tiles, v_tiles, notes, addresses)
+    descs = ((q_source,), k_descs, v_desc)
+    filled = ((q_tiles,), k_tiles, v_tiles, notes, addresses)
     sizes = (total_q, total_k, batch, window_left, window_right)
-    # out is stored from registers.
-    used = filled + (q_tiles,)
     sinks = lse_ptr
     if HAS_SINKS:
         sinks = sinks_ptr
-    sources = (q_source, k_source, v_source)
-    halves = (q_half, k_half, v_half)
-    lengths = (total_q, total_k, batch)
+    sources = (k_source, v_source)
+    halves = (k_half, v_half)
+    lengths = (total_k, batch)
+    first = _rows(q_tiles, k_tiles, 0, DTYPE)
+    second = _rows(q_tiles, k_tiles, 1, DTYPE)
+    first_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 0))
+    second_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 1))
     gl.static_assert(GROUPS == 2 and CASTERS == 3)
     gl.warp_specialize(
         [
-            (consume, (0, q_descs, used, bars, scale, total_q, sinks, OPTIONS)),
-            (consume, (1, q_descs, used, bars, scale, total_q, sinks, OPTIONS)),
+            (consume, (0, first, ((), ()), first_used, bars, scale, total_q, sinks, OPTIONS)),
+            (consume, (1, second, ((), ()), second_used, bars, scale, total_q, sinks, OPTIONS)),
             (produce, (descs, (0, 0), filled, bars, sizes, OPTIONS)),
             (cast, (0, FIRST_STAGE, CAST_FULL, sources, halves, counts_ptr, stages, bars, bars_at, lengths, OPTIONS)),
             (cast, (1, FIRST_STAGE, CAST_FULL, sources, halves, counts_ptr, stages, bars, bars_at, lengths, OPTIONS)),

@@ -120,6 +120,33 @@ def round_rows(
         run += 32
 
 
+@gluon.constexpr_function
+def _round_run_text(dtype, numbers):
+    pair = "cvt.rn.f16x2.f32" if dtype == gl.float16 else "cvt.rn.bf16x2.f32"
+    lines = ["{ .reg .pred inside; .reg .f32 a<8>; .reg .b32 w<4>;"]
+    for begin in range(0, numbers, 256):
+        lines += [
+            f"ld.shared.v4.f32 {{a0, a1, a2, a3}}, [$1+{4 * begin}];",
+            f"ld.shared.v4.f32 {{a4, a5, a6, a7}}, [$1+{4 * begin + 16}];",
+            *[f"{pair} w{index}, a{2 * index + 1}, a{2 * index};" for index in range(4)],
+            f"setp.gt.s32 inside, $3, {begin};",
+            f"@inside st.global.v4.b32 [$2+{2 * begin}], {{w0, w1, w2, w3}};",
+        ]
+    return "\n".join([*lines, "mov.b32 $0, 0; }"])
+
+
+@gluon.jit
+def round_run(address, target, limit, NUMBERS: gl.constexpr):
+    """target = the first `limit` of NUMBERS numbers of fp32 at shared `address`, a multiple of 256, rounded.
+
+    By one warp, eight by eight, so `limit` is a multiple of that.
+    """
+    TEXT: gl.constexpr = _round_run_text(target.dtype.element_ty, NUMBERS)
+    lane = lane_of_warp().to(gl.int32)
+    operands = [address + lane * 32, target.to(gl.int64) + lane * 16, limit - lane * 8]
+    gl.inline_asm_elementwise(TEXT, "=r,r,l,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def send_sums(address, source, size, position):
     """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there at position 0.
