@@ -894,7 +894,7 @@ def _assert_counters_come_back() -> None:
 
     def left() -> int:
         # Each runner has a stream, and that a counter for good.
-        return len(tickets._fresh) + len(tickets._of_stream)
+        return len(tickets._fresh[1]) + sum(size == 1 for _, size in tickets._of_stream)
 
     runner.clear()
     before = left()

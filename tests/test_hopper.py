@@ -457,7 +457,7 @@ def test_more_captures_than_counters() -> None:
     expected = _out_and_gradients(inputs)
     tickets = _attention_hopper.tickets(inputs.q.device)
     graphs = []
-    with mock.patch.object(tickets, "_fresh", tickets._fresh[:1]):
+    with mock.patch.dict(tickets._fresh, {1: tickets._fresh[1][:1]}):
         for _ in range(3):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

@@ -1,5 +1,6 @@
 """Counters that outlive a launch: whose they are, and when new ones are made, which waits for the device."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,20 +28,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
 
 
 class _Tickets(_tickets.Tickets):
-    SLAB = 3
-
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.filled = 0
 
-    def _fill(self) -> None:
+    def _fill(self, size: int) -> None:
         self.filled += 1
-        self._fresh += torch.zeros(self.SLAB, 4, dtype=torch.int32)[:, :1].unbind()
+        self._fresh[size] += torch.zeros(3, max(size, 4), dtype=torch.int32)[:, :size].unbind()
 
 
-def capturing(gpu: _Gpu, tickets: _Tickets, launches: int) -> list[Any]:
+def capturing(gpu: _Gpu, tickets: _Tickets, launches: int, size: int = 1) -> list[Any]:
     gpu.capturing = True
-    taken = [tickets.take() for _ in range(launches)]
+    taken = [tickets.take(size) for _ in range(launches)]
     gpu.capturing = False
     return taken
 
@@ -105,3 +104,56 @@ def test_counters_of_a_capture_that_failed_come_back_too(gpu: _Gpu) -> None:
         capturing(gpu, tickets, 1)
         raise RuntimeError("out of memory")
     assert len(counters) == 1
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 32), (32, 32), (33, 64), (1000, 1024)])
+def test_blocks_have_few_sizes(count: int, size: int) -> None:
+    assert _tickets.block_size(count) == size
+
+
+def test_blocks_are_lent_as_single_counters_are(gpu: _Gpu) -> None:
+    """Each size for itself, whichever a capture takes of several."""
+    tickets = _Tickets()
+    single, block = tickets.take(), tickets.take(64)
+    assert (single.numel(), block.numel(), tickets.filled) == (1, 64, 2)
+    assert tickets.take(64) is block and tickets.take() is single and tickets.take(128) is not block
+    for _ in range(4):
+        counters: list[Any] = []
+        with tickets.lending(counters):
+            taken = capturing(gpu, tickets, 2, 64) + capturing(gpu, tickets, 2)
+        assert pointers(counters) == pointers(taken) and [each.numel() for each in counters] == [64, 64, 1, 1]
+        assert len({*pointers(counters), single.data_ptr(), block.data_ptr()}) == 6
+        tickets.give_back(counters)
+    assert tickets.filled == 3
+
+
+def test_a_capture_without_blocks_sets_its_own_to_zero(gpu: _Gpu) -> None:
+    tickets = _Tickets()
+    tickets.take(64)
+    counters: list[Any] = []
+    with tickets.lending(counters):
+        taken = capturing(gpu, tickets, 3, 64)
+    assert pointers(counters) == pointers(taken[:2])
+    assert taken[2].data_ptr() not in pointers(counters) and not taken[2].any()
+
+
+def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
+    tickets = _Tickets()
+    size = _tickets.block_size(tickets.LARGEST + 1)
+    first, second = tickets.take(size), tickets.take(size)
+    assert first is not second and first.numel() == size and not first.any()
+    counters: list[Any] = []
+    with tickets.lending(counters):
+        capturing(gpu, tickets, 1, size)
+    assert counters == [] and tickets.filled == 0
+
+
+def test_a_slab_holds_aligned_counters_of_a_size(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tickets, "to_keep", lambda make, device: make())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    tickets = _tickets.Tickets(torch.device("cpu"))
+    for size in (1, 32, tickets.LARGEST):
+        tickets.take(size)
+        left = tickets._fresh[size]
+        assert len(left) == tickets.SLAB // max(size, 4) - 1 and {each.numel() for each in left} == {size}
+        assert all(pointer % 16 == 0 for pointer in pointers(left))

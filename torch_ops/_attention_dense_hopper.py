@@ -43,7 +43,7 @@ from torch_ops._attention_hopper_backward import (
 from torch_ops._hopper import Descriptors, programs
 from torch_ops._launches import Relaunch, dense_like
 from torch_ops._scores import Scores
-from torch_ops._tickets import tickets
+from torch_ops._tickets import block_size, tickets
 
 # Of a thread: those that cast need more than a producer.
 CAST_REGISTERS = 224, 56
@@ -93,13 +93,13 @@ def plan_dense_forward_cast(
     block = launch.block_n
     tiles = ((64, columns), (block, main), (block, tail), (block, width), (rows, columns), (rows, columns))
     descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])
-    k_heads = k.shape[0] * k.shape[1]
+    num_counts = block_size(k.shape[0] * k.shape[1] + 1)
     grid = (programs(device.index), 1)
     relaunch = Relaunch(grid, scalars)
 
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
         k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (k, v))
-        counts = torch.zeros(k_heads + 1, dtype=torch.int32, device=device)
+        counts = tickets(device).take(num_counts)
         descriptors = descriptors_of(q, k_half, k_half, v_half, k, v)
         tensors = (k_half, v_half, out, lse, sinks, counts, tickets(device).take())
         if not relaunch(None, tensors, descriptors):
