@@ -172,6 +172,19 @@ def test_autocast_leaves_alone_the_arguments_that_keep_their_dtype() -> None:
         del OPS["_test_tables"]
 
 
+def test_autocast_leaves_alone_what_is_given_a_dtype() -> None:
+    @vk_op("_test_given", fake=lambda x, dtype=None: x.new_empty(1), autocast=True, dtype_argument="dtype")
+    def given(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor([x.dtype is torch.bfloat16, dtype is torch.float16], dtype=x.dtype)
+
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            calls = given(torch.zeros(2)), given(torch.zeros(2), None), given(torch.zeros(2), torch.float16)
+        assert [call.tolist() for call in calls] == [[1, 0], [1, 0], [0, 1]]
+    finally:
+        del OPS["_test_given"]
+
+
 def test_what_bumps_version_counters_is_no_watcher() -> None:
     """Eager calls of an op that writes to arguments take the thin path, which bumps them itself."""
     keys = torch._C.DispatchKey

@@ -1,5 +1,6 @@
 """Autocast of an op: floating arguments are cast to the type of the region, and the op is called without it."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,20 +9,34 @@ from torch import Tensor
 from torch.library import Library
 
 
-def install_autocast(library: Library, name: str, overload: Any, kept: frozenset[int]) -> None:
-    """For `vk::<name>`; arguments at the places in `kept` stay fp32 where they are."""
+def install_autocast(
+    library: Library,
+    name: str,
+    overload: Any,
+    body: Callable[..., Any],
+    keeps_dtype: tuple[str, ...],
+    dtype_argument: str,
+) -> None:
+    """For `vk::<name>`, whose arguments are `body`'s: those in `keeps_dtype` stay fp32 where they are.
+
+    `dtype_argument`, unless empty, names the one that says the type itself: where it is given, nothing is cast.
+    """
+    arguments = list(inspect.signature(body).parameters)
+    kept = frozenset(map(arguments.index, keeps_dtype))
+    says = arguments.index(dtype_argument) if dtype_argument else len(arguments)
 
     def make(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
         def cast(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
             halves = torch.float16, torch.bfloat16
             castable = *halves, torch.float32
-            args = tuple(
-                arg.to(dtype)
-                if isinstance(arg, Tensor) and arg.dtype in (halves if place in kept else castable)
-                else arg
-                for place, arg in enumerate(args)
-            )
+            if says >= len(args) or args[says] is None:
+                args = tuple(
+                    arg.to(dtype)
+                    if isinstance(arg, Tensor) and arg.dtype in (halves if place in kept else castable)
+                    else arg
+                    for place, arg in enumerate(args)
+                )
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
                 return overload(*args)
 

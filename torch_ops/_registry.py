@@ -157,14 +157,15 @@ def vk_op(
     mutates: tuple[str, ...] = (),
     autocast: bool = False,
     keeps_dtype: tuple[str, ...] = (),
+    dtype_argument: str = "",
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], KernelOp]:
     """Registers the decorated body as `vk::<name>`; its annotations are the schema.
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
-    itself uses. `mutates` names the arguments that the body writes to.
+    itself uses. `mutates` names the arguments that the body writes to. `flops(*args)` counts a call.
     With `autocast` the floating tensors are cast to the autocast region's dtype, but for those of fp32 among the
-    arguments named in `keeps_dtype`: tables, which are so on purpose. `flops(*args)` counts a call.
+    arguments named in `keeps_dtype`: tables, which are so on purpose; and but where `dtype_argument` says the type.
     """
 
     def register(body: Callable[..., Any]) -> KernelOp:
@@ -181,8 +182,7 @@ def vk_op(
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
         _install_eager_path(name, body, definition, mutates)
         if autocast:
-            arguments = list(inspect.signature(body).parameters)
-            install_autocast(_library, name, overload, frozenset(map(arguments.index, keeps_dtype)))
+            install_autocast(_library, name, overload, body, keeps_dtype, dtype_argument)
         if flops is not None:
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
