@@ -97,11 +97,17 @@ def _launch_forward_opaque(
     scale: float, left: int, right: int,
 ) -> None:  # fmt: skip
     scores = Scores(scale, left, right, has_sinks=sinks is not None)
-    plan = _prepare_forward(q, k, v, cu_q, cu_k, scores, lse.shape[1] == q.shape[0])
+    plan = _prepare_forward(q, k, v, cu_q, cu_k, scores, lse.shape[1] == q.shape[0], sinks)
     plan(q, k, v, cu_q, cu_k, out, lse, StepTensors(sinks=sinks))
 
 
-_prepare_forward = remembered(plan_forward)
+@remembered
+def _prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool,
+    sinks: Tensor | None,
+) -> Callable[..., None]:  # fmt: skip
+    """For each type of sinks a plan: the kernel that it keeps is built for one."""
+    return plan_forward(q, k, v, cu_q, cu_k, scores, has_lse)
 
 
 def plan_backward(

@@ -56,11 +56,16 @@ def _launch_dense_forward_opaque(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, scale: float, left: int, right: int
 ) -> None:
     scores = Scores(scale, left, right, has_sinks=sinks is not None)
-    plan = _prepare_dense_forward(q, k, v, scores, lse.shape[2] == q.shape[2])
+    plan = prepare_dense_forward(q, k, v, scores, lse.shape[2] == q.shape[2], sinks)
     plan(q, k, v, out, lse, StepTensors(sinks=sinks))
 
 
-_prepare_dense_forward = remembered(plan_dense_forward)
+@remembered
+def prepare_dense_forward(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool, sinks: Tensor | None
+) -> Callable[..., None]:
+    """For each type of sinks a plan: the kernel that it keeps is built for one."""
+    return plan_dense_forward(q, k, v, scores, has_lse)
 
 
 def plan_dense_backward(
@@ -107,8 +112,8 @@ def _launch_dense_backward_opaque(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int,
 ) -> None:  # fmt: skip
-    plan = _prepare_dense_backward(dout, dlse, q, k, v, out, lse, Scores(scale, left, right))
+    plan = prepare_dense_backward(dout, dlse, q, k, v, out, lse, Scores(scale, left, right))
     plan(dout, dlse, q, k, v, out, lse, dq, dk, dv)
 
 
-_prepare_dense_backward = remembered(plan_dense_backward)
+prepare_dense_backward = remembered(plan_dense_backward)
