@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other_keys_dlse": {"keys": 70, "dlse": True},
     "rows_first": {"rows_first": True},
     "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
+    "downcast": {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "head_dim": 128},
     "steps": {"alibi": 1, "sinks": True, "dropout_p": 0.1, "softcap": 3.0, "causal": True},
 }
 

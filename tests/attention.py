@@ -1,5 +1,7 @@
 """How the ops of packed and of dense attention are judged: outputs and every gradient, by the tolerance rule."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +44,40 @@ def verify(inputs: AttentionInputs) -> None:
     check_draws(lambda seed: _judged(redrawn(inputs, seed)))
 
 
+def verify_downcast(inputs: DenseInputs, compute_dtype: torch.dtype) -> None:
+    """The same of fp32 inputs that are computed in a half type, by the error of that type.
+
+    They hold numbers of that type afterwards, in their own strides: how inputs are rounded is not asked here.
+    """
+    check_draws(lambda seed: _judged_downcast(redrawn(inputs, seed), compute_dtype))
+
+
+def _judged_downcast(inputs: DenseInputs, compute_dtype: torch.dtype) -> Draw:
+    halves = {name: getattr(inputs, name).to(compute_dtype) for name in ("q", "k", "v", "dout")}
+    for name, half in halves.items():
+        getattr(inputs, name).copy_(half)
+    with poisoned():
+        wide = differentiate(partial(torch.ops.vk.attention, compute_dtype=compute_dtype), inputs)
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    kept = "lse", "dsinks"
+    actual = {name: tensor if name in kept else tensor.to(compute_dtype) for name, tensor in wide.items()}
+    return actual, *_expected(replace(inputs, **halves))
+
+
 def _judged(inputs: AttentionInputs) -> Draw:
-    dtype = inputs.q.dtype
-    reference = getattr(references, inputs.op)
     with poisoned():
         actual = differentiate(getattr(torch.ops.vk, inputs.op), inputs)
+    return actual, *_expected(inputs)
+
+
+def _expected(inputs: AttentionInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """By eager PyTorch at the inputs' type, and in fp64."""
+    dtype = inputs.q.dtype
+    reference = getattr(references, inputs.op)
     truth = differentiate(reference, inputs, torch.float64)
     out, lse = inputs.call(reference)
     saved_lse = truth["lse"].to(torch.promote_types(dtype, torch.float32))
     eager = {"out": out, "lse": lse, **backward(inputs, truth["out"].to(dtype), saved_lse)}
     if "dsinks" in truth:
         eager["dsinks"] = differentiate(reference, inputs)["dsinks"]
-    return actual, eager, truth
+    return eager, truth

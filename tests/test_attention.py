@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from tests.attention import backward, differentiate, verify
+from tests.attention import backward, differentiate, verify, verify_downcast
 from tests.interpreter import with_dtypes
 from torch_ops import attention, window_attn
 from torch_ops._dropout import keep_weights, philox
@@ -266,23 +267,87 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(call, (q, k, v, sinks))
 
 
-@pytest.mark.parametrize("compute_dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2], ids=str)
-def test_downcast_is_asked_for(compute_dtype: torch.dtype, device: str) -> None:
-    """fp32 in and out, gradients too, with the bits of a call in the half type."""
-    inputs = make_dense_inputs(DenseCase("downcast", "fp32", 2, 2, 40, 64), torch.float32, device)
-    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-    out = attention(*leaves, compute_dtype=compute_dtype)
-    half = attention(*(tensor.to(compute_dtype) for tensor in (inputs.q, inputs.k, inputs.v)))
-    assert out.dtype is torch.float32 and torch.equal(out, half.float())
-    assert all(grad.dtype is torch.float32 for grad in torch.autograd.grad(out.sum(), leaves))
+HALVES = [dtype for dtype in DTYPES if dtype.itemsize == 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": True, "dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("compute_dtype", HALVES, ids=str)
+def test_downcast_is_asked_for(compute_dtype: torch.dtype, options: dict[str, Any], device: str) -> None:
+    """fp32 in and out, gradients too, with the bits of a call in the half type where no kernel casts as it goes."""
+    inputs = make_dense_inputs(DenseCase("downcast", "fp32", 2, 2, 40, 64, options=options), torch.float32, device)
+    halves = replace(inputs, **{name: getattr(inputs, name).to(compute_dtype) for name in ("q", "k", "v", "dout")})
+    with torch_ops.settings(path="portable"):
+        results = differentiate(partial(torch.ops.vk.attention, compute_dtype=compute_dtype), inputs)
+        expected = differentiate(torch.ops.vk.attention, halves)
+    for name, tensor in results.items():
+        assert tensor.dtype is torch.float32, name
+        # That of sinks is made of dout as it came.
+        assert name == "dsinks" or torch.equal(tensor, expected[name].float()), name
+
+
+ROWS = 40 if INTERPRET else 200
+DOWNCASTS = (
+    DenseCase("downcast", "no mask", 2, 2, ROWS, 64),
+    DenseCase("causal_gqa", "a key head of three", 2, 6, ROWS, 128, num_k_heads=2, options={"causal": True}),
+    DenseCase("window", "masked blocks on both sides", 2, 2, ROWS, 96, options={"window_left": 70, "window_right": 25}),
+    DenseCase("sinks", "a logit more", 2, 4, ROWS, 72, num_k_heads=2, options={"sinks": True}),
+    DenseCase("cross", "more keys", 3, 2, ROWS, 80, k_length=ROWS + 70, options={"causal": True}),
+    DenseCase("tall", "rows that see no key", 2, 2, ROWS, 64, k_length=30, options={"causal": True, "sinks": True}),
+    DenseCase("steps", "what only stock Triton has", 2, 2, ROWS, 64, options={"alibi": 2, "dropout_p": 0.2}),
+    DenseCase("narrow", "a head dimension of stock Triton's", 2, 2, ROWS, 40),
+    *(DenseCase(layout, "strides", 2, 2, ROWS, 64, layout=layout) for layout in DENSE_LAYOUTS[1:]),
+)
+
+
+@pytest.mark.parametrize("case", DOWNCASTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("compute_dtype", HALVES, ids=str)
+def test_downcast_agrees_with_reference(case: DenseCase, compute_dtype: torch.dtype, device: str) -> None:
+    verify_downcast(make_dense_inputs(case, torch.float32, device), compute_dtype)
+
+
+def test_downcast_with_and_without_lse(device: str) -> None:
+    """Also of expanded keys, which TMA cannot address, and of none."""
+    q, k = torch.randn(2, 4, ROWS, 64, device=device), torch.randn(2, 1, ROWS, 64, device=device)
+    for keys in (k, k.expand(2, 4, ROWS, 64), k[:, :, :0]):
+        out, lse = attention(q, keys, keys, return_lse=True, compute_dtype=torch.float16)
+        assert torch.equal(attention(q, keys, keys, compute_dtype=torch.float16), out)
+        assert lse.shape == q.shape[:3] and lse.dtype is out.dtype is torch.float32
+    assert not out.any() and lse.isneginf().all()
+
+
+@pytest.mark.parametrize("path", ["portable", "auto"])
+def test_downcast_keeps_sinks_in_either_type(path: str, device: str) -> None:
+    with torch_ops.settings(path=path):
+        _assert_sinks_of_either_type(device)
+
+
+def _assert_sinks_of_either_type(device: str) -> None:
+    q = torch.randn(1, 2, ROWS, 64, device=device)
+    wide = torch.randn(2, device=device).half().float()
+    outs = []
+    for sinks in (wide, wide.half()):
+        leaf = sinks.requires_grad_()
+        out = attention(q, q, q, sinks=leaf, compute_dtype=torch.float16)
+        (gradient,) = torch.autograd.grad(out.sum(), leaf)
+        assert gradient.dtype is sinks.dtype and gradient.any()
+        outs.append(out)
+    assert torch.equal(*outs)
+    with pytest.raises(ValueError, match="^attention: sinks must be float32 or float16 as compute_dtype is, got bf"):
+        attention(q, q, q, sinks=wide.bfloat16(), compute_dtype=torch.float16)
 
 
 @pytest.mark.no_interpret
 def test_downcast_is_of_fp32_and_not_of_autocast(device: str) -> None:
-    q = torch.randn(1, 2, 40, 64, device=device)
+    q = torch.randn(1, 2, ROWS, 64, device=device)
+    sinks = torch.randn(2, device=device)
+    expected = attention(q, q, q, sinks=sinks, compute_dtype=torch.float16, return_lse=True)
     with torch.autocast(device, torch.bfloat16):
-        out = attention(q, q, q, compute_dtype=torch.float16)
-    assert torch.equal(out, attention(q, q, q, compute_dtype=torch.float16))
+        leaf = q.clone().requires_grad_()
+        results = attention(leaf, q, q, sinks=sinks, compute_dtype=torch.float16, return_lse=True)
+        (gradient,) = torch.autograd.grad(results[0].sum(), leaf)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+    again = attention(leaf, q, q, sinks=sinks, compute_dtype=torch.float16)
+    assert torch.equal(gradient, torch.autograd.grad(again.sum(), leaf)[0])
     for name in "qkv":
         given = {**dict.fromkeys("qkv", q), name: q.half()}
         with pytest.raises(ValueError, match=f"^attention: {name} must be float32 where compute_dtype is given"):

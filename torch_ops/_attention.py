@@ -29,10 +29,10 @@ from torch_ops.settings import settings
 HOPPER_ROWS = 128
 
 
-def why_portable(scores: Scores, length: int | None, **tensors: Tensor) -> str:
+def why_portable(scores: Scores, length: int | None, dtype: torch.dtype | None = None, /, **tensors: Tensor) -> str:
     """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
 
-    `length` is `mean_length` of its queries.
+    `length` is `mean_length` of its queries, `dtype` what it computes in, where that is not the tensors' own.
     """
     if INTERPRET:
         return "TRITON_INTERPRET=1"
@@ -40,7 +40,7 @@ def why_portable(scores: Scores, length: int | None, **tensors: Tensor) -> str:
         return "settings.path is 'portable'"
     if settings.path == "auto" and length is not None and length < HOPPER_ROWS:
         return f"segments have {length} rows on average, and under {HOPPER_ROWS} the portable path is faster"
-    return refusal(gpu(), scores, **tensors)
+    return refusal(gpu(), scores, dtype, **tensors)
 
 
 def plan_forward(

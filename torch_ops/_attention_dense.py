@@ -4,28 +4,35 @@ Plans are as those of `_attention`, without boundaries.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torch_ops._attention import why_portable
+from torch_ops._attention_cpu import dense_backward_cpu, dense_forward_cpu
 from torch_ops._attention_dense_hopper import plan_dense_backward_hopper, plan_dense_forward_hopper
 from torch_ops._attention_dense_portable import length_of, plan_dense_backward_portable, plan_dense_forward_portable
 from torch_ops._attention_hopper import addressable, forward_launch, has_tiles
 from torch_ops._attention_portable import choose
 from torch_ops._hopper import is_packaged
 from torch_ops._launches import dense_like
-from torch_ops._registry import is_eager, opaque_launch, remembered
+from torch_ops._registry import is_eager, opaque_launch, remembered, runs_kernels
 from torch_ops._scores import NO_STEP, Scores, StepTensors
 
 
-def why_dense_portable(scores: Scores, **tensors: Tensor) -> str:
-    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path."""
-    return why_portable(scores, length_of(tensors["q"]), **tensors)
+def why_dense_portable(scores: Scores, dtype: torch.dtype | None = None, /, **tensors: Tensor) -> str:
+    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
+
+    `dtype` is what it computes in, where that is not the tensors' own.
+    """
+    return why_portable(scores, length_of(tensors["q"]), dtype, **tensors)
 
 
 def plan_dense_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, has_lse: bool = True) -> Callable[..., None]:
     """launch(q, k, v, out, lse, step) fills out, in the order of memory of q (`dense_like`), and lse [B, H, Sq]."""
+    if not runs_kernels(q):
+        return partial(dense_forward_cpu, scores)
     if why_dense_portable(scores, q=q, k=k, v=v) or is_packaged():
         return plan_dense_forward_portable(q, k, v, scores, has_lse)
     if not is_eager():
@@ -72,6 +79,8 @@ def plan_dense_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Callable[..., None]:  # fmt: skip
     """launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, step) fills the gradients, each in the order of its input."""
+    if not runs_kernels(q):
+        return partial(dense_backward_cpu, scores)
     if why_dense_portable(scores, q=q, k=k, v=v, out=out) or is_packaged():
         return plan_dense_backward_portable(dout, dlse, q, k, v, out, lse, scores)
     if not is_eager():

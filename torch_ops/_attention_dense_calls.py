@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_ops._attention_calls import check_heads, lse_dtype
@@ -20,6 +21,8 @@ from torch_ops._checks import (
 from torch_ops._launches import dense_like
 from torch_ops._scores import Scores
 
+HALF_TYPES = torch.float16, torch.bfloat16
+
 
 def check_batch(op: str, argument: str, tensor: Tensor) -> None:
     check_dense(op, argument, tensor)
@@ -30,7 +33,10 @@ def check_batch(op: str, argument: str, tensor: Tensor) -> None:
 def check_dense_attention(
     op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window_left: int, window_right: int, softcap: float,
     alibi_slopes: Tensor | None, sinks: Tensor | None, dropout_p: float, dropout_seed: Tensor | None,
+    compute_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
+    if compute_dtype is not None:
+        _check_downcast(op, q, k, v, compute_dtype)
     check_batch(op, "q", q)
     check_float(op, "q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -45,7 +51,16 @@ def check_dense_attention(
     check_window(op, "window_left", window_left)
     check_window(op, "window_right", window_right)
     check_softcap(op, softcap)
-    check_steps(op, q, q.shape[0], alibi_slopes, sinks, dropout_p, dropout_seed)
+    check_steps(op, q, q.shape[0], alibi_slopes, sinks, dropout_p, dropout_seed, compute_dtype)
+
+
+def _check_downcast(op: str, q: Tensor, k: Tensor, v: Tensor, compute_dtype: torch.dtype) -> None:
+    if compute_dtype not in HALF_TYPES:
+        refuse(op, "compute_dtype", "torch.float16, torch.bfloat16 or None", compute_dtype)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_batch(op, name, tensor)
+        if tensor.dtype != torch.float32:
+            refuse(op, name, "float32 where compute_dtype is given", dtype_name(tensor.dtype))
 
 
 def check_dense_backward(

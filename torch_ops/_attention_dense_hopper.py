@@ -74,6 +74,11 @@ def plan_dense_forward_hopper(
     return launch_forward
 
 
+def cast_launch(head_dim: int) -> Launch:
+    """The launch of the forward that casts as it goes: its stages leave room for tiles of 64 keys."""
+    return Launch(128, 64, 8, 2 if head_dim == 96 else 3)
+
+
 def plan_dense_forward_cast(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dtype: torch.dtype, launch: Launch, scores: Scores, has_lse: bool
 ) -> Callable[..., None]:

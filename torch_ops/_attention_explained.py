@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_ops._attention import why_portable
 from torch_ops._attention_dense import why_dense_portable
+from torch_ops._attention_dense_cast import casts_as_it_goes
+from torch_ops._attention_dense_hopper import cast_launch
 from torch_ops._attention_hopper import addressable, forward_launch
 from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, mean_length
@@ -94,22 +96,28 @@ def explain_dense_attention(
     return_lse: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    if compute_dtype is not None:
-        q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     step = StepTensors(alibi_slopes, sinks, seed_of(q, dropout_p, dropout_seed))
     called_on_fakes(
         op, q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, step.seed,
-        deterministic, return_lse,
+        deterministic, return_lse, compute_dtype,
     )  # fmt: skip
+    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
+    is_cast = False
+    if compute_dtype is not None:
+        is_cast = casts_as_it_goes(compute_dtype, q, k, v, scores) and not _why_not_addressable(q, k, v)
+        q, k, v = (tensor.to(compute_dtype) for tensor in (q, k, v))
     if not runs_kernels(q):
         return by_reference(op, q.device)
-    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
     why = why_dense_portable(scores, q=q, k=k, v=v) or _why_not_addressable(q, k, v)
     if why:
         lengths = {"attention_fwd": q.shape[2], "attention_bwd_dq": q.shape[2], "attention_bwd_dkdv": k.shape[2]}
         kernels = {name: choose(name, q, scores, length) for name, length in lengths.items()}
     else:
-        kernels = {"attention_fwd_hopper": forward_launch(q, scores, 1)}
+        if is_cast:
+            source = f"rule for {gpu().backend} {gpu().arch}: casts inputs as it goes"
+            kernels = {"attention_fwd_cast_hopper": (cast_launch(q.shape[3]), source)}
+        else:
+            kernels = {"attention_fwd_hopper": forward_launch(q, scores, 1)}
         if fits_apart(q, k, 1, scores):
             kernels["attention_bwd_apart"] = APART, "so few tiles that there is room for dq beside dk and dv"
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,10 +34,13 @@ REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (
 ROUND = {64: {1: 0.5, 2: 1.0, 3: 1.2}, 0: {1: 0.8, 2: 1.0, 3: 1.35}}
 
 
-def refusal(gpu: Gpu, scores: Scores, **tensors: Tensor) -> str:
-    """Why a call with these, of which q is one, cannot take the Hopper path, or nothing."""
+def refusal(gpu: Gpu, scores: Scores, dtype: torch.dtype | None = None, /, **tensors: Tensor) -> str:
+    """Why a call with these, of which q is one, cannot take the Hopper path, or nothing.
+
+    `dtype` is what it computes in, where that is not the tensors' own.
+    """
     q = tensors["q"]
-    if reason := hopper_refusal(gpu, q.dtype):
+    if reason := hopper_refusal(gpu, dtype or q.dtype):
         return reason
     # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
     if all(q.shape[-1] != head_dim for head_dim in PARTS):

@@ -16,7 +16,7 @@ def can_drop(dropout_p: float) -> bool:
 
 def check_steps(
     op: str, q: Tensor, num_sequences: int, alibi_slopes: Tensor | None, sinks: Tensor | None, dropout_p: float,
-    dropout_seed: Tensor | None,
+    dropout_seed: Tensor | None, compute_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     heads = q.shape[1]
     if alibi_slopes is not None:
@@ -29,8 +29,9 @@ def check_steps(
         check_device(op, "alibi_slopes", alibi_slopes, "q", q)
     if sinks is not None:
         check_dense(op, "sinks", sinks)
-        if sinks.dtype not in (torch.float32, q.dtype):
-            refuse(op, "sinks", f"float32 or {dtype_name(q.dtype)} as q is", dtype_name(sinks.dtype))
+        dtype, said_by = (q.dtype, "q") if compute_dtype is None else (compute_dtype, "compute_dtype")
+        if sinks.dtype not in (torch.float32, dtype):
+            refuse(op, "sinks", f"float32 or {dtype_name(dtype)} as {said_by} is", dtype_name(sinks.dtype))
         if sinks.shape != (heads,):
             refuse(op, "sinks", f"of shape [H] = [{heads}]", list(sinks.shape))
         check_device(op, "sinks", sinks, "q", q)

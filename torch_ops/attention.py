@@ -5,30 +5,27 @@ lengths, which is aligned bottom-right. Kernels: `csrc_free_ops.attention`, thos
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ops._attention_cpu import dense_backward_cpu, dense_forward_cpu
 from torch_ops._attention_dense import plan_dense_backward, plan_dense_forward
 from torch_ops._attention_dense_calls import (
-    check_batch,
     check_dense_attention,
     check_dense_backward,
     dense_flops,
     dense_gradients,
     dense_outputs,
 )
+from torch_ops._attention_dense_cast import plan_dense_backward_in, plan_dense_forward_in
 from torch_ops._attention_steps import refuse_slopes_gradient, seed_of, sinks_gradient
-from torch_ops._checks import check_number, dtype_name, refuse
-from torch_ops._registry import needs_of, remembered, runs_kernels, vk_op
+from torch_ops._checks import check_number
+from torch_ops._registry import needs_of, remembered, vk_op
 from torch_ops._scores import Scores, StepTensors
 
 # The place of sinks among the op's arguments.
 SINKS_PLACE = 9
-HALF_TYPES = torch.float16, torch.bfloat16
 
 
 def _attention_fake(
@@ -36,10 +33,12 @@ def _attention_fake(
     window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = True, return_lse: bool = True,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_dense_attention(
-        "attention", q, k, v, scale, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
-    )
+        "attention", q, k, v, scale, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, dropout_seed,
+        compute_dtype,
+    )  # fmt: skip
     return dense_outputs(q, return_lse)
 
 
@@ -47,28 +46,36 @@ def _attention_fake(
 def _prepare_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window_left: int, window_right: int,
     softcap: float, slopes: Tensor | None, sinks: Tensor | None, dropout_p: float, seed: Tensor | None,
-    return_lse: bool,
+    return_lse: bool, compute_dtype: torch.dtype | None,
 ) -> Callable[..., None]:  # fmt: skip
     check_dense_attention(
-        "attention", q, k, v, scale, window_left, window_right, softcap, slopes, sinks, dropout_p, seed
+        "attention", q, k, v, scale, window_left, window_right, softcap, slopes, sinks, dropout_p, seed, compute_dtype
     )
     step = StepTensors(slopes, sinks, seed)
     scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
-    if runs_kernels(q):
+    if compute_dtype is None:
         return plan_dense_forward(q, k, v, scores, return_lse)
-    return partial(dense_forward_cpu, scores)
+    return plan_dense_forward_in(compute_dtype, q, k, v, scores, return_lse)
 
 
-@vk_op("attention", fake=_attention_fake, autocast=True, keeps_dtype=("alibi_slopes", "sinks"), flops=dense_flops)
+@vk_op(
+    "attention",
+    fake=_attention_fake,
+    autocast=True,
+    keeps_dtype=("alibi_slopes", "sinks"),
+    dtype_argument="compute_dtype",
+    flops=dense_flops,
+)
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False,
     window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = True, return_lse: bool = True,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     launch = _prepare_attention(
         q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, dropout_seed,
-        return_lse,
+        return_lse, compute_dtype,
     )  # fmt: skip
     out, lse = dense_outputs(q, return_lse)
     launch(q, k, v, out, lse, StepTensors.of(alibi_slopes, sinks, dropout_seed))
@@ -79,11 +86,11 @@ def _attention_backward_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None, deterministic: bool = True,
+    dropout_seed: Tensor | None = None, deterministic: bool = True, compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     check_dense_backward(
         "attention_backward", dout, dlse, q, k, v, out, lse,
-        scale, window_left, window_right, softcap, alibi_slopes, None, dropout_p, dropout_seed,
+        scale, window_left, window_right, softcap, alibi_slopes, None, dropout_p, dropout_seed, compute_dtype,
     )  # fmt: skip
     return dense_gradients(q, k, v)
 
@@ -100,17 +107,17 @@ def _attention_backward_flops(
 def _prepare_attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
-    slopes: Tensor | None, dropout_p: float, seed: Tensor | None,
+    slopes: Tensor | None, dropout_p: float, seed: Tensor | None, compute_dtype: torch.dtype | None,
 ) -> Callable[..., None]:  # fmt: skip
     check_dense_backward(
         "attention_backward", dout, dlse, q, k, v, out, lse,
-        scale, window_left, window_right, softcap, slopes, None, dropout_p, seed,
+        scale, window_left, window_right, softcap, slopes, None, dropout_p, seed, compute_dtype,
     )  # fmt: skip
     step = StepTensors(slopes, seed=seed)
     scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
-    if runs_kernels(q):
+    if compute_dtype is None:
         return plan_dense_backward(dout, dlse, q, k, v, out, lse, scores)
-    return partial(dense_backward_cpu, scores)
+    return plan_dense_backward_in(compute_dtype, scores)
 
 
 @vk_op("attention_backward", fake=_attention_backward_fake, flops=_attention_backward_flops)
@@ -118,11 +125,11 @@ def attention_backward_op(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None, deterministic: bool = True,
+    dropout_seed: Tensor | None = None, deterministic: bool = True, compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     launch = _prepare_attention_backward(
         dout, dlse, q, k, v, out, lse, scale, causal, window_left, window_right, softcap,
-        alibi_slopes, dropout_p, dropout_seed,
+        alibi_slopes, dropout_p, dropout_seed, compute_dtype,
     )  # fmt: skip
     dq, dk, dv = dense_gradients(q, k, v)
     launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, StepTensors.of(alibi_slopes, None, dropout_seed))
@@ -133,16 +140,18 @@ attention_backward_op.refuse_autograd()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *options, slopes, sinks, dropout_p, seed, deterministic, _ = inputs
+    q, k, v, *options, slopes, sinks, dropout_p, seed, deterministic, _, compute_dtype = inputs
     refuse_slopes_gradient("attention", slopes is not None and slopes.requires_grad)
     ctx.save_for_backward(q, k, v, *output, slopes, sinks, seed)
-    ctx.options, ctx.dropout_p, ctx.deterministic = options, dropout_p, deterministic
+    ctx.options, ctx.dropout_p, ctx.modes = options, dropout_p, (deterministic, compute_dtype)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     *tensors, slopes, sinks, seed = ctx.saved_tensors
-    nothing = (None,) * 4
+    dropout = ctx.dropout_p, seed
+    deterministic, compute_dtype = ctx.modes
+    nothing = (None,) * 5
     unlearnt = (None,) * (len(ctx.options) + 1)
     if dout is None and dlse is None:
         return None, None, None, *unlearnt, None, *nothing
@@ -152,10 +161,11 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if lse.shape[2] != q.shape[2]:
         # Not made: captured without gradients, in an exported program say, and run with them.
         with torch._C._DisableAutocast():
-            lse = attention_op(q, k, v, *ctx.options, slopes, sinks, ctx.dropout_p, seed, ctx.deterministic, True)[1]
+            lse = attention_op(q, k, v, *ctx.options, slopes, sinks, *dropout, deterministic, True, compute_dtype)[1]
         dlse = None
-    step = slopes, ctx.dropout_p, seed, ctx.deterministic
-    gradients = attention_backward_op(dout, dlse, q, k, v, out, lse, *ctx.options, *step)
+    gradients = attention_backward_op(
+        dout, dlse, q, k, v, out, lse, *ctx.options, slopes, *dropout, deterministic, compute_dtype
+    )
     dsinks = None
     if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
         dsinks = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, sinks, "bth")
@@ -163,15 +173,6 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _check_downcast(q: Tensor, k: Tensor, v: Tensor, compute_dtype: torch.dtype) -> None:
-    if compute_dtype not in HALF_TYPES:
-        refuse("attention", "compute_dtype", "torch.float16, torch.bfloat16 or None", compute_dtype)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_batch("attention", name, tensor)
-        if tensor.dtype != torch.float32:
-            refuse("attention", name, "float32 where compute_dtype is given", dtype_name(tensor.dtype))
 
 
 def attention(
@@ -217,7 +218,8 @@ def attention(
             are the same each time in either case.
         return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made.
         compute_dtype: torch.float16 or torch.bfloat16 to compute fp32 inputs in, at the rate and with the error of that
-            type, whatever autocast says; out and gradients are fp32 again. None computes in the inputs' own type.
+            type, whatever autocast says; sinks may have it too. out and gradients are fp32, and rounded to that type
+            but for out on the Hopper path, whose kernel casts inputs as it goes. None is the inputs' own type.
 
     Returns:
         out [B, H, Sq, D] in q's dtype, its dimensions in q's order of memory; with return_lse also lse [B, H, Sq],
@@ -233,22 +235,12 @@ def attention(
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         check_number("attention", name, number)
-    if compute_dtype is not None:
-        _check_downcast(q, k, v, compute_dtype)
-        halves = q.to(compute_dtype), k.to(compute_dtype), v.to(compute_dtype)
-        # A region's type would come after the one that was asked for.
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = attention(
-                halves[0], halves[1], halves[2], scale, causal, window_left, window_right, softcap, alibi_slopes,
-                sinks, dropout_p, dropout_seed, deterministic, return_lse=True,
-            )  # fmt: skip
-        return (out.float(), lse) if return_lse else out.float()
     # The backward takes lse; where there will be none, it need not lie in memory.
     learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
     differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)
     out, lse = attention_op(
         q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks,
-        dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, return_lse or differentiable,
+        dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, return_lse or differentiable, compute_dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
