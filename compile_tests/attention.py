@@ -24,6 +24,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_round_lanes_kernel,
 )
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
+from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.configs import Launch
 from torch_ops import _attention_dense_hopper, _attention_hopper, _attention_hopper_backward
 from torch_ops._registry import OPS
@@ -90,7 +91,8 @@ def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **var
 HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
-        _attention_fwd_hopper_kernel, _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
+        _attention_fwd_hopper_kernel, _attention_fwd_cast_hopper_kernel,
+        _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
         _attention_bwd_delta_dense_kernel, _attention_bwd_members_kernel,
     )
@@ -100,11 +102,12 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
 def hopper_launches(
     launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
-    deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False,
+    deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows.
 
-    With a `batch` tensors are [B, H, S, D] of `rows` rows.
+    With a `batch` tensors are [B, H, S, D] of `rows` rows. fp32 ones are what the forward casts to bf16, and have no
+    backward.
     """
 
     def tensor(heads: int) -> Tensor:
@@ -117,12 +120,19 @@ def hopper_launches(
     sink = torch.empty(num_heads, device="meta") if sinks else None
     scores = Scores(0.1, left, right, has_sinks=sinks)
     launched: list[KernelLaunch] = []
+    counters = SimpleNamespace(take=lambda size=1: cu)
     with ExitStack() as stack:
         for module in (_attention_hopper, _attention_hopper_backward, _attention_dense_hopper):
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
-            stack.enter_context(mock.patch.object(module, "tickets", lambda device: SimpleNamespace(take=lambda: cu)))
+            stack.enter_context(mock.patch.object(module, "tickets", lambda device: counters))
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
+        if dtype is torch.float32:
+            forward = _attention_dense_hopper.plan_dense_forward_cast(
+                q, k, k, q, torch.bfloat16, _attention_dense_hopper.cast_launch(head_dim), scores, has_lse
+            )
+            forward(q, k, k, q, lse, sink)
+            return {launch.name: launch for launch in launched}
         if batch:
             launch = launches["attention_fwd_hopper"]
             _attention_dense_hopper.plan_dense_forward_hopper(q, k, k, q, launch, scores)(q, k, k, q, lse, sink)

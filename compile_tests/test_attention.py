@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import torch_ops
 from compile_tests.attention import HOPPER_KERNELS, assert_right, assert_same_bits, hopper_launches
 from compile_tests.contract import (
     SM90,
@@ -37,6 +39,7 @@ from compile_tests.contract import (
 from compile_tests.dense import KERNELS, VARIANTS, WRITES, dense_calls, dense_launches
 from csrc_free_ops.configs import Gpu, pick
 from torch_ops import attention
+from torch_ops._attention_dense_hopper import cast_launch
 from torch_ops._attention_hopper import PARTS, describe, folded
 from torch_ops._registry import OPS
 from torch_ops.testing.cases import DENSE, DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
@@ -47,6 +50,12 @@ OPCHECKED = [
     *(replace(CASES[name], head_dim=16) for name in ("batch", "causal_wide", "gqa", "sliding", "softcap", "all_steps")),
     *(DenseCase(layout, "strides", 2, 2, 30, 16, layout=layout) for layout in DENSE_LAYOUTS),
 ]
+# Of fp32 in a half type: on a Hopper GPU of the kernel that casts as it goes, and of copies.
+DOWNCASTS = (
+    DenseCase("downcast", "", 2, 4, 140, 64, num_k_heads=2, options={"causal": True, "sinks": True}),
+    DenseCase("downcast_qkv_view", "", 2, 2, 140, 72, layout="qkv_view"),
+    DenseCase("downcast_steps", "", 2, 2, 40, 16, layout="column_strided", options={"softcap": 5.0, "dropout_p": 0.1}),
+)
 BACKENDS = ("aot_eager", "inductor")
 # Batch, rows and keys of calls that share one graph, none of them the number of heads.
 SIZES = ((3, 40, 23), (4, 100, 150), (5, 17, 64), (7, 300, 31))
@@ -77,6 +86,18 @@ def test_opcheck_passes_forward(case: DenseCase, device: str) -> None:
     inputs = _inputs(case, device, torch.float32)
     tensors = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
     opcheck_fully(torch.ops.vk.attention.default, tuple(tensors), inputs.options)
+
+
+@pytest.mark.parametrize("case", DOWNCASTS, ids=_ids)
+def test_opcheck_passes_with_a_compute_dtype(case: DenseCase, device: str) -> None:
+    inputs = _inputs(case, device, torch.float32)
+    options = {**inputs.options, "compute_dtype": torch.float16}
+    tensors = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    opcheck_fully(torch.ops.vk.attention.default, tuple(tensors), options)
+    out, lse = torch.ops.vk.attention(inputs.q, inputs.k, inputs.v, **options)
+    args = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse)
+    options.pop("sinks", None)
+    opcheck_fully(torch.ops.vk.attention_backward.default, args, options)
 
 
 @pytest.mark.parametrize("dlse", (True, False), ids=("dlse", "no_dlse"))
@@ -136,8 +157,9 @@ def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: s
 
 
 @pytest.mark.parametrize("path", ("portable", "hopper", "packaged"))
+@pytest.mark.parametrize("variant", ("plain", "downcast"))
 @pytest.mark.parametrize("op", WRITES)
-def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, path: str) -> None:
+def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, variant: str, path: str) -> None:
     """On the Hopper path a graph holds one opaque launch, but in a package, which has no Python to call it with."""
     with (
         fake_gpu(name="h200", path="portable" if path == "portable" else "hopper") as mode,
@@ -147,7 +169,7 @@ def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, path: str) -> None
             sizes = {
                 name: symbolic_size(mode, name, hint) for name, hint in (("batch", 5), ("rows", 100), ("keys", 70))
             }
-            args, options = dense_calls(**sizes)[op]
+            args, options = dense_calls(**sizes, **VARIANTS[variant])[op]
         trace = trace_kernels(OPS[op].overload, args, options)
     assert ("auto_functionalized" in trace.targets) == (path == "hopper")
     assert_kernels(trace, {} if path == "hopper" else WRITES[op])
@@ -177,6 +199,23 @@ def test_compiled_equals_eager(name: str, backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", DOWNCASTS, ids=_ids)
+def test_compiled_downcast_equals_eager(case: DenseCase, backend: str, device: str) -> None:
+    """In a region of autocast too, whose type is another."""
+
+    def in_region(*args: Any, **options: Any) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            return downcast(*args, **options)
+
+    downcast = partial(with_lse, compute_dtype=torch.float16)
+    inputs = _inputs(case, device, torch.float32)
+    expected = _results(downcast, inputs)
+    for function in (downcast, in_region):
+        compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        assert_same_bits(_results(compiled, inputs), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_draws_the_seed_of_dropout(backend: str, device: str) -> None:
     """By the region's own generator: the same results for the same torch.manual_seed, others for another."""
     q = torch.randn(1, 2, 40, 16, device=device)
@@ -202,11 +241,18 @@ class _Attention(torch.nn.Module):
         return attention(q, k, v, window_left=30, softcap=20.0, return_lse=True)
 
 
-def test_exported_program_survives_saving_and_runs_at_other_sizes(device: str) -> None:
+class _Downcast(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, window_left=30, return_lse=True, compute_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("module", (_Attention, _Downcast))
+def test_exported_program_survives_saving_and_runs_at_other_sizes(module: type[torch.nn.Module], device: str) -> None:
     batch, rows, keys = (torch.export.Dim(name, min=2, max=4096) for name in ("batch", "rows", "keys"))
-    first = _sized(3, 40, 23, device)
+    dtype = torch.float32 if module is _Downcast else None
+    first = _sized(3, 40, 23, device, dtype)
     shapes = ({0: batch, 2: rows}, {0: batch, 2: keys}, {0: batch, 2: keys})
-    program = torch.export.export(_Attention(), (first.q, first.k, first.v), dynamic_shapes=shapes)
+    program = torch.export.export(module(), (first.q, first.k, first.v), dynamic_shapes=shapes)
     called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert called[0] == "vk.attention.default" and len(called) == 3
     file = io.BytesIO()
@@ -214,9 +260,9 @@ def test_exported_program_survives_saving_and_runs_at_other_sizes(device: str) -
     file.seek(0)
     loaded = torch.export.load(file).module()
     for sizes in SIZES:
-        inputs = _sized(*sizes, device)
+        inputs = _sized(*sizes, device, dtype)
         args = (inputs.q, inputs.k, inputs.v)
-        for actual, expected in zip(loaded(*args), _Attention()(*args), strict=True):
+        for actual, expected in zip(loaded(*args), module()(*args), strict=True):
             assert torch.equal(actual, expected)
 
 
@@ -272,10 +318,13 @@ def test_autocast_follows_the_dtype_of_its_region(backend: str | None, device: s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ({"causal": True}, {"dropout_p": 0.2}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({"causal": True}, {"dropout_p": 0.2}, {"causal": True, "compute_dtype": torch.bfloat16}), ids=str
+)
 def test_cuda_graph_replays(options: dict[str, Any]) -> None:
     """With dropout, each replay draws its own mask, as PyTorch's own dropout does."""
-    inputs = _inputs(DenseCase("graph", "", 2, 4, 300, 64), "cuda", torch.bfloat16)
+    dtype = torch.float32 if "compute_dtype" in options else torch.bfloat16
+    inputs = _inputs(DenseCase("graph", "", 2, 4, 300, 64), "cuda", dtype)
 
     def step() -> tuple[Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
@@ -358,6 +407,39 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str) -> None:
         products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
         if products:
             assert sass(built).count("WARPGROUP.DEPBAR") < products / 2, str(built)
+
+
+CAST_VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"has_lse": False},
+    "causal_gqa": {"right": 0, "num_k_heads": 4},
+    "sinks": {"sinks": True, "left": 64, "right": 0},
+    "ends": HOPPER_VARIANTS["ends"],
+}
+
+
+@pytest.mark.parametrize(("head_dim", "variant"), sampled([(d, variant) for d in PARTS for variant in CAST_VARIANTS]))
+def test_forward_that_casts_fits_and_overlaps(head_dim: int, variant: str) -> None:
+    (launch,) = hopper_launches({}, head_dim, dtype=torch.float32, **{"batch": 3, **CAST_VARIANTS[variant]}).values()
+    with fake_gpu(SM90):
+        built = build(launch, SM90)
+    assert built.launch.name == "_attention_fwd_cast_hopper_kernel"
+    assert built.shared <= shared_memory(SM90) and built.spilled == 0, str(built)
+    products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
+    assert sass(built).count("WARPGROUP.DEPBAR") < products / 2, str(built)
+
+
+def test_explain_says_whether_the_forward_casts() -> None:
+    def explained(rows: int = 200, **options: Any) -> Any:
+        q = torch.empty(2, 8, rows, 64, device="cuda")
+        return torch_ops.explain(attention, q, q, q, compute_dtype=torch.bfloat16, **options)
+
+    programs = mock.patch("torch_ops._attention_hopper_backward.programs", lambda index: 132)
+    with fake_gpu(name="h200", path="auto") as mode, mode, programs:
+        report = explained()
+        assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
+        assert list(report["kernels"]) == ["attention_fwd_cast_hopper", "attention_bwd_apart"]
+        assert report["kernels"]["attention_fwd_cast_hopper"]["launch"] == cast_launch(64).entry()
+        assert explained(100)["path"] == explained(softcap=1.0)["path"] == "portable"
 
 
 def test_batches_are_described_in_three_dimensions_where_strides_allow() -> None:
