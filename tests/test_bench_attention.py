@@ -26,7 +26,7 @@ from torch_ops.bench import (
     options,
 )
 from torch_ops.bench.app import ROOMS
-from torch_ops.bench.attention import AS_FP16, OURS, ROOM
+from torch_ops.bench.attention import AS_BF16, AS_FP16, OURS, ROOM
 from torch_ops.bench.attention_suite import decoding, suite_rows, sweep
 from torch_ops.bench.attention_tables import attention_tables, overview, torch_peer
 from torch_ops.bench.contest import Terms, contest
@@ -413,7 +413,7 @@ def test_peers_say_what_they_cannot_run(shape: str, refused_by: dict[str, str]) 
         if name in refused_by or name != "flash4":
             assert refused_by[name] in said if name in refused_by else said == ""
         assert peer.refuses(case, torch.float32, CUDA) or name in ("efficient", "math", "reference")
-    assert AS_FP16.refuses(case, torch.bfloat16, CUDA)
+    assert AS_FP16.refuses(case, torch.bfloat16, CUDA) and AS_BF16.refuses(case, torch.bfloat16, CUDA)
 
 
 @pytest.mark.parametrize("shape", ["2x4/2x24x16c", "2x2x24x16", "1x2x20/40x16c", "1x2x1/40x16c"])

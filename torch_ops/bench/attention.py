@@ -31,8 +31,8 @@ from torch_ops.testing.cases import DenseCase, DenseInputs, dense_cases, make_de
 # The case whose host time is taken: so small that the device is never behind.
 HOST_CASE = "1x16x128x64"
 PROFILED = "b8h32s2048d128_causal"
-# Ours, where it computes in another type than the inputs'.
-OURS_AS_FP16 = "vk_as_fp16"
+# Ours, where it computes in another type than the inputs'; the second only where it is asked for.
+OURS_AS_FP16, OURS_AS_BF16 = "vk_as_fp16", "vk_as_bf16"
 
 
 def _ours(
@@ -52,14 +52,21 @@ def _ours(
 
 
 OURS = _ours(results.OURS, "vk::attention")
-AS_FP16 = _ours(
-    OURS_AS_FP16,
-    "torch_ops.attention with compute_dtype=torch.float16: fp32 inputs are rounded to fp16, computed with at its rate "
-    "and error, and the results are widened",
-    lambda case, dtype, device: "" if dtype is torch.float32 else "is for fp32 inputs",
-    {"yardstick": "computes in fp16 what comes in fp32, which is less work and less accurate"},
-    compute_dtype=torch.float16,
-)
+
+
+def _in_half(name: str, dtype: torch.dtype, short: str) -> Contender:
+    return _ours(
+        name,
+        f"torch_ops.attention with compute_dtype={dtype}: fp32 inputs are rounded to {short}, computed with at its "
+        "rate and error, and the results are fp32",
+        lambda case, dtype, device: "" if dtype is torch.float32 else "is for fp32 inputs",
+        {"yardstick": f"computes in {short} what comes in fp32, which is less work and less accurate"},
+        compute_dtype=dtype,
+    )
+
+
+AS_FP16 = _in_half(OURS_AS_FP16, torch.float16, "fp16")
+AS_BF16 = _in_half(OURS_AS_BF16, torch.bfloat16, "bf16")
 
 
 def _cases(wanted: Sequence[str], device: torch.device) -> tuple[DenseCase, ...]:
@@ -172,7 +179,7 @@ ROOM = Room(
     cost=attention_cost,
     path=attention_path,
     ours=OURS,
-    peers=(AS_FP16, *DENSE_PEERS),
+    peers=(AS_FP16, AS_BF16, *DENSE_PEERS),
     default_peers=_default_peers,
     host_calls=_host_calls,
     kernels=_kernels,

@@ -9,7 +9,7 @@ import torch
 import torch_ops
 from torch_ops.bench import attention_options as own
 from torch_ops.bench import options
-from torch_ops.bench.attention import OURS_AS_FP16
+from torch_ops.bench.attention import OURS_AS_BF16, OURS_AS_FP16
 from torch_ops.bench.attention_suite import decoding, lengths_of, suite_rows, sweep
 from torch_ops.bench.attention_tables import attention_tables
 from torch_ops.bench.contest import Terms
@@ -90,14 +90,16 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
     written BATCHxHEADS[/KV_HEADS]xLENGTHxHEAD_DIM[c], or else of the room's own cases. First the gate: every contender
     is held against the fp64 reference by the tolerance rule; what is wrong is marked and never counts as the fastest.
     Then all are warmed by --warmup turns and timed in --iters turns, by device time. fp32 is computed in fp32, or with
-    --tf32 as PyTorch then does; vk_as_fp16 is ours with compute_dtype=torch.float16, which rounds fp32 inputs to fp16.
+    --tf32 as PyTorch then does; vk_as_fp16 is ours with compute_dtype=torch.float16, which rounds fp32 inputs to fp16,
+    vk_as_bf16 the same with torch.bfloat16.
     """
     return command
 
 
 def _of_type(contenders: tuple[Contender, ...], terms: Terms) -> tuple[Contender, ...]:
-    """Without ours in fp16 where inputs are of 16 bits anyway."""
-    return tuple(one for one in contenders if one.name != OURS_AS_FP16 or terms.dtype is torch.float32)
+    """Without ours in a half type where inputs are of 16 bits anyway."""
+    halves = OURS_AS_FP16, OURS_AS_BF16
+    return tuple(one for one in contenders if one.name not in halves or terms.dtype is torch.float32)
 
 
 def _cases(
