@@ -2,8 +2,8 @@
 
 Beside the producer each program has CASTERS warps. They draw pieces of k and v in the order in which tiles want them, a
 key head's together, bring each piece to shared memory by TMA, and write it to global memory rounded; from there
-the producer brings it like any other input, once a counter says that all of its key head is there. So the cast takes the
-time of its memory traffic, and most of that beside the products of the heads before.
+the producer brings it like any other input, once a counter says that all of its key head is there. So the cast takes
+the time of its memory traffic, and most of that beside the products of the heads before.
 
 A piece is two stages of STAGE_FLOATS numbers, of which one is on its way while the other is rounded. A caster waits for
 nobody, and whoever has drawn a piece is running: so every wait ends, however many programs run at once.
@@ -17,7 +17,6 @@ from csrc_free_ops.tiles.hopper import await_phase, option, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     announce,
     await_announced,
-    columns_of,
     coordinates,
     meet_in_warp,
     round_rows,

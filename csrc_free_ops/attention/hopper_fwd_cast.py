@@ -1,4 +1,4 @@
-"""Attention forward on Hopper of fp32 inputs in a half type: `hopper_fwd`, with inputs cast as it goes (`hopper_cast`)."""
+"""Attention forward on Hopper of fp32 inputs in a half type: `hopper_fwd`, inputs cast as it goes (`hopper_cast`)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,7 +50,8 @@ def _rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _attention_fwd_cast_hopper_kernel(
-    q_source, k_main, k_tail, v_desc, k_source, v_source, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
+    q_source, k_main, k_tail, v_desc, k_source, v_source,
+    k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
     stride_ob, stride_oh, total_q, total_k, batch, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
