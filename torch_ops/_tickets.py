@@ -57,7 +57,7 @@ class Tickets:
     @contextlib.contextmanager
     def lending(self, counters: list[Tensor]) -> Iterator[None]:
         """What a capture on this stream takes within is noted in `counters`, for `give_back`."""
-        for size in {size for _, size in self._of_stream}:
+        for size in {size for _, size in list(self._of_stream)}:
             if not self._fresh[size]:
                 self._fill(size)
         taken = self._captured[torch._C._cuda_getCurrentRawStream(self._device.index)]
