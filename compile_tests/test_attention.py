@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -15,7 +16,13 @@ from torch._library.triton import get_triton_kernels_for_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ops
-from compile_tests.attention import HOPPER_KERNELS, assert_right, assert_same_bits, hopper_launches
+from compile_tests.attention import (
+    HOPPER_KERNELS,
+    assert_right,
+    assert_same_bits,
+    attention_launches,
+    hopper_launches,
+)
 from compile_tests.contract import (
     SM90,
     TARGETS,
@@ -372,6 +379,59 @@ def test_builds_fit_and_do_not_spill(target: str, head_dim: int, variant: str) -
         for launch in launches.values():
             built = build(launch, TARGETS[target])
             assert built.shared <= limit and built.spilled == 0, str(built)
+
+
+@pytest.fixture
+def set_products() -> Iterator[Callable[[str], None]]:
+    """Sets PyTorch's fp32 products to "ieee" or "tf32" until the test ends."""
+
+    def choose(setting: str) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = setting == "tf32"
+
+    yield choose
+    choose("ieee")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("launches_of", (attention_launches, dense_launches))
+def test_products_of_fp32_are_made_of_bfloat16_on_hopper(
+    launches_of: Callable[..., Any], set_products: Callable[[str], None]
+) -> None:
+    """Where PyTorch allows no tf32, and heads are not too wide for it."""
+
+    def products(target: str, head_dim: int) -> set[str]:
+        launches = launches_of(TARGETS[target], head_dim=head_dim, dtype=torch.float32)
+        return {launch.kwargs["PRECISION"] for launch in launches.values()}
+
+    assert products("sm_90", 64) == products("sm_90", 128) == {"bf16x6"}
+    assert products("sm_90", 136) == {"ieee"}
+    assert all(products(target, 64) == {"ieee"} for target in TARGETS if target != "sm_90")
+    set_products("tf32")
+    assert all(products(target, 64) == {"tf32"} for target in TARGETS)
+
+
+FP32_ON_HOPPER = sampled(
+    [
+        ("ieee", 64, "plain", True), ("ieee", 128, "plain", True), ("ieee", 72, "steps", True),
+        ("ieee", 64, "window_and_softcap", False), ("tf32", 64, "plain", True),
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "head_dim", "variant", "causal"), FP32_ON_HOPPER)
+def test_products_of_fp32_are_on_tensor_cores_and_do_not_spill(
+    setting: str, head_dim: int, variant: str, causal: bool, set_products: Callable[[str], None]
+) -> None:
+    set_products(setting)
+    options = {**VARIANTS[variant], "causal": causal, "dtype": torch.float32, "head_dim": head_dim}
+    launches = dense_launches(**options)
+    limit = shared_memory(SM90)
+    with fake_gpu(SM90):
+        for launch in launches.values():
+            built = build(launch, SM90)
+            assert built.shared <= limit and built.spilled == 0, str(built)
+            kind = "bf16.bf16" if setting == "ieee" else "tf32.tf32"
+            assert re.search(rf"wgmma\.mma_async\S*\.{kind}", built.asm["ptx"]), str(built)
 
 
 HOPPER_VARIANTS: dict[str, dict[str, Any]] = {

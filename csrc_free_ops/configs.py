@@ -356,10 +356,8 @@ def rule(
         # Warpgroups share K and V, so the tallest is best; a third one leaves no registers for masks or wider heads.
         stages = 2 if width > 80 else 3
         return Launch(128, 128, 8, stages) if masked or width > 96 else Launch(192, 128, 12, stages)
-    if itemsize == 4 and _fits_tf32(kernel, gpu, width) and precision == "tf32" and not busy:
-        # Of 4 x 32 x 1024 causal rows and 64 columns the forward took a sixth of the time of a launch for IEEE's
-        # products (H200).
-        ladder = [Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 4, 2)]
+    if itemsize == 4 and (launch := _tensor_core_launch(kernel, gpu, width, precision, busy)):
+        ladder = [launch]
     elif itemsize == 4:
         # fp32 products hold whole operands in registers.
         if gpu.backend == "hip":
@@ -393,11 +391,40 @@ def rule(
     return ladder[-1]
 
 
-def _fits_tf32(kernel: str, gpu: Gpu, width: int) -> bool:
-    """Whether the tiles for products on tensor cores spill no registers; wgmma leaves more of them."""
-    return gpu.backend == "cuda" and (
-        width <= 64 or (width <= 128 and int(gpu.arch) == 90 and kernel == "attention_fwd")
-    )
+def attention_products(gpu: Gpu, head_dim: int, setting: str) -> str:
+    """How attention multiplies fp32 numbers where PyTorch's setting is "ieee" or "tf32".
+
+    "ieee" asks for errors no larger than those of fp32's own products. On Hopper "bf16x6" has them, on tensor cores: a
+    number is the sum of three bfloat16 ones, and of their nine products the six largest are summed. Against fp64, RMS
+    errors of attention and its gradients were 0.4 to 0.6 of those of PyTorch's maths in fp32 (H200).
+    """
+    width = covered_width(head_dim, 4)
+    # Of 96 columns and a narrow tail gradients of keys spill with any tile.
+    fits = gpu.backend == "cuda" and int(gpu.arch) == 90 and (width <= 96 or width == 128)
+    return "bf16x6" if setting == "ieee" and fits else setting
+
+
+def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: bool) -> Launch | None:
+    """That of attention's fp32 products on tensor cores, by figures of an H200, or None.
+
+    Nothing spills but gradients of keys: sums of the heads before, where several share keys; in tf32, 16 bytes of
+    packed causal rows, and beyond 64 columns with any tile, of which this one took the least time.
+    """
+    if products == "bf16x6":
+        if "dkdv" in kernel:
+            cols = 64 if width > 80 or (busy and width <= 64) else 128
+            return Launch(16 if busy or width > 64 else 32, cols, 8, 1)
+        if width > 64:
+            return Launch(128, 16 if busy else 32, 8, 1)
+        return Launch(64, 64 if kernel == "attention_fwd" and not busy else 32, 4, 1)
+    # wgmma leaves more registers.
+    hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
+    if products != "tf32" or gpu.backend == "hip" or busy or width > 128 or (width > 64 and not hopper):
+        return None
+    if "dkdv" in kernel:
+        return Launch(32, 128 if hopper else 64, 8, 1)
+    # Of 4 x 32 x 1024 causal rows and 64 columns the forward took a sixth of the time of a launch for IEEE's products.
+    return Launch(128, 16, 8, 1) if width > 64 and "dq" in kernel else Launch(64, 32, 4, 2)
 
 
 def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
-from csrc_free_ops.configs import Launch, Row, pick, split_head_dim
+from csrc_free_ops.configs import Gpu, Launch, Row, attention_products, pick, split_head_dim
 from torch_ops._checks import dtype_name
 from torch_ops._device import INTERPRETED_GPU, gpu
 from torch_ops._launches import Relaunch, readable, row_stride, with_columns
@@ -28,12 +28,16 @@ def mean_length(total: int, num_segments: int) -> int | None:
     return total // max(num_segments, 1)
 
 
+def _current_gpu() -> Gpu:
+    return INTERPRETED_GPU if INTERPRET else gpu()
+
+
 def choose(
     kernel: str, q: Tensor, scores: Scores, length: int | None, own_rows: tuple[Row, ...] | None = None,
     precision: str | None = None,
 ) -> tuple[Launch, str]:  # fmt: skip
     """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
-    device = INTERPRETED_GPU if INTERPRET else gpu()
+    device = _current_gpu()
     busy = scores.alibi > 0 or scores.dropout > 0
     if q.dim() == 4:
         # Kernels of a batch hold strides besides.
@@ -46,7 +50,7 @@ def choose(
         # Of a sink, too, tall tiles leave no registers.
         scores.masked or scores.has_sinks,
         busy,
-        precision or precision_of(q),
+        precision or attention_products(device, q.shape[-1], precision_of(q)),
     )  # fmt: skip
 
 
@@ -56,13 +60,17 @@ def precision_of(q: Tensor) -> str:
 
 
 def for_each_precision(plan: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
-    """Of fp32 a plan for either precision, since launches differ; which one counts is read at each call."""
+    """Of fp32 a plan for either of PyTorch's settings, since launches differ; which one counts is read at each call."""
 
     @functools.wraps(plan)
     def planning(*args: Any) -> Callable[..., None]:
         if args[0].dtype is not torch.float32:
             return plan(*args, precision="ieee")
-        plans = {precision: plan(*args, precision=precision) for precision in ("ieee", "tf32")}
+        head_dim = args[0].shape[-1]
+        plans = {
+            setting: plan(*args, precision=attention_products(_current_gpu(), head_dim, setting))
+            for setting in ("ieee", "tf32")
+        }
 
         def launch(*tensors: Any) -> None:
             plans[precision_of(tensors[0])](*tensors)
