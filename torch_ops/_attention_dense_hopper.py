@@ -75,8 +75,8 @@ def plan_dense_forward_hopper(
 
 
 def cast_launch(head_dim: int) -> Launch:
-    """The launch of the forward that casts as it goes: its stages leave room for tiles of 64 keys."""
-    return Launch(128, 64, 8, 2 if head_dim == 96 else 3)
+    """The launch of the forward that casts as it goes, whose stages leave room for no more keys."""
+    return Launch(128, 128 if head_dim == 64 else 64, 8, 2 if head_dim == 96 else 3)
 
 
 def plan_dense_forward_cast(

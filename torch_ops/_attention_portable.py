@@ -94,7 +94,7 @@ def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
 def constants_of(
     q: Tensor, k: Tensor, scores: Scores, launch: Launch, unit: int, steps: int, precision: str
 ) -> dict[str, Any]:
-    main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize)
+    main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize, precision)
     return {
         "UNIT": unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STEPS": steps,
