@@ -5,7 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from csrc_free_ops.attention.hopper_cast import CASTERS, STAGE_FLOATS, cast
-from csrc_free_ops.attention.hopper_fwd import ARRIVALS, consume, produce
+from csrc_free_ops.attention.hopper_fwd import consume
+from csrc_free_ops.attention.hopper_fwd_produce import ARRIVALS, produce
 from csrc_free_ops.attention.hopper_work import NOTE, NOTES, POINTERS, keep
 from csrc_free_ops.tiles.hopper import check_base, make_barriers, shared_base
 from csrc_free_ops.tiles.hopper_memory import await_kernel, columns_of, flat
