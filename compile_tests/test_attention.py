@@ -404,7 +404,7 @@ def test_products_of_fp32_are_made_of_bfloat16_on_hopper(
         return {launch.kwargs["PRECISION"] for launch in launches.values()}
 
     assert products("sm_90", 64) == products("sm_90", 128) == {"bf16x6"}
-    assert products("sm_90", 136) == {"ieee"}
+    assert products("sm_90", 48) == products("sm_90", 136) == {"ieee"}
     assert all(products(target, 64) == {"ieee"} for target in TARGETS if target != "sm_90")
     set_products("tf32")
     assert all(products(target, 64) == {"tf32"} for target in TARGETS)
@@ -416,20 +416,26 @@ FP32_ON_HOPPER = sampled(
         ("ieee", 64, "window_and_softcap", False), ("tf32", 64, "plain", True),
     ]
 )  # fmt: skip
+# Bytes that may spill, by head dimension: tiles that spill none took longer (`_tensor_core_launch`).
+MOST_SPILLED = {
+    64: {"_attention_bwd_dq_dense_kernel": 24, "_attention_bwd_dkdv_dense_kernel": 40},
+    128: {"_attention_fwd_dense_kernel": 88, "_attention_bwd_dkdv_dense_kernel": 608},
+}
 
 
 @pytest.mark.parametrize(("setting", "head_dim", "variant", "causal"), FP32_ON_HOPPER)
-def test_products_of_fp32_are_on_tensor_cores_and_do_not_spill(
+def test_products_of_fp32_are_on_tensor_cores_and_spill_little(
     setting: str, head_dim: int, variant: str, causal: bool, set_products: Callable[[str], None]
 ) -> None:
     set_products(setting)
     options = {**VARIANTS[variant], "causal": causal, "dtype": torch.float32, "head_dim": head_dim}
     launches = dense_launches(**options)
     limit = shared_memory(SM90)
+    spills = MOST_SPILLED.get(head_dim, {}) if (setting, variant) == ("ieee", "plain") else {}
     with fake_gpu(SM90):
         for launch in launches.values():
             built = build(launch, SM90)
-            assert built.shared <= limit and built.spilled == 0, str(built)
+            assert built.shared <= limit and built.spilled <= spills.get(launch.name, 0), str(built)
             kind = "bf16.bf16" if setting == "ieee" else "tf32.tf32"
             assert re.search(rf"wgmma\.mma_async\S*\.{kind}", built.asm["ptx"]), str(built)
 
