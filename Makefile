@@ -103,7 +103,7 @@ CLOSE = 'qwen25vl_4x4096,dense_d128_8x4096'
 MANY_ROUNDS = --peers cudnn,flash4 --rounds 120
 # A step of decoding of a language model, one token at a time and several.
 STEP = attention --decode --batch 16 --heads 32 --kv-heads 8 --seqlen 8192 --headdim 128
-RUNS = figures-vision figures-dense figures-attention figures-vision-cold figures-dense-cold figures-encoder
+RUNS = figures-vision figures-dense figures-attention figures-decode figures-vision-cold figures-dense-cold figures-encoder
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
 	$(call FIGURES,host,1,host)
@@ -119,6 +119,9 @@ figures-attention:
 	$(call FIGURES,attention_cases_fp16,2,attention --both --dtype float16)
 	$(call FIGURES,attention_step,2,$(STEP))
 	$(call FIGURES,attention_steps,2,$(STEP) --queries 5)
+figures-decode:
+	$(call FIGURES,attention_decode,3,attention_decode --rounds 10 --cold)
+	$(call FIGURES,attention_decode_fp16,3,attention_decode --rounds 10 --cold --dtype float16)
 figures-vision-cold:
 	$(call FIGURES,window_attn_cold,3,window_attn --shapes $(VISION) $(NEXT_TO_PEERS) --cold)
 	$(call FIGURES,window_attn_close_cold,3,window_attn --shapes $(CLOSE) $(MANY_ROUNDS) --cold)

@@ -492,6 +492,8 @@ def test_what_the_makefile_measures_has_a_place(monkeypatch: pytest.MonkeyPatch)
     assert [count for count, _ in asked] == [len(suite_rows(TERMS)), 3, 3, 1, 1]
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert all(f"<!-- vk bench table --suite --if-measured results/{name} -->" in page for _, name in asked)
+    for name in ("attention_decode", "attention_decode_fp16"):
+        assert f"<!-- vk bench table --if-measured results/h200_{name}.json -->" in page
 
 
 def test_other_commands_know_the_room() -> None:
