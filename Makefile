@@ -24,7 +24,7 @@ FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 # A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
 test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
-# Of what is only built, a third: all of it takes longer than what runs.
+# Of what is only built, a fifth: all of it takes longer than what runs.
 test: export VK_BUILDS ?= some
 
 .DEFAULT_GOAL := help
@@ -66,7 +66,7 @@ test: $(VENV)/.installed-test ## all tests, JOBS at a time, and beside them the 
 	echo "Kernels in the interpreter:"; cat $$interpreted; \
 	exit $$status
 
-builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a third
+builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a fifth
 	$(BIN)/python -m pytest compile_tests/test_aot.py compile_tests/test_gemm.py $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.
