@@ -43,9 +43,87 @@ def _patching_once(patch_lang: Any) -> Any:
     return patch_once
 
 
+def _making_types_once(make: Any) -> Any:
+    """`block_type.__init__`, which checks and names what it has checked and named before."""
+    made: dict[Any, dict[str, Any]] = {}
+
+    def make_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        known = made.get(key)
+        if known is None:
+            make(self, element_ty, shape)
+            made[key] = {**vars(self), "sizes": tuple(self.shape)}
+        else:
+            vars(self).update(known)
+            self.element_ty = element_ty
+
+    return make_once
+
+
+def _measuring_once(make: Any) -> Any:
+    """`tensor.__init__`, which wraps the sizes of every tensor anew."""
+    measured: dict[Any, tuple[Any, Any]] = {}
+
+    def make_once(self: Any, handle: Any, type: Any) -> None:
+        key = vars(type).get("sizes") if type.is_block() else ()
+        if key in measured:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.numel, self.shape = measured[key]
+        else:
+            make(self, handle, type)
+            if key is not None:
+                measured[key] = self.numel, self.shape
+
+    return make_once
+
+
+def _converting_once(convert: Any) -> Any:
+    """`_get_np_dtype`, which makes a table of all types for each question."""
+    converted: dict[str, Any] = {}
+
+    def convert_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in converted:
+            converted[name] = convert(dtype)
+        return converted[name]
+
+    return convert_once
+
+
+def _broadcasting_once(broadcast: Any) -> Any:
+    """`broadcast_impl_value`, but of shapes that are alike."""
+
+    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
+        sizes = vars(lhs.type).get("sizes")
+        if sizes is not None and sizes == vars(rhs.type).get("sizes"):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_once
+
+
+def _patch_plainly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """`_patch_attr` without a copy of the arguments of every call."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
 @contextmanager
 def without_repetition() -> Iterator[None]:
-    with mock.patch.object(interpreter, "_patch_lang", _patching_once(interpreter._patch_lang)):
+    semantics = type(interpreter.interpreter_semantic)
+    with (
+        mock.patch.object(interpreter, "_patch_lang", _patching_once(interpreter._patch_lang)),
+        mock.patch.object(interpreter, "_patch_attr", _patch_plainly),
+        mock.patch.object(interpreter, "_get_np_dtype", _converting_once(interpreter._get_np_dtype)),
+        mock.patch.object(semantics, "broadcast_impl_value", _broadcasting_once(semantics.broadcast_impl_value)),
+        mock.patch.object(tl.block_type, "__init__", _making_types_once(tl.block_type.__init__)),
+        mock.patch.object(tl.tensor, "__init__", _measuring_once(tl.tensor.__init__)),
+    ):
         yield
 
 
