@@ -136,8 +136,7 @@ def split_head_dim(head_dim: int, itemsize: int, products: str = "ieee") -> tupl
     """(main, tail), powers of two: head_dim is read as all whole mains that it holds and one tail (tiles/rows.py).
 
     72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0). In fp32 no part is wider than 32, so that no sum is longer:
-    72 is two parts of 32 and a tail, (32, 16), and 128 four parts, (32, 0); but for "bf16x6", whose sums are no longer
-    than exact and which took a tenth less time by parts of 64 (H200).
+    72 is (32, 16), and 128 four parts, (32, 0). "bf16x6" takes parts of 64 where they divide it, for speed.
     """
     widest = 256 if itemsize < 4 else 64 if products == "bf16x6" and head_dim % 64 == 0 else 32
     main = min(widest, max(16, next_power_of_2(head_dim + 1) // 2))

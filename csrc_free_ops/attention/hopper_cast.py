@@ -1,8 +1,8 @@
 """Keys and values of fp32 that the Hopper forward multiplies in a half type: cast by the kernel that uses them.
 
 Beside the producer each program has CASTERS warps. They draw pieces of k and v in the order in which tiles want them, a
-key head's together, bring each piece to shared memory by TMA, and write it to global memory rounded; from there
-the producer brings it like any other input, once a counter says that all of its key head is there. So the cast takes
+key head's together, bring each piece to shared memory by TMA, and write it to global memory rounded; from there the
+producer brings it like any other input, once a counter says that all of its key head is there. So the cast takes
 the time of its memory traffic, and most of that beside the products of the heads before.
 
 A piece is two stages of STAGE_FLOATS numbers, of which one is on its way while the other is rounded. A caster waits for
@@ -114,15 +114,8 @@ def cast(
     head, is_v, row = _locate(piece, total_k, HEAD_DIM)
     if piece < num_pieces:
         for half in gl.static_range(2):
-            _bring(
-                (head, is_v, row),
-                half,
-                sources,
-                stages.index(OWN_STAGE + half),
-                bars.index(OWN_BAR + half),
-                total_k,
-                OPTIONS,
-            )
+            tile = stages.index(OWN_STAGE + half)
+            _bring((head, is_v, row), half, sources, tile, bars.index(OWN_BAR + half), total_k, OPTIONS)
     phase = 0
     while piece < num_pieces:
         behind = take_ticket(ticket_ptr, last)

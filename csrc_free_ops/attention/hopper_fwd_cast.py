@@ -18,14 +18,14 @@ CAST_ARRIVALS = gl.constexpr((*ARRIVALS.value, *(1,) * 2 * CASTERS.value))
 
 
 @gluon.constexpr_function
-def columns_of_tile(tile):
+def _columns(tile):
     return tile.shape[-1]
 
 
 @gluon.jit
 def _source(q_tiles, INDEX: gl.constexpr):
     """A warpgroup's rows of q in fp32, as they lie."""
-    COLUMNS: gl.constexpr = columns_of_tile(q_tiles)
+    COLUMNS: gl.constexpr = _columns(q_tiles)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return q_tiles._reinterpret(gl.float32, [q_tiles.shape[0], 64, COLUMNS], ROWS).index(INDEX)
 
@@ -33,19 +33,19 @@ def _source(q_tiles, INDEX: gl.constexpr):
 @gluon.jit
 def _part(q_tiles, like, AT: gl.constexpr, DTYPE: gl.constexpr):
     """Rows of the half type, as wide as those of `like` and laid out as they, at byte AT of q's memory."""
-    WIDTH: gl.constexpr = columns_of_tile(like)
+    WIDTH: gl.constexpr = _columns(like)
     BYTES: gl.constexpr = 64 * 2 * WIDTH
-    COUNT: gl.constexpr = q_tiles.shape[0] * 64 * 4 * columns_of_tile(q_tiles) // BYTES
+    COUNT: gl.constexpr = q_tiles.shape[0] * 64 * 4 * _columns(q_tiles) // BYTES
     return flat(q_tiles._reinterpret(DTYPE, [COUNT, 64, 1, WIDTH], like.layout).index(AT // BYTES))
 
 
 @gluon.jit
 def _rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
     """The parts of its rows in the half type, in the place of the first of those in fp32."""
-    AT: gl.constexpr = INDEX * 64 * 4 * columns_of_tile(q_tiles)
+    AT: gl.constexpr = INDEX * 64 * 4 * _columns(q_tiles)
     parts = (_part(q_tiles, k_tiles[0], AT, DTYPE),)
     if len(k_tiles) > 1:
-        parts = parts + (_part(q_tiles, k_tiles[1], AT + 64 * 2 * columns_of_tile(k_tiles[0]), DTYPE),)
+        parts = parts + (_part(q_tiles, k_tiles[1], AT + 64 * 2 * _columns(k_tiles[0]), DTYPE),)
     return parts
 
 
@@ -78,9 +78,7 @@ def _attention_fwd_cast_hopper_kernel(
     PLACES: gl.constexpr = ((FIRST_STAGE + 2 * CASTERS) * STAGE_BYTES + TILE_BYTES - 1) // TILE_BYTES
     v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES] + v_desc.block_shape, v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
-    stages = v_tiles._reinterpret(
-        gl.float32, [FIRST_STAGE + 2 * CASTERS] + k_source.block_shape, k_source.layout
-    )  # fmt: skip
+    stages = v_tiles._reinterpret(gl.float32, [FIRST_STAGE + 2 * CASTERS] + k_source.block_shape, k_source.layout)
     k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES] + k_main.block_shape, k_main.layout),)
     k_descs = (k_main,)
     if HEAD_DIM > MAIN:
