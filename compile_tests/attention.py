@@ -27,6 +27,8 @@ from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.configs import Launch
 from torch_ops import _attention_dense_hopper, _attention_hopper, _attention_hopper_backward
+from torch_ops._attention_dense_calls import dense_gradients
+from torch_ops._launches import dense_like
 from torch_ops._registry import OPS
 from torch_ops._scores import Scores
 from torch_ops.testing import check, references
@@ -103,18 +105,23 @@ def hopper_launches(
     launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
     deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
+    cut: str = "",
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows.
 
-    With a `batch` tensors are [B, H, S, D] of `rows` rows. fp32 ones are what the forward casts to bf16, and have no
-    backward.
+    With a `batch` tensors are [B, H, S, D] of `rows` rows; those that `cut` names, of q, k and v, TMA takes in four
+    dimensions. fp32 ones are what the forward casts to bf16, and have no backward.
     """
 
-    def tensor(heads: int) -> Tensor:
+    def tensor(name: str, heads: int) -> Tensor:
+        if name in cut:
+            longer = torch.empty(batch, rows + 1, heads, head_dim, device="meta", dtype=dtype)
+            return longer[:, :rows].transpose(1, 2)
         shape = (batch, heads, rows, head_dim) if batch else (rows, heads, head_dim)
         return torch.empty(shape, device="meta", dtype=dtype)
 
-    q, k = tensor(num_heads), tensor(num_k_heads)
+    q, k, v = tensor("q", num_heads), tensor("k", num_k_heads), tensor("v", num_k_heads)
+    out = dense_like(q) if batch else q
     lse = torch.empty(q.shape[:3] if batch else (num_heads, rows), device="meta")
     cu = torch.empty(segments + 1, device="meta", dtype=torch.int32)
     sink = torch.empty(num_heads, device="meta") if sinks else None
@@ -129,20 +136,20 @@ def hopper_launches(
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if dtype is torch.float32:
             forward = _attention_dense_hopper.plan_dense_forward_cast(
-                q, k, k, q, torch.bfloat16, _attention_dense_hopper.cast_launch(head_dim), scores, has_lse
+                q, k, v, out, torch.bfloat16, _attention_dense_hopper.cast_launch(head_dim), scores, has_lse
             )
-            forward(q, k, k, q, lse, sink)
+            forward(q, k, v, out, lse, sink)
             return {launch.name: launch for launch in launched}
         if batch:
             launch = launches["attention_fwd_hopper"]
-            _attention_dense_hopper.plan_dense_forward_hopper(q, k, k, q, launch, scores)(q, k, k, q, lse, sink)
+            _attention_dense_hopper.plan_dense_forward_hopper(q, k, v, out, launch, scores)(q, k, v, out, lse, sink)
         else:
             forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
             forward(q, k, k, cu, cu, q, lse, sink)
         launch = launches["attention_bwd_hopper"]
         if batch:
-            backward = _attention_dense_hopper.plan_dense_backward_hopper(q, q, k, k, q, launch, scores, dlse)
-            backward(q, lse if dlse else None, q, k, k, q, lse, q, k, k)
+            backward = _attention_dense_hopper.plan_dense_backward_hopper(q, q, k, v, out, launch, scores, dlse)
+            backward(q, lse if dlse else None, q, k, v, out, lse, *dense_gradients(q, k, v))
         else:
             backward = _attention_hopper_backward.plan_backward_hopper(
                 q, q, k, q, segments, launch, scores, dlse, deterministic

@@ -446,6 +446,8 @@ HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True, "left": 64, "right": 0},
     "ends": {"batch": 2, "rows": 1024, "num_heads": 8, "num_k_heads": 4, "right": 0},
     "apart": {"batch": 1, "rows": 512, "num_heads": 8, "num_k_heads": 8, "left": 200, "right": 100},
+    "k_cut": {"right": 0, "cut": "k"},
+    "q_and_v_cut": {"cut": "qv"},
 }
 
 
@@ -479,7 +481,7 @@ CAST_VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"has_lse": False},
     "causal_gqa": {"right": 0, "num_k_heads": 4},
     "sinks": {"sinks": True, "left": 64, "right": 0},
-    "ends": HOPPER_VARIANTS["ends"],
+    **{name: HOPPER_VARIANTS[name] for name in ("ends", "k_cut", "q_and_v_cut")},
 }
 
 

@@ -109,10 +109,23 @@ def test_downcast_of_few_tiles(head_dim: int, length: int, k_length: int) -> Non
     _assert_downcast_right(case, times=20)
 
 
-@pytest.mark.parametrize("layout", ["rows_first", "batch_inside", "qkv_view", "cut", "rows_cut"])
+LAYOUTS = (
+    "rows_first", "batch_inside", "qkv_view", "cut", "rows_cut",
+    "heads_first rows_cut rows_first rows_cut", "rows_cut heads_first rows_cut rows_first",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", PARTS)
+def test_layouts(head_dim: int, layout: str) -> None:
+    """In three dimensions and in four, and some in either."""
+    _assert_right(DenseCase(layout, "strides", 3, 4, 300, head_dim, 2, 200, layout, CAUSAL))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", PARTS)
 def test_downcast_of_any_layout(head_dim: int, layout: str) -> None:
-    """In three dimensions and in four."""
+    """The same."""
     _assert_downcast_right(DenseCase(layout, "strides", 3, 4, 300, head_dim, 2, 200, layout, CAUSAL))
 
 

@@ -90,7 +90,8 @@ def plan_dense_backward_in(dtype: torch.dtype, scores: Scores) -> Callable[..., 
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
     ) -> None:  # fmt: skip
-        dout, q, k, v, out = dout.to(dtype), q.to(dtype), k.to(dtype), v.to(dtype), out.to(dtype)
+        # Of out nothing is multiplied in the half type.
+        dout, q, k, v = dout.to(dtype), q.to(dtype), k.to(dtype), v.to(dtype)
         plan = prepare_dense_backward(dout, dlse, q, k, v, out, lse, scores)
         rounded = dense_gradients(q, k, v)
         plan(dout, dlse, q, k, v, out, lse, *rounded, step)

@@ -18,7 +18,6 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_members_kernel,
 )
-from csrc_free_ops.attention.hopper_cast import stage_columns, stage_rows
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT, DENSE_ENDS
@@ -74,6 +73,11 @@ def plan_dense_forward_hopper(
     return launch_forward
 
 
+def _whole_columns(head_dim: int) -> int:
+    """Of a tile that a descriptor brings in one part."""
+    return int(next_power_of_2(head_dim))
+
+
 def cast_launch(head_dim: int) -> Launch:
     """The launch of the forward that casts as it goes, whose stages leave room for no more keys."""
     return Launch(128, 128 if head_dim == 64 else 64, 8, 2 if head_dim == 96 else 3)
@@ -84,19 +88,21 @@ def plan_dense_forward_cast(
 ) -> Callable[..., None]:
     """launch(q, k, v, out, lse, sinks) of fp32 inputs, computed in `dtype`; `out` is fp32."""
     halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (k, v)]
-    out_batch, out_head, out_row, _ = out.stride()
+    (k_batch, k_head, k_row, _), (v_batch, v_head, v_row, _), (out_batch, out_head, out_row, _) = (
+        tensor.stride() for tensor in (k, v, out)
+    )
     order = _forward_order(q, launch, scores)
-    bits = folded(q, *halves, out, k, v)
+    bits = folded(q, *halves, out)
     constants = forward_constants(q, k, launch, scores, order, out_row, has_lse, bits)
     constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), CAST_REGISTERS, strict=True))
+    constants |= {"K_STRIDE": k_row, "V_STRIDE": v_row}
     scalars = (
+        k_batch, k_head, v_batch, v_head,
         out_batch, out_head, q.shape[2], k.shape[2], q.shape[0], scores.scale * LOG2E, *scores.bounds()
     )  # fmt: skip
-    head_dim, device = q.shape[3], q.device
-    rows, columns = stage_rows(head_dim), stage_columns(head_dim)
-    main, tail, width = PARTS[head_dim]
-    block = launch.block_n
-    tiles = ((64, columns), (block, main), (block, tail), (block, width), (rows, columns), (rows, columns))
+    device, block = q.device, launch.block_n
+    main, tail, width = PARTS[q.shape[3]]
+    tiles = ((64, _whole_columns(q.shape[3])), (block, main), (block, tail), (block, width))
     descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])
     num_counts = block_size(k.shape[0] * k.shape[1] + 1)
     grid = (programs(device.index), 1)
@@ -105,8 +111,8 @@ def plan_dense_forward_cast(
     def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
         k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (k, v))
         counts = tickets(device).take(num_counts)
-        descriptors = descriptors_of(q, k_half, k_half, v_half, k, v)
-        tensors = (k_half, v_half, out, lse, sinks, counts, tickets(device).take())
+        descriptors = descriptors_of(q, k_half, k_half, v_half)
+        tensors = (k, v, k_half, v_half, out, lse, sinks, counts, tickets(device).take())
         if not relaunch(None, tensors, descriptors):
             compiled = _attention_fwd_cast_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

@@ -140,9 +140,9 @@ def _round_block(
     dq += head // HEADS * kept_stride(addresses, BATCH_STRIDES + 2)
     dq += head % HEADS * kept_stride(addresses, HEAD_STRIDES + 2)
     scale = kept_number(notes, SCALE).to(gl.float32, bitcast=True)
-    round_rows(first_at, dq, rows, scale, BLOCK, FIRST, FIRST, True, STRIDE)
+    round_rows(first_at, dq, rows, scale, BLOCK, FIRST, True, STRIDE)
     if REST > 0:
-        round_rows(rest_at, dq + FIRST, rows, scale, BLOCK, REST, REST, False, STRIDE)
+        round_rows(rest_at, dq + FIRST, rows, scale, BLOCK, REST, False, STRIDE)
     meet_in_warp()
     if REST == 0:
         # Two phases each time, so that none has to be remembered.

@@ -1,41 +1,37 @@
 """Keys and values of fp32 that the Hopper forward multiplies in a half type: cast by the kernel that uses them.
 
 Beside the producer each program has CASTERS warps. They draw pieces of k and v in the order in which tiles want them, a
-key head's together, bring each piece to shared memory by TMA, and write it to global memory rounded; from there the
-producer brings it like any other input, once a counter says that all of its key head is there. So the cast takes
-the time of its memory traffic, and most of that beside the products of the heads before.
+key head's together, bring each piece to shared memory, and write it to global memory rounded; from there the producer
+brings it like any other input, once a counter says that all of its key head is there. So the cast takes the time of its
+memory traffic, and most of that beside the products of the heads before.
 
-A piece is two stages of STAGE_FLOATS numbers, of which one is on its way while the other is rounded. A caster waits for
-nobody, and whoever has drawn a piece is running: so every wait ends, however many programs run at once.
+A piece is two stages, of which one is on its way while the other is rounded. Each thread brings itself what it rounds,
+16 bytes at a time, from rows at any distance. A caster waits for nobody, and whoever has drawn a piece is running: so
+every wait ends, however many programs run at once.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from csrc_free_ops.tiles.hopper import await_phase, option, shared_base
+from csrc_free_ops.tiles.hopper import option, shared_base
 from csrc_free_ops.tiles.hopper_memory import (
     announce,
     await_announced,
-    coordinates,
-    meet_in_warp,
-    round_rows,
+    await_fetched,
+    end_fetch,
+    fetch_run,
     round_run,
     take_ticket,
 )
 
 CASTERS = gl.constexpr(3)
-STAGE_FLOATS = gl.constexpr(2048)
-
-
-@gluon.constexpr_function
-def stage_columns(head_dim):
-    return 64 if head_dim <= 64 else 128
+STAGE_BYTES = gl.constexpr(8192)
 
 
 @gluon.constexpr_function
 def stage_rows(head_dim):
-    return STAGE_FLOATS.value // stage_columns(head_dim)
+    """Such that all threads of a warp bring as many chunks."""
+    return 32 if head_dim <= 64 else 16
 
 
 @gluon.jit
@@ -73,36 +69,34 @@ def _locate(piece, total_k, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _bring(place, half, sources, tile, bar, total_k, OPTIONS: gl.constexpr):
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
-    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
-    FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
-    k_source, v_source = sources
+def _bring(place, half, sources, stage_at, total_k, OPTIONS: gl.constexpr):
+    """Begins to bring a stage of a piece. A fetch is ended in any case, since they are counted."""
+    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
+    K_HEADS: gl.constexpr = option(OPTIONS, "HEADS") // option(OPTIONS, "GROUP")
+    K_STRIDE: gl.constexpr = option(OPTIONS, "K_STRIDE")
+    V_STRIDE: gl.constexpr = option(OPTIONS, "V_STRIDE")
+    ROWS: gl.constexpr = stage_rows(HEAD_DIM)
+    k_ptr, v_ptr, k_strides, v_strides = sources
     head, is_v, row = place
-    row += half * stage_rows(option(OPTIONS, "HEAD_DIM"))
-    mbarrier.expect(bar, STAGE_FLOATS * 4)
+    row += half * ROWS
+    batch = (head // K_HEADS).to(gl.int64)
+    within = (head % K_HEADS).to(gl.int64)
     if is_v:
-        at = coordinates(v_source, row, head, 0, (total_k, HEADS // GROUP, FOLDED & 32))
-        tma.async_copy_global_to_shared(v_source, at, bar, tile)
+        begin = v_ptr + batch * v_strides[0] + within * v_strides[1] + row.to(gl.int64) * V_STRIDE
+        fetch_run(begin, stage_at, total_k - row, ROWS, HEAD_DIM, V_STRIDE)
     else:
-        at = coordinates(k_source, row, head, 0, (total_k, HEADS // GROUP, FOLDED & 16))
-        tma.async_copy_global_to_shared(k_source, at, bar, tile)
+        begin = k_ptr + batch * k_strides[0] + within * k_strides[1] + row.to(gl.int64) * K_STRIDE
+        fetch_run(begin, stage_at, total_k - row, ROWS, HEAD_DIM, K_STRIDE)
 
 
 @gluon.jit
-def cast(
-    INDEX: gl.constexpr, FIRST_STAGE: gl.constexpr, FIRST_BAR: gl.constexpr,
-    sources, halves, counts, stages, bars, bars_at, sizes, OPTIONS: gl.constexpr,
-):  # fmt: skip
-    """One caster. `halves` are of contiguous [B, H, S, D]; stages begin where the kernel's shared memory does."""
+def cast(INDEX: gl.constexpr, FIRST_AT: gl.constexpr, sources, halves, counts, sizes, OPTIONS: gl.constexpr):
+    """One caster. `halves` are contiguous [B, H, S, D]; stages begin FIRST_AT bytes behind the shared memory's base."""
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HEADS: gl.constexpr = option(OPTIONS, "HEADS")
     GROUP: gl.constexpr = option(OPTIONS, "GROUP")
     ROWS: gl.constexpr = stage_rows(HEAD_DIM)
-    COLUMNS: gl.constexpr = stage_columns(HEAD_DIM)
-    STAGE_BYTES: gl.constexpr = STAGE_FLOATS * 4
-    OWN_STAGE: gl.constexpr = FIRST_STAGE + 2 * INDEX
-    OWN_BAR: gl.constexpr = FIRST_BAR + 2 * INDEX
+    OWN_AT: gl.constexpr = FIRST_AT + 2 * INDEX * STAGE_BYTES
     k_half, v_half = halves
     DTYPE: gl.constexpr = k_half.dtype.element_ty
     total_k, batch = sizes
@@ -112,34 +106,25 @@ def cast(
     ticket_ptr = counts + k_heads
     piece = take_ticket(ticket_ptr, last)
     head, is_v, row = _locate(piece, total_k, HEAD_DIM)
-    if piece < num_pieces:
-        for half in gl.static_range(2):
-            tile = stages.index(OWN_STAGE + half)
-            _bring((head, is_v, row), half, sources, tile, bars.index(OWN_BAR + half), total_k, OPTIONS)
-    phase = 0
+    for half in gl.static_range(2):
+        if piece < num_pieces:
+            _bring((head, is_v, row), half, sources, shared_base() + OWN_AT + half * STAGE_BYTES, total_k, OPTIONS)
+        end_fetch()
     while piece < num_pieces:
         behind = take_ticket(ticket_ptr, last)
         next_head, next_is_v, next_row = _locate(behind, total_k, HEAD_DIM)
         target = gl.where(is_v, v_half.to(gl.int64), k_half.to(gl.int64))
         target += (head.to(gl.int64) * total_k + row) * (HEAD_DIM * 2)
         for half in gl.static_range(2):
-            await_phase(bars_at + (OWN_BAR + half) * 8, phase)
-            source = shared_base() + (OWN_STAGE + half) * STAGE_BYTES
+            stage_at = shared_base() + OWN_AT + half * STAGE_BYTES
+            await_fetched(1)
             half_ptr = (target + half * (ROWS * HEAD_DIM * 2)).to(gl.pointer_type(DTYPE), bitcast=True)
-            rows = gl.maximum(total_k - row - half * ROWS, 0)
-            if HEAD_DIM == COLUMNS:
-                round_run(source, half_ptr, rows * HEAD_DIM, STAGE_FLOATS)
-            else:
-                round_rows(source, half_ptr, rows, 1.0, ROWS, HEAD_DIM, COLUMNS, False, HEAD_DIM)
-            meet_in_warp()
+            round_run(stage_at, half_ptr, (total_k - row - half * ROWS) * HEAD_DIM, ROWS * HEAD_DIM)
             if behind < num_pieces:
-                tile = stages.index(OWN_STAGE + half)
-                _bring(
-                    (next_head, next_is_v, next_row), half, sources, tile, bars.index(OWN_BAR + half), total_k, OPTIONS
-                )
+                _bring((next_head, next_is_v, next_row), half, sources, stage_at, total_k, OPTIONS)
+            end_fetch()
         announce(counts + head)
         piece = behind
         head = next_head
         is_v = next_is_v
         row = next_row
-        phase = phase ^ 1

@@ -159,12 +159,13 @@ def _read_columns(source, FIRST: gl.constexpr, like):
 
 
 @gluon.jit
-def _cast_rows(parts, source):
-    """The parts of a tile of fp32, rounded, to where it lies. By one warpgroup."""
+def _cast_rows(parts, source, APART: gl.constexpr):
+    """The parts of a tile of fp32, rounded; to where it lies, if not APART. By one warpgroup."""
     rounded = ()
     for index in gl.static_range(len(parts)):
         rounded = rounded + (_read_columns(source, parts[0].shape[1] * index, parts[index]),)
-    meet()
+    if not APART:
+        meet()
     for index in gl.static_range(len(parts)):
         parts[index].store(rounded[index])
     fence_async_shared()
@@ -177,6 +178,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, bars, scale, total_q, sinks_ptr,
 
     `out` are descriptors and tiles, or neither where out is fp32.
     """
+    Q_APART: gl.constexpr = option(OPTIONS, "Q_APART")
     HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
     HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
     HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
@@ -229,11 +231,13 @@ def consume(INDEX: gl.constexpr, q, out, tiles, bars, scale, total_q, sinks_ptr,
             barrier_arrive(Q_EMPTY + INDEX, 160)
         else:
             if option(OPTIONS, "CASTERS") > 0:
-                _cast_rows(q, q_source)
+                _cast_rows(q, q_source, Q_APART)
+            if Q_APART:
+                barrier_arrive(Q_EMPTY + INDEX, 160)
             await_phase(k_full + stage * 8, phase)
             s = warpgroup_mma_wait(0, [_multiply_qk(q, k_tiles, stage, zeros)])
             _arrive(K_EMPTY + stage, 0, shared, ALONE, EMPTY)
-            if blocks == 1:
+            if blocks == 1 and not Q_APART:
                 barrier_arrive(Q_EMPTY + INDEX, 160)
             # Blocks are counted from the last: the first ones and the last ones may need masks.
             tail_masked = read_note(notes, slot, TAIL_MASKED)
@@ -266,7 +270,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, bars, scale, total_q, sinks_ptr,
                     s = warpgroup_mma_wait(0, [s])
                 _arrive(K_EMPTY + stage, blocks - left, shared, ALONE, EMPTY)
                 # The next tile's rows come while this one's last block is at work.
-                if left == 1:
+                if left == 1 and not Q_APART:
                     barrier_arrive(Q_EMPTY + INDEX, 160)
                 masked = left <= tail_masked
                 if HAS_LEFT:
@@ -398,7 +402,7 @@ def _attention_fwd_hopper_kernel(
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
         "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
         "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
-        "FOLDED", FOLDED, "OUT_DTYPE", DTYPE, "CASTERS", 0,
+        "FOLDED", FOLDED, "OUT_DTYPE", DTYPE, "CASTERS", 0, "Q_APART", False,
     )  # fmt: skip
     descs = (q_descs, k_descs, v_desc)
     filled = (q_tiles, k_tiles, v_tiles, notes, addresses)

@@ -4,17 +4,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from csrc_free_ops.attention.hopper_cast import CASTERS, STAGE_FLOATS, cast
-from csrc_free_ops.attention.hopper_fwd import consume
+from csrc_free_ops.attention.hopper_cast import CASTERS, STAGE_BYTES, cast
+from csrc_free_ops.attention.hopper_fwd import consume, group_rows
 from csrc_free_ops.attention.hopper_fwd_produce import ARRIVALS, produce
 from csrc_free_ops.attention.hopper_work import NOTE, NOTES, POINTERS, keep
 from csrc_free_ops.tiles.hopper import check_base, make_barriers, shared_base
 from csrc_free_ops.tiles.hopper_memory import await_kernel, columns_of, flat
 
-STAGE_BYTES = gl.constexpr(STAGE_FLOATS.value * 4)
-# The first of the casters' barriers, which come behind those of `hopper_fwd`.
-CAST_FULL = gl.constexpr(len(ARRIVALS.value))
-CAST_ARRIVALS = gl.constexpr((*ARRIVALS.value, *(1,) * 2 * CASTERS.value))
+# For barriers.
+BARS_BYTES = gl.constexpr(16 * 8)
 
 
 @gluon.constexpr_function
@@ -51,19 +49,21 @@ def _rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _attention_fwd_cast_hopper_kernel(
-    q_source, k_main, k_tail, v_desc, k_source, v_source,
-    k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
-    stride_ob, stride_oh, total_q, total_k, batch, scale, window_left, window_right,
+    q_source, k_main, k_tail, v_desc,
+    k_ptr, v_ptr, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
+    stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
+    total_q, total_k, batch, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, OUT_STRIDE: gl.constexpr,
+    HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
     FOLDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). *_source describe fp32 [B, H, S, D], *_half and other descriptors what k and v are cast to.
+    """Grid (programs). q_source describes fp32 [B, H, S, D], as k and v are; k_half, v_half and other descriptors are
+    what those are cast to.
 
     counts_ptr are int32, one for each key head of each sequence and one more; they, and ticket_ptr, hold 0, and do
-    again when the kernel ends. FOLDED has a bit for each of q, k, v and out, and two for the sources of k and v. The
-    rest is as in `_attention_fwd_hopper_kernel`, of two warpgroups.
+    again when the kernel ends. The rest is as in `_attention_fwd_hopper_kernel`, of two warpgroups.
     """
     MAIN: gl.constexpr = columns_of(k_main)
     WIDTH: gl.constexpr = columns_of(v_desc)
@@ -74,11 +74,12 @@ def _attention_fwd_cast_hopper_kernel(
     # The largest, and first, as in `hopper_fwd`: v's tiles, barriers, and the casters' stages.
     TILE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2
     BARS_AT: gl.constexpr = STAGES * V_TILES * TILE_BYTES
-    FIRST_STAGE: gl.constexpr = BARS_AT // STAGE_BYTES + 1
-    PLACES: gl.constexpr = ((FIRST_STAGE + 2 * CASTERS) * STAGE_BYTES + TILE_BYTES - 1) // TILE_BYTES
+    FIRST_AT: gl.constexpr = BARS_AT + BARS_BYTES
+    # There is room for the next tile's rows only where they are this narrow.
+    Q_APART: gl.constexpr = HEAD_DIM == 64
+    PLACES: gl.constexpr = (FIRST_AT + 2 * CASTERS * STAGE_BYTES + TILE_BYTES - 1) // TILE_BYTES
     v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES] + v_desc.block_shape, v_desc.layout)
     check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
-    stages = v_tiles._reinterpret(gl.float32, [FIRST_STAGE + 2 * CASTERS] + k_source.block_shape, k_source.layout)
     k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES] + k_main.block_shape, k_main.layout),)
     k_descs = (k_main,)
     if HEAD_DIM > MAIN:
@@ -88,15 +89,15 @@ def _attention_fwd_cast_hopper_kernel(
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTE, 1], VECTOR)
     addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
     keep(addresses, (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh, counts_ptr))
-    bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [32, 1], mbarrier.MBarrierLayout())
-    bars_at = shared_base() + BARS_AT
-    make_barriers(bars_at, CAST_ARRIVALS)
+    bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    make_barriers(shared_base() + BARS_AT, ARRIVALS)
     fence_async_shared()
     OPTIONS: gl.constexpr = (
         "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
         "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
         "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
-        "FOLDED", FOLDED, "OUT_DTYPE", gl.float32, "CASTERS", CASTERS,
+        "FOLDED", FOLDED, "OUT_DTYPE", gl.float32, "CASTERS", CASTERS, "Q_APART", Q_APART,
+        "K_STRIDE", K_STRIDE, "V_STRIDE", V_STRIDE,
     )  # fmt: skip
     descs = ((q_source,), k_descs, v_desc)
     filled = ((q_tiles,), k_tiles, v_tiles, notes, addresses)
@@ -104,11 +105,16 @@ def _attention_fwd_cast_hopper_kernel(
     sinks = lse_ptr
     if HAS_SINKS:
         sinks = sinks_ptr
-    sources = (k_source, v_source)
+    sources = (k_ptr, v_ptr, (stride_kb, stride_kh), (stride_vb, stride_vh))
     halves = (k_half, v_half)
     lengths = (total_k, batch)
-    first = _rows(q_tiles, k_tiles, 0, DTYPE)
-    second = _rows(q_tiles, k_tiles, 1, DTYPE)
+    if Q_APART:
+        q_half = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], k_main.layout),)
+        first = group_rows(q_half, 0)
+        second = group_rows(q_half, 1)
+    else:
+        first = _rows(q_tiles, k_tiles, 0, DTYPE)
+        second = _rows(q_tiles, k_tiles, 1, DTYPE)
     first_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 0))
     second_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 1))
     gl.static_assert(GROUPS == 2 and CASTERS == 3)
@@ -117,9 +123,9 @@ def _attention_fwd_cast_hopper_kernel(
             (consume, (0, first, ((), ()), first_used, bars, scale, total_q, sinks, OPTIONS)),
             (consume, (1, second, ((), ()), second_used, bars, scale, total_q, sinks, OPTIONS)),
             (produce, (descs, (0, 0), filled, bars, sizes, OPTIONS)),
-            (cast, (0, FIRST_STAGE, CAST_FULL, sources, halves, counts_ptr, stages, bars, bars_at, lengths, OPTIONS)),
-            (cast, (1, FIRST_STAGE, CAST_FULL, sources, halves, counts_ptr, stages, bars, bars_at, lengths, OPTIONS)),
-            (cast, (2, FIRST_STAGE, CAST_FULL, sources, halves, counts_ptr, stages, bars, bars_at, lengths, OPTIONS)),
+            (cast, (0, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
+            (cast, (1, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
+            (cast, (2, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from csrc_free_ops.attention.hopper_cast import await_cast, draw_and_clear
 from csrc_free_ops.attention.hopper_work import (
@@ -24,7 +24,7 @@ from csrc_free_ops.attention.hopper_work import (
     write_note,
 )
 from csrc_free_ops.tiles.hopper import TOLD, barrier_sync, barrier_sync_among, option, shared_base, tell, turn_around
-from csrc_free_ops.tiles.hopper_memory import columns_of, coordinates
+from csrc_free_ops.tiles.hopper_memory import columns_of, load_tile
 from csrc_free_ops.tiles.masks import block_span
 
 # The first named barrier that is not Triton's, with three warpgroups.
@@ -119,10 +119,13 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     # Of what is being cast, as few heads together as keep all programs at work: the first are soon there.
-    BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) else CACHED // 4 if CASTERS > 0 else CACHED
+    BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) else CACHED // 2 if CASTERS > 0 else CACHED
     RESIDENT: gl.constexpr = BYTES * GROUP // (HEAD_DIM * ROW_BYTES)
     LONE: gl.constexpr = ALONE * GROUP // (HEAD_DIM * ROW_BYTES)
 
+    q_batch = (total_q, HEADS, FOLDED & 1)
+    k_batch = (total_k, HEADS // GROUP, FOLDED & 2)
+    v_batch = (total_k, HEADS // GROUP, FOLDED & 4)
     bars_at = shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2
     heads = head_count(num_segments, HEADS, ORDER)
     num_tiles, dealt = deal(cu_q, num_segments, total_q, heads, GROUPS, ORDER)
@@ -174,10 +177,15 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 mbarrier.expect(bar, Q_BYTES)
                 tell(bars_at + (Q_FULL + group) * 8)
                 for part in gl.static_range(len(q_descs)):
-                    at = coordinates(
-                        q_descs[part], row + group * apart, head, part * Q_MAIN, (total_q, HEADS, FOLDED & 1)
+                    load_tile(
+                        q_descs[part],
+                        row + group * apart,
+                        head,
+                        part * Q_MAIN,
+                        q_batch,
+                        bar,
+                        q_tiles[part].index(group),
                     )
-                    tma.async_copy_global_to_shared(q_descs[part], at, bar, q_tiles[part].index(group))
             k_head = head // GROUP
             if CASTERS > 0:
                 await_cast(kept_pointer(addresses, COUNTS, gl.int32), k_head, total_k, HEAD_DIM)
@@ -192,8 +200,7 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 bar = bars.index(K_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
                 for part in gl.static_range(PARTS):
-                    at = coordinates(k_descs[part], key, k_head, part * MAIN, (total_k, HEADS // GROUP, FOLDED & 2))
-                    tma.async_copy_global_to_shared(k_descs[part], at, bar, k_tiles[part].index(stage))
+                    load_tile(k_descs[part], key, k_head, part * MAIN, k_batch, bar, k_tiles[part].index(stage))
                 if loaded >= STAGES:
                     if ENDS:
                         barrier_sync_among(V_EMPTY + stage, readers)
@@ -202,8 +209,7 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
                 bar = bars.index(V_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
                 for part in gl.static_range(V_TILES):
-                    at = coordinates(v_desc, key, k_head, part * WIDTH, (total_k, HEADS // GROUP, FOLDED & 4))
-                    tma.async_copy_global_to_shared(v_desc, at, bar, v_tiles.index(stage * V_TILES + part))
+                    load_tile(v_desc, key, k_head, part * WIDTH, v_batch, bar, v_tiles.index(stage * V_TILES + part))
                 loaded += 1
                 stage, _ = turn_around(stage, STAGES)
             count += 1

@@ -35,6 +35,15 @@ def coordinates(desc, row, head, column, batch):
 
 
 @gluon.jit
+def load_tile(desc, row, head, column, batch, bar, tile):
+    """Begins to bring a tile; `bar` tells.
+
+    In a loop that brings several, a variable of their places would have the rank of one descriptor.
+    """
+    tma.async_copy_global_to_shared(desc, coordinates(desc, row, head, column, batch), bar, tile)
+
+
+@gluon.jit
 def load_blocks(
     desc, row, head, batch, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
@@ -43,8 +52,8 @@ def load_blocks(
     COLUMNS: gl.constexpr = columns_of(desc)
     for block in gl.static_range(BLOCKS):
         for tile in gl.static_range(TILES):
-            place = coordinates(desc, row + block * ROWS, head, tile * COLUMNS, batch)
-            tma.async_copy_global_to_shared(desc, place, bar, tiles.index(first + block * TILES + tile))
+            target = tiles.index(first + block * TILES + tile)
+            load_tile(desc, row + block * ROWS, head, tile * COLUMNS, batch, bar, target)
 
 
 @gluon.jit
@@ -97,11 +106,11 @@ def _round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
 @gluon.jit
 def round_rows(
     address, target, rows, scale,
-    MOST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr,
+    MOST: gl.constexpr, COLUMNS: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     """target = scale times the first `rows` of MOST rows of fp32 at shared `address`, rounded. By one warp.
 
-    They are COLUMNS of WIDTH columns each; SWIZZLED is as in `hopper_bwd_sums`.
+    They are of COLUMNS columns; SWIZZLED is as in `hopper_bwd_sums`.
     """
     COUNT: gl.constexpr = COLUMNS // 8
     # Without a sign, for there are no registers to divide one.
@@ -112,38 +121,80 @@ def round_rows(
         place = at
         if SWIZZLED:
             place = at ^ (row % 4)
-        source = address + (run * 32 if COLUMNS == WIDTH else (row * WIDTH + at * 8) * 4)
         _round_floats(
-            source.to(gl.int32), target.to(gl.int64) + (row * STRIDE + place * 8) * 2, scale,
+            (address + run * 32).to(gl.int32), target.to(gl.int64) + (row * STRIDE + place * 8) * 2, scale,
             (row < rows).to(gl.int32), target.dtype.element_ty,
         )  # fmt: skip
         run += 32
 
 
+@gluon.jit
+def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr):
+    """Begins to bring the first `rows` of ROWS rows of fp32 to shared `target`, dense, 16 bytes after 16. By one warp.
+
+    Each thread may read what it has brought (`await_fetched`), which is what `round_run` does. Of what is read once
+    the L2 cache shall keep nothing.
+    """
+    CHUNKS: gl.constexpr = COLUMNS // 4
+    TEXT: gl.constexpr = """{
+        .reg .pred inside; .reg .b64 policy;
+        setp.ne.s32 inside, $3, 0;
+        createpolicy.fractional.L2::evict_first.b64 policy, 1.0;
+        @inside cp.async.cg.shared.global.L2::cache_hint [$1], [$2], 16, policy;
+        mov.b32 $0, 0;
+        }"""
+    lane = lane_of_warp()
+    rows = gl.maximum(rows, 0).to(gl.uint32)
+    for first in gl.static_range(0, ROWS * CHUNKS, 32):
+        chunk = lane + first
+        row = chunk // CHUNKS
+        address = source.to(gl.int64) + (row * STRIDE + chunk % CHUNKS * 4).to(gl.int64) * 4
+        operands = [(target + chunk * 16).to(gl.int32), address, (row < rows).to(gl.int32)]
+        gl.inline_asm_elementwise(TEXT, "=r,r,l,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def end_fetch():
+    """Of each thread: what it has begun to bring since the last one is one fetch."""
+    TEXT: gl.constexpr = "cp.async.commit_group; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_fetched(PENDING: gl.constexpr):
+    """Until all fetches of this thread but the last PENDING are there."""
+    TEXT: gl.constexpr = _await_fetched_text(PENDING)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _await_fetched_text(pending):
+    return f"cp.async.wait_group {pending}; mov.b32 $0, $1;"
+
+
 @gluon.constexpr_function
 def _round_run_text(dtype, numbers):
     pair = "cvt.rn.f16x2.f32" if dtype == gl.float16 else "cvt.rn.bf16x2.f32"
-    lines = ["{ .reg .pred inside; .reg .f32 a<8>; .reg .b32 w<4>;"]
-    for begin in range(0, numbers, 256):
+    lines = ["{ .reg .pred inside; .reg .f32 a<4>; .reg .b32 w<2>;"]
+    for begin in range(0, numbers, 128):
         lines += [
             f"ld.shared.v4.f32 {{a0, a1, a2, a3}}, [$1+{4 * begin}];",
-            f"ld.shared.v4.f32 {{a4, a5, a6, a7}}, [$1+{4 * begin + 16}];",
-            *[f"{pair} w{index}, a{2 * index + 1}, a{2 * index};" for index in range(4)],
+            f"{pair} w0, a1, a0; {pair} w1, a3, a2;",
             f"setp.gt.s32 inside, $3, {begin};",
-            f"@inside st.global.v4.b32 [$2+{2 * begin}], {{w0, w1, w2, w3}};",
+            f"@inside st.global.v2.b32 [$2+{2 * begin}], {{w0, w1}};",
         ]
     return "\n".join([*lines, "mov.b32 $0, 0; }"])
 
 
 @gluon.jit
 def round_run(address, target, limit, NUMBERS: gl.constexpr):
-    """target = the first `limit` of NUMBERS numbers of fp32 at shared `address`, a multiple of 256, rounded.
+    """target = the first `limit` of NUMBERS numbers of fp32 at shared `address`, a multiple of 128, rounded.
 
-    By one warp, eight by eight, so `limit` is a multiple of that.
+    By one warp, four by four, so `limit` is a multiple of that.
     """
     TEXT: gl.constexpr = _round_run_text(target.dtype.element_ty, NUMBERS)
     lane = lane_of_warp().to(gl.int32)
-    operands = [address + lane * 32, target.to(gl.int64) + lane * 16, limit - lane * 8]
+    operands = [address + lane * 16, target.to(gl.int64) + lane * 8, limit - lane * 4]
     gl.inline_asm_elementwise(TEXT, "=r,r,l,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -11,7 +11,10 @@ from torch_ops.testing.cases.attention import CAUSAL, drawn_options
 
 @dataclass(frozen=True)
 class DenseCase:
-    """Shapes and options of one call; `k_length` and `num_k_heads` are those of the queries where None."""
+    """Shapes and options of one call; `k_length` and `num_k_heads` are those of the queries where None.
+
+    `layout` is that of all tensors, or of q, k, v and dout, with spaces between.
+    """
 
     name: str
     reaches: str
@@ -88,11 +91,13 @@ def make_dense_inputs(
     rows = case.length if case.k_length is None else case.k_length
     q_shape = case.batch, case.num_heads, case.length, case.head_dim
     k_shape = case.batch, case.num_k_heads or case.num_heads, rows, case.head_dim
+    layouts = case.layout.split()
+    of_q, of_k, of_v, of_dout = layouts * 4 if len(layouts) == 1 else layouts
     return DenseInputs(
-        q=_batch(q_shape, case.layout, draw),
-        k=_batch(k_shape, case.layout, draw),
-        v=_batch(k_shape, case.layout, draw),
-        dout=_batch(q_shape, case.layout, draw),
+        q=_batch(q_shape, of_q, draw),
+        k=_batch(k_shape, of_k, draw),
+        v=_batch(k_shape, of_v, draw),
+        dout=_batch(q_shape, of_dout, draw),
         dlse=draw(*q_shape[:3]).to(torch.promote_types(dtype, torch.float32)),
         options=drawn_options(case.options, case.batch, case.num_heads, draw, device),
     )
