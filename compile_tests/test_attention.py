@@ -27,6 +27,7 @@ from compile_tests.contract import (
     SM90,
     TARGETS,
     Build,
+    Recorder,
     assert_expected_inline,
     assert_kernels,
     assert_plain_launch,
@@ -45,10 +46,11 @@ from compile_tests.contract import (
 )
 from compile_tests.dense import KERNELS, VARIANTS, WRITES, dense_calls, dense_launches
 from csrc_free_ops.configs import Gpu, pick
-from torch_ops import attention
+from torch_ops import _attention_dense_keys, attention
 from torch_ops._attention_dense_hopper import cast_launch
 from torch_ops._attention_hopper import PARTS, describe, folded
 from torch_ops._registry import OPS
+from torch_ops._scores import Scores
 from torch_ops.testing.cases import DENSE, DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
 
 CASES = {case.name: case for case in DENSE}
@@ -475,6 +477,53 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str) -> None:
         products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
         if products:
             assert sass(built).count("WARPGROUP.DEPBAR") < products / 2, str(built)
+
+
+# Bytes that spill, by head dimension: of 128 columns sums of keys, and of a block's share in them, fill the registers.
+KEYS_SPILL = {64: 0, 128: 448}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bounds"), sampled([(d, b) for d in KEYS_SPILL for b in ((-1, -1), (-1, 0), (9, 3))])
+)
+def test_kernel_for_gradients_of_fp32_keys_fits_and_overlaps(head_dim: int, bounds: tuple[int, int]) -> None:
+    tensor, lse = torch.empty(3, 4, 200, head_dim, device="meta"), torch.empty(3, 4, 200, device="meta")
+    launched: list[Any] = []
+    recorder = Recorder(launched, _attention_dense_keys._attention_bwd_keys_hopper_kernel)
+    with mock.patch.object(_attention_dense_keys, "_attention_bwd_keys_hopper_kernel", recorder):
+        plan = _attention_dense_keys.plan_dense_keys(tensor, tensor, tensor, tensor, Scores(0.1, *bounds))
+        plan(tensor, tensor, tensor, lse, tensor, lse, tensor, tensor)
+    with fake_gpu(SM90):
+        built = build(launched[0], SM90)
+    assert built.shared <= shared_memory(SM90) and built.spilled <= KEYS_SPILL[head_dim], str(built)
+    products = re.findall(r"wgmma\.mma_async\S*\.bf16\.bf16", built.asm["ptx"])
+    assert sass(built).count("WARPGROUP.DEPBAR") < len(products) / 8, str(built)
+
+
+@pytest.mark.parametrize("way", ("graph", "package", "portable"))
+def test_gradients_of_fp32_keys_are_an_opaque_launch_but_in_packages(way: str) -> None:
+    path = "portable" if way == "portable" else "auto"
+    with fake_gpu(name="h200", path=path) as mode, V.set_aot_compilation(way == "package"):
+        with mode:
+            sizes = {
+                name: symbolic_size(mode, name, hint) for name, hint in (("batch", 5), ("rows", 100), ("keys", 70))
+            }
+            args, options = dense_calls(**sizes, head_dim=128, dtype=torch.float32)["attention_backward"]
+        trace = trace_kernels(OPS["attention_backward"].overload, args, options)
+    kernels = dict(WRITES["attention_backward"])
+    if way == "graph":
+        del kernels["_attention_bwd_dkdv_dense_kernel"]
+    assert ("auto_functionalized" in trace.targets) == (way == "graph")
+    assert_kernels(trace, kernels)
+    assert not mode.shape_env.guards and not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize("rest", ({"num_k_heads": 1}, {"softcap": 5.0}, {"head_dim": 72}), ids=str)
+def test_other_gradients_of_fp32_keys_are_stock_tritons(rest: dict[str, Any]) -> None:
+    with fake_gpu(name="h200", path="auto") as mode:
+        with mode:
+            args, options = dense_calls(**{"head_dim": 128, "dtype": torch.float32, **rest})["attention_backward"]
+        assert_kernels(trace_kernels(OPS["attention_backward"].overload, args, options), WRITES["attention_backward"])
 
 
 CAST_VARIANTS: dict[str, dict[str, Any]] = {

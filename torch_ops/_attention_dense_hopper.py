@@ -22,7 +22,6 @@ from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT, DENSE_ENDS
 from csrc_free_ops.configs import Launch, split_head_dim
-from torch_ops._attention_dense_portable import dense_strides
 from torch_ops._attention_hopper import (
     LOG2E,
     PARTS,
@@ -40,7 +39,7 @@ from torch_ops._attention_hopper_backward import (
     pass_constants,
 )
 from torch_ops._hopper import Descriptors, programs
-from torch_ops._launches import Relaunch, dense_like
+from torch_ops._launches import Relaunch, dense_like, dense_strides
 from torch_ops._scores import Scores
 from torch_ops._tickets import block_size, tickets
 

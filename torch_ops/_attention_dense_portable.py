@@ -11,8 +11,9 @@ from triton import cdiv
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_dense_kernel, _attention_bwd_dq_dense_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_dense_kernel
+from torch_ops._attention_dense_keys import plan_dense_keys, takes_keys_apart
 from torch_ops._attention_portable import choose, constants_of, for_each_precision, slopes_stride
-from torch_ops._launches import Relaunch, dense_like, readable, with_columns
+from torch_ops._launches import Relaunch, dense_like, dense_strides, readable, with_columns
 from torch_ops._registry import wrap_triton
 from torch_ops._scores import NO_STEP, Scores, StepTensors
 
@@ -20,17 +21,6 @@ from torch_ops._scores import NO_STEP, Scores, StepTensors
 def length_of(q: Tensor) -> int | None:
     """Its rows where they are a plain number; None in graphs of dynamic shape, which may not branch on it."""
     return None if isinstance(q.shape[2], torch.SymInt) else q.shape[2]
-
-
-def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
-
-    Of what has no contiguous columns they are those of its copy.
-    """
-    strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
-    outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
-    unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
-    return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
 
 
 @for_each_precision
@@ -87,7 +77,7 @@ def plan_dense_backward_portable(
     }  # fmt: skip
     dq_grid = (cdiv(length, dq_launch.block_m) * batch, num_heads)
 
-    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
+    dkdv_launch, source = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
     dkdv_scalars = (*read[:6], *read[8:], *dkdv_outer, *sizes)
     dkdv_constants = {
         **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
@@ -97,6 +87,8 @@ def plan_dense_backward_portable(
 
     relaunch_dq = Relaunch(dq_grid, dq_scalars)
     relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
+    # Beside the kernel in stock Triton, which compilers look for in what a body calls.
+    keys = plan_dense_keys(dout, q, k, v, scores) if takes_keys_apart(q, k, scores, precision, source) else None
     ready = readable(q, k, v, out, dout) and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
 
     def launch_backward(
@@ -112,6 +104,9 @@ def plan_dense_backward_portable(
         if not relaunch_dq(None, tensors):
             compiled = wrap_triton(_attention_bwd_dq_dense_kernel)[dq_grid](*tensors, *dq_scalars, **dq_constants)
             relaunch_dq.keep(None, tensors, dq_constants, compiled)
+        if keys is not None:
+            keys(q, k, v, lse, dout, delta, dk, dv)
+            return
         after = (q, k, v, lse, dout, delta, step.slopes, step.seed, dk, dv)
         if not relaunch_dkdv(None, after):
             compiled = wrap_triton(_attention_bwd_dkdv_dense_kernel)[dkdv_grid](*after, *dkdv_scalars, **dkdv_constants)

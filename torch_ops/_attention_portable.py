@@ -50,8 +50,13 @@ def choose(
         # Of a sink, too, tall tiles leave no registers.
         scores.masked or scores.has_sinks,
         busy,
-        precision or attention_products(device, q.shape[-1], precision_of(q)),
+        precision or current_products(q),
     )  # fmt: skip
+
+
+def current_products(q: Tensor) -> str:
+    """How PyTorch's setting of now has these multiplied."""
+    return attention_products(_current_gpu(), q.shape[-1], precision_of(q))
 
 
 def precision_of(q: Tensor) -> str:

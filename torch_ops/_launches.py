@@ -58,6 +58,17 @@ def can_overlap() -> bool:
     return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
 
 
+def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
+    """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
+
+    Of what has no contiguous columns they are those of its copy.
+    """
+    strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
+    outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
+    unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
+    return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
+
+
 class Relaunch:
     """A plan's launch kept as compiled, for the calls after the first.
 

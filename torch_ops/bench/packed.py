@@ -13,6 +13,7 @@ import torch_ops
 from csrc_free_ops.attention import (
     hopper_bwd,
     hopper_bwd_apart,
+    hopper_bwd_keys,
     hopper_bwd_sums,
     hopper_fwd,
     hopper_fwd_cast,
@@ -37,6 +38,7 @@ JITS = tuple(
         hopper_fwd_cast,
         hopper_bwd,
         hopper_bwd_apart,
+        hopper_bwd_keys,
         hopper_bwd_sums,
     )
     for name in vars(module)

@@ -1,0 +1,66 @@
+"""The launcher of the Hopper kernel for gradients of keys and values of fp32, which stock Triton has besides.
+
+`_attention_dense_portable` calls it for dk and dv, behind the kernel that makes delta and dq.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from triton import cdiv
+
+from csrc_free_ops.attention.hopper_bwd_keys import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_keys_hopper_kernel
+from csrc_free_ops.configs import Launch
+from torch_ops._hopper import is_packaged
+from torch_ops._launches import Relaunch, dense_like, dense_strides, with_columns
+from torch_ops._registry import is_eager, opaque_launch, remembered
+from torch_ops._scores import Scores
+from torch_ops.settings import settings
+
+KEYS_LAUNCH = Launch(BLOCK_M.value, BLOCK_N.value, 8, 1)
+
+
+def takes_keys_apart(q: Tensor, k: Tensor, scores: Scores, products: str, source: str) -> bool:
+    """Whether the kernel takes them: of one query head to a key head, and nothing between scores and their sums.
+
+    `source` is where the launch of stock Triton's comes from: whoever gave it a row wants that one.
+    """
+    is_whole = any(q.shape[3] == count * WIDTH.value for count in (1, 2)) and q.shape[1] == k.shape[1]
+    allowed = settings.path != "portable" and not is_packaged() and source.startswith("rule")
+    return products == "bf16x6" and allowed and is_whole and not scores.backward_steps
+
+
+def plan_dense_keys(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Callable[..., None]:
+    """launch(q, k, v, lse, dout, delta, dk, dv), where `takes_keys_apart`; lse and delta are contiguous."""
+    if not is_eager():
+        bounds = scores.scale, scores.left, scores.right
+        return lambda *tensors: _launch_dense_keys_opaque(*tensors, *bounds)
+    batch, heads, k_length, head_dim = k.shape
+    unit, outer, rows = dense_strides(q, k, v, dout, dense_like(k), dense_like(v))
+    scalars = (*outer, q.shape[2], k_length, scores.scale, *scores.bounds())
+    names = ("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_DOT", "STRIDE_DKT", "STRIDE_DVT")
+    constants = {
+        **dict(zip(names, rows, strict=True)), "UNIT": unit, "HEAD_DIM": head_dim,
+        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "num_warps": KEYS_LAUNCH.num_warps,
+    }  # fmt: skip
+    grid = (cdiv(k_length, BLOCK_N.value) * batch, heads)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_keys(*tensors: Tensor) -> None:
+        if not relaunch(None, tensors):
+            compiled = _attention_bwd_keys_hopper_kernel[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_keys
+
+
+_prepare_dense_keys = remembered(plan_dense_keys)
+
+
+@opaque_launch("_attention_dense_bwd_keys", writes=("dk", "dv"))
+def _launch_dense_keys_opaque(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+    scale: float, left: int, right: int,
+) -> None:  # fmt: skip
+    q, k, v, dout = (with_columns(tensor) for tensor in (q, k, v, dout))
+    plan = _prepare_dense_keys(dout, q, k, v, Scores(scale, left, right))
+    plan(q, k, v, lse, dout, delta, dk, dv)
