@@ -26,7 +26,12 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.configs import Launch
-from torch_ops import _attention_dense_hopper, _attention_hopper, _attention_hopper_backward
+from torch_ops import (
+    _attention_dense_hopper,
+    _attention_hopper,
+    _attention_hopper_backward,
+    _attention_members,
+)
 from torch_ops._attention_dense_calls import dense_gradients
 from torch_ops._launches import dense_like
 from torch_ops._registry import OPS
@@ -129,9 +134,11 @@ def hopper_launches(
     launched: list[KernelLaunch] = []
     counters = SimpleNamespace(take=lambda size=1: cu)
     with ExitStack() as stack:
-        for module in (_attention_hopper, _attention_hopper_backward, _attention_dense_hopper):
+        launchers = _attention_hopper, _attention_hopper_backward, _attention_dense_hopper
+        for module in launchers:
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
             stack.enter_context(mock.patch.object(module, "tickets", lambda device: counters))
+        for module in (*launchers, _attention_members):
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if dtype is torch.float32:

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -46,7 +47,7 @@ from compile_tests.contract import (
 )
 from compile_tests.dense import KERNELS, VARIANTS, WRITES, dense_calls, dense_launches
 from csrc_free_ops.configs import Gpu, pick
-from torch_ops import _attention_dense_keys, attention
+from torch_ops import _attention_dense_keys, _attention_members, attention
 from torch_ops._attention_dense_hopper import cast_launch
 from torch_ops._attention_hopper import PARTS, describe, folded
 from torch_ops._registry import OPS
@@ -487,17 +488,36 @@ KEYS_SPILL = {64: 0, 128: 448}
     ("head_dim", "bounds"), sampled([(d, b) for d in KEYS_SPILL for b in ((-1, -1), (-1, 0), (9, 3))])
 )
 def test_kernel_for_gradients_of_fp32_keys_fits_and_overlaps(head_dim: int, bounds: tuple[int, int]) -> None:
-    tensor, lse = torch.empty(3, 4, 200, head_dim, device="meta"), torch.empty(3, 4, 200, device="meta")
-    launched: list[Any] = []
-    recorder = Recorder(launched, _attention_dense_keys._attention_bwd_keys_hopper_kernel)
-    with mock.patch.object(_attention_dense_keys, "_attention_bwd_keys_hopper_kernel", recorder):
-        plan = _attention_dense_keys.plan_dense_keys(tensor, tensor, tensor, tensor, Scores(0.1, *bounds))
-        plan(tensor, tensor, tensor, lse, tensor, lse, tensor, tensor)
+    tensor, lse = torch.empty(3, 64, 200, head_dim, device="meta"), torch.empty(3, 64, 200, device="meta")
+    (launch,) = _launches_of_keys(tensor, lse, Scores(0.1, *bounds))
+    assert launch.grid == (2 * 3, 64, 1)
     with fake_gpu(SM90):
-        built = build(launched[0], SM90)
+        built = build(launch, SM90)
     assert built.shared <= shared_memory(SM90) and built.spilled <= KEYS_SPILL[head_dim], str(built)
     products = re.findall(r"wgmma\.mma_async\S*\.bf16\.bf16", built.asm["ptx"])
     assert sass(built).count("WARPGROUP.DEPBAR") < len(products) / 8, str(built)
+
+
+def test_rows_are_split_where_tiles_of_keys_are_few() -> None:
+    """Among programs, whose parts are added up."""
+    tensor, lse = torch.empty(3, 4, 200, 64, device="meta"), torch.empty(3, 4, 200, device="meta")
+    keys, members = _launches_of_keys(tensor, lse, Scores(0.1, -1, 0))
+    assert keys.grid == (2 * 3, 4, 4) and keys.kwargs["SPLITS"] == members.kwargs["MEMBERS"] == 4
+
+
+def _launches_of_keys(tensor: Tensor, lse: Tensor, scores: Scores) -> list[Any]:
+    launched: list[Any] = []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(_attention_dense_keys, "programs", lambda index: 132))
+        for module, name in (
+            (_attention_dense_keys, "_attention_bwd_keys_hopper_kernel"),
+            (_attention_members, "_attention_bwd_members_kernel"),
+        ):
+            recorder = Recorder(launched, vars(module)[name])
+            stack.enter_context(mock.patch.object(module, name, recorder))
+        plan = _attention_dense_keys.plan_dense_keys(tensor, tensor, tensor, tensor, scores)
+        plan(tensor, tensor, tensor, lse, tensor, lse, tensor, tensor)
+    return launched
 
 
 @pytest.mark.parametrize("way", ("graph", "package", "portable"))

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # A stale entry would return the result of code that has since changed.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -35,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if "no_interpret" in item.keywords and INTERPRET:
             item.add_marker(pytest.mark.skip(reason="not under the interpreter"))
+
+
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """Where PyTorch keeps its settings of tf32: the old one, then the new, are put back as a process finds them.
+
+    Set by the new one alone they would contradict each other, and the old one could not be read.
+    """
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 @pytest.fixture

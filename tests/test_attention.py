@@ -61,6 +61,20 @@ def test_agrees_with_reference(case: DenseCase, dtype: torch.dtype, device: str)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
+def test_tf32_is_rounded_to_as_pytorch_does(head_dim: int, device: str, matmul: Any) -> None:
+    """Not cut off, which would be off by twice as much. Infinities and NaN stay such."""
+    matmul.allow_tf32 = True
+    verify(make_dense_inputs(DenseCase("tf32", "its rule", 2, 4, 200, head_dim), torch.float32, device))
+    q = torch.randn(1, 1, 40, head_dim, device=device)
+    v = q.clone()
+    v[..., 3, 5], v[..., 4, 6] = float("inf"), float("nan")
+    out = attention(q, q, v)
+    assert out[..., 5].isposinf().all() and out[..., 6].isnan().all()
+    assert out.isfinite().sum() == out.numel() - 2 * 40
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["b2h8kv4s1024d128_causal", "b1h8s512d64_causal", "b1h8s512d64"])
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first"])
 def test_agrees_at_real_shapes(name: str, layout: str, device: str) -> None:

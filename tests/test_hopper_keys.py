@@ -12,6 +12,7 @@ import torch
 from csrc_free_ops.configs import Launch, Row, as_document
 from tests.attention import differentiate, verify
 from torch_ops import attention, explain, settings
+from torch_ops._attention_dense_keys import _splits
 from torch_ops._device import gpu
 from torch_ops.testing.cases import DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
 
@@ -64,6 +65,16 @@ def test_layouts(head_dim: int, layout: str) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_many_keys(head_dim: int) -> None:
     _assert_right(DenseCase("many", "", 1, 2, 1500, head_dim, k_length=1700, options={"causal": True}))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_many_heads(head_dim: int) -> None:
+    """So many that no rows are split, and so few that they are."""
+    for heads in (40, 2):
+        case = DenseCase("heads", "", 2, heads, 300, head_dim, layout="rows_first", options={"window_right": 40})
+        inputs = make_dense_inputs(case, torch.float32, "cuda")
+        assert (_splits(inputs.q, inputs.k) > 1) == (heads == 2)
+        _assert_right(case)
 
 
 @pytest.mark.parametrize("size", [1e-18, 1e18])

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -148,17 +147,6 @@ def test_nan_is_not_taken_for_a_row_without_keys(device: str) -> None:
     assert torch.equal(out.isnan().all(-1), expected) and torch.equal(lse.isnan(), expected.T)
 
 
-@pytest.fixture
-def matmul() -> Iterator[Any]:
-    """Where PyTorch keeps its settings of tf32: the old one, then the new, are put back as a process finds them.
-
-    Set by the new one alone they would contradict each other, and the old one could not be read.
-    """
-    yield torch.backends.cuda.matmul
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.fp32_precision = "none"
-
-
 @pytest.mark.no_interpret
 @pytest.mark.parametrize("set_tf32", ["old", "new"])
 def test_either_setting_of_tf32_is_understood(set_tf32: str, matmul: Any) -> None:
@@ -183,6 +171,14 @@ def test_tf32_is_read_at_each_call(device: str, matmul: Any) -> None:
         ieee, tf32, ieee_again, tf32_again = (out[name] for out in outs)
         assert torch.equal(ieee, ieee_again) and torch.equal(tf32, tf32_again), name
         assert not torch.equal(ieee, tf32), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
+def test_tf32_is_rounded_to_as_pytorch_does(head_dim: int, device: str, matmul: Any) -> None:
+    """Not cut off, which would be off by twice as much."""
+    matmul.allow_tf32 = True
+    verify(make_inputs(WindowAttnCase("tf32", "its rule", (200, 90), 2, head_dim), torch.float32, device))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

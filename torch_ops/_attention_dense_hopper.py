@@ -14,10 +14,7 @@ from triton import next_power_of_2
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_notes import tile_columns
-from csrc_free_ops.attention.hopper_bwd_sums import (
-    _attention_bwd_delta_dense_kernel,
-    _attention_bwd_members_kernel,
-)
+from csrc_free_ops.attention.hopper_bwd_sums import _attention_bwd_delta_dense_kernel
 from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.hopper_work import DENSE, DENSE_CUT, DENSE_ENDS
@@ -32,12 +29,12 @@ from torch_ops._attention_hopper import (
 )
 from torch_ops._attention_hopper_backward import (
     PASS_KEYS,
-    ROUNDED_ROWS,
     SENT_ROWS,
     apart_constants,
     fits_apart,
     pass_constants,
 )
+from torch_ops._attention_members import plan_members
 from torch_ops._hopper import Descriptors, programs
 from torch_ops._launches import Relaunch, dense_like, dense_strides
 from torch_ops._scores import Scores
@@ -138,27 +135,6 @@ def _members_apart(q: Tensor, k: Tensor, scores: Scores) -> int:
     return group if rounds <= (2 if scores.masked else 0.5) else 1
 
 
-def _plan_members(k: Tensor, v: Tensor, members: int) -> Callable[..., None]:
-    """launch(dk_parts, dv_parts, dk, dv)."""
-    batch, heads, length, head_dim = k.shape
-    (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = (dense_like(tensor).stride() for tensor in (k, v))
-    scalars = (*[stride // 8 for stride in (dk_batch, dk_head, dv_batch, dv_head)], heads, length)
-    constants = {
-        "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row, "UNIT": 8, "HEAD_DIM": head_dim, "MEMBERS": members,
-        "BLOCK_M": ROUNDED_ROWS, "BLOCK_N": next_power_of_2(head_dim), "num_warps": 4, "num_stages": 1,
-        "launch_pdl": True,
-    }  # fmt: skip
-    grid = (batch * heads, -(-length // ROUNDED_ROWS), 2)
-    relaunch = Relaunch(grid, scalars)
-
-    def launch(*tensors: Tensor) -> None:
-        if not relaunch(None, tensors):
-            compiled = _attention_bwd_members_kernel[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch
-
-
 def _plan_delta(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores, has_dlse: bool
 ) -> Callable[..., None]:  # fmt: skip
@@ -214,7 +190,7 @@ def plan_dense_backward_hopper(
     device = q.device
     relaunch = Relaunch(grid, scalars)
     launch_delta = _plan_delta(dout, q, k, out, scores, has_dlse)
-    add_members = _plan_members(k, v, members) if members > 1 else None
+    add_members = plan_members(k, v, members) if members > 1 else None
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,

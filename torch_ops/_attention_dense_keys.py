@@ -10,12 +10,15 @@ from triton import cdiv
 
 from csrc_free_ops.attention.hopper_bwd_keys import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_keys_hopper_kernel
 from csrc_free_ops.configs import Launch
-from torch_ops._hopper import is_packaged
+from torch_ops._attention_members import plan_members
+from torch_ops._hopper import is_packaged, programs
 from torch_ops._launches import Relaunch, dense_like, dense_strides, with_columns
 from torch_ops._registry import is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
+# Whose parts are then added up.
+MOST_SPLITS = 8
 KEYS_LAUNCH = Launch(BLOCK_M.value, BLOCK_N.value, 8, 1)
 
 
@@ -29,23 +32,43 @@ def takes_keys_apart(q: Tensor, k: Tensor, scores: Scores, products: str, source
     return products == "bf16x6" and allowed and is_whole and not scores.backward_steps
 
 
+def _splits(q: Tensor, k: Tensor) -> int:
+    """Into how many the rows are split, where tiles of keys alone would leave multiprocessors without work."""
+    tiles = cdiv(k.shape[2], BLOCK_N.value) * k.shape[0] * k.shape[1]
+    most = cdiv(q.shape[2], 2 * BLOCK_M.value)
+    return max(1, min(programs(q.device.index) // max(tiles, 1), most, MOST_SPLITS))
+
+
 def plan_dense_keys(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Callable[..., None]:
     """launch(q, k, v, lse, dout, delta, dk, dv), where `takes_keys_apart`; lse and delta are contiguous."""
     if not is_eager():
         bounds = scores.scale, scores.left, scores.right
         return lambda *tensors: _launch_dense_keys_opaque(*tensors, *bounds)
     batch, heads, k_length, head_dim = k.shape
-    unit, outer, rows = dense_strides(q, k, v, dout, dense_like(k), dense_like(v))
+    splits = _splits(q, k)
+    parts = k.new_empty((batch, heads * splits, k_length, head_dim), device="meta")
+    results = (parts, parts) if splits > 1 else (dense_like(k), dense_like(v))
+    unit, outer, rows = dense_strides(q, k, v, dout, *results)
     scalars = (*outer, q.shape[2], k_length, scores.scale, *scores.bounds())
     names = ("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_DOT", "STRIDE_DKT", "STRIDE_DVT")
     constants = {
-        **dict(zip(names, rows, strict=True)), "UNIT": unit, "HEAD_DIM": head_dim,
+        **dict(zip(names, rows, strict=True)), "UNIT": unit, "HEAD_DIM": head_dim, "SPLITS": splits,
         "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "num_warps": KEYS_LAUNCH.num_warps,
     }  # fmt: skip
-    grid = (cdiv(k_length, BLOCK_N.value) * batch, heads)
+    grid = (cdiv(k_length, BLOCK_N.value) * batch, heads, splits)
     relaunch = Relaunch(grid, scalars)
+    add_parts = plan_members(k, v, splits) if splits > 1 else None
 
     def launch_keys(*tensors: Tensor) -> None:
+        if add_parts is not None:
+            *read, dk, dv = tensors
+            of_splits = [dk.new_empty(parts.shape) for _ in range(2)]
+            launch_parts(*read, *of_splits)
+            add_parts(*of_splits, dk, dv)
+        else:
+            launch_parts(*tensors)
+
+    def launch_parts(*tensors: Tensor) -> None:
         if not relaunch(None, tensors):
             compiled = _attention_bwd_keys_hopper_kernel[grid](*tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)

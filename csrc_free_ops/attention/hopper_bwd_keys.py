@@ -133,11 +133,12 @@ def _attention_bwd_keys_hopper_kernel(
     stride_dkb, stride_dkh, stride_dvb, stride_dvh, q_length, k_length, scale, window_left, window_right,
     STRIDE_QT: gl.constexpr, STRIDE_KT: gl.constexpr, STRIDE_VT: gl.constexpr, STRIDE_DOT: gl.constexpr,
     STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, UNIT: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys of all sequences, heads): dk and dv of fp32 [B, H, S, D] of one head each.
+    """Grid (tiles of BLOCK_N keys of all sequences, heads, SPLITS): dk and dv of fp32 [B, H, S, D] of one head each.
 
-    HEAD_DIM is a multiple of WIDTH; strides of batch and head are in units of UNIT.
+    Of several splits each makes a part of them, by its share of the rows; those of a head follow each other, as so many
+    heads. HEAD_DIM is a multiple of WIDTH; strides of batch and head are in units of UNIT.
     """
     HALVES: gl.constexpr = HEAD_DIM // WIDTH
     SCORES: gl.constexpr = _product_layout(BLOCK_M)
@@ -169,6 +170,10 @@ def _attention_bwd_keys_hopper_kernel(
         first, gl.minimum(first + BLOCK_N, k_length) - 1, q_length - k_length, window_right, window_left, q_length,
         HAS_RIGHT, HAS_LEFT, BLOCK_M,
     )  # fmt: skip
+    if SPLITS > 1:
+        share = ((high - low + BLOCK_M - 1) // BLOCK_M + SPLITS - 1) // SPLITS * BLOCK_M
+        low += gl.program_id(2) * share
+        high = gl.minimum(low + share, high)
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
     no_sums = gl.zeros([BLOCK_N, WIDTH], gl.float32, SUMS)
     dk = (no_sums,)
@@ -200,7 +205,8 @@ def _attention_bwd_keys_hopper_kernel(
         # What comes next is on its way during the products.
         q = _load(q_ptr, start + BLOCK_M, q_length, STRIDE_QT, BLOCK_M, HALVES)
         dk = _add_products(dk, ds, rows, no_sums)
-    dk_ptr += (sequence * stride_dkb + head * stride_dkh) * UNIT
-    dv_ptr += (sequence * stride_dvb + head * stride_dvh) * UNIT
+    part = head * SPLITS + gl.program_id(2)
+    dk_ptr += (sequence * stride_dkb + part * stride_dkh) * UNIT
+    dv_ptr += (sequence * stride_dvb + part * stride_dvh) * UNIT
     _store(dk_ptr, dk, scale, first, k_length, STRIDE_DKT)
     _store(dv_ptr, dv, 1.0, first, k_length, STRIDE_DVT)

@@ -144,27 +144,45 @@ def add_rows(a, b):
 
 
 @triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """fp32 as tensor cores shall take it in tf32: they cut off what it does not hold, which is off by twice as much."""
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        if tl.target_info.cuda_capability_geq(9, 0):
+            TEXT: tl.constexpr = "cvt.rn.tf32.f32 $0, $1;"
+            bits = tl.inline_asm_elementwise(TEXT, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
+            x = bits.to(tl.float32, bitcast=True)
+        else:
+            # Half of the last place that it holds, added to the magnitude: PTX's cvt.rna.tf32.f32, on every GPU.
+            nearest = (bits + 0x1000).to(tl.float32, bitcast=True)
+            x = tl.where(tl.abs(x) < float("inf"), nearest, x)
+    return x
+
+
+@triton.jit
 def dot_rows(a, b, PRECISION: tl.constexpr):
     """a b^T summed over the head dimension: [BLOCK_A, BLOCK_B].
 
     In fp32 each part has a sum of its own, and the sums are added: the rounding of one long chain of additions would
     be far beyond that of a matrix product. An fma adds them, since a plain addition would be folded into the dot.
     """
-    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    product = tl.dot(rounded(a[0], PRECISION), tl.trans(rounded(b[0], PRECISION)), input_precision=PRECISION)
     for index in tl.static_range(1, len(a)):
+        left, right = rounded(a[index], PRECISION), tl.trans(rounded(b[index], PRECISION))
         if a[0].dtype == tl.float32:
-            product = tl.fma(tl.dot(a[index], tl.trans(b[index]), input_precision=PRECISION), 1.0, product)
+            product = tl.fma(tl.dot(left, right, input_precision=PRECISION), 1.0, product)
         else:
-            product = tl.dot(a[index], tl.trans(b[index]), product, input_precision=PRECISION)
+            product = tl.dot(left, right, product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
 def accumulate_rows(acc, weights, rows, PRECISION: tl.constexpr):
     """acc + weights rows, with weights [BLOCK, BLOCK_ROWS]."""
-    total = (tl.dot(weights, rows[0], acc[0], input_precision=PRECISION),)
+    weights = rounded(weights, PRECISION)
+    total = (tl.dot(weights, rounded(rows[0], PRECISION), acc[0], input_precision=PRECISION),)
     for index in tl.static_range(1, len(rows)):
-        total += (tl.dot(weights, rows[index], acc[index], input_precision=PRECISION),)
+        total += (tl.dot(weights, rounded(rows[index], PRECISION), acc[index], input_precision=PRECISION),)
     return total
 
 
