@@ -116,7 +116,7 @@ def test_stock_triton_keeps_what_else_there_is(options: dict[str, Any]) -> None:
 
 
 def test_rows_for_stock_tritons_kernel_choose_it(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.json"
+    rows = tmp_path / "rules.json"
     row = Row("attention_bwd_dkdv", "float32", 64, Launch(32, 64, 4, 1))
     rows.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "-", "date": "-"})))
     inputs = make_dense_inputs(DenseCase("own", "", 1, 1, 60, 64), torch.float32, "cuda")
@@ -124,13 +124,34 @@ def test_rows_for_stock_tritons_kernel_choose_it(tmp_path: Path) -> None:
         assert "attention_bwd_dkdv" in _kernels(inputs)
 
 
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first", "batch_inside"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_has_the_same_bits(backend: str) -> None:
-    inputs = make_dense_inputs(DenseCase("graph", "", 2, 2, 150, 128, options={"causal": True}), torch.float32, "cuda")
+def test_compiled_has_the_same_bits(backend: str, layout: str) -> None:
+    case = DenseCase("graph", "", 2, 2, 150, 128, layout=layout, options={"causal": True})
+    inputs = make_dense_inputs(case, torch.float32, "cuda")
     compiled = torch.compile(torch.ops.vk.attention, backend=backend, fullgraph=True)
     eager = differentiate(torch.ops.vk.attention, inputs)
     for name, tensor in differentiate(compiled, inputs).items():
         assert torch.equal(tensor, eager[name]), name
+
+
+def test_captured_has_the_same_bits() -> None:
+    """With rows that are split, whose parts lie in the graph's memory."""
+    q, k, v = (torch.randn(1, 4, 200, 64, device="cuda", requires_grad=True) for _ in range(3))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        out = attention(q, k, v, causal=True)
+        dout = torch.randn_like(out)
+        expected = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        with torch.cuda.graph(graph, stream=stream):
+            gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        for gradient in gradients:
+            gradient.zero_()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(gradient, right) for gradient, right in zip(gradients, expected, strict=True))
 
 
 def test_opaque_launch_is_a_sound_op() -> None:

@@ -5,31 +5,38 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from triton import cdiv
 
 from csrc_free_ops.attention.hopper_bwd_keys import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_keys_hopper_kernel
 from csrc_free_ops.configs import Launch
 from torch_ops._attention_members import plan_members
-from torch_ops._hopper import is_packaged, programs
+from torch_ops._attention_portable import choose
+from torch_ops._hopper import is_measured, is_packaged, programs
 from torch_ops._launches import Relaunch, dense_like, dense_strides, with_columns
 from torch_ops._registry import is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-# Whose parts are then added up.
+# Of query rows, at the most; the parts of dk and dv are added up afterwards.
 MOST_SPLITS = 8
 KEYS_LAUNCH = Launch(BLOCK_M.value, BLOCK_N.value, 8, 1)
 
 
-def takes_keys_apart(q: Tensor, k: Tensor, scores: Scores, products: str, source: str) -> bool:
+def takes_hopper_keys(q: Tensor, k: Tensor, scores: Scores, products: str) -> bool:
     """Whether the kernel takes them: of one query head to a key head, and nothing between scores and their sums.
 
-    `source` is where the launch of stock Triton's comes from: whoever gave it a row wants that one.
+    Whoever gave stock Triton's kernel a row of their own wants that one.
     """
-    is_whole = any(q.shape[3] == count * WIDTH.value for count in (1, 2)) and q.shape[1] == k.shape[1]
-    allowed = settings.path != "portable" and not is_packaged() and source.startswith("rule")
-    return products == "bf16x6" and allowed and is_whole and not scores.backward_steps
+    fits = any(q.shape[3] == count * WIDTH.value for count in (1, 2)) and q.shape[1] == k.shape[1]
+    if products != "bf16x6" or not fits or scores.backward_steps or settings.path == "portable":
+        return False
+    length = None if isinstance(k.shape[2], torch.SymInt) else k.shape[2]
+    with_rows, without = (
+        choose("attention_bwd_dkdv", q, scores, length, own_rows=rows, precision=products) for rows in (None, ())
+    )
+    return with_rows == without and is_measured() and not is_packaged()
 
 
 def _splits(q: Tensor, k: Tensor) -> int:
@@ -40,7 +47,7 @@ def _splits(q: Tensor, k: Tensor) -> int:
 
 
 def plan_dense_keys(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Callable[..., None]:
-    """launch(q, k, v, lse, dout, delta, dk, dv), where `takes_keys_apart`; lse and delta are contiguous."""
+    """launch(q, k, v, lse, dout, delta, dk, dv), where `takes_hopper_keys`; lse and delta are contiguous."""
     if not is_eager():
         bounds = scores.scale, scores.left, scores.right
         return lambda *tensors: _launch_dense_keys_opaque(*tensors, *bounds)

@@ -1,5 +1,7 @@
 """The launcher of the attention core's kernels in stock Triton for batches of sequences of one length, [B, H, S, D].
 
+Of some fp32 calls on Hopper gradients of keys are those of `_attention_dense_keys`.
+
 Plans are as those of `_attention_portable`, without boundaries.
 """
 
@@ -11,7 +13,7 @@ from triton import cdiv
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_dense_kernel, _attention_bwd_dq_dense_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_dense_kernel
-from torch_ops._attention_dense_keys import plan_dense_keys, takes_keys_apart
+from torch_ops._attention_dense_keys import plan_dense_keys, takes_hopper_keys
 from torch_ops._attention_portable import choose, constants_of, for_each_precision, slopes_stride
 from torch_ops._launches import Relaunch, dense_like, dense_strides, readable, with_columns
 from torch_ops._registry import wrap_triton
@@ -77,7 +79,7 @@ def plan_dense_backward_portable(
     }  # fmt: skip
     dq_grid = (cdiv(length, dq_launch.block_m) * batch, num_heads)
 
-    dkdv_launch, source = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
+    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
     dkdv_scalars = (*read[:6], *read[8:], *dkdv_outer, *sizes)
     dkdv_constants = {
         **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
@@ -87,8 +89,8 @@ def plan_dense_backward_portable(
 
     relaunch_dq = Relaunch(dq_grid, dq_scalars)
     relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
-    # Beside the kernel in stock Triton, which compilers look for in what a body calls.
-    keys = plan_dense_keys(dout, q, k, v, scores) if takes_keys_apart(q, k, scores, precision, source) else None
+    # Instead of the kernel in stock Triton, whose launch stays below: `torch._library.triton` reads it there.
+    keys = plan_dense_keys(dout, q, k, v, scores) if takes_hopper_keys(q, k, scores, precision) else None
     ready = readable(q, k, v, out, dout) and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
 
     def launch_backward(

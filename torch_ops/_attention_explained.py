@@ -10,7 +10,7 @@ from torch_ops._attention import why_portable
 from torch_ops._attention_dense import why_dense_portable
 from torch_ops._attention_dense_cast import casts_as_it_goes
 from torch_ops._attention_dense_hopper import cast_launch
-from torch_ops._attention_dense_keys import KEYS_LAUNCH, takes_keys_apart
+from torch_ops._attention_dense_keys import KEYS_LAUNCH, takes_hopper_keys
 from torch_ops._attention_hopper import addressable, forward_launch
 from torch_ops._attention_hopper_backward import APART, fits_apart
 from torch_ops._attention_portable import choose, current_products, mean_length
@@ -113,8 +113,7 @@ def explain_dense_attention(
     if why:
         lengths = {"attention_fwd": q.shape[2], "attention_bwd_dq": q.shape[2], "attention_bwd_dkdv": k.shape[2]}
         kernels = {name: choose(name, q, scores, length) for name, length in lengths.items()}
-        _, source = kernels["attention_bwd_dkdv"]
-        if takes_keys_apart(q, k, scores, current_products(q), source):
+        if takes_hopper_keys(q, k, scores, current_products(q)):
             del kernels["attention_bwd_dkdv"]
             kernels["attention_bwd_keys_hopper"] = KEYS_LAUNCH, f"rule for {gpu().backend} {gpu().arch}"
     else:

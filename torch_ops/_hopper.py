@@ -19,11 +19,17 @@ from torch_ops._registry import is_eager
 TRITON_VERSIONS = ((3, 6), (3, 7))
 
 
+@lru_cache
+def is_measured() -> bool:
+    """Whether this is one of the versions of Triton above."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
+
+
 def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
     """Why there are no Hopper kernels for this, or nothing."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) not in TRITON_VERSIONS:
+    if not is_measured():
         return f"the Hopper path was not measured with triton {triton.__version__}"
     if dtype not in (torch.float16, torch.bfloat16):
         return "the Hopper path takes fp16 and bf16"

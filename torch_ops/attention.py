@@ -1,7 +1,7 @@
 """`vk::attention`: attention of batches of sequences, [B, H, S, D], and its backward.
 
 The layout and the semantics of `torch.nn.functional.scaled_dot_product_attention`, but for causal order of unequal
-lengths, which is aligned bottom-right. Kernels: `csrc_free_ops.attention`, those of `vk::window_attn`.
+lengths, which is aligned bottom-right. Kernels: `csrc_free_ops.attention`, the core of `vk::window_attn`.
 """
 
 from collections.abc import Callable
@@ -230,7 +230,8 @@ def attention(
         RuntimeError: PyTorch's own, for an argument of another type.
 
     Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Where it does
-    not, Hopper GPUs multiply three bfloat16 parts of each number, with errors below those of fp32's own products.
+    not, Hopper GPUs multiply three bfloat16 parts of each number, with errors below those of fp32's own products, of
+    the head dimensions that docs/dense.md lists.
     Forward and backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2,
     arXiv 2307.08691.
     """

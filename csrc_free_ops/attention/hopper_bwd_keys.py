@@ -8,7 +8,7 @@ over blocks of query rows, the parts of which take turns in one place. Two warpg
     rows = dout     dp = v dout^T beside p = exp(scale s - lse);  dv += p dout
     rows = q        ds = p (dp - delta);  dk += ds q
 
-All products of a step are in flight together, where stock Triton waits for each. A block's share of dk and dv has an
+The products of a sum are in flight together, where stock Triton waits for each. A block's share of dk and dv has an
 accumulator of its own, since tensor cores cut off what they add up, and is then added as fp32 numbers are.
 """
 
@@ -21,8 +21,8 @@ from csrc_free_ops.tiles.scores import exponential
 from csrc_free_ops.tiles.segments import place_dense
 
 BLOCK_M, BLOCK_N, WIDTH = (gl.constexpr(size) for size in (32, 128, 64))
-# Which parts of either side, the smaller products first.
-LEFT, RIGHT = (gl.constexpr(parts) for parts in ((1, 0, 2, 0, 1), (1, 2, 0, 1, 0)))
+# Which parts the five smaller products are of. The largest is that of the first ones.
+SMALL_LEFT, SMALL_RIGHT = (gl.constexpr(parts) for parts in ((1, 0, 2, 0, 1), (1, 2, 0, 1, 0)))
 
 
 @gluon.constexpr_function
@@ -32,7 +32,7 @@ def _product_layout(columns):
 
 @gluon.jit
 def _split(x):
-    """Three bfloat16 parts; of an infinity the others are NaN, for which `_whole` is."""
+    """Three bfloat16 parts; of an infinity the last two are NaN, which `_numbers` drops from sums."""
     first = x.to(gl.bfloat16)
     rest = x - first.to(gl.float32)
     second = rest.to(gl.bfloat16)
@@ -55,7 +55,10 @@ def _load(ptr, first, length, STRIDE: gl.constexpr, ROWS: gl.constexpr, HALVES: 
 
 @gluon.jit
 def _put(halves, tiles):
-    """The parts of halves to shared memory, where products read them."""
+    """The parts of halves to shared memory, where products read them.
+
+    Triton has all warps meet before the stores, and between them and the products.
+    """
     for half in gl.static_range(len(halves)):
         first, second, third = _split(halves[half])
         tiles[half].store(first)
@@ -68,10 +71,10 @@ def _put(halves, tiles):
 def _begin_scores(keys, rows, HALVES: gl.constexpr, zeros):
     """Begins keys rows^T: the sum of the five smaller products and, of each half of the columns, of the largest."""
     small = zeros
-    for product in gl.static_range(len(LEFT)):
+    for product in gl.static_range(len(SMALL_LEFT)):
         for half in gl.static_range(HALVES):
-            left = keys[LEFT[product] * HALVES + half]
-            right = rows[RIGHT[product] * HALVES + half].permute([1, 0])
+            left = keys[SMALL_LEFT[product] * HALVES + half]
+            right = rows[SMALL_RIGHT[product] * HALVES + half].permute([1, 0])
             small = warpgroup_mma(left, right, small, use_acc=product + half > 0, is_async=True)
     sums = (small,)
     for half in gl.static_range(HALVES):
@@ -107,9 +110,9 @@ def _add_products(sums, weights, rows, zeros):
     added = ()
     for half in gl.static_range(HALVES):
         share = zeros
-        for product in gl.static_range(len(LEFT)):
-            right = rows[RIGHT[product] * HALVES + half]
-            share = warpgroup_mma(parts[LEFT[product]], right, share, use_acc=product > 0, is_async=True)
+        for product in gl.static_range(len(SMALL_LEFT)):
+            right = rows[SMALL_RIGHT[product] * HALVES + half]
+            share = warpgroup_mma(parts[SMALL_LEFT[product]], right, share, use_acc=product > 0, is_async=True)
         share = _numbers(warpgroup_mma_wait(0, [share]))
         share = warpgroup_mma_wait(0, [warpgroup_mma(parts[0], rows[half], share, is_async=True)])
         added = added + (sums[half] + share,)

@@ -343,7 +343,7 @@ def _attention_bwd_members_kernel(
     """Grid (key heads of all sequences, blocks of BLOCK_M keys, 2): dk and dv, each the sum of MEMBERS parts.
 
     Parts are contiguous, [B, heads MEMBERS, S, D], sums in fp32. BLOCK_N columns hold HEAD_DIM. It begins while the
-    kernel before it ends, which itself awaits the one that makes the parts.
+    kernel before it ends, which makes the parts.
     """
     tl.extra.cuda.gdc_wait()
     line = tl.program_id(0).to(tl.int64)

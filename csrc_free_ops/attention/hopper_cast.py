@@ -3,11 +3,11 @@
 Beside the producer each program has CASTERS warps. They draw pieces of k and v in the order in which tiles want them, a
 key head's together, bring each piece to shared memory, and write it to global memory rounded; from there the producer
 brings it like any other input, once a counter says that all of its key head is there. So the cast takes the time of its
-memory traffic, and most of that beside the products of the heads before.
+memory traffic, and where heads do not all go together most of that beside the products of those before.
 
 A piece is two stages, of which one is on its way while the other is rounded. Each thread brings itself what it rounds,
-16 bytes at a time, from rows at any distance. A caster waits for nobody, and whoever has drawn a piece is running: so
-every wait ends, however many programs run at once.
+16 bytes at a time, with no descriptor. A caster waits for nobody, and whoever has drawn a piece is running: so every
+wait ends, however many programs run at once.
 """
 
 from triton.experimental import gluon

@@ -118,7 +118,7 @@ def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
     Q_BYTES: gl.constexpr = 64 * (Q_MAIN * 4 if CASTERS > 0 else (MAIN + TAIL) * 2)
     WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    # Of what is being cast, as few heads together as keep all programs at work: the first are soon there.
+    # Of what is being cast, fewer heads together: the first are soon there.
     BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) else CACHED // 2 if CASTERS > 0 else CACHED
     RESIDENT: gl.constexpr = BYTES * GROUP // (HEAD_DIM * ROW_BYTES)
     LONE: gl.constexpr = ALONE * GROUP // (HEAD_DIM * ROW_BYTES)

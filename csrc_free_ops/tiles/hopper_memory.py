@@ -148,7 +148,7 @@ def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, S
     for first in gl.static_range(0, ROWS * CHUNKS, 32):
         chunk = lane + first
         row = chunk // CHUNKS
-        address = source.to(gl.int64) + (row * STRIDE + chunk % CHUNKS * 4).to(gl.int64) * 4
+        address = source.to(gl.int64) + (row.to(gl.int64) * STRIDE + chunk % CHUNKS * 4) * 4
         operands = [(target + chunk * 16).to(gl.int32), address, (row < rows).to(gl.int32)]
         gl.inline_asm_elementwise(TEXT, "=r,r,l,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 

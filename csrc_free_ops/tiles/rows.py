@@ -153,7 +153,8 @@ def rounded(x, PRECISION: tl.constexpr):
             bits = tl.inline_asm_elementwise(TEXT, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
             x = bits.to(tl.float32, bitcast=True)
         else:
-            # Half of the last place that it holds, added to the magnitude: PTX's cvt.rna.tf32.f32, on every GPU.
+            # Half of the last place that it holds, added to the magnitude, is PTX's cvt.rna.tf32.f32 on every GPU, but
+            # for what is then cut off.
             nearest = (bits + 0x1000).to(tl.float32, bitcast=True)
             x = tl.where(tl.abs(x) < float("inf"), nearest, x)
     return x
