@@ -267,6 +267,7 @@ def test_lengths_of_a_sweep() -> None:
         (("--no-warp-specialize", "--path", "hopper"), "--no-warp-specialize", "hopper"),
         (("--plot", "sweep.txt"), "--plot", "ends in"),
         (("--json", "none/run.json"), "--json", "folder"),
+        (("--plot", "x.png", "--json", "./x.png"), "--plot", "--json is written to"),
         (("--peers", "flash9"), "--peers", "flash2"),
     ],
 )

@@ -330,6 +330,7 @@ def _refusals() -> dict[str, tuple[Callable[[], Any], str]]:
                       "q must be of 1 rows as k is, where rotary_cos is given, got 3"),
         "one_angle": (lambda: cache(k=x, v=x, rotary_cos=angles, rotary_sin=angles),
                       "rotary_cos must be None for several queries"),
+        "pages": (lambda: flash_attn_with_kvcache(x, x, x, block_table=cu), "block_table must be of shape [B, pages]"),
         "cache_layout": (lambda: flash_attn_with_kvcache(x, x[0], x), "k_cache must be of shape [B, S, H, D]"),
     }  # fmt: skip
 

@@ -64,6 +64,8 @@ def attention_command(rooms: Mapping[str, Room]) -> Callable[..., None]:
         changes = own.find_settings(path, no_warp_specialize)
         own.check_plot(plot)
         options.check_output(out, "--json")
+        if plot is not None and out is not None and plot.resolve() == out.resolve():
+            raise options.bad("--plot", f"--json is written to {str(plot)!r} too")
         room = rooms["attention_decode" if decode else "attention"]
         contenders = room.ours, *options.find_peers(room, peers or (), where)
         if suite:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention_decode_calls import MOST_QUERIES
-from torch_ops._checks import refuse
+from torch_ops._checks import check_matrix, refuse
 from torch_ops._registry import opaque_launch
 from torch_ops.attention_decode import attention_decode
 from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
@@ -136,6 +136,8 @@ def flash_attn_with_kvcache(
     window = bounds_of(op, window_size)
     moves = causal or window != (-1, -1)
     _check_new_keys(op, q, k, v, rotary_cos, rotary_sin, cache_seqlens, moves)
+    if block_table is not None:
+        check_matrix(op, "block_table", block_table, "[B, pages]", (q.shape[0], None))
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     if not isinstance(cache_seqlens, Tensor):
