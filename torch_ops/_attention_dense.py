@@ -12,11 +12,11 @@ from torch import Tensor
 from torch_ops._attention import why_portable
 from torch_ops._attention_cpu import dense_backward_cpu, dense_forward_cpu
 from torch_ops._attention_dense_hopper import plan_dense_backward_hopper, plan_dense_forward_hopper
-from torch_ops._attention_dense_portable import length_of, plan_dense_backward_portable, plan_dense_forward_portable
+from torch_ops._attention_dense_portable import plan_dense_backward_portable, plan_dense_forward_portable
 from torch_ops._attention_hopper import addressable, forward_launch, has_tiles
 from torch_ops._attention_portable import choose
 from torch_ops._hopper import is_packaged
-from torch_ops._launches import dense_like
+from torch_ops._launches import dense_like, length_of
 from torch_ops._registry import is_eager, opaque_launch, remembered, runs_kernels
 from torch_ops._scores import NO_STEP, Scores, StepTensors
 

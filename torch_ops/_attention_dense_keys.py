@@ -5,7 +5,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from triton import cdiv
 
@@ -14,7 +13,7 @@ from csrc_free_ops.configs import Launch
 from torch_ops._attention_members import plan_members
 from torch_ops._attention_portable import choose
 from torch_ops._hopper import is_measured, is_packaged, programs
-from torch_ops._launches import Relaunch, dense_like, dense_strides, with_columns
+from torch_ops._launches import Relaunch, dense_like, dense_strides, length_of, with_columns
 from torch_ops._registry import is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
@@ -32,9 +31,8 @@ def takes_hopper_keys(q: Tensor, k: Tensor, scores: Scores, products: str) -> bo
     fits = any(q.shape[3] == count * WIDTH.value for count in (1, 2)) and q.shape[1] == k.shape[1]
     if products != "bf16x6" or not fits or scores.backward_steps or settings.path == "portable":
         return False
-    length = None if isinstance(k.shape[2], torch.SymInt) else k.shape[2]
     with_rows, without = (
-        choose("attention_bwd_dkdv", q, scores, length, own_rows=rows, precision=products) for rows in (None, ())
+        choose("attention_bwd_dkdv", q, scores, length_of(k), own_rows=rows, precision=products) for rows in (None, ())
     )
     return with_rows == without and is_measured() and not is_packaged()
 

@@ -15,14 +15,9 @@ from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_dense_kerne
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_dense_kernel
 from torch_ops._attention_dense_keys import plan_dense_keys, takes_hopper_keys
 from torch_ops._attention_portable import choose, constants_of, for_each_precision, slopes_stride
-from torch_ops._launches import Relaunch, dense_like, dense_strides, readable, with_columns
+from torch_ops._launches import Relaunch, dense_like, dense_strides, length_of, readable, with_columns
 from torch_ops._registry import wrap_triton
 from torch_ops._scores import NO_STEP, Scores, StepTensors
-
-
-def length_of(q: Tensor) -> int | None:
-    """Its rows where they are a plain number; None in graphs of dynamic shape, which may not branch on it."""
-    return None if isinstance(q.shape[2], torch.SymInt) else q.shape[2]
 
 
 @for_each_precision

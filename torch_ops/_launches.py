@@ -58,6 +58,11 @@ def can_overlap() -> bool:
     return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
 
 
+def length_of(q: Tensor) -> int | None:
+    """Its rows where they are a plain number; None in graphs of dynamic shape, which may not branch on it."""
+    return None if isinstance(q.shape[2], torch.SymInt) else q.shape[2]
+
+
 def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
     """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
 
