@@ -14,12 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
+from csrc_free_ops.attention.bwd_parts import _attention_bwd_parts_kernel
 from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper_bwd_sums import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
-    _attention_bwd_members_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
 )
@@ -30,7 +30,7 @@ from torch_ops import (
     _attention_dense_hopper,
     _attention_hopper,
     _attention_hopper_backward,
-    _attention_members,
+    _attention_parts,
 )
 from torch_ops._attention_dense_calls import dense_gradients
 from torch_ops._launches import dense_like
@@ -101,7 +101,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
         _attention_fwd_hopper_kernel, _attention_fwd_cast_hopper_kernel,
         _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
-        _attention_bwd_delta_dense_kernel, _attention_bwd_members_kernel,
+        _attention_bwd_delta_dense_kernel, _attention_bwd_parts_kernel,
     )
 }  # fmt: skip
 
@@ -138,7 +138,7 @@ def hopper_launches(
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
             stack.enter_context(mock.patch.object(module, "tickets", lambda device: counters))
-        for module in (*launchers, _attention_members):
+        for module in (*launchers, _attention_parts):
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if dtype is torch.float32:

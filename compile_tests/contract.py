@@ -8,6 +8,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -356,7 +357,15 @@ class Recorder:
     kernel: JITFunction
 
     def __getitem__(self, grid: tuple[Any, ...]) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.launches.append(KernelLaunch(self.kernel, grid, args, kwargs))
+        def record(*args: Any, **kwargs: Any) -> None:
+            launch = KernelLaunch(self.kernel, grid, args, kwargs)
+            # A launch of too few or too many arguments fails here as it would on a GPU.
+            inspect.signature(self.kernel.fn).bind(
+                *args, **{name: value for name, value in kwargs.items() if name not in launch.options}
+            )
+            self.launches.append(launch)
+
+        return record
 
 
 @contextlib.contextmanager

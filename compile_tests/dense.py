@@ -19,6 +19,8 @@ WRITES = {
         "_attention_bwd_dkdv_dense_kernel": {"dk_ptr", "dv_ptr"},
     },
 }
+# Behind those of the backward, of fp32, where programs for tiles of rows alone would be few.
+ADDED = {"_attention_bwd_parts_kernel": {"dq_ptr", "dk_ptr", "dv_ptr"}}
 KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel for op in WRITES for kernel in get_triton_kernels_for_op(f"vk::{op}")
 }

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import torch_ops
 from tests.attention import backward, differentiate, verify, verify_downcast
 from tests.interpreter import with_dtypes
-from torch_ops import attention, window_attn
+from torch_ops import _attention_dense_portable, attention, settings, window_attn
+from torch_ops._attention_parts import plan_parts
 from torch_ops._dropout import keep_weights, philox
 from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import (
@@ -120,6 +122,35 @@ def test_same_bits_every_time(case: DenseCase, device: str) -> None:
     first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+# A GPU has more multiprocessors than the interpreter is taken to have, and larger tiles.
+LONG = 1 if INTERPRET else 4
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "full": {"length": 70 * LONG},
+    "causal": {"length": 100 * LONG, "options": {"causal": True}},
+    "window": {"length": 90 * LONG, "k_length": 200 * LONG, "options": {"window_left": 50, "window_right": 20}},
+    "few_queries": {"length": 1, "k_length": 300 * LONG, "options": {"causal": True}},
+    "few_keys": {"length": 300 * LONG, "k_length": 5},
+    "unseen": {"length": 100 * LONG, "k_length": 40 * LONG, "options": {"causal": True, "window_left": 10}},
+    "gqa": {"length": 70 * LONG, "num_k_heads": 1, "layout": "rows_first", "options": {"causal": True}},
+    "steps": {"length": 70 * LONG, "options": {"dropout_p": 0.25, "alibi": 2, "sinks": True, "softcap": 3.0}},
+}
+
+
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_gradients_in_parts(name: str, head_dim: int, device: str) -> None:
+    """Of fp32, where tiles of rows are few: what a program passes over is split, and parts are added up."""
+    inputs = make_dense_inputs(
+        DenseCase(name, "parts", 1, 2, head_dim=head_dim, **IN_PARTS[name]), torch.float32, device
+    )
+    with mock.patch.object(_attention_dense_portable, "plan_parts", wraps=plan_parts) as planned, settings(path="auto"):
+        verify(inputs)
+        first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
+    assert planned.called == (INTERPRET or GPU)
+    for gradient in first:
+        assert torch.equal(first[gradient], second[gradient]), gradient
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.25, "alibi": 2, "sinks": True}], ids=str)

@@ -34,7 +34,7 @@ from torch_ops._attention_hopper_backward import (
     fits_apart,
     pass_constants,
 )
-from torch_ops._attention_members import plan_members
+from torch_ops._attention_parts import parts_of, plan_parts
 from torch_ops._hopper import Descriptors, programs
 from torch_ops._launches import Relaunch, dense_like, dense_strides
 from torch_ops._scores import Scores
@@ -190,7 +190,7 @@ def plan_dense_backward_hopper(
     device = q.device
     relaunch = Relaunch(grid, scalars)
     launch_delta = _plan_delta(dout, q, k, out, scores, has_dlse)
-    add_members = plan_members(k, v, members) if members > 1 else None
+    add_members = plan_parts(q, k, v, 1, members) if members > 1 else None
 
     def launch_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -208,7 +208,7 @@ def plan_dense_backward_hopper(
             sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
             counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
             if add_members is not None:
-                parts = [dk.new_empty((batch, heads, k_length, head_dim)) for _ in parts]
+                parts = [parts_of(part, members) for part in parts]
             descriptors = (*descriptors, None, None)
             tensors = (lse, delta, None, None, sums, counts, ticket, *parts, dq)
         launch_delta(out, lse, dout, lse if dlse is None else dlse.contiguous(), delta, dq, counts)
@@ -216,6 +216,6 @@ def plan_dense_backward_hopper(
             compiled = kernel[grid](*descriptors, *tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
         if add_members is not None:
-            add_members(*parts, dk, dv)
+            add_members(dq, *parts, dq, dk, dv)
 
     return launch_backward

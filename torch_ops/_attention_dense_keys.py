@@ -10,7 +10,7 @@ from triton import cdiv
 
 from csrc_free_ops.attention.hopper_bwd_keys import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_keys_hopper_kernel
 from csrc_free_ops.configs import Launch
-from torch_ops._attention_members import plan_members
+from torch_ops._attention_parts import MOST_SPLITS, parts_of, plan_parts
 from torch_ops._attention_portable import choose
 from torch_ops._hopper import is_measured, is_packaged, programs
 from torch_ops._launches import Relaunch, dense_like, dense_strides, length_of, with_columns
@@ -18,8 +18,6 @@ from torch_ops._registry import is_eager, opaque_launch, remembered
 from torch_ops._scores import Scores
 from torch_ops.settings import settings
 
-# Of query rows, at the most; the parts of dk and dv are added up afterwards.
-MOST_SPLITS = 8
 KEYS_LAUNCH = Launch(BLOCK_M.value, BLOCK_N.value, 8, 1)
 
 
@@ -51,8 +49,7 @@ def plan_dense_keys(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Score
         return lambda *tensors: _launch_dense_keys_opaque(*tensors, *bounds)
     batch, heads, k_length, head_dim = k.shape
     splits = _splits(q, k)
-    parts = k.new_empty((batch, heads * splits, k_length, head_dim), device="meta")
-    results = (parts, parts) if splits > 1 else (dense_like(k), dense_like(v))
+    results = [parts_of(dense_like(tensor), splits) for tensor in (k, v)]
     unit, outer, rows = dense_strides(q, k, v, dout, *results)
     scalars = (*outer, q.shape[2], k_length, scores.scale, *scores.bounds())
     names = ("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_DOT", "STRIDE_DKT", "STRIDE_DVT")
@@ -62,23 +59,23 @@ def plan_dense_keys(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Score
     }  # fmt: skip
     grid = (cdiv(k_length, BLOCK_N.value) * batch, heads, splits)
     relaunch = Relaunch(grid, scalars)
-    add_parts = plan_members(k, v, splits) if splits > 1 else None
+    add_parts = plan_parts(k, k, v, 1, splits) if splits > 1 else None
 
-    def launch_keys(*tensors: Tensor) -> None:
+    def launch_backward(*tensors: Tensor) -> None:
         if add_parts is not None:
             *read, dk, dv = tensors
-            of_splits = [dk.new_empty(parts.shape) for _ in range(2)]
-            launch_parts(*read, *of_splits)
-            add_parts(*of_splits, dk, dv)
+            parts = [parts_of(result, splits) for result in (dk, dv)]
+            launch_keys(*read, *parts)
+            add_parts(dk, *parts, dk, dk, dv)
         else:
-            launch_parts(*tensors)
+            launch_keys(*tensors)
 
-    def launch_parts(*tensors: Tensor) -> None:
+    def launch_keys(*tensors: Tensor) -> None:
         if not relaunch(None, tensors):
             compiled = _attention_bwd_keys_hopper_kernel[grid](*tensors, *scalars, **constants)
             relaunch.keep(None, tensors, constants, compiled)
 
-    return launch_keys
+    return launch_backward
 
 
 _prepare_dense_keys = remembered(plan_dense_keys)

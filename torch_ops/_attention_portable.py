@@ -28,7 +28,7 @@ def mean_length(total: int, num_segments: int) -> int | None:
     return total // max(num_segments, 1)
 
 
-def _current_gpu() -> Gpu:
+def current_gpu() -> Gpu:
     return INTERPRETED_GPU if INTERPRET else gpu()
 
 
@@ -37,7 +37,7 @@ def choose(
     precision: str | None = None,
 ) -> tuple[Launch, str]:  # fmt: skip
     """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
-    device = _current_gpu()
+    device = current_gpu()
     busy = scores.alibi > 0 or scores.dropout > 0
     if q.dim() == 4:
         # Kernels of a batch hold strides besides.
@@ -56,7 +56,7 @@ def choose(
 
 def current_products(q: Tensor) -> str:
     """How PyTorch's setting of now has these multiplied."""
-    return attention_products(_current_gpu(), q.shape[-1], precision_of(q))
+    return attention_products(current_gpu(), q.shape[-1], precision_of(q))
 
 
 def precision_of(q: Tensor) -> str:
@@ -73,7 +73,7 @@ def for_each_precision(plan: Callable[..., Callable[..., None]]) -> Callable[...
             return plan(*args, precision="ieee")
         head_dim = args[0].shape[-1]
         plans = {
-            setting: plan(*args, precision=attention_products(_current_gpu(), head_dim, setting))
+            setting: plan(*args, precision=attention_products(current_gpu(), head_dim, setting))
             for setting in ("ieee", "tf32")
         }
 

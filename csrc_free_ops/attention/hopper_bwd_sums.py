@@ -332,35 +332,3 @@ def _attention_bwd_round_lanes_kernel(
             dq_ptr, last_part, last_second, last_before, head, last_row, last_run, within, back, begin, end, total_q,
             scale, FIRST, HEAD_DIM, STRIDE_DQT,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=DENSE_SIZES)
-def _attention_bwd_members_kernel(
-    dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, heads, k_length,
-    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MEMBERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (key heads of all sequences, blocks of BLOCK_M keys, 2): dk and dv, each the sum of MEMBERS parts.
-
-    Parts are contiguous, [B, heads MEMBERS, S, D], sums in fp32. BLOCK_N columns hold HEAD_DIM. It begins while the
-    kernel before it ends, which makes the parts.
-    """
-    tl.extra.cuda.gdc_wait()
-    line = tl.program_id(0).to(tl.int64)
-    batch, head = line // heads, line % heads
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    col = tl.arange(0, BLOCK_N)[None, :]
-    mask = (row < k_length) & (col < HEAD_DIM)
-    if tl.program_id(2) == 0:
-        parts_ptr = dk_parts_ptr
-        rows_of_head = row_base(batch_base(dk_ptr, batch, stride_dkb, UNIT), 0, head, stride_dkh, STRIDE_DKT, UNIT)
-        places = row.to(tl.int64) * STRIDE_DKT + col
-    else:
-        parts_ptr = dv_parts_ptr
-        rows_of_head = row_base(batch_base(dv_ptr, batch, stride_dvb, UNIT), 0, head, stride_dvh, STRIDE_DVT, UNIT)
-        places = row.to(tl.int64) * STRIDE_DVT + col
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for member in tl.static_range(MEMBERS):
-        part = parts_ptr + ((line * MEMBERS + member) * k_length + row) * HEAD_DIM + col
-        total += tl.load(part, mask=mask, other=0.0).to(tl.float32)
-    tl.store(rows_of_head + places, total.to(dk_ptr.dtype.element_ty), mask=mask)

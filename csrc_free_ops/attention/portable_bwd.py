@@ -20,7 +20,7 @@ import triton.language as tl
 
 from csrc_free_ops.attention.portable_fwd import COUNTS, DENSE_SIZES, SIZES
 from csrc_free_ops.tiles.dropout import drop_weights, keep_weights
-from csrc_free_ops.tiles.masks import block_span, within_bounds
+from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
     add_rows,
@@ -88,9 +88,13 @@ def differentiate_queries(
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
 ):  # fmt: skip
-    """delta and dq of BLOCK_M query rows of a segment, from `first` on."""
+    """delta and dq of BLOCK_M query rows of a segment, from `first` on.
+
+    Of several splits, the third dimension of the grid, each makes a part of dq, by its share of the keys; parts follow
+    each other as so many heads.
+    """
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
     first_row = q_start + first
@@ -130,6 +134,12 @@ def differentiate_queries(
         HAS_RIGHT,
         BLOCK_N,
     )
+    part = head
+    if SPLITS > 1:
+        low, full_low, full_high, high = share_of_span(
+            low, full_low, full_high, high, tl.program_id(2), SPLITS, BLOCK_N
+        )
+        part = head * SPLITS + tl.program_id(2)
     dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     if HAS_LEFT:
         dq = _accumulate_dq(
@@ -147,7 +157,7 @@ def differentiate_queries(
         scale, step, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
-    dq_base = row_base(dq_ptr, first_row, head, stride_dqh, STRIDE_DQT, UNIT)
+    dq_base = row_base(dq_ptr, first_row, part, stride_dqh, STRIDE_DQT, UNIT)
     store_rows(
         dq_base,
         starts,
@@ -213,9 +223,9 @@ def _attention_bwd_dq_dense_kernel(
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows of all sequences, heads): delta and dq of sequences of one length."""
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq of sequences of one length."""
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
@@ -230,7 +240,7 @@ def _attention_bwd_dq_dense_kernel(
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
         q_length, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip
 
 
@@ -294,9 +304,12 @@ def differentiate_keys(
     STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys of a segment, from `first` on, over the GROUP query heads in order."""
+    """dk and dv of BLOCK_N keys of a segment, from `first` on, over the GROUP query heads in order.
+
+    Of several splits each makes parts of them, by its share of the rows, as `differentiate_queries` does.
+    """
     scale = tl.cast(scale, tl.float32)
     first_row = k_start + first
     k_base = row_base(k_ptr, first_row, k_head, stride_kh, STRIDE_KT, UNIT)
@@ -323,6 +336,12 @@ def differentiate_keys(
         HAS_LEFT,
         BLOCK_M,
     )
+    part = k_head
+    if SPLITS > 1:
+        low, full_low, full_high, high = share_of_span(
+            low, full_low, full_high, high, tl.program_id(2), SPLITS, BLOCK_M
+        )
+        part = k_head * SPLITS + tl.program_id(2)
     # In fp32 each query head is summed by itself, which keeps the chain of additions, and so its rounding, short.
     HEADS_APART: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
     # Nothing is kept from head to head: hoisted, it would spill.
@@ -359,8 +378,8 @@ def differentiate_keys(
         if HEADS_APART:
             dk = add_rows(dk_before, dk)
             dv = add_rows(dv_before, dv)
-    dk_base = row_base(dk_ptr, first_row, k_head, stride_dkh, STRIDE_DKT, UNIT)
-    dv_base = row_base(dv_ptr, first_row, k_head, stride_dvh, STRIDE_DVT, UNIT)
+    dk_base = row_base(dk_ptr, first_row, part, stride_dkh, STRIDE_DKT, UNIT)
+    dv_base = row_base(dv_ptr, first_row, part, stride_dvh, STRIDE_DVT, UNIT)
     store_rows(
         dk_base,
         starts,
@@ -426,9 +445,14 @@ def _attention_bwd_dkdv_dense_kernel(
     STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys of all sequences, key heads): dk and dv of sequences of one length."""
+    """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv of sequences of one length.
+
+    With OVERLAPS it begins while the kernel before it ends, which makes delta.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     k_head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     # The first keys are seen by the most queries, and come first.
@@ -444,5 +468,5 @@ def _attention_bwd_dkdv_dense_kernel(
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip

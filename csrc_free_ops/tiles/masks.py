@@ -55,6 +55,17 @@ def block_span(
 
 
 @triton.jit
+def share_of_span(low, full_low, full_high, high, share, SHARES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the blocks of such a span those of one share: SHARES, as long as each other but for the last."""
+    blocks = (high - low + BLOCK - 1) // BLOCK
+    begin = tl.minimum(low + share * ((blocks + SHARES - 1) // SHARES) * BLOCK, high)
+    end = tl.minimum(begin + (blocks + SHARES - 1) // SHARES * BLOCK, high)
+    full_low = tl.minimum(tl.maximum(full_low, begin), end)
+    full_high = tl.minimum(tl.maximum(full_high, begin), end)
+    return begin, full_low, full_high, end
+
+
+@triton.jit
 def tiles_seeing(
     last, other, shift, before, after,
     HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
