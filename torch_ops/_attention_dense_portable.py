@@ -86,17 +86,18 @@ def plan_dense_backward_portable(
     )  # fmt: skip
     strides = {"STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row}
 
+    overlaps = can_overlap()
+    early = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
     dq_scalars = (*read, *dq_outer, *sizes)
     dq_constants = {
-        **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": dlse is not None, "SPLITS": dq_grid[2],
+        **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": dlse is not None,
+        "SPLITS": dq_grid[2], **early,
         **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
 
-    overlaps = can_overlap()
     dkdv_scalars = (*read[:6], *read[8:], *dkdv_outer, *sizes)
     dkdv_constants = {
-        **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row, "SPLITS": dkdv_grid[2],
-        "OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {}),
+        **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row, "SPLITS": dkdv_grid[2], **early,
         **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
 

@@ -223,9 +223,14 @@ def _attention_bwd_dq_dense_kernel(
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq of sequences of one length."""
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq of sequences of one length.
+
+    With OVERLAPS it begins while the kernel before it ends.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
