@@ -132,15 +132,14 @@ def round_rows(
 def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr):
     """Begins to bring the first `rows` of ROWS rows of fp32 to shared `target`, dense, 16 bytes after 16. By one warp.
 
-    Each thread may read what it has brought (`await_fetched`), which is what `round_run` does. Of what is read once
-    the L2 cache shall keep nothing.
+    Each thread may read what it has brought (`await_fetched`), which is what `round_run` does. No policy of the L2
+    cache goes with it: beside one ptxas (CUDA 12.8) encodes uniform registers of addresses as no GPU takes them.
     """
     CHUNKS: gl.constexpr = COLUMNS // 4
     TEXT: gl.constexpr = """{
-        .reg .pred inside; .reg .b64 policy;
+        .reg .pred inside;
         setp.ne.s32 inside, $3, 0;
-        createpolicy.fractional.L2::evict_first.b64 policy, 1.0;
-        @inside cp.async.cg.shared.global.L2::cache_hint [$1], [$2], 16, policy;
+        @inside cp.async.cg.shared.global [$1], [$2], 16;
         mov.b32 $0, 0;
         }"""
     lane = lane_of_warp()
