@@ -8,6 +8,7 @@ the same bits every time.
 import triton
 import triton.language as tl
 
+from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import batch_base, row_base
 
 
@@ -42,8 +43,7 @@ def _attention_bwd_parts_kernel(
     Parts are contiguous, [B, heads PARTS, S, D], and added up in fp32; what has one part is neither read nor written.
     BLOCK_N columns hold HEAD_DIM. With OVERLAPS it begins while the kernel before it ends, which makes the parts.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
+    await_before(OVERLAPS)
     line = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_M
     which = tl.program_id(2)

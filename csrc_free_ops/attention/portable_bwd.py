@@ -21,6 +21,7 @@ import triton.language as tl
 from csrc_free_ops.attention.portable_fwd import COUNTS, DENSE_SIZES, SIZES
 from csrc_free_ops.tiles.dropout import drop_weights, keep_weights
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
+from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
     add_rows,
@@ -229,8 +230,7 @@ def _attention_bwd_dq_dense_kernel(
 
     With OVERLAPS it begins while the kernel before it ends.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
+    await_before(OVERLAPS)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
@@ -456,8 +456,7 @@ def _attention_bwd_dkdv_dense_kernel(
 
     With OVERLAPS it begins while the kernel before it ends, which makes delta.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
+    await_before(OVERLAPS)
     k_head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     # The first keys are seen by the most queries, and come first.
