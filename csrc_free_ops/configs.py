@@ -405,7 +405,7 @@ def attention_products(gpu: Gpu, head_dim: int, setting: str) -> str:
 
 
 def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: bool) -> Launch | None:
-    """That of attention's fp32 products on tensor cores, by figures of an H200, or None.
+    """That of attention's fp32 products on tensor cores, by figures of an H200 or an H100, or None.
 
     Where something spills, tiles that do not took longer: of 8 x 32 x 2048 causal rows and 128 columns the forward took
     5.2 ms with 88 bytes and 6.3 without any, gradients of keys 13.4 with 608 and 16.7 with 264, which was the least.
@@ -425,7 +425,7 @@ def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: 
         return None
     if "dkdv" in kernel:
         return Launch(32, 64, 4, 1) if hopper and width <= 64 else Launch(32, 128 if hopper else 64, 8, 1)
-    # Of 8 x 32 x 2048 causal rows and 128 columns dq took 4.0 ms, and 5.9 of 128 rows by 16 keys.
+    # On an H100, of 8 x 32 x 2048 causal rows and 128 columns, dq took 4.0 ms, and 5.9 of 128 rows by 16 keys.
     return Launch(64, 64 if width <= 64 or "dq" not in kernel else 32, 4, 1) if hopper else Launch(64, 32, 4, 2)
 
 
