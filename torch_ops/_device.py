@@ -1,5 +1,6 @@
 """Which GPU a launch is for. One place asks the Triton driver, so that tests can stand another one in."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -44,3 +45,14 @@ def gpu() -> Gpu:
 def out_of_memory(error: Exception) -> bool:
     """Whether the device's memory did not suffice; the CPU's allocator has no type of error for it."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def run_where_tensors_are(body: Callable[..., Any], *args: Any) -> Any:
+    """body(*args), with their GPU as the current one."""
+    # An optional first tensor may be absent.
+    first = args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
+    index = first.get_device()
+    if index == torch._C._cuda_getDevice():
+        return body(*args)
+    with torch.cuda.device(index):
+        return body(*args)

@@ -40,6 +40,7 @@ from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_ops._autocast import install_autocast
+from torch_ops._device import run_where_tensors_are
 from torch_ops.settings import settings
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -145,7 +146,7 @@ def opaque_launch(name: str, *, writes: tuple[str, ...]) -> Callable[[Callable[.
     def register(launch: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(launch)
         def launch_there(*args: Any) -> None:
-            _run_where_tensors_are(launch, *args)
+            run_where_tensors_are(launch, *args)
 
         definition = torch.library.custom_op(
             f"{NAMESPACE}::{name}", launch_there, mutates_args=writes, device_types="cuda"
@@ -212,22 +213,12 @@ def composed_op(name: str) -> Callable[[Callable[..., Any]], Op]:
     return register
 
 
-def _run_where_tensors_are(body: Callable[..., Any], *args: Any) -> Any:
-    # An optional first tensor may be absent.
-    first = args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
-    index = first.get_device()
-    if index == torch._C._cuda_getDevice():
-        return body(*args)
-    with torch.cuda.device(index):
-        return body(*args)
-
-
 def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]) -> None:
     parameters = inspect.signature(body).parameters
     defaults = [parameter.default for parameter in parameters.values()]
     written = [list(parameters).index(argument) for argument in mutates]
     generic = make_autograd_impl(definition._opoverload, definition)
-    run = functools.partial(_run_where_tensors_are, body)
+    run = functools.partial(run_where_tensors_are, body)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
