@@ -134,6 +134,7 @@ def hopper_launches(
     launched: list[KernelLaunch] = []
     counters = SimpleNamespace(take=lambda size=1: cu)
     with ExitStack() as stack:
+        stack.enter_context(fake_gpu(SM90))
         launchers = _attention_hopper, _attention_hopper_backward, _attention_dense_hopper
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))

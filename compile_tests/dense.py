@@ -19,8 +19,12 @@ WRITES = {
         "_attention_bwd_dkdv_dense_kernel": {"dk_ptr", "dv_ptr"},
     },
 }
-# Behind those of the backward, of fp32, where programs for tiles of rows alone would be few.
-ADDED = {"_attention_bwd_parts_kernel": {"dq_ptr", "dk_ptr", "dv_ptr"}}
+# Instead of the backward's, of fp32 where programs for tiles of rows are few.
+FEW = {
+    "_attention_bwd_few_delta_kernel": {"delta_ptr"},
+    "_attention_bwd_few_kernel": {"dq_ptr", "dk_ptr", "dv_ptr"},
+    "_attention_bwd_parts_kernel": {"dq_ptr", "dk_ptr", "dv_ptr"},
+}
 KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel for op in WRITES for kernel in get_triton_kernels_for_op(f"vk::{op}")
 }
@@ -34,6 +38,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "downcast": {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "head_dim": 128},
     "steps": {"alibi": 1, "sinks": True, "dropout_p": 0.1, "softcap": 3.0, "causal": True},
 }
+
+
+def writes_of(op: str, variant: str) -> dict[str, set[str]]:
+    """As WRITES, of a variant's sizes."""
+    return FEW if (op, variant) == ("attention_backward", "fp32_d128") else WRITES[op]
 
 
 def dense_calls(

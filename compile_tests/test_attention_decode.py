@@ -286,7 +286,7 @@ def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> Non
     stages, cols = attend.launch.kwargs["num_stages"], attend.launch.kwargs["BLOCK_N"]
     # In front of the loop and in it, each of K and V in rows of 16 columns of 16 bytes among 128 threads.
     assert len(re.findall(r"cp\.async\.cg", ptx)) == stages * 2 * cols * 16 // 128
-    assert (stages, cols) == ((3, 128) if variant == "whole" else (4, 64))
+    assert (stages, cols) == (3, 128)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])

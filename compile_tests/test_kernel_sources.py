@@ -49,7 +49,7 @@ def _launch(name: str) -> KernelLaunch:
         )  # fmt: skip
         return next(launch for launch in launches if launch.name == name)
     if name in dense.KERNELS:
-        dtype = torch.float32 if name in dense.ADDED else torch.bfloat16
+        dtype = torch.float32 if name in dense.FEW else torch.bfloat16
         return dense.dense_launches(rows=203, keys=77, window_left=50, window_right=7, dtype=dtype)[name]
     if name in attention.KERNELS:
         return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]

@@ -433,10 +433,10 @@ def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
     """Rows are the most that a tile has: of samples with a prefix ("attention_decode_shared") there are many.
 
     Of keys so many that 64 to 128 KiB of K and V are under way: one program on each multiprocessor of an H200 then
-    reads 16 x 8 x 8192 keys of 128 columns at 4.3 TB/s, three with a third of that each at 4.2. Where keys are split
-    ("attention_decode_split"), blocks of half as many begin sooner, 12.9 us for 13.2 of 8 x 8192 keys.
+    reads 16 x 8 x 8192 keys of 128 columns at 4.3 TB/s, three with a third of that each at 4.2. Half as many keys at
+    once begin sooner where keys are split, but 8 x 65536 keys took an H100 between 92.8 and 98.9 us so, and 92.0 not.
     """
-    shared, split = kernel.endswith("_shared"), kernel.endswith("_split")
+    shared = kernel.endswith("_shared")
     rows = 64 if shared else 32 if width <= 128 else 16
     if itemsize == 4:
         # Products of fp32 hold whole operands in registers.
@@ -445,11 +445,11 @@ def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
         return Launch(rows, 32, 4, 1)
     # Where operands lie in registers, or rows are wide, four warps spill of that many rows.
     warps = 8 if shared and (width > 128 or not 90 <= int(gpu.arch) < 120) else 4
-    cols, stages = 32 if width > 128 else 64 if shared or split else 128, 4 if split else 3
+    cols = 32 if width > 128 else 64 if shared else 128
     # Beside them lie q, weights and what changes its layout.
-    if (stages - 1) * cols * 2 * width * itemsize + 2**14 > gpu.shared_memory:
-        cols, stages = cols // 2 if stages == 3 else cols, 3
-    return Launch(rows, cols, warps, stages)
+    if 2 * cols * 2 * width * itemsize + 2**14 > gpu.shared_memory:
+        cols //= 2
+    return Launch(rows, cols, warps, 3)
 
 
 # Below, one pass over q and k is too little for all lanes of a GPU.

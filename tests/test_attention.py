@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import torch_ops
 from tests.attention import backward, differentiate, verify, verify_downcast
 from tests.interpreter import with_dtypes
-from torch_ops import _attention_dense_portable, attention, settings, window_attn
+from torch_ops import (
+    _attention_dense_few,
+    _attention_dense_portable,
+    _attention_parts,
+    attention,
+    settings,
+    window_attn,
+)
 from torch_ops._attention_parts import plan_parts
+from torch_ops._attention_portable import current_gpu
 from torch_ops._dropout import keep_weights, philox
 from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import (
@@ -124,7 +133,7 @@ def test_same_bits_every_time(case: DenseCase, device: str) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-# A GPU has more multiprocessors than the interpreter is taken to have, and larger tiles.
+# A GPU has larger tiles than the interpreter.
 LONG = 1 if INTERPRET else 4
 IN_PARTS: dict[str, dict[str, Any]] = {
     "full": {"length": 70 * LONG},
@@ -139,13 +148,27 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("way", ["beside each other", "one after the other"])
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_gradients_in_parts(name: str, head_dim: int, device: str) -> None:
-    """Of fp32, where tiles of rows are few: what a program passes over is split, and parts are added up."""
-    inputs = make_dense_inputs(
-        DenseCase(name, "parts", 1, 2, head_dim=head_dim, **IN_PARTS[name]), torch.float32, device
-    )
-    with mock.patch.object(_attention_dense_portable, "plan_parts", wraps=plan_parts) as planned, settings(path="auto"):
+def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> None:
+    """Of fp32, where tiles of rows are few: what a program passes over is split, and parts are added up.
+
+    Where those of queries and of keys are few together, they are made beside each other.
+    """
+    inputs = make_dense_inputs(DenseCase(name, way, 1, 2, head_dim=head_dim, **IN_PARTS[name]), torch.float32, device)
+    beside = way == "beside each other"
+    planning = _attention_dense_few if beside else _attention_dense_portable
+    with ExitStack() as stack:
+        planned = stack.enter_context(mock.patch.object(planning, "plan_parts", wraps=plan_parts))
+        if not beside:
+            stack.enter_context(mock.patch.object(_attention_dense_portable, "launches_beside", lambda *args: None))
+        if INTERPRET:
+            # It is taken to have fewer multiprocessors than a GPU.
+            gpu = replace(current_gpu(), multiprocessors=32)
+            stack.enter_context(mock.patch.object(_attention_parts, "current_gpu", lambda: gpu))
+        # One after the other, so that no plan from before is remembered.
+        for path in ("portable", "auto"):
+            stack.enter_context(settings(path=path))
         verify(inputs)
         first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
     assert planned.called == (INTERPRET or GPU)

@@ -21,12 +21,13 @@ from torch_ops.settings import settings
 KEYS_LAUNCH = Launch(BLOCK_M.value, BLOCK_N.value, 8, 1)
 
 
-def takes_hopper_keys(q: Tensor, k: Tensor, scores: Scores, products: str) -> bool:
+def takes_hopper_keys(q: Tensor, k: Tensor, scores: Scores, products: str, few: bool) -> bool:
     """Whether the kernel takes them: of one query head to a key head, and nothing between scores and their sums.
 
-    Whoever gave stock Triton's kernel a row of their own wants that one.
+    Of 128 columns `few` programs are faster as stock Triton's, beside those of queries, and whoever gave stock Triton's
+    kernel a row of their own wants that one.
     """
-    fits = any(q.shape[3] == count * WIDTH.value for count in (1, 2)) and q.shape[1] == k.shape[1]
+    fits = q.shape[3] in (WIDTH.value, *(() if few else (2 * WIDTH.value,))) and q.shape[1] == k.shape[1]
     if products != "bf16x6" or not fits or scores.backward_steps or settings.path == "portable":
         return False
     with_rows, without = (

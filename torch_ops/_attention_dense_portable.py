@@ -13,22 +13,13 @@ from triton import cdiv
 
 from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_dense_kernel, _attention_bwd_dq_dense_kernel
 from csrc_free_ops.attention.portable_fwd import _attention_fwd_dense_kernel
+from torch_ops._attention_dense_few import launches_beside, plan_dense_few
 from torch_ops._attention_dense_keys import plan_dense_keys, takes_hopper_keys
-from torch_ops._attention_parts import MOST_SPLITS, parts_of, plan_parts
-from torch_ops._attention_portable import choose, constants_of, current_gpu, for_each_precision, slopes_stride
+from torch_ops._attention_parts import parts_of, plan_parts, splits_of
+from torch_ops._attention_portable import choose, constants_of, for_each_precision, slopes_stride
 from torch_ops._launches import Relaunch, can_overlap, dense_like, dense_strides, length_of, readable, with_columns
 from torch_ops._registry import wrap_triton
 from torch_ops._scores import NO_STEP, Scores, StepTensors
-
-
-def _with_splits(q: Tensor, grid: tuple[int, int], blocks: int) -> tuple[int, int, int]:
-    """The grid, and into how many the blocks that its programs pass over are split: of fp32, whose blocks take longest,
-    where there are fewer programs than two for each multiprocessor."""
-    sizes = (*grid, blocks)
-    if q.dtype is not torch.float32 or any(isinstance(size, torch.SymInt) for size in sizes):
-        return (*grid, 1)
-    wanted = 2 * current_gpu().multiprocessors // max(grid[0] * grid[1], 1)
-    return (*grid, max(1, min(wanted, blocks // 2, MOST_SPLITS)))
 
 
 @for_each_precision
@@ -70,13 +61,20 @@ def plan_dense_backward_portable(
     num_k_heads, k_length = k.shape[1:3]
     dq_launch, _ = choose("attention_bwd_dq", q, scores, length_of(q), precision=precision)
     dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
-    dq_grid = _with_splits(q, (cdiv(length, dq_launch.block_m) * batch, num_heads), cdiv(k_length, dq_launch.block_n))
-    dkdv_grid = _with_splits(
-        q, (cdiv(k_length, dkdv_launch.block_n) * batch, num_k_heads), cdiv(length, dkdv_launch.block_m)
-    )
+    # Instead of kernels in stock Triton, whose launches stay below: `torch._library.triton` reads them there.
+    beside = launches_beside(q, k, dq_launch, dkdv_launch)
+    takes_keys = takes_hopper_keys(q, k, scores, precision, beside is not None)
+    keys = plan_dense_keys(dout, q, k, v, scores) if takes_keys else None
+    if keys is None and beside is not None:
+        return plan_dense_few(dout, dlse, q, k, v, out, lse, scores, precision, *beside)
+    dq_tiles, dkdv_tiles = cdiv(length, dq_launch.block_m) * batch, cdiv(k_length, dkdv_launch.block_n) * batch
+    # As many programs as if the other kernel's were beside them.
+    dq_splits = splits_of(q, 2 * dq_tiles * num_heads, cdiv(k_length, dq_launch.block_n))
+    dkdv_splits = splits_of(q, 2 * dkdv_tiles * num_k_heads, cdiv(length, dkdv_launch.block_m))
+    dq_grid, dkdv_grid = (dq_tiles, num_heads, dq_splits), (dkdv_tiles, num_k_heads, dkdv_splits)
     results = [dense_like(tensor) for tensor in (q, k, v)]
     dq_parts, dk_parts, dv_parts = (
-        parts_of(tensor, grid[2]) for tensor, grid in zip(results, (dq_grid, dkdv_grid, dkdv_grid), strict=True)
+        parts_of(tensor, each) for tensor, each in zip(results, (dq_splits, dkdv_splits, dkdv_splits), strict=True)
     )
     unit, outer, rows = dense_strides(q, k, v, out, dout, dq_parts, dk_parts, dv_parts)
     q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row, dv_row = rows
@@ -91,21 +89,19 @@ def plan_dense_backward_portable(
     dq_scalars = (*read, *dq_outer, *sizes)
     dq_constants = {
         **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": dlse is not None,
-        "SPLITS": dq_grid[2], **early,
+        "SPLITS": dq_splits, **early,
         **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
 
     dkdv_scalars = (*read[:6], *read[8:], *dkdv_outer, *sizes)
     dkdv_constants = {
-        **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row, "SPLITS": dkdv_grid[2], **early,
+        **strides, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row, "SPLITS": dkdv_splits, **early,
         **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps, precision),
     }  # fmt: skip
 
     relaunch_dq = Relaunch(dq_grid, dq_scalars)
     relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
-    # Instead of the kernel in stock Triton, whose launch stays below: `torch._library.triton` reads it there.
-    keys = plan_dense_keys(dout, q, k, v, scores) if takes_hopper_keys(q, k, scores, precision) else None
-    splits = dq_grid[2], 1 if keys else dkdv_grid[2]
+    splits = dq_splits, 1 if keys else dkdv_splits
     add_parts = plan_parts(q, k, v, *splits) if max(splits) > 1 else None
     ready = readable(q, k, v, out, dout) and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
 
@@ -118,7 +114,7 @@ def plan_dense_backward_portable(
             q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
             lse, dlse = lse.contiguous(), dlse.contiguous()
         delta = torch.empty_like(lse)
-        dq_parts = parts_of(dq, dq_grid[2])
+        dq_parts = parts_of(dq, dq_splits)
         tensors = (q, k, v, out, lse, dout, dlse, step.slopes, step.seed, delta, dq_parts)
         if not relaunch_dq(None, tensors):
             compiled = wrap_triton(_attention_bwd_dq_dense_kernel)[dq_grid](*tensors, *dq_scalars, **dq_constants)
@@ -128,7 +124,7 @@ def plan_dense_backward_portable(
             if add_parts is not None:
                 add_parts(dq_parts, dk, dv, dq, dk, dv)
             return
-        dk_parts, dv_parts = parts_of(dk, dkdv_grid[2]), parts_of(dv, dkdv_grid[2])
+        dk_parts, dv_parts = parts_of(dk, dkdv_splits), parts_of(dv, dkdv_splits)
         after = (q, k, v, lse, dout, delta, step.slopes, step.seed, dk_parts, dv_parts)
         if not relaunch_dkdv(None, after):
             compiled = wrap_triton(_attention_bwd_dkdv_dense_kernel)[dkdv_grid](*after, *dkdv_scalars, **dkdv_constants)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_ops._attention import why_portable
 from torch_ops._attention_dense import why_dense_portable
 from torch_ops._attention_dense_cast import casts_as_it_goes
+from torch_ops._attention_dense_few import launches_beside
 from torch_ops._attention_dense_hopper import cast_launch
 from torch_ops._attention_dense_keys import KEYS_LAUNCH, takes_hopper_keys
 from torch_ops._attention_hopper import addressable, forward_launch
@@ -113,7 +114,12 @@ def explain_dense_attention(
     if why:
         lengths = {"attention_fwd": q.shape[2], "attention_bwd_dq": q.shape[2], "attention_bwd_dkdv": k.shape[2]}
         kernels = {name: choose(name, q, scores, length) for name, length in lengths.items()}
-        if takes_hopper_keys(q, k, scores, current_products(q)):
+        beside = launches_beside(q, k, kernels["attention_bwd_dq"][0], kernels["attention_bwd_dkdv"][0])
+        takes_keys = takes_hopper_keys(q, k, scores, current_products(q), beside is not None)
+        if beside is not None and not takes_keys:
+            for name, launch in zip(("attention_bwd_dq", "attention_bwd_dkdv"), beside, strict=True):
+                kernels[name] = launch, f"{kernels[name][1]}; one kernel for both, so few are the programs"
+        if takes_keys:
             del kernels["attention_bwd_dkdv"]
             kernels["attention_bwd_keys_hopper"] = KEYS_LAUNCH, f"rule for {gpu().backend} {gpu().arch}"
     else:

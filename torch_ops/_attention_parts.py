@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.attention.bwd_parts import _attention_bwd_parts_kernel
+from torch_ops._attention_portable import current_gpu
 from torch_ops._launches import Relaunch, can_overlap, dense_like, dense_strides
 from torch_ops._registry import wrap_triton
 
@@ -13,6 +15,15 @@ from torch_ops._registry import wrap_triton
 ROWS = 16
 # Of one gradient, at the most.
 MOST_SPLITS = 8
+
+
+def splits_of(q: Tensor, programs: int, blocks: int) -> int:
+    """Into how many the blocks that each of so many programs passes over are split: of fp32, whose blocks take longest,
+    as many as make four programs for each multiprocessor."""
+    if q.dtype is not torch.float32 or any(isinstance(size, torch.SymInt) for size in (programs, blocks)):
+        return 1
+    wanted = 4 * current_gpu().multiprocessors // max(programs, 1)
+    return max(1, min(wanted, blocks // 2, MOST_SPLITS))
 
 
 def parts_of(result: Tensor, parts: int) -> Tensor:

@@ -80,9 +80,18 @@ def _accumulate_dq(
 
 
 @triton.jit
+def delta_of_rows(out, dout, lse, dlse_ptr, inside, HAS_DLSE: tl.constexpr):
+    """sum(out dout) - dlse of each row; 0 where it saw no key and has no gradient, whatever came in for its lse."""
+    delta = sum_of_products(out, dout)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr, mask=inside, other=0.0)
+    return tl.where(lse == float("-inf"), 0.0, delta)
+
+
+@triton.jit
 def differentiate_queries(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
-    head, q_start, q_length, first, k_start, k_length,
+    head, q_start, q_length, first, k_start, k_length, split,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
     total_q, scale, step, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
@@ -90,11 +99,11 @@ def differentiate_queries(
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
+    HAS_DELTA: tl.constexpr = False,
 ):  # fmt: skip
-    """delta and dq of BLOCK_M query rows of a segment, from `first` on.
+    """dq of BLOCK_M query rows of a segment, from `first` on, and their delta, unless that is there.
 
-    Of several splits, the third dimension of the grid, each makes a part of dq, by its share of the keys; parts follow
-    each other as so many heads.
+    Of several splits each makes a part of dq, by its share of the keys; parts follow each other as so many heads.
     """
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
@@ -112,15 +121,15 @@ def differentiate_queries(
     remaining = q_length - first
     q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
-    out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
     statistics = head * total_q + q_start + rows
-    lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
-    delta = sum_of_products(out, dout)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + statistics, mask=inside, other=0.0)
-    # A row that saw no key has no gradient, whatever came in for its lse.
-    delta = tl.where(lse == float("-inf"), 0.0, delta)
-    tl.store(delta_ptr + statistics, delta, mask=inside)
+    if HAS_DELTA:
+        lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
+        delta = tl.load(delta_ptr + statistics, mask=inside, other=0.0)
+    else:
+        out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+        lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
+        delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, inside, HAS_DLSE)
+        tl.store(delta_ptr + statistics, delta, mask=inside)
     lse = exponent_of_lse(lse, q[0].dtype == tl.float32)
 
     last = tl.minimum(first + BLOCK_M, q_length) - 1
@@ -137,10 +146,8 @@ def differentiate_queries(
     )
     part = head
     if SPLITS > 1:
-        low, full_low, full_high, high = share_of_span(
-            low, full_low, full_high, high, tl.program_id(2), SPLITS, BLOCK_N
-        )
-        part = head * SPLITS + tl.program_id(2)
+        low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_N)
+        part = head * SPLITS + split
     dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     if HAS_LEFT:
         dq = _accumulate_dq(
@@ -207,7 +214,7 @@ def _attention_bwd_dq_kernel(
     step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
     differentiate_queries(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
-        head, q_start, q_length, first, k_start, k_length,
+        head, q_start, q_length, first, k_start, k_length, 0,
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
         total_q, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -241,7 +248,7 @@ def _attention_bwd_dq_dense_kernel(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
         batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT), lse_ptr + statistics,
         batch_base(dout_ptr, batch, stride_dob, UNIT), dlse_ptr + statistics, delta_ptr + statistics,
-        batch_base(dq_ptr, batch, stride_dqb, UNIT), head, 0, q_length, first, 0, k_length,
+        batch_base(dq_ptr, batch, stride_dqb, UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
         q_length, scale, step, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -303,7 +310,7 @@ def _accumulate_dkdv(
 @triton.jit
 def differentiate_keys(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-    k_head, k_start, k_length, first, q_start, q_length, slopes_ptr, sequence, stride_slopes, step,
+    k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, step,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh, total_q, scale, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
@@ -343,10 +350,8 @@ def differentiate_keys(
     )
     part = k_head
     if SPLITS > 1:
-        low, full_low, full_high, high = share_of_span(
-            low, full_low, full_high, high, tl.program_id(2), SPLITS, BLOCK_M
-        )
-        part = k_head * SPLITS + tl.program_id(2)
+        low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_M)
+        part = k_head * SPLITS + split
     # In fp32 each query head is summed by itself, which keeps the chain of additions, and so its rounding, short.
     HEADS_APART: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
     # Nothing is kept from head to head: hoisted, it would spill.
@@ -432,7 +437,7 @@ def _attention_bwd_dkdv_kernel(
     step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
     differentiate_keys(
         q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-        k_head, k_start, k_length, first, q_start, q_length, slopes_ptr, sequence, stride_slopes, step,
+        k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, step,
         stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
         total_q, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -468,7 +473,7 @@ def _attention_bwd_dkdv_dense_kernel(
         batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics, batch_base(dout_ptr, batch, stride_dob, UNIT),
         delta_ptr + statistics,
         batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
-        k_head, 0, k_length, first, 0, q_length, slopes_ptr, batch, stride_slopes, step,
+        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, batch, stride_slopes, step,
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,

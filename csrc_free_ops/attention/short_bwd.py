@@ -154,7 +154,7 @@ def _attention_bwd_dq_rest_kernel(
         if first < length:
             differentiate_queries(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
-                head, start, length, first, start, attended,
+                head, start, length, first, start, attended, 0,
                 stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
                 total, scale, capped_step(softcap), window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
@@ -206,7 +206,7 @@ def _attention_bwd_dkdv_rest_kernel(
         if first < length:
             differentiate_keys(
                 q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-                head, start, length, first, start, attended, None, 0, 0, capped_step(softcap),
+                head, start, length, first, start, attended, 0, None, 0, 0, capped_step(softcap),
                 stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
                 total, scale, window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
