@@ -429,7 +429,7 @@ MOST_SPILLED = {
         "_attention_bwd_dq_dense_kernel": 24, "_attention_bwd_dkdv_dense_kernel": 40, "_attention_bwd_few_kernel": 112,
     },
     ("ieee", 128, "plain"): {
-        "_attention_fwd_dense_kernel": 88, "_attention_bwd_dkdv_dense_kernel": 608, "_attention_bwd_few_kernel": 552,
+        "_attention_fwd_dense_kernel": 88, "_attention_bwd_dkdv_dense_kernel": 608, "_attention_bwd_few_kernel": 600,
     },
     ("tf32", 128, "plain"): {
         "_attention_fwd_dense_kernel": 240, "_attention_bwd_dkdv_dense_kernel": 280, "_attention_bwd_few_kernel": 496,
