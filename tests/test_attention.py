@@ -461,7 +461,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": lambda x: torch.ones(3)}, r"alibi_slopes must be of shape \[H\] = \[2\] .*, got \[3\]"),
     ({"alibi_slopes": lambda x: torch.ones(2).half()}, r"alibi_slopes must be float32, got float16"),
     ({"sinks": lambda x: torch.ones(2, 2)}, r"sinks must be of shape \[H\] = \[2\], got \[2, 2\]"),
-    ({"sinks": lambda x: torch.ones(2).half()}, r"sinks must be float32 or float32 as q is, got float16"),
+    ({"sinks": lambda x: torch.ones(2).half()}, r"sinks must be float32 as q is, got float16"),
     ({"dropout_p": lambda x: 1.0}, r"dropout_p must be a probability from 0 to below 1, in fp32 too, got 1.0"),
     ({"dropout_p": lambda x: 1 - 2**-30}, r"dropout_p must be a probability from 0 to below 1, in fp32 too, got 0.99"),
     ({"dropout_p": lambda x: torch.tensor(0.1)}, r"dropout_p must be a number, .*, got a tensor"),

@@ -424,7 +424,7 @@ def _refusals() -> list:
             r"alibi_slopes must be float32, got float16",
         ),
         ("sinks", changed(sinks=lambda g: torch.ones(3)), r"sinks must be of shape \[H\] = \[4\], got \[3\]"),
-        ("sinks_dtype", changed(sinks=lambda g: torch.ones(4).half()), r"sinks must be float32 or float32 as q is"),
+        ("sinks_dtype", changed(sinks=lambda g: torch.ones(4).half()), r"sinks must be float32 as q is"),
         ("prefix", changed(prefix_k=lambda g: g["k_cache"]), r"prefix_k must be None where prefix_v is, got a tensor"),
         (
             "prefixes",

@@ -280,6 +280,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("k_cache", lambda c: c[:, :1], r"k_cache must be of shape \[num_pages, Hk, page_size, D\] = \[any, 2, any, 16\]"),
     ("k_cache", lambda c: c.int(), r"k_cache must be float16, bfloat16 or float32 .*, got int32"),
     ("k_cache", lambda c: c.transpose(2, 3).contiguous().transpose(2, 3), r"k_cache must be of contiguous columns"),
+    ("v_cache", lambda c: c[:1].expand(10, -1, -1, -1), r"v_cache must be of a place for each of its elements"),
     ("v_cache", lambda c: c[1:], r"v_cache must be of shape .* = \[10, 2, 2, 16\], got \[9, 2, 2, 16\]"),
     ("v_cache", lambda c: c.float(), r"v_cache must be float16 as k_cache is, got float32"),
     ("cache_seqlens", lambda n: n.long(), r"cache_seqlens must be int32, got int64"),

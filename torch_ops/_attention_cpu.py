@@ -15,6 +15,8 @@ from torch_ops._dropout import keep_weights
 from torch_ops._scores import NO_STEP, Scores, StepTensors
 
 BLOCK_ROWS = 512
+# Of fewer, less than a vector of the CPU, PyTorch's own kernel takes rows of NaN for rows without keys.
+FUSED_KEYS = 16
 
 
 class _Segment(NamedTuple):
@@ -106,7 +108,7 @@ def attention_forward_cpu(
             if step.sinks is not None:
                 lse[:, queries] = step.sinks.to(lse.dtype)[:, None]
             continue
-        if plain:
+        if plain and keys.stop - keys.start >= FUSED_KEYS:
             fused, fused_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *(tensor[rows].transpose(0, 1)[None] for tensor, rows in ((q, queries), (k, keys), (v, keys))),
                 scale=scores.scale,

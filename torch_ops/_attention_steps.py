@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torch_ops._checks import check_dense, check_device, dtype_name, refuse
+from torch_ops._checks import check_dense, check_device, check_float32_or, dtype_name, refuse
 
 # From here on fp32 has 1.
 ROUNDED_TO_ONE = 1 - 2**-25
@@ -30,8 +30,7 @@ def check_steps(
     if sinks is not None:
         check_dense(op, "sinks", sinks)
         dtype, said_by = (q.dtype, "q") if compute_dtype is None else (compute_dtype, "compute_dtype")
-        if sinks.dtype not in (torch.float32, dtype):
-            refuse(op, "sinks", f"float32 or {dtype_name(dtype)} as {said_by} is", dtype_name(sinks.dtype))
+        check_float32_or(op, "sinks", sinks, dtype, said_by)
         if sinks.shape != (heads,):
             refuse(op, "sinks", f"of shape [H] = [{heads}]", list(sinks.shape))
         check_device(op, "sinks", sinks, "q", q)

@@ -72,15 +72,20 @@ def check_bias(op: str, argument: str, bias: Tensor | None, size: int, like_name
     check_like(op, argument, bias, like_name, like)
 
 
+def check_float32_or(op: str, argument: str, tensor: Tensor, dtype: torch.dtype, said_by: str) -> None:
+    """In fp32 or in another dtype, which the argument `said_by` has or is."""
+    if tensor.dtype not in (torch.float32, dtype):
+        own = f"{dtype_name(dtype)} as {said_by} is"
+        refuse(op, argument, own if dtype is torch.float32 else f"float32 or {own}", dtype_name(tensor.dtype))
+
+
 def check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, like_name: str, like: Tensor) -> None:
     """[T, D] or [T, D / 2], in fp32 or the dtype of `like`."""
     for name, table in (("cos", cos), ("sin", sin)):
         check_matrix(op, name, table, "[T, D] or [T, D / 2]", (total, None))
         if table.shape[1] not in (head_dim, head_dim // 2):
             refuse(op, name, f"of {head_dim} or {head_dim // 2} columns", table.shape[1])
-        if table.dtype not in (torch.float32, like.dtype):
-            own = f"{dtype_name(like.dtype)} as {like_name} is"
-            refuse(op, name, own if like.dtype is torch.float32 else f"float32 or {own}", dtype_name(table.dtype))
+        check_float32_or(op, name, table, like.dtype, like_name)
         check_device(op, name, table, like_name, like)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"

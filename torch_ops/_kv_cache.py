@@ -15,6 +15,7 @@ from torch_ops._checks import (
     check_dense,
     check_device,
     check_float,
+    check_float32_or,
     check_head_dim,
     check_like,
     check_matrix,
@@ -84,6 +85,9 @@ def _check_caches(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tenso
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(3) != 1:
             refuse(op, name, "of contiguous columns, since it is written in its place", f"strides {cache.stride()}")
+        places = zip(cache.shape, cache.stride(), strict=True)
+        if any(isinstance(stride, int) and stride == 0 and size != 1 for size, stride in places):
+            refuse(op, name, "of a place for each of its elements, not expanded", f"strides {cache.stride()}")
     check_count(op, f"the number of {'positions' if block_table is None else 'rows of a page'} of k_cache",
                 k_cache.shape[2], MOST_ROWS)  # fmt: skip
     if block_table is None:
@@ -109,8 +113,7 @@ def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, si
         if not (columns == head_dim or 1 <= columns <= head_dim // 2):
             wanted = f"of {head_dim} columns or, for pairs, of 1 to {head_dim // 2}"
             refuse(op, name, wanted, columns)
-        if table.dtype not in (torch.float32, k.dtype):
-            refuse(op, name, f"float32 or {dtype_name(k.dtype)} as k is", dtype_name(table.dtype))
+        check_float32_or(op, name, table, k.dtype, "k")
         check_device(op, name, table, "k", k)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
