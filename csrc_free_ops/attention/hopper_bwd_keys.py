@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from csrc_free_ops.tiles.masks import block_span, within_bounds
+from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
 from csrc_free_ops.tiles.scores import exponential
 from csrc_free_ops.tiles.segments import place_dense
 
@@ -174,9 +174,9 @@ def _attention_bwd_keys_hopper_kernel(
         HAS_RIGHT, HAS_LEFT, BLOCK_M,
     )  # fmt: skip
     if SPLITS > 1:
-        share = ((high - low + BLOCK_M - 1) // BLOCK_M + SPLITS - 1) // SPLITS * BLOCK_M
-        low += gl.program_id(2) * share
-        high = gl.minimum(low + share, high)
+        low, full_low, full_high, high = share_of_span(
+            low, full_low, full_high, high, gl.program_id(2), SPLITS, BLOCK_M
+        )
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
     no_sums = gl.zeros([BLOCK_N, WIDTH], gl.float32, SUMS)
     dk = (no_sums,)
