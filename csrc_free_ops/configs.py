@@ -380,7 +380,8 @@ def rule(
         has_tail = split_head_dim(head_dim, itemsize)[1] > 0
         ladder = [Launch(16, 32, 8, 1)] if wide or has_tail else [Launch(32, 32, 8, 1)]
     elif kernel == "attention_fwd":
-        ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 64, 4, 2)]
+        narrow = [Launch(64, 64, 4, 3 if int(gpu.arch) >= 120 else 2)]
+        ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if wide else narrow
     elif kernel == "attention_bwd_dq":
         ladder = [Launch(64, 16, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 32, 8, 2)]
     else:
@@ -433,8 +434,8 @@ def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
     """Rows are the most that a tile has: of samples with a prefix ("attention_decode_shared") there are many.
 
     Of keys so many that 64 to 128 KiB of K and V are under way: one program on each multiprocessor of an H200 then
-    reads 16 x 8 x 8192 keys of 128 columns at 4.3 TB/s, three with a third of that each at 4.2. Half as many keys at
-    once begin sooner where keys are split, but 8 x 65536 keys took an H100 between 92.8 and 98.9 us so, and 92.0 not.
+    reads 16 x 8 x 8192 keys of 128 columns at 4.3 TB/s, three with a third of that each at 4.2. With half as many at
+    once 8 x 65536 keys took an H100 92.8 to 98.9 us, and 92.0 otherwise.
     """
     shared = kernel.endswith("_shared")
     rows = 64 if shared else 32 if width <= 128 else 16
@@ -593,8 +594,7 @@ def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
     """What `read_rows` reads back."""
     entries = []
     for row in rows:
-        entry = asdict(row)
-        entry = {key: value for key, value in entry.items() if key not in ("source", "gpu")}
+        entry = {key: value for key, value in asdict(row).items() if key not in ("source", "gpu")}
         entry["launch"] = row.launch.entry()
         entries.append({key: value for key, value in entry.items() if value is not None})
     return {"provenance": provenance, "rows": entries}
