@@ -27,7 +27,7 @@ def launches_beside(q: Tensor, k: Tensor, dq: Launch, dkdv: Launch) -> tuple[Lau
     (plain maths 49), and 2 x 2048 rows 376 and 480; as exact as IEEE's of 128 columns 1600 and 1775.
     """
     sizes = (q.shape[0], q.shape[2], k.shape[2])
-    if q.dtype is not torch.float32 or any(isinstance(size, torch.SymInt) for size in sizes):
+    if q.dtype is not torch.float32 or any(isinstance(size, torch.SymInt) for size in sizes) or 0 in sizes:
         return None
     if dkdv.num_warps == 2 * dq.num_warps and dkdv.block_n > 64:
         dkdv = replace(dkdv, block_n=dkdv.block_n // 2, num_warps=dq.num_warps)
