@@ -11,7 +11,7 @@ import torch
 
 from csrc_free_ops.configs import Launch, Row, as_document
 from tests.attention import differentiate, verify
-from torch_ops import attention, explain, settings
+from torch_ops import _attention_dense_few, attention, explain, settings
 from torch_ops._attention_dense_keys import _splits
 from torch_ops._device import gpu
 from torch_ops.testing.cases import DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
@@ -28,10 +28,13 @@ BOUNDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def takes_it(device: str) -> Iterator[None]:
+def takes_it(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of few programs too, where one kernel of stock Triton's would make all gradients."""
     if device != "cuda" or gpu().arch != 90:
         pytest.skip("needs a Hopper GPU")
-    with settings(path="auto"):
+    monkeypatch.setattr(_attention_dense_few, "MOST_PROGRAMS", 0)
+    # One after the other, so that no plan from before is remembered.
+    with settings(path="portable"), settings(path="auto"):
         yield
 
 
@@ -113,6 +116,18 @@ def test_stock_triton_keeps_what_else_there_is(options: dict[str, Any]) -> None:
     inputs = make_dense_inputs(case, torch.float32, "cuda")
     assert "attention_bwd_dkdv" in _kernels(inputs)
     verify(inputs)
+
+
+@pytest.mark.parametrize(("head_dim", "programs"), [(64, 100), (128, 0), (128, 100)])
+def test_few_programs_of_128_columns_are_stock_tritons(
+    head_dim: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_attention_dense_few, "MOST_PROGRAMS", programs)
+    inputs = make_dense_inputs(DenseCase("few", "", 1, 1, 60, head_dim), torch.float32, "cuda")
+    kernels = inputs.call(partial(explain, attention))["kernels"]
+    few = head_dim == 128 and programs > 0
+    assert ("attention_bwd_keys_hopper" in kernels) == (not few)
+    assert ("one kernel for both" in kernels["attention_bwd_dq"]["source"]) == few
 
 
 def test_rows_for_stock_tritons_kernel_choose_it(tmp_path: Path) -> None:
