@@ -85,6 +85,7 @@ def _attention_bwd_few_kernel(
             step = step_of_head(step, slopes_ptr, None, batch, line, stride_slopes, STEPS)
             statistics = batch.to(tl.int64) * heads * q_length
             dout_base = batch_base(dout_ptr, batch, stride_dob, UNIT)
+            # Where delta is there, out and dlse are not read.
             differentiate_queries(
                 batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
                 batch_base(v_ptr, batch, stride_vb, UNIT), dout_base, lse_ptr + statistics, dout_base,
