@@ -289,6 +289,23 @@ def test_scores_of_minus_infinity_weigh_nothing(options: dict[str, Any], device:
         assert_close_to_reference(result, yardstick, truth)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_such_scores_alone_have_no_gradient(dtype: torch.dtype, device: str) -> None:
+    """And give none: as rows without keys. The path is stock Triton's."""
+    q, k, v = (torch.randn(1, 2, 40, 16, device=device, dtype=dtype) for _ in range(3))
+    k[..., 0] = k[..., 0].abs() + 0.1
+    q[:, :, 5, 0] = -torch.inf
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    with settings(path="portable"):
+        out, lse = attention(*leaves, return_lse=True)
+        gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    # PyTorch's own kernel on the CPU has lse 0 there.
+    assert lse[:, :, 5].isneginf().all() or not (GPU or INTERPRET)
+    assert not out[:, :, 5].any() and not gradients[0][:, :, 5].any()
+    # Its ds of 0 times q of -inf is no number, in the column of that one.
+    assert all(gradient[..., 1:].isfinite().all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("shared", ["heads", "batch"])
 def test_expanded_keys(shared: str, device: str) -> None:
     """One key head for all, or one sequence of keys, by strides of 0."""

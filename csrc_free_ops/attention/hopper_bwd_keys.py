@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
-from csrc_free_ops.tiles.scores import exponential
+from csrc_free_ops.tiles.scores import exponent_of_norm, exponential
 from csrc_free_ops.tiles.segments import place_dense
 
 BLOCK_M, BLOCK_N, WIDTH = (gl.constexpr(size) for size in (32, 128, 64))
@@ -195,7 +195,7 @@ def _attention_bwd_keys_hopper_kernel(
         _put(dout, rows)
         products = _begin_scores(values, rows, HALVES, no_scores)
         delta = gl.load(delta_ptr + statistics + start + local, mask=start + local < q_length, other=0.0)
-        p = exponential(s * scale - lse[None, :], True)
+        p = exponential(s * scale - exponent_of_norm(lse, True)[None, :], True)
         if (start < full_low) | (start >= full_high):
             seen = within_bounds(
                 (start + local < q_length)[None, :], start + local[None, :], cols[:, None], k_length - q_length,

@@ -35,7 +35,7 @@ from csrc_free_ops.tiles.rows import (
     sum_of_products,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_lse, exponential, step_scores
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
 from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
 from csrc_free_ops.tiles.steps import DROPOUT, SOFTCAP, kept_share, step_of_head, step_of_sequence
 
@@ -130,7 +130,7 @@ def differentiate_queries(
         lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
         delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, inside, HAS_DLSE)
         tl.store(delta_ptr + statistics, delta, mask=inside)
-    lse = exponent_of_lse(lse, q[0].dtype == tl.float32)
+    lse = exponent_of_norm(lse, q[0].dtype == tl.float32)
 
     last = tl.minimum(first + BLOCK_M, q_length) - 1
     low, full_low, full_high, high = block_span(
@@ -284,7 +284,7 @@ def _accumulate_dkdv(
             delta = tl.load(delta_base + start + local)
         products = dot_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
         scores, steepness = step_scores(products, start + local[None, :], cols[:, None], shift, scale, step, STEPS)
-        p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
+        p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
             seen = within_bounds(
                 (local < remaining)[None, :], local[None, :], cols[:, None],

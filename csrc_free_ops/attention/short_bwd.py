@@ -23,7 +23,7 @@ from csrc_free_ops.tiles.rows import (
     sum_of_products,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_lse, exponential, step_scores
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
     longest_segment,
@@ -46,7 +46,7 @@ def _differentiate_scores(
     local = tl.arange(0, BLOCK)
     scores, steepness = step_scores(dot_rows(k, q, PRECISION), local[None, :], local[:, None], 0, scale, step, STEPS)
     factor = exponent_factor(scale, STEPS, NATURAL)
-    p = exponential(scores * factor - exponent_of_lse(lse, NATURAL)[None, :], NATURAL)
+    p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
     seen = within_bounds(
         (local < length)[None, :] & (local < length)[:, None], local[None, :], local[:, None],
         0, window_left, window_right, HAS_LEFT, HAS_RIGHT,

@@ -123,3 +123,9 @@ def exponent_of_lse(lse, NATURAL: tl.constexpr):
     if not NATURAL:
         lse = lse * LOG2E
     return lse
+
+
+@triton.jit
+def exponent_of_norm(lse, NATURAL: tl.constexpr):
+    """What a backward takes off scores: by one of -inf, where all scores are, weights would be NaN, and are 0."""
+    return exponent_of_lse(tl.where(lse == float("-inf"), float("inf"), lse), NATURAL)
