@@ -317,7 +317,7 @@ def test_refuses(name: str, change: Any, message: str, device: str) -> None:
 
 
 def test_q_without_tables_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="^kv_cache_append: q must be None where cos and sin is"):
+    with pytest.raises(ValueError, match="^kv_cache_append: q must be None where cos and sin are"):
         _good(device).call(kv_cache_append, cos=None, sin=None)
 
 

@@ -10,8 +10,8 @@ from triton import cdiv
 from csrc_free_ops.attention.portable_bwd_few import _attention_bwd_few_delta_kernel, _attention_bwd_few_kernel
 from csrc_free_ops.configs import Launch
 from torch_ops._attention_parts import ROWS, parts_of, plan_parts, splits_of
-from torch_ops._attention_portable import constants_of, current_gpu, slopes_stride
-from torch_ops._launches import Relaunch, can_overlap, dense_like, dense_strides, readable, with_columns
+from torch_ops._attention_portable import choose, constants_of, current_gpu, slopes_stride
+from torch_ops._launches import Relaunch, can_overlap, dense_like, dense_strides, length_of, readable, with_columns
 from torch_ops._registry import wrap_triton
 from torch_ops._scores import NO_STEP, Scores, StepTensors
 
@@ -19,17 +19,21 @@ from torch_ops._scores import NO_STEP, Scores, StepTensors
 MOST_PROGRAMS = 8
 
 
-def launches_beside(q: Tensor, k: Tensor, dq: Launch, dkdv: Launch) -> tuple[Launch, Launch] | None:
+def launches_beside(q: Tensor, k: Tensor, scores: Scores, products: str) -> tuple[Launch, Launch] | None:
     """Those of dq and of dk and dv beside each other, as one kernel has them; None where it is not taken: of fp32 with
     few programs it is, and one kernel has one number of warps.
 
-    On an H100 in tf32, of 8 heads and 64 columns, both directions of 512 causal rows took 28.7 us so and 33.9 otherwise
-    (plain maths 49), and 2 x 2048 rows 376 and 480; as exact as IEEE's of 128 columns 1600 and 1775.
+    On an H100 in tf32, of 8 heads and 64 columns, gradients of 512 causal rows took 28.7 us so and 33.9 otherwise
+    (plain maths 49), and of 2 x 2048 rows 376 and 480; as exact as IEEE's and of 128 columns 1600 and 1775.
     """
     sizes = (q.shape[0], q.shape[2], k.shape[2])
     if q.dtype is not torch.float32 or any(isinstance(size, torch.SymInt) for size in sizes) or 0 in sizes:
         return None
-    if dkdv.num_warps == 2 * dq.num_warps and dkdv.block_n > 64:
+    dq, _ = choose("attention_bwd_dq", q, scores, length_of(q), precision=products)
+    dkdv, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=products)
+    by_rule, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), own_rows=(), precision=products)
+    # Whoever gave a row of their own wants that one as it is.
+    if dkdv == by_rule and dkdv.num_warps == 2 * dq.num_warps and dkdv.block_n > 64:
         dkdv = replace(dkdv, block_n=dkdv.block_n // 2, num_warps=dq.num_warps)
     alike = (dq.num_warps, dq.num_stages) == (dkdv.num_warps, dkdv.num_stages)
     few = _programs(q, k, dq, dkdv) <= MOST_PROGRAMS * current_gpu().multiprocessors

@@ -62,13 +62,13 @@ def plan_dense_backward_portable(
     dq_launch, _ = choose("attention_bwd_dq", q, scores, length_of(q), precision=precision)
     dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, length_of(k), precision=precision)
     # Instead of kernels in stock Triton, whose launches stay below: `torch._library.triton` reads them there.
-    beside = launches_beside(q, k, dq_launch, dkdv_launch)
+    beside = launches_beside(q, k, scores, precision)
     takes_keys = takes_hopper_keys(q, k, scores, precision, beside is not None)
     keys = plan_dense_keys(dout, q, k, v, scores) if takes_keys else None
     if keys is None and beside is not None:
         return plan_dense_few(dout, dlse, q, k, v, out, lse, scores, precision, *beside)
     dq_tiles, dkdv_tiles = cdiv(length, dq_launch.block_m) * batch, cdiv(k_length, dkdv_launch.block_n) * batch
-    # As many programs as if the other kernel's were beside them.
+    # A kernel that runs by itself has half as many programs as two that run beside each other.
     dq_splits = splits_of(q, 2 * dq_tiles * num_heads, cdiv(k_length, dq_launch.block_n))
     dkdv_splits = splits_of(q, 2 * dkdv_tiles * num_k_heads, cdiv(length, dkdv_launch.block_m))
     dq_grid, dkdv_grid = (dq_tiles, num_heads, dq_splits), (dkdv_tiles, num_k_heads, dkdv_splits)

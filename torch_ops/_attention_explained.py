@@ -114,8 +114,9 @@ def explain_dense_attention(
     if why:
         lengths = {"attention_fwd": q.shape[2], "attention_bwd_dq": q.shape[2], "attention_bwd_dkdv": k.shape[2]}
         kernels = {name: choose(name, q, scores, length) for name, length in lengths.items()}
-        beside = launches_beside(q, k, kernels["attention_bwd_dq"][0], kernels["attention_bwd_dkdv"][0])
-        takes_keys = takes_hopper_keys(q, k, scores, current_products(q), beside is not None)
+        products = current_products(q)
+        beside = launches_beside(q, k, scores, products)
+        takes_keys = takes_hopper_keys(q, k, scores, products, beside is not None)
         if beside is not None and not takes_keys:
             for name, launch in zip(("attention_bwd_dq", "attention_bwd_dkdv"), beside, strict=True):
                 kernels[name] = launch, f"{kernels[name][1]}; one kernel for both, so few are the programs"

@@ -1,5 +1,6 @@
 """What the library would do and why: `explain` and `info`."""
 
+import inspect
 import platform
 from collections.abc import Callable
 from types import FunctionType
@@ -42,6 +43,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
     if name not in EXPLAINERS:
         raise ValueError(f"explain: op must be one of {', '.join(EXPLAINERS)}, got {name!r}")
+    if isinstance(op, FunctionType):
+        try:
+            inspect.signature(op).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
     explainers = EXPLAINERS if isinstance(op, FunctionType) else EXPLAINERS | OPERATOR_EXPLAINERS
     return explainers[name](name, *args, **kwargs)
 

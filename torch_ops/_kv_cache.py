@@ -102,9 +102,9 @@ def _check_caches(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tenso
 
 def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
     if cos is None or sin is None:
-        for name, tensor, other in (("cos", cos, "sin"), ("sin", sin, "cos"), ("q", q, "cos and sin")):
+        for name, tensor, others in (("cos", cos, "sin is"), ("sin", sin, "cos is"), ("q", q, "cos and sin are")):
             if tensor is not None:
-                refuse(op, name, f"None where {other} is: it is for the rotary embedding", "a tensor")
+                refuse(op, name, f"None where {others}: it is for the rotary embedding", "a tensor")
         return
     batch, _, tokens, head_dim = k.shape
     for name, table in (("cos", cos), ("sin", sin)):

@@ -196,7 +196,7 @@ def attention(
 
     Query row i stands at key position i + Sk - Sq (aligned bottom-right, as in FlashAttention; PyTorch's own
     `is_causal` is aligned top-left, see `torch_ops.compat.scaled_dot_product_attention`). A row that sees no key gives
-    out 0 and lse -inf, and passes on no gradient, as long as what comes in for it is finite.
+    out 0 and lse -inf (its sink, with `sinks`), and passes on no gradient, as long as what comes in for it is finite.
 
     Args:
         q: [B, H, Sq, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides; columns that are not
@@ -214,8 +214,8 @@ def attention(
             that of all.
         dropout_seed: int64 [1] on q's device; drawn by PyTorch's generator where None. The mask is that of Philox for
             the seed, the sequence, the head, the query's row and the key's: the same bits on every path and device.
-        deterministic: False lets the backward add dq up in any order. None of its kernels would be faster so, and bits
-            are the same each time in either case.
+        deterministic: there for `window_attn`'s sake, whose backward may add dq up in any order where it is False. Here
+            bits are the same each time in either case.
         return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made.
         compute_dtype: torch.float16 or torch.bfloat16 to compute fp32 inputs in, at the rate and with the error of that
             type, whatever autocast says; sinks may have it too. out and gradients are fp32, and rounded to that type
@@ -232,7 +232,7 @@ def attention(
     Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Where it does
     not, Hopper GPUs multiply three bfloat16 parts of each number, with errors below those of fp32's own products, of
     the head dimensions that docs/dense.md lists.
-    Forward and backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2,
+    Forward and backward give the same bits for the same inputs. FlashAttention-2,
     arXiv 2307.08691.
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):

@@ -30,7 +30,7 @@ def _add_parts(
     tl.store(result + row.to(tl.int64) * STRIDE_T + col, total.to(result_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("heads", "k_heads", "q_length", "k_length"))
+@triton.jit(do_not_specialize=("batch", "heads", "k_heads", "q_length", "k_length"))
 def _attention_bwd_parts_kernel(
     dq_parts_ptr, dk_parts_ptr, dv_parts_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh, batch, heads, k_heads, q_length, k_length,

@@ -1,4 +1,4 @@
-"""Attention backward in stock Triton: two kernels, no atomics, the same bits every time.
+"""Attention backward in stock Triton, without atomics, and so with the same bits every time: two kernels.
 
 With P_ij = exp(s_ij - lse_i) recomputed from q, k and the saved lse, and for upstream gradients dout and dlse
 (FlashAttention-2, arXiv 2307.08691, algorithm 2; dlse adds P_ij dlse_i to ds_ij):
@@ -12,7 +12,8 @@ With P_ij = exp(s_ij - lse_i) recomputed from q, k and the saved lse, and for up
 Under dropout, with keep_ij of 0 or 1 / (1 - p), P_ij keep_ij stands for P_ij in dv, and dout_i . v_j keep_ij in ds_ij.
 
 STEPS leaves out sinks. The dq kernel owns query rows and leaves delta for the dkdv kernel, which owns keys and runs
-after it. Sums are fp32; P and ds are rounded to the input dtype for the products, as in the forward.
+after it; `portable_bwd_few` has both beside each other. Of a batch either may leave parts (`bwd_parts`). Sums are fp32;
+P and ds are rounded to the input dtype for the products, as in the forward.
 """
 
 import triton

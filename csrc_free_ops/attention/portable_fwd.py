@@ -8,7 +8,8 @@ For each query row i of a segment, over the keys j that it sees:
 
 in one pass over blocks of keys with the running maximum and sum of FlashAttention-2 (arXiv 2307.08691, algorithm 1);
 sums are fp32, and the weights are rounded to the dtype of v for the second product. A row that sees no key gives
-out 0 and lse -inf. One program owns BLOCK_M query rows of one head; the heads of a group read the same keys.
+out 0 and lse -inf, or its sink's logit. One program owns BLOCK_M query rows of one head; the heads of a group read the
+same keys.
 """
 
 import triton
@@ -32,9 +33,9 @@ from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_til
 from csrc_free_ops.tiles.softmax import normalize, update
 from csrc_free_ops.tiles.steps import DROPOUT, SINKS, step_of_head, step_of_sequence, without_sink
 
-# Sizes that only count: for those of another divisibility Triton would build the same code again. One segment is a case
-# of its own, 4 % faster on 1024 rows.
+# Sizes that only count: for those of another divisibility Triton would build the same code again.
 SIZES = ("total_q", "total_k", "window_left", "window_right", "stride_slopes")
+# One segment is a case of its own, 4 % faster on 1024 rows.
 COUNTS = ("num_segments",)
 # Of a batch, strides follow from lengths; what they are multiples of, UNIT says.
 DENSE_SIZES = (

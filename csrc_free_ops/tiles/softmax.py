@@ -27,8 +27,8 @@ def update(scores, factor, peak, norm, NATURAL: tl.constexpr):
 def normalize(acc, peak, norm, step, NATURAL: tl.constexpr, STEPS: tl.constexpr):
     """Rows of out and lse, once all blocks are summed up: 0 and -inf for a row without keys.
 
-    A sink is one more logit of every row, whose value is 0 (as gpt-oss learns it; after Xiao et al., arXiv 2309.17453).
-    After dropout what is kept grows by 1 / (1 - p).
+    A sink is one more logit of every row, whose value is 0, and the only one of a row without keys (as gpt-oss learns
+    it; after Xiao et al., arXiv 2309.17453). After dropout what is kept grows by 1 / (1 - p).
     """
     _, _, sink, _, _, _ = step
     if SINKS & STEPS:

@@ -102,6 +102,8 @@ def find_path(name: str | None) -> dict[str, str]:
     """What to change in the settings."""
     if name is not None and name not in PATHS:
         raise bad("--path", f"unknown path {name!r}; give one of {', '.join(PATHS)}")
+    if name == "hopper" and not torch.cuda.is_available():
+        raise bad("--path", "its kernels want a Hopper GPU, and there is none")
     return {} if name is None else {"path": name}
 
 
