@@ -1,16 +1,26 @@
 """How the ops of packed and of dense attention are judged: outputs and every gradient, by the tolerance rule."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from torch_ops import settings
 from torch_ops.testing import check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import DenseInputs, WindowAttnInputs
 from torch_ops.testing.tolerance import Draw
 
 AttentionInputs = WindowAttnInputs | DenseInputs
+
+
+@contextmanager
+def plans_made_anew() -> Iterator[None]:
+    """Path "auto", and nothing remembered of calls before: plans are kept until settings change."""
+    with settings(path="portable"), settings(path="auto"):
+        yield
 
 
 def differentiate(function: Any, inputs: AttentionInputs, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

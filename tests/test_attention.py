@@ -1,10 +1,12 @@
 """Numerics, semantics and refusals of vk::attention and its backward."""
 
+import json
 import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from tests.attention import backward, differentiate, verify, verify_downcast
+from csrc_free_ops.configs import Launch, Row, as_document
+from tests.attention import backward, differentiate, plans_made_anew, verify, verify_downcast
 from tests.interpreter import with_dtypes
 from torch_ops import (
     _attention_dense_few,
@@ -137,12 +140,12 @@ def test_same_bits_every_time(case: DenseCase, device: str) -> None:
 LONG = 1 if INTERPRET else 4
 IN_PARTS: dict[str, dict[str, Any]] = {
     "full": {"length": 70 * LONG},
-    "causal": {"length": 100 * LONG, "options": {"causal": True}},
+    "causal": {"batch": 3, "length": 50 * LONG, "options": {"causal": True}},
     "window": {"length": 90 * LONG, "k_length": 200 * LONG, "options": {"window_left": 50, "window_right": 20}},
     "few_queries": {"length": 1, "k_length": 300 * LONG, "options": {"causal": True}},
     "few_keys": {"length": 300 * LONG, "k_length": 5},
     "unseen": {"length": 100 * LONG, "k_length": 40 * LONG, "options": {"causal": True, "window_left": 10}},
-    "gqa": {"length": 70 * LONG, "num_k_heads": 1, "layout": "rows_first", "options": {"causal": True}},
+    "gqa": {"batch": 2, "length": 70 * LONG, "num_k_heads": 1, "layout": "rows_first", "options": {"causal": True}},
     "steps": {"length": 70 * LONG, "options": {"dropout_p": 0.25, "alibi": 2, "sinks": True, "softcap": 3.0}},
 }
 
@@ -155,7 +158,8 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
 
     Where those of queries and of keys are few together, they are made beside each other.
     """
-    inputs = make_dense_inputs(DenseCase(name, way, 1, 2, head_dim=head_dim, **IN_PARTS[name]), torch.float32, device)
+    case = DenseCase(name, way, **{"batch": 1, "num_heads": 2, "head_dim": head_dim, **IN_PARTS[name]})
+    inputs = make_dense_inputs(case, torch.float32, device)
     beside = way == "beside each other"
     planning = _attention_dense_few if beside else _attention_dense_portable
     with ExitStack() as stack:
@@ -166,14 +170,26 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
             # It is taken to have fewer multiprocessors than a GPU.
             gpu = replace(current_gpu(), multiprocessors=32)
             stack.enter_context(mock.patch.object(_attention_parts, "current_gpu", lambda: gpu))
-        # One after the other, so that no plan from before is remembered.
-        for path in ("portable", "auto"):
-            stack.enter_context(settings(path=path))
+        stack.enter_context(plans_made_anew())
         verify(inputs)
         first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
     assert planned.called == (INTERPRET or GPU)
     for gradient in first:
         assert torch.equal(first[gradient], second[gradient]), gradient
+
+
+@pytest.mark.gpu
+def test_a_row_of_the_user_s_own_keeps_its_tile(tmp_path: Path) -> None:
+    """Where one kernel for all gradients would want another, there are two."""
+    own = Launch(32, 128, 8, 1)
+    rows = tmp_path / "rows.json"
+    row = Row("attention_bwd_dkdv", "float32", 128, own)
+    rows.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "-", "date": "-"})))
+    inputs = make_dense_inputs(DenseCase("own", "", 1, 2, 200, 128, options={"causal": True}), torch.float32, "cuda")
+    with settings(path="auto", rows=str(rows)):
+        kernels = inputs.call(partial(torch_ops.explain, attention))["kernels"]
+        verify(inputs)
+    assert kernels["attention_bwd_dkdv"]["launch"] == own.entry()
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.25, "alibi": 2, "sinks": True}], ids=str)

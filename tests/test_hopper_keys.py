@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from csrc_free_ops.configs import Launch, Row, as_document
-from tests.attention import differentiate, verify
+from tests.attention import differentiate, plans_made_anew, verify
 from torch_ops import _attention_dense_few, attention, explain, settings
 from torch_ops._attention_dense_keys import _splits
 from torch_ops._device import gpu
@@ -33,8 +33,7 @@ def takes_it(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if device != "cuda" or gpu().arch != 90:
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(_attention_dense_few, "MOST_PROGRAMS", 0)
-    # One after the other, so that no plan from before is remembered.
-    with settings(path="portable"), settings(path="auto"):
+    with plans_made_anew():
         yield
 
 
