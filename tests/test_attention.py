@@ -305,6 +305,20 @@ def test_scores_of_minus_infinity_weigh_nothing(options: dict[str, Any], device:
         assert_close_to_reference(result, yardstick, truth)
 
 
+@pytest.mark.no_interpret
+def test_gradients_come_in_batches(device: str) -> None:
+    """As `torch.autograd.functional.jacobian` asks for them where it is vectorized; of sinks too."""
+    q, k = (torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(2))
+    sinks = torch.randn(2, device=device, requires_grad=True)
+    out, lse = attention(q, k, k, sinks=sinks, return_lse=True)
+    douts = torch.randn(3, *out.shape, device=device)
+    leaves = q, k, sinks
+    batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    for index, dout in enumerate(douts):
+        for all_of_them, one in zip(batched, torch.autograd.grad(out, leaves, dout, retain_graph=True), strict=True):
+            assert_close_to_reference(all_of_them[index], one, one.double())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_such_scores_alone_have_no_gradient(dtype: torch.dtype, device: str) -> None:
     """And give none: as rows without keys. The path is stock Triton's."""

@@ -316,6 +316,12 @@ def test_refuses(name: str, change: Any, message: str, device: str) -> None:
     inputs.call(kv_cache_append)
 
 
+def test_one_tensor_as_both_caches_is_refused(device: str) -> None:
+    inputs = _good(device)
+    with pytest.raises(ValueError, match="^kv_cache_append: v_cache must be another tensor than k_cache"):
+        inputs.call(kv_cache_append, v_cache=inputs.k_cache)
+
+
 def test_q_without_tables_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="^kv_cache_append: q must be None where cos and sin are"):
         _good(device).call(kv_cache_append, cos=None, sin=None)

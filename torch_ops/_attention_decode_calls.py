@@ -105,7 +105,8 @@ def _check_keys(op: str, q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tens
     if v.dtype != k.dtype:
         refuse(op, v_name, f"{dtype_name(k.dtype)} as {k_name} is", dtype_name(v.dtype))
     if (q.dtype is torch.float64) != (k.dtype is torch.float64):
-        refuse(op, k_name, f"{dtype_name(torch.float64)} where q is, and only there", dtype_name(k.dtype))
+        wanted = f"float64 as q is, and only then (q is {dtype_name(q.dtype)})"
+        refuse(op, k_name, wanted, dtype_name(k.dtype))
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         refuse(op, f"the number of heads of {k_name}", f"a divisor of the {q.shape[1]} heads of q", k.shape[1])
 

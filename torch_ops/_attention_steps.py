@@ -62,13 +62,13 @@ def refuse_slopes_gradient(op: str, needs_gradient: bool) -> None:
         refuse(op, "alibi_slopes", "a tensor that wants no gradient, since there is none for it", "one that does")
 
 
-def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, rows: str) -> Tensor:
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Of rows i, - sum_i exp(sink - lse_i) (dout_i . out_i - dlse_i).
 
-    `rows` names the dimensions of out but the last, as "thd" does those of packed ones; lse's are the same with heads
-    before rows. A sink has a weight of exp(sink - lse) and no value; rows outside of all segments have no sink.
+    Dimensions of dout and out are those of lse, with heads behind rows, and columns. A sink has a weight of
+    exp(sink - lse) and no value; rows outside of all segments have no sink.
     """
-    delta = torch.einsum(f"{rows}d,{rows}d->{rows}", dout.to(lse.dtype), out.to(lse.dtype)).transpose(-1, -2)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
     if dlse is not None:
         delta = delta - dlse
     by_head = sinks.to(lse.dtype)[:, None]

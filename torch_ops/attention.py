@@ -168,7 +168,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     )
     dsinks = None
     if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
-        dsinks = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, sinks, "bth")
+        dsinks = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, sinks)
     return *gradients, *unlearnt, dsinks, *nothing
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from torch_ops._checks import refuse
 from torch_ops._kv_cache import check_append, check_append_values, launches_append, new_queries, plan_append
 from torch_ops._kv_cache_cpu import append_cpu
 from torch_ops._registry import remembered, vk_op
@@ -94,6 +95,8 @@ def kv_cache_append(
     of negative length are not written, and nothing else is harmed. `torch_ops.settings(checked=True)` refuses them by
     name before anything is written. The rotation is in fp32 and rounded once. The same inputs give the same bits.
     """
+    if k_cache is v_cache:
+        refuse("kv_cache_append", "v_cache", "another tensor than k_cache, since both are written", "the same")
     return kv_cache_append_op(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, lengths)
 
 

@@ -181,7 +181,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     )
     dsinks = None
     if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
-        dsinks = sinks_gradient(dout, dlse, out, lse, sinks, "th")
+        dsinks = sinks_gradient(dout, dlse, out, lse, sinks)
     return *gradients, *nothing, None, dsinks, None, None
 
 
