@@ -17,10 +17,10 @@ from csrc_free_ops.tiles.masks import is_seen
 from csrc_free_ops.tiles.rows import (
     batch_base,
     column_starts,
+    delta_of_rows,
     load_rows,
     row_base,
     store_rows,
-    sum_of_products,
     zero_rows,
 )
 from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
@@ -139,11 +139,7 @@ def _attention_bwd_delta_kernel(
             q_begin = tl.load(cu_q_ptr + before, mask=segment > 0, other=0)
             q_end = tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q)
             k_begin, k_end = tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind)
-    delta = sum_of_products(out, dout)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + statistics, mask=local < remaining, other=0.0)
-    # A row that saw no key has no gradient, whatever came in for its lse.
-    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, local < remaining, HAS_DLSE)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
     if LANES > 0:
         for lane in tl.static_range(LANES):
@@ -190,10 +186,7 @@ def _attention_bwd_delta_dense_kernel(
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
     statistics = line * q_length + first + local
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
-    delta = sum_of_products(out, dout)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + statistics, mask=local < remaining, other=0.0)
-    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, local < remaining, HAS_DLSE)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
     if counts_ptr is not None:
         tl.store(counts_ptr + line * tl.num_programs(1) + tile, 0)

@@ -28,12 +28,12 @@ from csrc_free_ops.tiles.rows import (
     add_rows,
     batch_base,
     column_starts,
+    delta_of_rows,
     dot_rows,
     load_rows,
     row_base,
     scale_rows,
     store_rows,
-    sum_of_products,
     zero_rows,
 )
 from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
@@ -78,15 +78,6 @@ def _accumulate_dq(
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
     return dq
-
-
-@triton.jit
-def delta_of_rows(out, dout, lse, dlse_ptr, inside, HAS_DLSE: tl.constexpr):
-    """sum(out dout) - dlse of each row; 0 where it saw no key and has no gradient, whatever came in for its lse."""
-    delta = sum_of_products(out, dout)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr, mask=inside, other=0.0)
-    return tl.where(lse == float("-inf"), 0.0, delta)
 
 
 @triton.jit

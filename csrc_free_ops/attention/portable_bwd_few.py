@@ -8,10 +8,10 @@ takes. So delta is made by a kernel of its own, and dq, dk and dv by one other, 
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.portable_bwd import delta_of_rows, differentiate_keys, differentiate_queries
+from csrc_free_ops.attention.portable_bwd import differentiate_keys, differentiate_queries
 from csrc_free_ops.attention.portable_fwd import DENSE_SIZES
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import batch_base, column_starts, load_rows, row_base
+from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base
 from csrc_free_ops.tiles.segments import place_dense
 from csrc_free_ops.tiles.steps import step_of_head, step_of_sequence
 

@@ -15,12 +15,12 @@ from csrc_free_ops.tiles.masks import within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
     column_starts,
+    delta_of_rows,
     dot_rows,
     load_rows,
     row_base,
     scale_rows,
     store_rows,
-    sum_of_products,
     zero_rows,
 )
 from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
@@ -92,11 +92,7 @@ def _attention_bwd_short_kernel(
         dout = load_rows(dout_base, starts, local, length, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
         row_of_head = tl.cast(head, tl.int64) * total + start
         lse = tl.load(lse_ptr + row_of_head + local, mask=local < length, other=float("-inf"))
-        delta = sum_of_products(out, dout)
-        if HAS_DLSE:
-            delta -= tl.load(dlse_ptr + row_of_head + local, mask=local < length, other=0.0)
-        # A row that saw no key has no gradient, whatever came in for its lse.
-        delta = tl.where(lse == float("-inf"), 0.0, delta)
+        delta = delta_of_rows(out, dout, lse, dlse_ptr + row_of_head + local, local < length, HAS_DLSE)
         p, ds = _differentiate_scores(
             k, v, q, dout, lse, delta, length, scale, capped_step(softcap), window_left, window_right,
             HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,

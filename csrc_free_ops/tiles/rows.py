@@ -194,3 +194,12 @@ def sum_of_products(a, b):
     for index in tl.static_range(1, len(a)):
         total += tl.sum(a[index].to(tl.float32) * b[index].to(tl.float32), 1)
     return total
+
+
+@triton.jit
+def delta_of_rows(out, dout, lse, dlse_ptr, inside, HAS_DLSE: tl.constexpr):
+    """sum(out dout) - dlse of each row; 0 where it saw no key and has no gradient, whatever came in for its lse."""
+    delta = sum_of_products(out, dout)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr, mask=inside, other=0.0)
+    return tl.where(lse == float("-inf"), 0.0, delta)
