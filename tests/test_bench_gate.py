@@ -1,6 +1,7 @@
 """What the benchmark takes for right: the gate, and the peers that it is held against."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch_ops.bench import attention_peers, documents, gate
 from torch_ops.bench.attention_peers import REFERENCE
 from torch_ops.bench.packed_cases import find_cases, shorten
 from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.bench.room import Trial
 from torch_ops.bench.tables import markdown
 from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM
 from torch_ops.testing import references
@@ -69,6 +71,26 @@ def test_gate_finds_one_wrong_gradient() -> None:
 def test_gate_finds_unwritten_output() -> None:
     forward, _ = measured(OURS, spoiled("lazy", lambda out: 0 * out + torch.empty_like(out)))
     assert forward.peers[0].status == WRONG
+
+
+@pytest.mark.parametrize(("later", "status"), [(4e-3, OK), (1e-3, WRONG), (None, WRONG)])
+def test_gate_takes_more_numbers_where_a_maximum_alone_is_outside(later: float | None, status: str) -> None:
+    """Of eager's largest errors, which may be small by luck."""
+
+    def draw(seed: int) -> Trial:
+        reference = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+        actual, eager = reference + 1e-3, reference + 1e-3
+        actual[7] += 4e-3
+        eager[5] += (later or 0.0) if seed else 0.0
+        inputs = SimpleNamespace(actual=actual.float())
+        again = None if later is None else draw
+        return Trial("drawn", None, inputs, lambda _, out: out, {"out": reference}, {"out": eager.float()}, again=again)
+
+    def bind(_: Any, inputs: Any) -> Any:
+        return SimpleNamespace(results=lambda backward: {"out": inputs.actual})
+
+    drawn = dataclasses.replace(REFERENCE, bind=bind)
+    assert gate.judge(drawn, ROOM.cases([], CPU)[0], [draw(0)], torch.float32, CPU, False).status == status
 
 
 def test_gate_looks_at_the_case_itself() -> None:

@@ -93,24 +93,31 @@ def _trials(case: DenseCase, dtype: torch.dtype, device: torch.device, backward:
     case itself, as of packed attention."""
     entries, entries_of_one = room_for_truth(device)
     reduced = shorten_dense(case, entries)
-    inputs = make_dense_inputs(reduced, dtype, device, seed=1)
-    truths = truth_of(inputs, torch.float64, backward), truth_of(inputs, dtype, backward)
-    trials = [Trial(dense_notation(reduced), reduced, inputs, lambda name, tensor: tensor, *truths)]
+
+    def draw(seed: int) -> Trial:
+        inputs = make_dense_inputs(reduced, dtype, device, seed=1 + 2 * seed)
+        truths = truth_of(inputs, torch.float64, backward), truth_of(inputs, dtype, backward)
+        return Trial(dense_notation(reduced), reduced, inputs, lambda name, tensor: tensor, *truths, again=draw)
+
+    trials = [draw(0)]
     # Which weights dropout leaves out depends on the numbers of sequence and head.
     if reduced == case or case.options.get("dropout_p"):
         return trials
     group = case.num_heads // (case.num_k_heads or case.num_heads)
     whole = longest_dense_within(case, entries_of_one // group)
-    inputs = make_dense_inputs(whole, dtype, device, seed=2)
+    label = f"{dense_notation(whole)}, the last of {case.num_heads // group} key heads"
 
     def look(name: str, tensor: Tensor) -> Tensor:
         return tensor[-1:, -1:] if name in ("k", "v", "dk", "dv") else tensor[-1:, -group:]
 
-    tensors: dict[str, Any] = {name: look(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")}
-    cut = replace(inputs, options=_options_of_last(inputs.options, group), **tensors)
-    label = f"{dense_notation(whole)}, the last of {case.num_heads // group} key heads"
-    truths = truth_of(cut, torch.float64, backward), truth_of(cut, dtype, backward)
-    return [*trials, Trial(label, whole, inputs, look, *truths)]
+    def draw_last(seed: int) -> Trial:
+        inputs = make_dense_inputs(whole, dtype, device, seed=2 + 2 * seed)
+        tensors: dict[str, Any] = {name: look(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")}
+        cut = replace(inputs, options=_options_of_last(inputs.options, group), **tensors)
+        truths = truth_of(cut, torch.float64, backward), truth_of(cut, dtype, backward)
+        return Trial(label, whole, inputs, look, *truths, again=draw_last)
+
+    return [*trials, draw_last(0)]
 
 
 def _options_of_last(options: dict[str, Any], group: int) -> dict[str, Any]:

@@ -5,13 +5,17 @@ by the tolerance rule of `torch_ops.testing`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, YARDSTICK
 from torch_ops.bench.room import Case, Contender, Trial, one_line
-from torch_ops.testing import Report, compare
+from torch_ops.testing import Report, compare_draws
+from torch_ops.testing.tolerance import Draw
+
+# Where a maximum alone is outside the rule.
+MORE_DRAWS = 3
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,28 @@ def judge(
     reports: list[Report] = []
     for trial in trials:
         try:
-            _soil_memory(trial)
-            results = contender.bind(trial.case, trial.inputs).results(backward)
-            judged = {name: tensor for name, tensor in trial.reference.items() if backward or not name.startswith("d")}
-            for name, reference in judged.items():
-                actual = trial.look(name, results[name])
-                label = f"{name} ({trial.label})"
-                reports.append(compare(actual, trial.eager[name], reference, label))
+            reports += _judge_trial(contender, trial, backward)
         except Exception as error:
             if device.type == "cuda":
                 # Raises where the device is lost, and with it whatever would come next.
                 torch.cuda.synchronize(device)
             return Verdict(FAILED, f"{trial.label}: {one_line(error)}")
     return Verdict(OK if all(r.passed for r in reports) else WRONG, "", tuple(reports))
+
+
+def _judge_trial(contender: Contender, trial: Trial, backward: bool) -> list[Report]:
+    again = trial.again
+
+    def draw(seed: int) -> Draw:
+        drawn = again(seed) if again is not None and seed else trial
+        _soil_memory(drawn)
+        results = contender.bind(drawn.case, drawn.inputs).results(backward)
+        reference = {name: tensor for name, tensor in drawn.reference.items() if backward or not name.startswith("d")}
+        actual = {name: drawn.look(name, results[name]) for name in reference}
+        return actual, {name: drawn.eager[name] for name in reference}, reference
+
+    reports = compare_draws(draw, 0 if again is None else MORE_DRAWS)
+    return [replace(report, name=f"{name} ({trial.label})") for name, report in reports.items()]
 
 
 def _soil_memory(trial: Trial) -> None:

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -111,6 +111,8 @@ class Trial:
         case, inputs: what the contender runs.
         look: takes from a result, by its name, what `reference` and `eager` hold.
         reference, eager: the same maths in fp64 and in the dtype of the run.
+        again: the same with other numbers, by a seed from 1 on. Of few numbers the largest error of eager may be small
+            by luck; more of them are then judged together.
     """
 
     label: str
@@ -119,6 +121,7 @@ class Trial:
     look: Callable[[str, Tensor], Tensor]
     reference: dict[str, Tensor]
     eager: dict[str, Tensor]
+    again: Callable[[int], "Trial"] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,22 @@ Of a case with few numbers, `check_draws` of `redrawn` inputs.
 
 from torch_ops.testing.poison import poisoned
 from torch_ops.testing.redraw import redrawn
-from torch_ops.testing.tolerance import Report, assert_close_to_reference, check, check_draws, compare
+from torch_ops.testing.tolerance import (
+    Report,
+    assert_close_to_reference,
+    check,
+    check_draws,
+    compare,
+    compare_draws,
+)
 
-__all__ = ["Report", "assert_close_to_reference", "check", "check_draws", "compare", "poisoned", "redrawn"]
+__all__ = [
+    "Report",
+    "assert_close_to_reference",
+    "check",
+    "check_draws",
+    "compare",
+    "compare_draws",
+    "poisoned",
+    "redrawn",
+]
