@@ -335,6 +335,7 @@ def rule(
             return Launch(16, 16, 4, 1)
         return Launch(16, 32, 4, 1) if "dkdv" in kernel else Launch(32, 16, 4, 1)
     width = covered_width(head_dim, itemsize)
+    wide = width > 128
     if kernel.startswith("attention_decode"):
         return _decode_rule(kernel, gpu, itemsize, width)
     if kernel.endswith("_short"):
@@ -347,8 +348,7 @@ def rule(
             return Launch(16, 16, 4, 1)
         arch = int(gpu.arch)
         if width > 96 or arch < 90:
-            keys, rows = Launch(16 if arch < 90 else 32, 32, 8, 1), Launch(32 if arch >= 120 else 64, 16, 8, 1)
-            return keys if "dkdv" in kernel else rows
+            return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(32 if arch >= 120 else 64, 16, 8, 1)
         return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
     if kernel == "attention_bwd_hopper":
         return Launch(64, 128, 8, 2 if width > 96 else 3)
@@ -373,19 +373,19 @@ def rule(
     elif busy and kernel == "attention_fwd":
         # Sums in tensor memory leave registers for more keys, of which narrower heads spill.
         cols = 64 if width > 96 and 100 <= int(gpu.arch) < 120 else 32
-        ladder = [Launch(64, 16, 8, 1)] if width > 128 else [Launch(64, cols, 8, 2)]
-    elif busy and kernel == "attention_bwd_dq" and width > 128:
+        ladder = [Launch(64, 16, 8, 1)] if wide else [Launch(64, cols, 8, 2)]
+    elif busy and kernel == "attention_bwd_dq" and wide:
         ladder = [Launch(32, 16, 8, 1)]
     elif busy and "dkdv" in kernel:
         has_tail = split_head_dim(head_dim, itemsize)[1] > 0
-        ladder = [Launch(16, 32, 8, 1)] if width > 128 or has_tail else [Launch(32, 32, 8, 1)]
+        ladder = [Launch(16, 32, 8, 1)] if wide or has_tail else [Launch(32, 32, 8, 1)]
     elif kernel == "attention_fwd":
         narrow = [Launch(64, 64, 4, 3 if int(gpu.arch) >= 120 else 2)]
-        ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if width > 128 else narrow
+        ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if wide else narrow
     elif kernel == "attention_bwd_dq":
-        ladder = [Launch(64, 16, 8, 2), Launch(32, 16, 8, 1)] if width > 128 else [Launch(64, 32, 8, 2)]
+        ladder = [Launch(64, 16, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 32, 8, 2)]
     else:
-        ladder = [Launch(32, 32, 8, 1)] if width > 128 else [Launch(32, 64, 8, 2)]
+        ladder = [Launch(32, 32, 8, 1)] if wide else [Launch(32, 64, 8, 2)]
     for launch in ladder:
         if _shared_bytes(kernel, launch, head_dim, itemsize) <= gpu.shared_memory:
             return launch

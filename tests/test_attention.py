@@ -319,16 +319,14 @@ def test_gradients_come_in_batches(device: str) -> None:
             assert_close_to_reference(all_of_them[index], one, one.double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_such_scores_alone_have_no_gradient(dtype: torch.dtype, device: str) -> None:
-    """And give none: as rows without keys. The path is stock Triton's."""
-    q, k, v = (torch.randn(1, 2, 40, 16, device=device, dtype=dtype) for _ in range(3))
+def test_rows_of_such_scores_alone_have_no_gradient(device: str) -> None:
+    """And give none, as rows without keys."""
+    q, k, v = (torch.randn(1, 2, 40, 16, device=device) for _ in range(3))
     k[..., 0] = k[..., 0].abs() + 0.1
     q[:, :, 5, 0] = -torch.inf
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    with settings(path="portable"):
-        out, lse = attention(*leaves, return_lse=True)
-        gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    out, lse = attention(*leaves, return_lse=True)
+    gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
     # PyTorch's own kernel on the CPU has lse 0 there.
     assert lse[:, :, 5].isneginf().all() or not (GPU or INTERPRET)
     assert not out[:, :, 5].any() and not gradients[0][:, :, 5].any()

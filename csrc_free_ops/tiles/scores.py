@@ -125,7 +125,14 @@ def exponent_of_lse(lse, NATURAL: tl.constexpr):
     return lse
 
 
+# Of fp32, far from where an lse is.
+LEAST_LSE = tl.constexpr(-3e38)
+
+
 @triton.jit
 def exponent_of_norm(lse, NATURAL: tl.constexpr):
-    """What a backward takes off scores: by one of -inf, where all scores are, weights would be NaN, and are 0."""
-    return exponent_of_lse(tl.where(lse == float("-inf"), float("inf"), lse), NATURAL)
+    """What a backward takes off scores. Of fp32, where products of finite numbers may be infinite, an lse of -inf, which
+    is that of scores of -inf alone, would make them NaN: they weigh nothing."""
+    if NATURAL:
+        lse = tl.maximum(lse, LEAST_LSE, propagate_nan=tl.PropagateNan.ALL)
+    return exponent_of_lse(lse, NATURAL)
