@@ -131,8 +131,8 @@ LEAST_LSE = tl.constexpr(-3e38)
 
 @triton.jit
 def exponent_of_norm(lse, NATURAL: tl.constexpr):
-    """What a backward takes off scores. Of fp32, where products of finite numbers may be infinite, an lse of -inf, which
-    is that of scores of -inf alone, would make them NaN: they weigh nothing."""
+    """What a backward takes off scores. Of fp32, where products of finite numbers may be infinite, an lse of -inf, that
+    of scores of -inf alone, would make them NaN: they weigh nothing."""
     if NATURAL:
         lse = tl.maximum(lse, LEAST_LSE, propagate_nan=tl.PropagateNan.ALL)
     return exponent_of_lse(lse, NATURAL)
