@@ -11,9 +11,9 @@ from csrc_free_ops.attention.portable_bwd_few import _attention_bwd_few_delta_ke
 from csrc_free_ops.configs import Launch
 from torch_ops._attention_parts import ROWS, parts_of, plan_parts, splits_of
 from torch_ops._attention_portable import choose, constants_of, current_gpu, slopes_stride
-from torch_ops._launches import Relaunch, can_overlap, dense_like, dense_strides, length_of, readable, with_columns
+from torch_ops._launches import Relaunch, can_overlap, dense_like, dense_strides, length_of
 from torch_ops._registry import wrap_triton
-from torch_ops._scores import NO_STEP, Scores, StepTensors
+from torch_ops._scores import Scores, StepTensors
 
 # For each multiprocessor, of queries and of keys together.
 MOST_PROGRAMS = 8
@@ -45,10 +45,10 @@ def _programs(q: Tensor, k: Tensor, dq: Launch, dkdv: Launch) -> int:
 
 
 def plan_dense_few(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scores: Scores,
     precision: str, dq_launch: Launch, dkdv_launch: Launch,
 ) -> Callable[..., None]:  # fmt: skip
-    """A plan as those of `_attention_dense_portable`, with `launches_beside` each other."""
+    """launch(dout, dlse, q, k, v, out, lse, delta, dq, dk, dv, step) of readable tensors, with `launches_beside`."""
     batch, num_heads, length, _ = q.shape
     k_length = k.shape[2]
     tiles = cdiv(length, dq_launch.block_m) * batch, cdiv(k_length, dkdv_launch.block_n) * batch
@@ -82,17 +82,11 @@ def plan_dense_few(
     grid = (max(tiles), num_heads, splits + dq_splits)
     relaunch_delta, relaunch = Relaunch(delta_grid, delta_scalars), Relaunch(grid, scalars)
     add_parts = plan_parts(q, k, v, dq_splits, splits) if max(dq_splits, splits) > 1 else None
-    ready = readable(q, k, v, out, dout) and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
 
     def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
+        dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors,
     ) -> None:  # fmt: skip
-        dlse = lse if dlse is None else dlse
-        if not ready:
-            q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
-            lse, dlse = lse.contiguous(), dlse.contiguous()
-        delta = torch.empty_like(lse)
         before = (out, lse, dout, dlse, delta)
         if not relaunch_delta(None, before):
             compiled = wrap_triton(_attention_bwd_few_delta_kernel)[delta_grid](

@@ -65,8 +65,9 @@ def plan_dense_backward_portable(
     beside = launches_beside(q, k, scores, precision)
     takes_keys = takes_hopper_keys(q, k, scores, precision, beside is not None)
     keys = plan_dense_keys(dout, q, k, v, scores) if takes_keys else None
-    if keys is None and beside is not None:
-        return plan_dense_few(dout, dlse, q, k, v, out, lse, scores, precision, *beside)
+    few = None
+    if beside is not None and not takes_keys:
+        few = plan_dense_few(dout, dlse, q, k, v, out, scores, precision, *beside)
     dq_tiles, dkdv_tiles = cdiv(length, dq_launch.block_m) * batch, cdiv(k_length, dkdv_launch.block_n) * batch
     # A kernel that runs by itself has half as many programs as two that run beside each other.
     dq_splits = splits_of(q, 2 * dq_tiles * num_heads, cdiv(k_length, dq_launch.block_n))
@@ -114,6 +115,9 @@ def plan_dense_backward_portable(
             q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
             lse, dlse = lse.contiguous(), dlse.contiguous()
         delta = torch.empty_like(lse)
+        if few is not None:
+            few(dout, dlse, q, k, v, out, lse, delta, dq, dk, dv, step)
+            return
         dq_parts = parts_of(dq, dq_splits)
         tensors = (q, k, v, out, lse, dout, dlse, step.slopes, step.seed, delta, dq_parts)
         if not relaunch_dq(None, tensors):
