@@ -92,7 +92,7 @@ def test_heads_that_the_cache_does_not_hold_at_once(head_dim: int, num_heads: in
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_another_gpu_than_the_current_one() -> None:
     """Of the backends "aot_eager" does not make the tensors' GPU the current one, so that the launch itself has to."""
-    settings.path = "hopper"
+    settings.update(path="hopper")
     compiled = torch.compile(torch.ops.vk.window_attn, fullgraph=True, backend="aot_eager")
     for where in ("cuda:1", "cuda:0", "cuda:1"):
         inputs = make_inputs(WindowAttnCase("hopper", "another GPU", (1024,), 2, 72), torch.bfloat16, where)
