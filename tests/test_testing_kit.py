@@ -1,6 +1,7 @@
 """The tolerance rule: what it passes, refuses and does not judge; inputs drawn again; shares of a run, and turns."""
 
 import os
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,21 @@ def test_what_is_no_matter_of_luck_is_refused_at_once(actual: Tensor) -> None:
 def test_what_passes_is_drawn_once() -> None:
     draw = Drawing(off(2.0))
     assert check_draws(draw)["x"].passed and draw.seeds == [0]
+
+
+def test_what_passes_is_not_kept_for_later_draws() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def draw(seed: int) -> Draw:
+        assert not any(tensor() is not None for tensor in kept)
+        numbers = Drawing(off(2.5), off(1.0))(seed)
+        passing = tuple(torch.full((4, 4), error) for error in (0.5, 1.0, 0.0))
+        kept.extend(map(weakref.ref, passing))
+        return tuple(tensors | {"y": each} for tensors, each in zip(numbers, passing, strict=True))  # type: ignore[return-value]
+
+    reports = check_draws(draw)
+    assert len(kept) == 4 * 3
+    assert {name: report.max_error for name, report in reports.items()} == {"x": 2.5, "y": 0.5}
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "row_strided", "column_strided", "misaligned", "expanded"])
