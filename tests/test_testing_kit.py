@@ -115,19 +115,33 @@ def test_what_passes_is_drawn_once() -> None:
     assert check_draws(draw)["x"].passed and draw.seeds == [0]
 
 
-def test_what_passes_is_not_kept_for_later_draws() -> None:
-    kept: list[weakref.ref[Tensor]] = []
+class DrawingTwo:
+    """The same of x, and y, which is right at first; a draw may not find another's tensors."""
 
-    def draw(seed: int) -> Draw:
-        assert not any(tensor() is not None for tensor in kept)
-        numbers = Drawing(off(2.5), off(1.0))(seed)
-        passing = tuple(torch.full((4, 4), error) for error in (0.5, 1.0, 0.0))
-        kept.extend(map(weakref.ref, passing))
-        return tuple(tensors | {"y": each} for tensors, each in zip(numbers, passing, strict=True))  # type: ignore[return-value]
+    def __init__(self, later: float) -> None:
+        self._errors = (0.5, later)
+        self._seen: list[weakref.ref[Tensor]] = []
 
-    reports = check_draws(draw)
-    assert len(kept) == 4 * 3
-    assert {name: report.max_error for name, report in reports.items()} == {"x": 2.5, "y": 0.5}
+    def __call__(self, seed: int) -> Draw:
+        assert all(tensor() is None for tensor in self._seen)
+        drawn = (
+            {"x": off(1.0 if seed else 2.5), "y": torch.full((10, 10), self._errors[min(seed, 1)])},
+            {"x": off(2.0 if seed else 1.0), "y": torch.ones(10, 10)},
+            {"x": torch.zeros(10, 10).double(), "y": torch.zeros(10, 10).double()},
+        )
+        self._seen += [weakref.ref(tensor) for tensors in drawn for tensor in tensors.values()]
+        return drawn
+
+
+def test_draws_are_judged_together_and_not_kept() -> None:
+    reports = check_draws(DrawingTwo(1.5))
+    assert {name: report.max_error for name, report in reports.items()} == {"x": 2.5, "y": 1.5}
+    assert reports["y"].rms_error == pytest.approx(((0.5**2 + 3 * 1.5**2) / 4) ** 0.5)
+
+
+def test_what_passed_at_first_is_refused_where_more_numbers_show_it_wrong() -> None:
+    with pytest.raises(AssertionError, match="y: outside the rule; max 3 of 2 allowed"):
+        check_draws(DrawingTwo(3.0))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "row_strided", "column_strided", "misaligned", "expanded"])

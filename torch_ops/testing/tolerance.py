@@ -10,6 +10,7 @@ that happens to be exact does not demand the impossible. The rule is FlashAttent
 Of few numbers eager's largest error may be small by luck. `check_draws` then asks for more numbers, not for more room.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,44 +45,71 @@ class Report:
         )
 
 
-def _max(values: Tensor) -> float:
-    return values.abs().max().item() if values.numel() else 0.0
+@dataclass(frozen=True)
+class _Size:
+    """How large numbers are, and together with others."""
+
+    most: float
+    squares: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> "_Size":
+        most = values.abs().max().item() if values.numel() else 0.0
+        return cls(most, values.square().sum().item(), values.numel())
+
+    def __add__(self, other: "_Size") -> "_Size":
+        return _Size(max(self.most, other.most), self.squares + other.squares, self.count + other.count)
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
-def _rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item() if values.numel() else 0.0
+# Of the error, eager's, and the rounding of the dtype; or why there is nothing to measure.
+_Measured = tuple[_Size, _Size, _Size] | str
 
 
-def compare(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
-    """Measures `actual` against fp64 `reference` by the error of `eager`; entries where the reference is infinite must
-    be the same infinity, all others finite."""
+def _measure(actual: Tensor, eager: Tensor, reference: Tensor) -> _Measured:
     if actual.shape != reference.shape:
-        problem = f"shape {list(actual.shape)} where the reference has {list(reference.shape)}"
-        return Report(name, 0.0, 0.0, 0.0, 0.0, problem)
+        return f"shape {list(actual.shape)} where the reference has {list(reference.shape)}"
     actual64, eager64, reference = (
         actual.detach().double(),
         eager.detach().double(),
         reference.detach().double(),
     )
     if reference.isnan().any() or not torch.isfinite(eager64[torch.isfinite(reference)]).all():
-        return Report(name, 0.0, 0.0, 0.0, 0.0, "not to be judged: the reference holds NaN, or eager is not finite")
+        return "not to be judged: the reference holds NaN, or eager is not finite"
     finite = torch.isfinite(reference)
     if not torch.equal(actual64[~finite], reference[~finite]):
-        return Report(name, 0.0, 0.0, 0.0, 0.0, "not infinite where the reference is")
+        return "not infinite where the reference is"
     actual64, eager64, reference = actual64[finite], eager64[finite], reference[finite]
     if not torch.isfinite(actual64).all():
         bad = int((~torch.isfinite(actual64)).sum())
-        return Report(name, 0.0, 0.0, 0.0, 0.0, f"{bad} of {actual64.numel()} entries are not finite")
+        return f"{bad} of {actual64.numel()} entries are not finite"
     rounded = reference.to(actual.dtype)
     band = 2 * ((rounded + 0.3 - 0.3).double() - rounded.double())
-    error, eager_error = actual64 - reference, eager64 - reference
-    return Report(
-        name,
-        _max(error),
-        2 * _max(eager_error) + _max(band),
-        _rms(error),
-        2 * _rms(eager_error) + _rms(band),
-    )
+    return _Size.of(actual64 - reference), _Size.of(eager64 - reference), _Size.of(band)
+
+
+def _report(name: str, measured: _Measured) -> Report:
+    if isinstance(measured, str):
+        return Report(name, 0.0, 0.0, 0.0, 0.0, measured)
+    error, eager, band = measured
+    return Report(name, error.most, 2 * eager.most + band.most, error.rms, 2 * eager.rms + band.rms)
+
+
+def _together(one: _Measured, other: _Measured) -> _Measured:
+    """Of the numbers of both, or what was the matter with either."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one if isinstance(one, str) else other
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+def compare(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
+    """Measures `actual` against fp64 `reference` by the error of `eager`; entries where the reference is infinite must
+    be the same infinity, all others finite."""
+    return _report(name, _measure(actual, eager, reference))
 
 
 def assert_close_to_reference(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
@@ -94,7 +122,9 @@ def assert_close_to_reference(actual: Tensor, eager: Tensor, reference: Tensor, 
 
 def check(actual: dict[str, Tensor], eager: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Report]:
     """`assert_close_to_reference` for every named tensor; all are measured before the first is refused."""
-    return _refused_unless_passed(_compared(actual, eager, reference))
+    return _refused_unless_passed(
+        {name: compare(actual[name], eager[name], reference[name], name) for name in reference}
+    )
 
 
 FEW = 64
@@ -106,44 +136,31 @@ def compare_draws(draw: Callable[[int], Draw], more: int = 3) -> dict[str, Repor
     """Measures draw(0) or, where tensors break the rule by their maximum alone, it with `more` draws together.
     Of fewer than FEW numbers the root mean square is luck as well.
 
-    All numbers of such a tensor are judged as one. Those of the first draw stay among them: what is really wrong there
-    is so still. What passed is kept no longer: four draws of a large model's gradients would fit no memory.
+    All numbers of a name are judged as one tensor. Those of the first draw stay among them: what is really wrong there
+    is so still. No draw outlives its measuring: several, of a large model's gradients, would fit no memory.
     """
-    first = draw(0)
-    reports = _compared(*first)
-    outside = [name for name, report in reports.items() if not report.passed]
+    few: set[str] = set()
+
+    def measure(seed: int) -> dict[str, _Measured]:
+        actual, eager, reference = draw(seed)
+        few.update(name for name, tensor in reference.items() if tensor.numel() < FEW)
+        return {name: _measure(actual[name], eager[name], reference[name]) for name in reference}
+
+    measured = measure(0)
+    reports = {name: _report(name, each) for name, each in measured.items()}
     lucky = all(
-        reports[name].passed_but_for_maximum or (not reports[name].problem and first[2][name].numel() < FEW)
-        for name in outside
+        report.passed_but_for_maximum or (not report.problem and name in few) for name, report in reports.items()
     )
-    if not (outside and lucky):
+    if not lucky or all(report.passed for report in reports.values()):
         return reports
-
-    def kept(drawn: Draw) -> list[list[Tensor]]:
-        return [[tensors[name].flatten() for tensors in drawn] for name in outside]
-
-    draws = [kept(first)]
-    del first
     for seed in range(1, more + 1):
-        another = draw(seed)
-        later = _compared(*another)
-        if any(report.problem for report in later.values()):
-            return later
-        draws.append(kept(another))
-        del another
-    for name, *drawn in zip(outside, *draws, strict=True):
-        actual, eager, reference = map(torch.cat, zip(*drawn, strict=True))
-        reports[name] = compare(actual, eager, reference, name)
-    return reports
+        measured = {name: _together(measured[name], each) for name, each in measure(seed).items()}
+    return {name: _report(name, each) for name, each in measured.items()}
 
 
 def check_draws(draw: Callable[[int], Draw], more: int = 3) -> dict[str, Report]:
     """`check` of what `compare_draws` measures."""
     return _refused_unless_passed(compare_draws(draw, more))
-
-
-def _compared(actual: dict[str, Tensor], eager: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Report]:
-    return {name: compare(actual[name], eager[name], reference[name], name) for name in reference}
 
 
 def _refused_unless_passed(reports: dict[str, Report]) -> dict[str, Report]:
