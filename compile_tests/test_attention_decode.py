@@ -257,6 +257,8 @@ def test_first_call_of_a_process_works(device: str) -> None:
 BUILDS = [
     *((target, variant, 128) for target in APART for variant in ("plain", "pages_16", "prefix")),
     *((target, "plain", head_dim) for target in ("sm_90", "gfx942") for head_dim in (64, 72, 256)),
+    *((target, variant, 64) for target in ("sm_80", "sm_100") for variant in ("plain", "pages_16")),
+    ("sm_90", "everything", 64),
     *(("sm_90", variant, 128) for variant in ("speculative", "pages_128", "everything", "wider_cache")),
     ("sm_80", "speculative", 256), ("sm_90", "prefix", 256), ("sm_90", "prefix", 64),
     *((target, "fp32", head_dim) for target in ("sm_80", "sm_90", "gfx942") for head_dim in (72, 256)),
@@ -278,15 +280,17 @@ def test_nothing_spills_and_all_fits(target: str, variant: str, head_dim: int) -
     assert not wrong, "\n".join((f"limit {limit}", *wrong))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("variant", ["whole", "plain", "pages_16", "pages_128"])
-def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str) -> None:
-    attend = next(built for built in _builds("sm_90", variant, 128) if built.launch.name == ATTEND)
+def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str, head_dim: int) -> None:
+    """While as many of either number of columns as 128 KiB of K and V hold."""
+    attend = next(built for built in _builds("sm_90", variant, head_dim) if built.launch.name == ATTEND)
     ptx = attend.asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx and "cp.async.ca" not in ptx
     stages, cols = attend.launch.kwargs["num_stages"], attend.launch.kwargs["BLOCK_N"]
-    # In front of the loop and in it, each of K and V in rows of 16 columns of 16 bytes among 128 threads.
-    assert len(re.findall(r"cp\.async\.cg", ptx)) == stages * 2 * cols * 16 // 128
-    assert (stages, cols) == (3, 128)
+    # In front of the loop and in it, each of K and V in rows of so many columns of 16 bytes among 128 threads.
+    assert len(re.findall(r"cp\.async\.cg", ptx)) == stages * 2 * cols * (head_dim // 8) // 128
+    assert stages == 3 and (stages - 1) * 2 * cols * head_dim * 2 == 2**17
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])

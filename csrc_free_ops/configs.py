@@ -433,9 +433,9 @@ def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: 
 def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
     """Rows are the most that a tile has: of samples with a prefix ("attention_decode_shared") there are many.
 
-    Of keys so many that 64 to 128 KiB of K and V are under way: one program on each multiprocessor of an H200 then
-    reads 16 x 8 x 8192 keys of 128 columns at 4.3 TB/s, three with a third of that each at 4.2. With half as many at
-    once 8 x 65536 keys took an H100 92.8 to 98.9 us, and 92.0 otherwise.
+    Of keys so many that 128 KiB of K and V are under way: one program on each multiprocessor of an H200 then reads
+    16 x 8 x 8192 keys of 128 columns at 4.3 TB/s, three with a third of that each at 4.2. With half as many at once
+    8 x 65536 keys took an H100 92.8 to 98.9 us, not 92.0, and 16 x 8 x 8192 of 64 columns 103.8, not 90.4.
     """
     shared = kernel.endswith("_shared")
     rows = 64 if shared else 32 if width <= 128 else 16
@@ -446,7 +446,7 @@ def _decode_rule(kernel: str, gpu: Gpu, itemsize: int, width: int) -> Launch:
         return Launch(rows, 32, 4, 1)
     # Where operands lie in registers, or rows are wide, four warps spill of that many rows.
     warps = 8 if shared and (width > 128 or not 90 <= int(gpu.arch) < 120) else 4
-    cols = 32 if width > 128 else 64 if shared else 128
+    cols = 32 if width > 128 else 64 if shared else 128 if width > 64 else 256
     # Beside them lie q, weights and what changes its layout.
     if 2 * cols * 2 * width * itemsize + 2**14 > gpu.shared_memory:
         cols //= 2

@@ -4,11 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from csrc_free_ops.attention.hopper_cast import CASTERS, STAGE_BYTES, cast
+from csrc_free_ops.attention.hopper_cast import STAGE_BYTES, cast, caster_count
 from csrc_free_ops.attention.hopper_fwd import consume, group_rows
 from csrc_free_ops.attention.hopper_fwd_produce import ARRIVALS, produce
 from csrc_free_ops.attention.hopper_work import NOTE, NOTES, POINTERS, keep
-from csrc_free_ops.tiles.hopper import check_base, make_barriers, shared_base
+from csrc_free_ops.tiles.hopper import check_base, make_barriers, option, shared_base
 from csrc_free_ops.tiles.hopper_memory import await_kernel, columns_of, flat
 
 # For barriers.
@@ -48,6 +48,13 @@ def _rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _cast_third(FIRST_AT: gl.constexpr, sources, halves, counts, sizes, OPTIONS: gl.constexpr):
+    """Where there are only two, nothing: warps come by fours, so this one is there in any case."""
+    if option(OPTIONS, "CASTERS") == 3:
+        cast(2, FIRST_AT, sources, halves, counts, sizes, OPTIONS)
+
+
+@gluon.jit
 def _attention_fwd_cast_hopper_kernel(
     q_source, k_main, k_tail, v_desc,
     k_ptr, v_ptr, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
@@ -69,6 +76,7 @@ def _attention_fwd_cast_hopper_kernel(
     WIDTH: gl.constexpr = columns_of(v_desc)
     V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     DTYPE: gl.constexpr = k_main.dtype
+    CASTERS: gl.constexpr = caster_count(HEAD_DIM)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     await_kernel()
     # The largest, and first, as in `hopper_fwd`: v's tiles, barriers, and the casters' stages.
@@ -117,7 +125,7 @@ def _attention_fwd_cast_hopper_kernel(
         second = _rows(q_tiles, k_tiles, 1, DTYPE)
     first_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 0))
     second_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 1))
-    gl.static_assert(GROUPS == 2 and CASTERS == 3)
+    gl.static_assert(GROUPS == 2)
     gl.warp_specialize(
         [
             (consume, (0, first, ((), ()), first_used, bars, scale, total_q, sinks, OPTIONS)),
@@ -125,7 +133,7 @@ def _attention_fwd_cast_hopper_kernel(
             (produce, (descs, (0, 0), filled, bars, sizes, OPTIONS)),
             (cast, (0, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
             (cast, (1, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
-            (cast, (2, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
+            (_cast_third, (FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
