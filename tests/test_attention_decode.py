@@ -37,26 +37,50 @@ OP = torch.ops.vk.attention_decode
 pytestmark = pytest.mark.interpret
 
 
-def _with_nan(inputs: DecodeInputs) -> DecodeInputs:
-    """The same with NaN in every place of a cache or prefix that holds no key."""
+def _spans(inputs: DecodeInputs) -> tuple[list[range], list[range]]:
+    """Of each sequence's cache, and of each prefix, from the first key that a query sees by its window to the last."""
+    left = inputs.options.get("window_left", -1)
     lengths = inputs.cache_seqlens.tolist()
+    prefixes: list[int] = []
+    if inputs.prefix_k is not None:
+        whole = [inputs.prefix_k.shape[2]] * inputs.prefix_k.shape[0]
+        prefixes = whole if inputs.prefix_seqlens is None else inputs.prefix_seqlens.tolist()
+    firsts = [length - inputs.q.shape[2] - left if left >= 0 else 0 for length in lengths]
+    each = len(lengths) // max(len(prefixes), 1)
+    own = [range(min(max(first, 0), length), length) for first, length in zip(firsts, lengths, strict=True)]
+    shared = [
+        range(min(max(prefix + min(firsts[index * each : (index + 1) * each]), 0) if left >= 0 else 0, prefix), prefix)
+        for index, prefix in enumerate(prefixes)
+    ]
+    return own, shared
+
+
+def _with_nan(inputs: DecodeInputs) -> DecodeInputs:
+    """The same with NaN in every place of a cache or prefix that holds no key, or one before every query's window.
+
+    Pages of such keys alone are none.
+    """
+    own, shared = _spans(inputs)
     changed: dict[str, Tensor] = {}
     for name in ("k_cache", "v_cache"):
         cache = changed[name] = getattr(inputs, name).clone()
-        if inputs.block_table is None:
-            for index, length in enumerate(lengths):
-                cache[index, :, length:] = torch.nan
-            continue
         unused = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
-        for pages, length in zip(inputs.block_table.tolist(), lengths, strict=True):
-            for key in range(length):
+        for index, keys in enumerate(own):
+            if inputs.block_table is None:
+                unused[index, keys.start : keys.stop] = False
+                continue
+            pages = inputs.block_table[index].tolist()
+            for key in keys:
                 unused[pages[key // cache.shape[2]], key % cache.shape[2]] = False
         cache.transpose(1, 2)[unused.to(cache.device)] = torch.nan
-    if inputs.prefix_seqlens is not None:
-        for name in ("prefix_k", "prefix_v"):
-            changed[name] = getattr(inputs, name).clone()
-            for index, length in enumerate(inputs.prefix_seqlens.tolist()):
-                changed[name][index, :, length:] = torch.nan
+    if inputs.block_table is not None:
+        table = changed["block_table"] = inputs.block_table.clone()
+        for index, keys in enumerate(own):
+            table[index, : keys.start // inputs.k_cache.shape[2]] = -1
+    for name in ("prefix_k", "prefix_v") if shared else ():
+        prefix = changed[name] = getattr(inputs, name).clone()
+        for index, keys in enumerate(shared):
+            prefix[index, :, : keys.start] = prefix[index, :, keys.stop :] = torch.nan
     return dataclasses.replace(inputs, **changed)
 
 
@@ -322,6 +346,28 @@ def test_checked_mode_names_the_entry(changes: dict[str, Any], message: str, dev
     with torch_ops.settings(checked=True), pytest.raises(ValueError, match=message):
         inputs.call(OP, **wrong)
     inputs.call(OP, **wrong)
+
+
+def test_weights_add_up_to_one_at_any_score(device: str) -> None:
+    """An lse of 7200 is off by 2^-12 once rounded; weights made of it would be too."""
+    q, k, v = (torch.full((1, heads, rows, 64), 30.0, device=device) for heads, rows in ((2, 1), (1, 40), (1, 40)))
+    out, _ = OP(q, k, v.fill_(1), torch.tensor([40], dtype=torch.int32, device=device))
+    assert (out - 1).abs().max() < 2**-18
+
+
+def test_checked_mode_asks_for_no_page_before_the_window(device: str) -> None:
+    q = torch.randn(1, 2, 2, 16, device=device)
+    k, v = torch.randn(2, 4, 1, 16, 16, device=device).unbind()
+    lengths = torch.tensor([50], dtype=torch.int32, device=device)
+    # Queries stand at 48 and 49: with 16 keys before it the first sees from 32 on, with 17 from 31.
+    table = torch.tensor([[-1, -1, 1, 2]], dtype=torch.int32, device=device)
+    call = partial(OP, q, k, v, lengths, table)
+    with torch_ops.settings(checked=True):
+        out, _ = call(window_left=16)
+        with pytest.raises(ValueError, match=r"block_table\[0, 1\] must be from 0 to 3, got -1"):
+            call(window_left=17)
+    expected, _ = OP(q, k, v, lengths, table.clamp(min=0), window_left=16)
+    assert torch.equal(out, expected)
 
 
 def test_a_gradient_is_refused(device: str) -> None:

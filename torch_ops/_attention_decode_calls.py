@@ -105,8 +105,7 @@ def _check_keys(op: str, q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tens
     if v.dtype != k.dtype:
         refuse(op, v_name, f"{dtype_name(k.dtype)} as {k_name} is", dtype_name(v.dtype))
     if (q.dtype is torch.float64) != (k.dtype is torch.float64):
-        wanted = f"float64 as q is, and only then (q is {dtype_name(q.dtype)})"
-        refuse(op, k_name, wanted, dtype_name(k.dtype))
+        refuse(op, k_name, f"float64 exactly where q is, which is {dtype_name(q.dtype)}", dtype_name(k.dtype))
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         refuse(op, f"the number of heads of {k_name}", f"a divisor of the {q.shape[1]} heads of q", k.shape[1])
 
@@ -133,9 +132,12 @@ def _check_prefix(
 
 def check_decode_values(
     op: str, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    prefix_k: Tensor | None, prefix_seqlens: Tensor | None,
+    prefix_k: Tensor | None, prefix_seqlens: Tensor | None, num_queries: int, window_left: int,
 ) -> None:  # fmt: skip
-    """What only the device knows; costs a synchronisation, and is looked at in checked mode alone."""
+    """What only the device knows; costs a synchronisation, and is looked at in checked mode alone.
+
+    Pages that lie before every query's window are not asked for: they may have been given to others.
+    """
     if not settings.checked or not is_eager():
         return
     lengths = cache_seqlens.tolist()
@@ -145,9 +147,10 @@ def check_decode_values(
     if block_table is not None:
         page_size, last = k_cache.shape[2], k_cache.shape[0] - 1
         for row, (pages, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
-            for column, page in enumerate(pages[: (length + page_size - 1) // page_size]):
-                if not 0 <= page <= last:
-                    refuse(op, f"block_table[{row}, {column}]", f"from 0 to {last}", page)
+            first = max(length - num_queries - window_left, 0) // page_size if window_left >= 0 else 0
+            for column in range(first, (length + page_size - 1) // page_size):
+                if not 0 <= pages[column] <= last:
+                    refuse(op, f"block_table[{row}, {column}]", f"from 0 to {last}", pages[column])
 
 
 def _check_within(op: str, argument: str, values: Sequence[int], most: int) -> None:

@@ -44,20 +44,24 @@ def decode_cpu(
             group = index // samples
             k = torch.cat((prefix_k[group, :, :skipped].to(q.dtype), k), 1)
             v = torch.cat((prefix_v[group, :, :skipped].to(q.dtype), v), 1)
+        # What no query sees may be anything, NaN too.
+        first = min(max(skipped + length - queries - left, 0), skipped + length)
+        k, v = k[:, first:], v[:, first:]
         rows = q[index].to(dtype).unflatten(0, (heads, -1)).contiguous()
         s = rows @ k.to(dtype)[:, None].transpose(-1, -2) * scores.scale
         if scores.softcap > 0:
             s = torch.tanh(s / scores.softcap) * scores.softcap
-        offset = torch.arange(skipped + length) - (skipped + length - queries + torch.arange(queries))[:, None]
+        offset = torch.arange(first, skipped + length) - (skipped + length - queries + torch.arange(queries))[:, None]
         if alibi_slopes is not None:
             slopes = alibi_slopes.expand(batch, num_heads)[index].to(dtype).view(heads, -1, 1, 1)
             s = s - slopes * offset.abs()
         # All that comes before the cache comes before the queries.
-        unseen = (offset < -left) | ((offset > right) & (torch.arange(skipped + length) >= skipped))
+        unseen = (offset < -left) | ((offset > right) & (torch.arange(first, skipped + length) >= skipped))
         s = s.masked_fill(unseen, -torch.inf)
         if sinks is not None:
             s = torch.cat((s, sinks.to(dtype).view(heads, -1, 1, 1).expand(*s.shape[:3], 1)), -1)
         row_lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:3], -torch.inf)
-        p = torch.exp(s - row_lse.masked_fill(row_lse == -torch.inf, 0.0)[..., None])
-        out[index] = (p[..., : skipped + length] @ v.to(dtype)[:, None]).flatten(0, 1).to(out.dtype)
+        # Weights add up to 1 whatever lse is rounded to.
+        p = torch.softmax(s, -1).masked_fill((row_lse == -torch.inf)[..., None], 0.0)
+        out[index] = (p[..., : v.shape[1]] @ v.to(dtype)[:, None]).flatten(0, 1).to(out.dtype)
         lse[index] = row_lse.flatten(0, 1)

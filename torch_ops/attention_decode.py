@@ -82,7 +82,9 @@ def attention_decode_op(
         q, k_cache, v_cache, cache_seqlens, block_table, scale, causal, window_left, window_right, softcap,
         alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens, num_splits, batch_invariant,
     )  # fmt: skip
-    check_decode_values("attention_decode", k_cache, cache_seqlens, block_table, prefix_k, prefix_seqlens)
+    check_decode_values(
+        "attention_decode", k_cache, cache_seqlens, block_table, prefix_k, prefix_seqlens, q.shape[2], window_left
+    )
     out, lse = decode_outputs(q)
     launch(
         q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens,
@@ -133,7 +135,7 @@ def attention_decode(
         scale: what multiplies q k^T, a positive number; 1 / sqrt(D) where None.
         causal: whether a query sees only keys up to its own position.
         window_left, window_right: how many keys before and after its position a query sees; -1 is all. Keys before the
-            window are not read.
+            window do not count, whatever they are; pages that hold none but those may be gone.
         softcap: c > 0 replaces a score s by c tanh(s / c).
         alibi_slopes: fp32 [H] or [B, H]; slope times the distance of query and key is taken from a score, after
             softcap.

@@ -107,7 +107,7 @@ def _load_keys(
     """Keys (or values) start .. start+BLOCK_N-1 of a head whose first row, or that of its page 0, is at `base`.
 
     Of a paged cache `page` is the block's page where blocks do not straddle pages, else each key's. What is read past
-    `length` has no weight; it is finite wherever the keys are.
+    `length` has no weight; it is finite wherever the keys are. `cols` may name another key in the place of one.
     """
     if PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_N != 0:
         # A mask would not do: addresses past the end would be of pages that are not there.
@@ -125,6 +125,14 @@ def _load_keys(
 
 
 @triton.jit
+def _seen_cols(cols, start, first, HAS_LEFT: tl.constexpr):
+    """Of a block's keys, with the first that a query sees in the place of those before it, which may be anything."""
+    if HAS_LEFT:
+        cols = tl.maximum(cols, first - start)
+    return cols
+
+
+@triton.jit
 def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of `_load_keys` for the block at `start`, within those that there are; 0 past the `end` of blocks."""
     keys = start
@@ -136,14 +144,14 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 
 @triton.jit
 def _attend(
-    q, positions, k_base, v_base, table_ptr, starts, begin, end, length, num_pages, stride_kb, stride_vb,
+    q, positions, k_base, v_base, table_ptr, starts, first, begin, end, length, num_pages, stride_kb, stride_vb,
     scale, window_left, window_right, step,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the keys in blocks from `begin` up to `end`.
+    """Sums over the keys in blocks from `begin` up to `end`, none of which before `first` is seen.
 
     Every block is masked, where portable_fwd has loops of their own for those that need it: reading is what takes
     time, and between two loops there would be nothing on its way.
@@ -156,19 +164,22 @@ def _attend(
     norm = tl.zeros((BLOCK_M,), tl.float32)
     page = 0
     if PAGE_SIZE > 0:
-        page = _find_pages(table_ptr, begin, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
+        own = _seen_cols(cols, begin, first, HAS_LEFT)
+        page = _find_pages(table_ptr, begin, own, end, length, num_pages, PAGE_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
+        own = _seen_cols(cols, start, first, HAS_LEFT)
         k = _load_keys(
-            k_base, starts, start, cols, length, page, stride_kb,
+            k_base, starts, start, own, length, page, stride_kb,
             STRIDE_KS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
         v = _load_keys(
-            v_base, starts, start, cols, length, page, stride_vb,
+            v_base, starts, start, own, length, page, stride_vb,
             STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
         if PAGE_SIZE > 0:
             # One block ahead, so that addresses do not wait for them.
-            page = _find_pages(table_ptr, start + BLOCK_N, cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
+            own = _seen_cols(cols, start + BLOCK_N, first, HAS_LEFT)
+            page = _find_pages(table_ptr, start + BLOCK_N, own, end, length, num_pages, PAGE_SIZE, BLOCK_N)
         keys = (start + cols)[None, :]
         products = dot_rows(q, _like(k, q), PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, _ = step_scores(products, positions[:, None], keys, 0, scale, step, STEPS)
@@ -240,8 +251,10 @@ def _attention_decode_kernel(
             key_length = tl.minimum(tl.maximum(tl.load(key_lengths_ptr + group), 0), key_capacity)
         positions += key_length
 
+    nearest = tl.min(positions, 0)
+    first = tl.maximum(nearest - window_left, 0)
     low, _, _, high = block_span(
-        tl.min(positions, 0), tl.max(positions, 0), 0, window_left, window_right, key_length,
+        nearest, tl.max(positions, 0), 0, window_left, window_right, key_length,
         HAS_LEFT, HAS_RIGHT, BLOCK_N,
     )  # fmt: skip
     if SPLIT_KEYS > 0:
@@ -259,8 +272,8 @@ def _attention_decode_kernel(
     # As tiles/steps.py has them; sinks come in the end.
     step = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
     acc, peak, norm = _attend(
-        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, begin, end, key_length, num_pages,
-        stride_kb, stride_vb, scale, window_left, window_right, step,
+        q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, first, begin, end, key_length,
+        num_pages, stride_kb, stride_vb, scale, window_left, window_right, step,
         STRIDE_KS, STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL,
         HAS_LEFT, HAS_RIGHT, STEPS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
