@@ -74,6 +74,22 @@ def test_agrees_with_reference(case: DenseCase, dtype: torch.dtype, device: str)
     verify(make_dense_inputs(case, dtype, device))
 
 
+@pytest.mark.parametrize(("softcap", "scale"), [(100.0, 25.0), (50.0, 12.5)])
+def test_gradients_where_a_softcap_is_all_but_reached(softcap: float, scale: float, device: str) -> None:
+    """Scores pass it many times over, and its slope there is not what 1 - tanh^2 leaves of it."""
+    case = DenseCase("capped", "softcap", 1, 4, 128, 64, options={"softcap": softcap, "scale": scale})
+    verify(make_dense_inputs(case, torch.float32, device))
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_weights_add_up_to_one_at_any_score(has_sinks: bool, device: str) -> None:
+    """An lse of 7200 is off by 2^-12 once rounded; weights made of it would be too."""
+    q, v = torch.full((1, 2, 33, 64), 30.0, device=device), torch.ones(1, 2, 33, 64, device=device)
+    sinks = torch.full((2,), -10.0, device=device) if has_sinks else None
+    out = attention(q, q, v, causal=True, sinks=sinks)
+    assert (out - 1).abs().max() < 2**-18
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
 def test_tf32_is_rounded_to_as_pytorch_does(head_dim: int, device: str, matmul: Any) -> None:

@@ -122,9 +122,11 @@ def attention_forward_cpu(
         for rows, position in _blocks(queries, keys):
             s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, scores, slopes)
             block_lse = torch.logsumexp(s, -1)
+            # Weights add up to 1 whatever lse is rounded to.
+            p = torch.softmax(s, -1).masked_fill((block_lse == -torch.inf)[..., None], 0.0)
             if step.sinks is not None:
-                block_lse = torch.logaddexp(block_lse, step.sinks.to(dtype).view(heads, -1, 1))
-            p = torch.exp(s - block_lse.masked_fill(block_lse == -torch.inf, 0.0)[..., None])
+                own_lse, block_lse = block_lse, torch.logaddexp(block_lse, step.sinks.to(dtype).view(heads, -1, 1))
+                p = p * torch.exp(own_lse - block_lse)[..., None]
             if scores.dropout > 0:
                 kept = _kept(step, sequence, rows.start - queries.start, p, scores.dropout)
                 p = p.masked_fill(~kept, 0.0) / (1 - scores.dropout)

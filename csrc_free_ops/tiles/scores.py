@@ -17,12 +17,16 @@ LN2_LOW = tl.constexpr(-0.00021219444005469057)
 
 @triton.jit
 def tanh(x):
-    """tanh from exp2, with its Taylor series where 1 - exp(-2|x|) would cancel."""
+    """tanh from d = exp(-2|x|), with its Taylor series where 1 - d would cancel, and its slope.
+
+    That is 1 - tanh^2, which cancels far out, and 4 d / (1 + d)^2, which nowhere does.
+    """
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
     square = x * x
     near = x * (1.0 + square * (-0.33333333 + square * (0.13333334 + square * (-0.05396825 + square * 0.021869488))))
-    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+    slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far)), slope
 
 
 @triton.jit
@@ -35,9 +39,8 @@ def step_scores(products, rows, cols, shift, scale, step, STEPS: tl.constexpr):
     softcap, alibi, _, _, _, _ = step
     steepness = 1.0
     if SOFTCAP & STEPS:
-        capped = tanh(products * (scale / softcap))
+        capped, steepness = tanh(products * (scale / softcap))
         scores = capped * softcap
-        steepness = 1.0 - capped * capped
     elif ALIBI & STEPS:
         scores = products * scale
     else:
