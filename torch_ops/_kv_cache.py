@@ -153,7 +153,7 @@ def check_append_values(
             refuse(op, f"lengths[{index}]", f"from 0 to the {tokens} tokens of k", count)
         if not 0 <= before <= capacity - count:
             refuse(op, f"cache_seqlens[{index}]", f"from 0 to {capacity} positions less {count} new tokens", before)
-        if cos is not None and before + count > cos.shape[0]:
+        if cos is not None and count and before + count > cos.shape[0]:
             refuse(op, "the number of rows of cos", f"{before + count} or more for sequence {index}", cos.shape[0])
         if pages is not None and count:
             for column in range(before // page_size, (before + count - 1) // page_size + 1):

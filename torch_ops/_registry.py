@@ -277,14 +277,14 @@ def _naming_transforms(name: str) -> Iterator[None]:
         if "setup_context" not in str(error):
             raise
         raise NotImplementedError(
-            f"{NAMESPACE}::{name} has no gradient within torch.func; use torch.autograd"
+            f"{NAMESPACE}::{name} has no gradient within torch.func; torch.autograd takes what it has"
         ) from error
 
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative; use reverse mode")
+            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative; see torch.autograd")
 
 
 def _refuse_gradients(name: str, parameters: Iterable[str], args: tuple[Any, ...]) -> None:
