@@ -362,7 +362,7 @@ def test_checked_mode_wants_a_row_of_the_tables_for_each_position(device: str) -
         inputs.call(kv_cache_append, cos=inputs.cos[:3], sin=inputs.sin[:3])
     none = torch.zeros_like(inputs.cache_seqlens)
     with torch_ops.settings(checked=True):
-        inputs.call(kv_cache_append, cos=inputs.cos[:3], sin=inputs.sin[:3], lengths=none)
+        inputs.call(kv_cache_append, cos=inputs.cos[:2], sin=inputs.sin[:2], lengths=none)
 
 
 def test_explain_says_what_would_run(device: str) -> None:
