@@ -22,12 +22,11 @@ def tanh(x):
     That is 1 - tanh^2 = r (2 - r) with r = 1 - |tanh|, which cancels far out: there it is 2 d / (1 + d).
     """
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    inverse = 1.0 / (1.0 + decay)
-    far = (1.0 - decay) * inverse
+    far = (1.0 - decay) / (1.0 + decay)
     square = x * x
     near = x * (1.0 + square * (-0.33333333 + square * (0.13333334 + square * (-0.05396825 + square * 0.021869488))))
     result = tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
-    rest = tl.where(decay > 0.4, 1.0 - tl.abs(result), 2.0 * decay * inverse)
+    rest = tl.where(decay > 0.4, 1.0 - tl.abs(result), 2.0 * decay / (1.0 + decay))
     return result, rest * (2.0 - rest)
 
 
