@@ -284,7 +284,7 @@ def _naming_transforms(name: str) -> Iterator[None]:
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative; see torch.autograd")
+            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative")
 
 
 def _refuse_gradients(name: str, parameters: Iterable[str], args: tuple[Any, ...]) -> None:
