@@ -283,6 +283,9 @@ def _accumulate_dkdv(
                 start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
+        slopes = p
+        if SOFTCAP & STEPS:
+            slopes = p * steepness
         dp = dot_rows(v, dout, PRECISION)
         weights = p
         if DROPOUT & STEPS:
@@ -290,9 +293,7 @@ def _accumulate_dkdv(
             weights = tl.where(kept, p, 0.0) * growth
             dp = tl.where(kept, dp, 0.0) * growth
         dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP & STEPS:
-            ds = ds * steepness
+        ds = slopes * (dp - delta[None, :])
         dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)
         q_base += BLOCK_M * STRIDE_QT
         dout_base += BLOCK_M * STRIDE_DOT

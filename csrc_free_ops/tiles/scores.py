@@ -17,17 +17,16 @@ LN2_LOW = tl.constexpr(-0.00021219444005469057)
 
 @triton.jit
 def tanh(x):
-    """tanh from d = exp(-2|x|), with its Taylor series where 1 - d would cancel, and its slope.
+    """tanh and its slope from d = exp(-2|x|): with r = 2 d / (1 + d), 1 - r and 1 - tanh^2 = r (2 - r).
 
-    That is 1 - tanh^2 = r (2 - r) with r = 1 - |tanh|, which cancels far out: there it is 2 d / (1 + d).
+    Near zero 1 - r cancels, and tanh is its Taylor series; r (2 - r) cancels nowhere.
     """
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
+    rest = 2.0 * decay / (1.0 + decay)
+    far = 1.0 - rest
     square = x * x
     near = x * (1.0 + square * (-0.33333333 + square * (0.13333334 + square * (-0.05396825 + square * 0.021869488))))
-    result = tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
-    rest = tl.where(decay > 0.4, 1.0 - tl.abs(result), 2.0 * decay / (1.0 + decay))
-    return result, rest * (2.0 - rest)
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far)), rest * (2.0 - rest)
 
 
 @triton.jit
