@@ -1,6 +1,7 @@
 """What launchers of Hopper kernels (Gluon) share: when there can be any, TMA descriptors, memory that is kept."""
 
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -64,6 +65,19 @@ def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
         return thread.submit(make_on_stream).result()
 
 
+_of_thread = threading.local()
+
+
+def begin_context() -> None:
+    """Gives this thread the current device's context, as a launch does, but descriptors are filled before that.
+
+    A thread of autograd has none until it first calls CUDA, which may be here. This call waits for nothing, and may be
+    made while a graph is captured.
+    """
+    if not hasattr(_of_thread, "context") and torch.cuda.is_initialized():
+        _of_thread.context = torch.cuda.is_current_stream_capturing()
+
+
 class Descriptors:
     """Descriptors of the tensors of a plan, each by a function that makes it: all but the addresses is the plan's.
 
@@ -75,6 +89,7 @@ class Descriptors:
         self._fields: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
+        begin_context()
         if not self._fields:
             made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
             # Without the tensor, which the plan must not keep alive.
