@@ -4,6 +4,7 @@ Where there is a Hopper GPU, tests/test_mlp.py and tests/test_qkv_rope.py run on
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -124,6 +125,17 @@ class Layer:
 def test_every_epilogue(activation: str, size: str, rows: int, launches: list[dict[str, Any]]) -> None:
     Layer(activation, *SIZES[size], rows).verify()
     assert len(launches) == 1 and launches[0]["launch_pdl"]
+
+
+def test_in_a_thread_that_has_not_called_cuda() -> None:
+    """As one of autograd's may: of a launch that is known by then, descriptors are filled first of all."""
+    layer = Layer("silu", *SIZES["tower"], 784, keeps_pre=False)
+    plan = layer.plan()
+    expected = layer.run(plan)["out"]
+    out = torch.full_like(expected, torch.nan)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        thread.submit(plan, layer.x, layer.weight, layer.bias, out, None, None, None).result()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

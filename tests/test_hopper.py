@@ -6,7 +6,6 @@ Under VK_PATH=hopper all of tests/test_window_attn.py runs on it too, wherever i
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
 from unittest import mock
@@ -102,15 +101,6 @@ def test_on_another_gpu_than_the_current_one() -> None:
         for a, b in zip(inputs.call(compiled), expected, strict=True):
             assert torch.equal(a, b)
     assert torch.cuda.current_device() == 0
-
-
-def test_in_a_thread_that_has_not_called_cuda() -> None:
-    """As one of autograd's: the launch, which is known by then, has descriptors filled first of all."""
-    inputs = _inputs((1024,))
-    expected = _call(inputs, "hopper")
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        for a, b in zip(thread.submit(_call, inputs, "hopper").result(), expected, strict=True):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("bounds", ({"causal": True}, {"window_left": 100, "window_right": 30}, {"window_left": 200}))
