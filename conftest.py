@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shard = config.getoption("shard")
     if shard is not None:
         _keep_shard(config, items, *shard)
+    if WORKER and _gpu() is not None:
+        _spread_large(items)
 
 
 def _keep_shard(config: pytest.Config, items: list[pytest.Item], index: int, count: int) -> None:
@@ -59,6 +61,15 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item], index: int, cou
     mine = {nodeid for _, nodeid in ranked[index - 1 :: count]}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
     items[:] = [item for item in items if item.nodeid in mine]
+
+
+def _spread_large(items: list[pytest.Item]) -> None:
+    """Neighbours begin at one worker, and so on one GPU, where large tests take turns: among the others, evenly."""
+    large = [item for item in items if item.get_closest_marker("large") is not None]
+    others = [item for item in items if item.get_closest_marker("large") is None]
+    for index, item in enumerate(large):
+        others.insert(index + index * (len(items) - len(large)) // len(large), item)
+    items[:] = others
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

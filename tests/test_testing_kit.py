@@ -206,3 +206,21 @@ def test_large_tests_take_turns(
     second.join(30)
     assert order == (["first", "second"] if turns == 1 else ["second", "first"])
     assert len(list(tmp_path.iterdir())) == turns
+
+
+def test_large_tests_are_spread_over_a_run(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> None:
+    """And all others stay in their order."""
+    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if hasattr(each, "_spread_large"))
+
+    def run(name: str, *marks: pytest.MarkDecorator) -> pytest.Item:
+        item = pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        for mark in marks:
+            item.add_marker(mark)
+        return item
+
+    items = [*(run(f"large{index}", pytest.mark.large) for index in range(3)), *map(run, "abcdefgh")]
+    plugin._spread_large(items)
+    assert [item.name for item in items] == ["large0", "a", "b", "large1", "c", "d", "e", "large2", "f", "g", "h"]
+    plain = [run(name) for name in "ab"]
+    plugin._spread_large(plain)
+    assert [item.name for item in plain] == ["a", "b"]
