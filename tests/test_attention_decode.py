@@ -188,26 +188,29 @@ def test_is_the_end_of_a_causal_prefill(queries: int, device: str) -> None:
     """What attention over all tokens at once gives for the last of each sequence."""
     lengths = (45, 70)
     case = _case("one_token", lengths=lengths, queries=queries)
-    inputs = make_decode_inputs(case, torch.float32, device)
-    generator = torch.Generator().manual_seed(1)
-    before = torch.randn(sum(lengths), case.num_heads, case.head_dim, generator=generator).to(device)
     ends = torch.tensor(lengths).cumsum(0).tolist()
-    for index, end in enumerate(ends):
-        before[end - queries : end] = inputs.q[index].transpose(0, 1)
-    k, v = (
-        torch.cat([cache[index, :, :length].transpose(0, 1) for index, length in enumerate(lengths)])
-        for cache in (inputs.k_cache, inputs.v_cache)
-    )
+    rows = torch.tensor([[end - queries + i for i in range(queries)] for end in ends], device=device)
 
-    def last(function: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-        out, lse = function(before.to(dtype), k.to(dtype), v.to(dtype), cumulative(lengths, device), causal=True)
-        rows = torch.tensor([[end - queries + i for i in range(queries)] for end in ends], device=device)
-        return {"out": out[rows].transpose(1, 2), "lse": lse[:, rows].transpose(0, 1)}
+    def draw(seed: int) -> Draw:
+        inputs = make_decode_inputs(case, torch.float32, device, seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        before = torch.randn(sum(lengths), case.num_heads, case.head_dim, generator=generator).to(device)
+        for index, end in enumerate(ends):
+            before[end - queries : end] = inputs.q[index].transpose(0, 1)
+        k, v = (
+            torch.cat([cache[index, :, :length].transpose(0, 1) for index, length in enumerate(lengths)])
+            for cache in (inputs.k_cache, inputs.v_cache)
+        )
 
-    decoded = dict(zip(("out", "lse"), inputs.call(OP), strict=True))
-    prefilled = last(lambda *args, **options: window_attn(*args, **options, return_lse=True), torch.float32)
-    truth = last(references.window_attn, torch.float64)
-    check_draws(lambda seed: (decoded, prefilled, truth))
+        def last(function: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+            out, lse = function(before.to(dtype), k.to(dtype), v.to(dtype), cumulative(lengths, device), causal=True)
+            return {"out": out[rows].transpose(1, 2), "lse": lse[:, rows].transpose(0, 1)}
+
+        decoded = dict(zip(("out", "lse"), inputs.call(OP), strict=True))
+        prefilled = last(lambda *args, **options: window_attn(*args, **options, return_lse=True), torch.float32)
+        return decoded, prefilled, last(references.window_attn, torch.float64)
+
+    check_draws(draw)
 
 
 def _invariant(inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
@@ -249,23 +252,24 @@ def test_a_sequence_has_the_same_bits_among_any_samples_of_its_prefix(device: st
 
 
 def test_a_prefix_is_as_if_it_were_in_the_cache(device: str) -> None:
-    inputs = make_decode_inputs(_case("prefix", queries=2), torch.float32, device)
-    assert inputs.prefix_k is not None and inputs.prefix_v is not None
-    caches = {
-        name: torch.cat((prefix.expand(4, -1, -1, -1), getattr(inputs, name)), 2)
-        for name, prefix in (("k_cache", inputs.prefix_k), ("v_cache", inputs.prefix_v))
-    }
-    joined = dataclasses.replace(
-        inputs, **caches, prefix_k=None, prefix_v=None, cache_seqlens=inputs.cache_seqlens.clamp_min(2) + 50
-    )
-    inputs = dataclasses.replace(inputs, cache_seqlens=inputs.cache_seqlens.clamp_min(2))
-    check_draws(
-        lambda seed: (
+    def draw(seed: int) -> Draw:
+        inputs = make_decode_inputs(_case("prefix", queries=2), torch.float32, device, seed)
+        assert inputs.prefix_k is not None and inputs.prefix_v is not None
+        caches = {
+            name: torch.cat((prefix.expand(4, -1, -1, -1), getattr(inputs, name)), 2)
+            for name, prefix in (("k_cache", inputs.prefix_k), ("v_cache", inputs.prefix_v))
+        }
+        joined = dataclasses.replace(
+            inputs, **caches, prefix_k=None, prefix_v=None, cache_seqlens=inputs.cache_seqlens.clamp_min(2) + 50
+        )
+        inputs = dataclasses.replace(inputs, cache_seqlens=inputs.cache_seqlens.clamp_min(2))
+        return (
             dict(enumerate(inputs.call(OP))),
             dict(enumerate(joined.call(references.attention_decode))),
             dict(enumerate(joined.to(torch.float64).call(references.attention_decode))),
         )
-    )
+
+    check_draws(draw)
 
 
 def test_nan_is_not_taken_for_a_row_without_keys(device: str) -> None:
