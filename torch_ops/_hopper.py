@@ -68,14 +68,15 @@ def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 _of_thread = threading.local()
 
 
-def begin_context() -> None:
+def _begin_context() -> None:
     """Gives this thread the current device's context, as a launch does, but descriptors are filled before that.
 
-    A thread of autograd has none until it first calls CUDA, which may be here. This call waits for nothing, and may be
-    made while a graph is captured.
+    A thread of autograd has none until it first calls CUDA, which may be here.
     """
-    if not hasattr(_of_thread, "context") and torch.cuda.is_initialized():
-        _of_thread.context = torch.cuda.is_current_stream_capturing()
+    if not hasattr(_of_thread, "has_context") and torch.cuda.is_initialized():
+        # Of the calls that begin one this waits for nothing, and is let be while a graph is captured.
+        torch.cuda.is_current_stream_capturing()
+        _of_thread.has_context = True
 
 
 class Descriptors:
@@ -89,7 +90,7 @@ class Descriptors:
         self._fields: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
-        begin_context()
+        _begin_context()
         if not self._fields:
             made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
             # Without the tensor, which the plan must not keep alive.

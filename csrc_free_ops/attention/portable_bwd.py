@@ -283,6 +283,7 @@ def _accumulate_dkdv(
                 start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
+        # One factor of ds from here on: registers do not hold two beside the next product.
         slopes = p
         if SOFTCAP & STEPS:
             slopes = p * steepness
