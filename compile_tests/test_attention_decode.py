@@ -304,15 +304,17 @@ def test_parts_are_on_their_way_before_the_first_is_added(head_dim: int) -> None
     assert not re.search(r"\b(div|rem)\.[su]", combine.asm["ptx"])
 
 
-def test_kernels_that_may_begin_early_wait_before_they_read() -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_that_may_begin_early_wait_before_they_read(variant: str) -> None:
     """Whatever came before them; where they are they find out meanwhile. Launches of traces carry no word of it."""
-    for launch in decode_launches(prefixes=1):
+    for launch in decode_launches(**VARIANTS[variant]):
         assert not launch.kwargs["OVERLAPS"] and "launch_pdl" not in launch.kwargs
         with fake_gpu(SM90):
-            ptx = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90).asm["ptx"]
-        assert "griddepcontrol.launch_dependents" in ptx
-        wait = ptx.index("griddepcontrol.wait")
-        assert ptx.index("%ctaid.x") < wait < ptx.index("ld.global")
+            built = build(replace(launch, kwargs={**launch.kwargs, "OVERLAPS": True}), SM90)
+        assert built.spilled == 0, str(built)
+        ahead, after = built.asm["ptx"].split("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in ahead and "%ctaid.x" in ahead
+        assert "ld.global" in after and not re.search(r"\bld\.(global|volatile)|cp\.async|\bst\.global", ahead)
 
 
 def test_splits_are_as_many_as_there_are_multiprocessors_for() -> None:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.interpreter import with_dtypes
-from torch_ops import attention_decode, window_attn
+from torch_ops import attention_decode, rms_norm, window_attn
 from torch_ops.testing import check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import (
     DECODE_LAYOUTS,
@@ -572,5 +572,42 @@ def test_kernels_that_begin_early_read_what_was_written_before() -> None:
 
     waiting = run(torch.cuda.synchronize)
     for _ in range(5):
+        for together, alone in zip(run(lambda: None), waiting, strict=True):
+            assert torch.equal(together, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16, 128])
+def test_keys_lengths_and_pages_may_come_from_the_kernel_before(page_size: int) -> None:
+    """In memory that held others when a call began, against calls that wait."""
+    batch, heads, capacity, dim, rounds = 4, 2, 4096, 128, 12
+    torch.manual_seed(page_size)
+    q, weight = torch.randn(batch, 8, 1, dim, device="cuda").half(), torch.ones(dim, device="cuda").half()
+    drawn = torch.randn(rounds, batch * heads * capacity, dim, device="cuda").half()
+    drawn_lengths = torch.randint(0, capacity + 1, (rounds, batch), device="cuda", dtype=torch.int32)
+    size = page_size or capacity
+    blocks = batch * capacity // size
+    tables = torch.stack([torch.randperm(blocks, device="cuda") for _ in range(rounds)]).int().view(rounds, batch, -1)
+    lengths, table = torch.empty_like(drawn_lengths[0]), torch.empty_like(tables[0])
+
+    def run(then: Any) -> list[Tensor]:
+        outs = []
+        for turn, (counts, pages, rows) in enumerate(zip(drawn_lengths, tables, drawn, strict=True)):
+            writes = (
+                partial(torch.add, counts, 0, out=lengths), partial(torch.add, pages, 0, out=table),
+                partial(rms_norm, rows, weight),
+            )  # fmt: skip
+            written: dict[int, Tensor] = {}
+            # Each has its turn as the kernel before.
+            for place in (turn % 3, (turn + 1) % 3, (turn + 2) % 3):
+                written[place] = writes[place]()
+                then()
+            cache = written[2].view(blocks, heads, size, dim)
+            outs.append(attention_decode(q, cache, cache, lengths, table if page_size else None))
+            then()
+        return outs
+
+    waiting = run(torch.cuda.synchronize)
+    for _ in range(3):
         for together, alone in zip(run(lambda: None), waiting, strict=True):
             assert torch.equal(together, alone)
