@@ -81,6 +81,18 @@ def test_gradients_where_a_softcap_is_all_but_reached(softcap: float, scale: flo
     verify(make_dense_inputs(case, torch.float32, device))
 
 
+def test_a_sink_of_no_weight_leaves_rows_without_keys_empty(device: str) -> None:
+    """-inf switches a sink off: the first two rows see neither a key nor it."""
+    q, k, v = (torch.randn(1, 2, rows, 16, device=device) for rows in (3, 1, 1))
+    sinks = torch.tensor([-torch.inf, 0.0], device=device, requires_grad=True)
+    out, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert not out[:, :, :2].any()
+    torch.testing.assert_close(out[:, 0, 2], v[:, 0, 0])
+    assert lse[0, :, :2].tolist() == [[-torch.inf] * 2, [0.0] * 2]
+    (dsinks,) = torch.autograd.grad(out.sum(), sinks)
+    assert dsinks[0] == 0 and dsinks.isfinite().all()
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_weights_add_up_to_one_at_any_score(has_sinks: bool, device: str) -> None:
     """An lse of 7200 is off by 2^-12 once rounded; weights made of it would be too."""

@@ -121,12 +121,13 @@ def attention_forward_cpu(
         slopes = _slopes(step, sequence)
         for rows, position in _blocks(queries, keys):
             s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, scores, slopes)
-            block_lse = torch.logsumexp(s, -1)
+            block_lse = own_lse = torch.logsumexp(s, -1)
             # Weights add up to 1 whatever lse is rounded to.
-            p = torch.softmax(s, -1).masked_fill((block_lse == -torch.inf)[..., None], 0.0)
+            p = torch.softmax(s, -1)
             if step.sinks is not None:
-                own_lse, block_lse = block_lse, torch.logaddexp(block_lse, step.sinks.to(dtype).view(heads, -1, 1))
+                block_lse = torch.logaddexp(own_lse, step.sinks.to(dtype).view(heads, -1, 1))
                 p = p * torch.exp(own_lse - block_lse)[..., None]
+            p = p.masked_fill((own_lse == -torch.inf)[..., None], 0.0)
             if scores.dropout > 0:
                 kept = _kept(step, sequence, rows.start - queries.start, p, scores.dropout)
                 p = p.masked_fill(~kept, 0.0) / (1 - scores.dropout)
