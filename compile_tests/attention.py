@@ -14,28 +14,26 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
-from csrc_free_ops.attention.bwd_parts import _attention_bwd_parts_kernel
-from csrc_free_ops.attention.hopper_bwd import _attention_bwd_hopper_kernel
-from csrc_free_ops.attention.hopper_bwd_apart import _attention_bwd_apart_kernel
-from csrc_free_ops.attention.hopper_bwd_sums import (
+from csrc_free_ops.attention.hopper.bwd import _attention_bwd_hopper_kernel
+from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
 )
-from csrc_free_ops.attention.hopper_fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper_fwd_cast import _attention_fwd_cast_hopper_kernel
-from csrc_free_ops.configs import Launch
-from torch_ops import (
-    _attention_dense_hopper,
-    _attention_hopper,
-    _attention_hopper_backward,
-    _attention_parts,
-)
-from torch_ops._attention_dense_calls import dense_gradients
-from torch_ops._launches import dense_like
-from torch_ops._registry import OPS
-from torch_ops._scores import Scores
+from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_apart_kernel
+from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
+from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
+from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_parts_kernel
+from csrc_free_ops.configs.rows import Launch
+from torch_ops._attention import dense_hopper as attention_dense_hopper
+from torch_ops._attention import hopper as attention_hopper
+from torch_ops._attention import hopper_backward as attention_hopper_backward
+from torch_ops._attention import parts as attention_parts
+from torch_ops._attention.dense_calls import dense_gradients
+from torch_ops._attention.scores import Scores
+from torch_ops._core.launch import dense_like
+from torch_ops._core.registry import OPS
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import WindowAttnInputs
 
@@ -135,31 +133,31 @@ def hopper_launches(
     counters = SimpleNamespace(take=lambda size=1: cu)
     with ExitStack() as stack:
         stack.enter_context(fake_gpu(SM90))
-        launchers = _attention_hopper, _attention_hopper_backward, _attention_dense_hopper
+        launchers = attention_hopper, attention_hopper_backward, attention_dense_hopper
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
             stack.enter_context(mock.patch.object(module, "tickets", lambda device: counters))
-        for module in (*launchers, _attention_parts):
+        for module in (*launchers, attention_parts):
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if dtype is torch.float32:
-            forward = _attention_dense_hopper.plan_dense_forward_cast(
-                q, k, v, out, torch.bfloat16, _attention_dense_hopper.cast_launch(head_dim), scores, has_lse
+            forward = attention_dense_hopper.plan_dense_forward_cast(
+                q, k, v, out, torch.bfloat16, attention_dense_hopper.cast_launch(head_dim), scores, has_lse
             )
             forward(q, k, v, out, lse, sink)
             return {launch.name: launch for launch in launched}
         if batch:
             launch = launches["attention_fwd_hopper"]
-            _attention_dense_hopper.plan_dense_forward_hopper(q, k, v, out, launch, scores)(q, k, v, out, lse, sink)
+            attention_dense_hopper.plan_dense_forward_hopper(q, k, v, out, launch, scores)(q, k, v, out, lse, sink)
         else:
-            forward = _attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
+            forward = attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
             forward(q, k, k, cu, cu, q, lse, sink)
         launch = launches["attention_bwd_hopper"]
         if batch:
-            backward = _attention_dense_hopper.plan_dense_backward_hopper(q, q, k, v, out, launch, scores, dlse)
+            backward = attention_dense_hopper.plan_dense_backward_hopper(q, q, k, v, out, launch, scores, dlse)
             backward(q, lse if dlse else None, q, k, v, out, lse, *dense_gradients(q, k, v))
         else:
-            backward = _attention_hopper_backward.plan_backward_hopper(
+            backward = attention_hopper_backward.plan_backward_hopper(
                 q, q, k, q, segments, launch, scores, dlse, deterministic
             )
             backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)

@@ -40,8 +40,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, MockTensor
 
 import torch_ops
-from csrc_free_ops.configs import Gpu
-from torch_ops import _device, _registry
+from csrc_free_ops.configs.rows import Gpu
+from torch_ops._core import device, registry
 
 Point = TypeVar("Point")
 
@@ -186,7 +186,7 @@ class _FakeDriver:
 
 def shared_memory(target: GPUTarget) -> int:
     """The target's limit per block, as the launcher knows it."""
-    return _device._describe.__wrapped__(_FakeDriver(target), None).shared_memory
+    return device._describe.__wrapped__(_FakeDriver(target), None).shared_memory
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ def fake_gpu(target: GPUTarget = SM90, name: str = "no-such-gpu", path: str = "p
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_FakeDriver(target))
     try:
-        with mock.patch.object(_device, "_describe", lambda driver, index: described), torch_ops.settings(path=path):
+        with mock.patch.object(device, "_describe", lambda driver, index: described), torch_ops.settings(path=path):
             yield FakeTensorMode(shape_env=ShapeEnv())
     finally:
         triton.runtime.driver.set_active(before)
@@ -376,7 +376,7 @@ def record_launches() -> Iterator[list[KernelLaunch]]:
     launchers = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("torch_ops.") and getattr(module, "wrap_triton", None) is _registry.wrap_triton
+        if name.startswith("torch_ops.") and getattr(module, "wrap_triton", None) is registry.wrap_triton
     ]
     with contextlib.ExitStack() as stack:
         for module in launchers:

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 
 OP = "attention_decode"
 KERNELS: dict[str, JITFunction] = {kernel.fn.__name__: kernel for kernel in get_triton_kernels_for_op(f"vk::{OP}")}

@@ -10,12 +10,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
-from csrc_free_ops.configs import Launch
-from csrc_free_ops.gemm.hopper import _gemm_hopper_kernel
-from csrc_free_ops.gemm.hopper_launch import rotary_launch
-from torch_ops import _gemm_aten, _gemm_hopper
-from torch_ops._gemm_portable import Rows, padded
-from torch_ops._registry import OPS
+from csrc_free_ops.configs.gemm_hopper import rotary_launch
+from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
+from torch_ops._core.registry import OPS
+from torch_ops._gemm import aten as gemm_aten
+from torch_ops._gemm import hopper as gemm_hopper
+from torch_ops._gemm.portable import Rows, padded
 
 GEMM = ("mlp", "mlp_backward", "qkv_rope", "qkv_rope_backward")
 GEMM_KERNELS: dict[str, JITFunction] = {
@@ -75,7 +76,7 @@ def gemm_launches(
 ) -> dict[str, list[KernelLaunch]]:
     """By op, what its body launches on such a GPU, beside the products that are left to PyTorch."""
     found = {}
-    with fake_gpu(target, gpu, path) as mode, mode, mock.patch.object(_gemm_aten, "linear_into"):
+    with fake_gpu(target, gpu, path) as mode, mode, mock.patch.object(gemm_aten, "linear_into"):
         for name, (args, options) in gemm_calls(**variant).items():
             with record_launches() as launches:
                 OPS[name].body(*args, **options)
@@ -88,8 +89,8 @@ def _recorded_on_hopper(plan: Any, *args: Any) -> KernelLaunch:
     launched: list[KernelLaunch] = []
     recorder = Recorder(launched, _gemm_hopper_kernel)
     with (
-        mock.patch.object(_gemm_hopper, "programs", lambda index: 132),
-        mock.patch.object(_gemm_hopper, "_gemm_hopper_kernel", recorder),
+        mock.patch.object(gemm_hopper, "programs", lambda index: 132),
+        mock.patch.object(gemm_hopper, "_gemm_hopper_kernel", recorder),
     ):
         plan()(*args)
     (launch,) = launched
@@ -114,7 +115,7 @@ def hopper_linear(
     biases = [weight[:, 0] if bias else None, weight[:, 0] if bias and apart else None]
 
     def plan() -> Any:
-        return _gemm_hopper.plan_linear_hopper(
+        return gemm_hopper.plan_linear_hopper(
             launch, Rows.of(x), weight, bias, activation, keeps_pre, out.shape[1], up
         )  # fmt: skip
 
@@ -129,10 +130,10 @@ def hopper_gradient(
     weight, dout, pre, dpre, h = (
         torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rows, n), (rows, k), (rows, k), (rows, k))
     )
-    sums = torch.empty((_gemm_hopper.count_of_sums(rows), k), device="meta")
+    sums = torch.empty((gemm_hopper.count_of_sums(rows), k), device="meta")
 
     def plan() -> Any:
-        return _gemm_hopper.plan_gradient_hopper(Rows.of(dout), weight, activation, bias)
+        return gemm_hopper.plan_gradient_hopper(Rows.of(dout), weight, activation, bias)
 
     return _recorded_on_hopper(plan, dout, weight, pre, dpre, h, sums)
 
@@ -148,7 +149,7 @@ def hopper_rotary(
     q, heads = (torch.empty(rows, count, head_dim, device="meta", dtype=dtype) for count in (num_heads, num_k_heads))
 
     def plan() -> Any:
-        return _gemm_hopper.plan_rotary_hopper(
+        return gemm_hopper.plan_rotary_hopper(
             rotary_launch(head_dim), Rows.of(x), weight, bias, table, table, num_heads, num_k_heads
         )  # fmt: skip
 

@@ -37,7 +37,7 @@ from compile_tests.contract import (
     symbolic_size,
     trace_kernels,
 )
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 from torch_ops.testing.cases import ROW_LAYOUTS, GridCase, grid_cases, make_grid_inputs
 
 # What torch must take each op's kernel to write.

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
 from csrc_free_ops.kv_cache_append import _kv_cache_append_kernel
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 
 KV_CACHE = ("kv_cache_append",)
 KERNELS: dict[str, JITFunction] = {"_kv_cache_append_kernel": _kv_cache_append_kernel}

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 KERNELS: dict[str, JITFunction] = {

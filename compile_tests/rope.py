@@ -10,7 +10,7 @@ from compile_tests import attention
 from compile_tests.attention import attention_calls
 from compile_tests.contract import SM90, KernelLaunch, fake_gpu, record_launches
 from csrc_free_ops.rope import _rope_kernel
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 
 ROPE = ("rope_window_attn", "rope_window_attn_backward")
 KERNELS: dict[str, JITFunction] = {"_rope_kernel": _rope_kernel}

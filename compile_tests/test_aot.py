@@ -14,10 +14,13 @@ import torch
 from compile_tests import norms, rope
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import APART, SM90, TARGETS, Build, build, fake_gpu, sampled, sass, shared_memory
-from csrc_free_ops.configs import ROWS_DIR, Gpu, Launch, Row, as_document, pick, shipped_rows
-from torch_ops import _attention_hopper, _attention_hopper_backward, settings
-from torch_ops._attention_hopper import PARTS, Descriptors, describe
-from torch_ops._scores import Scores
+from csrc_free_ops.configs.pick import pick
+from csrc_free_ops.configs.rows import ROWS_DIR, Gpu, Launch, Row, as_document, shipped_rows
+from torch_ops import settings
+from torch_ops._attention import hopper as attention_hopper
+from torch_ops._attention import hopper_backward as attention_hopper_backward
+from torch_ops._attention.hopper import PARTS, Descriptors, describe
+from torch_ops._attention.scores import Scores
 
 # The target of every GPU that has rows in csrc_free_ops/configs.
 SHIPPED_GPUS = {"h200": "sm_90"}
@@ -307,12 +310,12 @@ ONE_SEGMENT = {
 @pytest.mark.parametrize("head_dim", ONE_SEGMENT)
 def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rows of that GPU say, which are of many segments."""
-    monkeypatch.setattr(_attention_hopper, "programs", lambda index: 132)
+    monkeypatch.setattr(attention_hopper, "programs", lambda index: 132)
     with fake_gpu(SM90, gpu), settings(rows=""):
         for rows, tile in ONE_SEGMENT[head_dim].items():
             q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-            launch, _ = _attention_hopper.forward_launch(q, Scores(0.1), 1)
-            several, _ = _attention_hopper.forward_launch(q, Scores(0.1), 2)
+            launch, _ = attention_hopper.forward_launch(q, Scores(0.1), 1)
+            several, _ = attention_hopper.forward_launch(q, Scores(0.1), 2)
             assert (launch.tile, launch.num_stages) == (tile, 3 if tile[0] == 128 else several.num_stages), rows
             small = gpu == "h200" and rows < 1024
             assert several.tile == ((128, 128 if head_dim != 72 else 64) if small else (192, 128)), rows
@@ -327,9 +330,9 @@ def test_gradients_are_made_apart_where_there_is_room(
     rows: int, segments: int, head_dim: int, right: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one segment, if dq has room beside dk and dv on 132 multiprocessors, and masks have registers."""
-    monkeypatch.setattr(_attention_hopper_backward, "programs", lambda index: 132)
+    monkeypatch.setattr(attention_hopper_backward, "programs", lambda index: 132)
     q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-    assert _attention_hopper_backward.fits_apart(q, q, segments, Scores(0.1, -1, right)) == apart
+    assert attention_hopper_backward.fits_apart(q, q, segments, Scores(0.1, -1, right)) == apart
 
 
 @pytest.mark.parametrize(
@@ -341,8 +344,8 @@ def test_order_is_kept_where_it_is_asked_for_or_hardly_costs(
     rows: int, segments: int, deterministic: bool, ordered: bool
 ) -> None:
     q = torch.empty(rows, 16, 128, device="meta", dtype=torch.bfloat16)
-    with mock.patch.object(_attention_hopper_backward, "programs", lambda index: 132):
-        assert _attention_hopper_backward._keeps_order(q, q, segments, deterministic) == ordered
+    with mock.patch.object(attention_hopper_backward, "programs", lambda index: 132):
+        assert attention_hopper_backward._keeps_order(q, q, segments, deterministic) == ordered
 
 
 def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
@@ -350,9 +353,9 @@ def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
     launch = Launch(192, 64, 12, 3)
     row = Row("attention_fwd_hopper", "bfloat16", 64, launch, min_length=1024)
     file.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "any", "date": "now"})))
-    with fake_gpu(SM90), settings(rows=str(file)), mock.patch.object(_attention_hopper, "programs", lambda index: 132):
+    with fake_gpu(SM90), settings(rows=str(file)), mock.patch.object(attention_hopper, "programs", lambda index: 132):
         long, short = (
-            _attention_hopper.forward_launch(
+            attention_hopper.forward_launch(
                 torch.empty(rows, 16, 64, device="meta", dtype=torch.bfloat16), Scores(0.1), 1
             )
             for rows in (1024, 1000)

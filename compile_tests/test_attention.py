@@ -46,12 +46,15 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from compile_tests.dense import FEW, VARIANTS, WRITES, dense_calls, dense_launches, writes_of
-from csrc_free_ops.configs import Gpu, pick
-from torch_ops import _attention_dense_keys, _attention_parts, attention
-from torch_ops._attention_dense_hopper import cast_launch
-from torch_ops._attention_hopper import PARTS, describe, folded
-from torch_ops._registry import OPS
-from torch_ops._scores import Scores
+from csrc_free_ops.configs.pick import pick
+from csrc_free_ops.configs.rows import Gpu
+from torch_ops import attention
+from torch_ops._attention import hopper_dkdv as attention_dense_keys
+from torch_ops._attention import parts as attention_parts
+from torch_ops._attention.dense_hopper import cast_launch
+from torch_ops._attention.hopper import PARTS, describe, folded
+from torch_ops._attention.scores import Scores
+from torch_ops._core.registry import OPS
 from torch_ops.testing.cases import DENSE, DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
 
 CASES = {case.name: case for case in DENSE}
@@ -532,14 +535,14 @@ def test_rows_are_split_where_tiles_of_keys_are_few() -> None:
 def _launches_of_keys(tensor: Tensor, lse: Tensor, scores: Scores) -> list[Any]:
     launched: list[Any] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(_attention_dense_keys, "programs", lambda index: 132))
+        stack.enter_context(mock.patch.object(attention_dense_keys, "programs", lambda index: 132))
         for module, name in (
-            (_attention_dense_keys, "_attention_bwd_keys_hopper_kernel"),
-            (_attention_parts, "_attention_bwd_parts_kernel"),
+            (attention_dense_keys, "_attention_bwd_keys_hopper_kernel"),
+            (attention_parts, "_attention_bwd_parts_kernel"),
         ):
             recorder = Recorder(launched, vars(module)[name])
             stack.enter_context(mock.patch.object(module, name, recorder))
-        plan = _attention_dense_keys.plan_dense_keys(tensor, tensor, tensor, tensor, scores)
+        plan = attention_dense_keys.plan_dense_keys(tensor, tensor, tensor, tensor, scores)
         plan(tensor, tensor, tensor, lse, tensor, lse, tensor, tensor)
     return launched
 
@@ -599,7 +602,7 @@ def test_explain_says_whether_the_forward_casts() -> None:
         q = torch.empty(2, 8, rows, 64, device="cuda")
         return torch_ops.explain(attention, q, q, q, compute_dtype=torch.bfloat16, **options)
 
-    programs = mock.patch("torch_ops._attention_hopper_backward.programs", lambda index: 132)
+    programs = mock.patch("torch_ops._attention.hopper_backward.programs", lambda index: 132)
     with fake_gpu(name="h200", path="auto") as mode, mode, programs:
         report = explained()
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"

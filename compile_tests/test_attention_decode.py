@@ -33,9 +33,10 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from compile_tests.decode import ATTEND, COMBINE, KERNELS, VARIANTS, decode_calls, decode_launches
-from csrc_free_ops.configs import Gpu, Launch, decode_splits
+from csrc_free_ops.configs.decode import decode_splits
+from csrc_free_ops.configs.rows import Gpu, Launch
 from torch_ops import attention_decode
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 from torch_ops.testing import check_draws, redrawn, references
 from torch_ops.testing.cases import DECODE, DECODE_LAYOUTS, DecodeCase, DecodeInputs, make_decode_inputs
 from torch_ops.testing.tolerance import Draw

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from compile_tests.contract import ROOT, run_python
+from torch_ops.settings import hash_sources, source_hash
 
 COMPILED_CALL = """
 import json, torch
@@ -96,14 +97,41 @@ def test_edited_backward_takes_effect(edited: Installation, before: dict[str, An
 
 
 def test_edited_launcher_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    edited.edit("torch_ops/_scores.py", "head_dim**-0.5 if scale is None", "head_dim**-1.0 if scale is None")
+    edited.edit("torch_ops/_attention/scores.py", "head_dim**-0.5 if scale is None", "head_dim**-1.0 if scale is None")
     after = edited.run()
     assert after["hits"] == 0
     assert after["lse"] != pytest.approx(before["lse"])
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        "csrc_free_ops/configs/h200.json",
+        "csrc_free_ops/configs/norms.py",
+        "torch_ops/_attention/portable.py",
+        "torch_ops/_core/launch.py",
+        "torch_ops/_gemm/portable.py",
+        "torch_ops/_grids.py",
+        "torch_ops/_kv_cache/append.py",
+        "torch_ops/_norms/portable.py",
+        "torch_ops/models/vision.py",
+        "torch_ops/window_attn.py",
+    ],
+)
+def test_an_edit_in_any_package_changes_the_key(edited: Installation, file: str) -> None:
+    before = hash_sources(edited.packages)
+    path = edited.packages / file
+    path.write_text(path.read_text() + "\n")
+    assert hash_sources(edited.packages) != before
+
+
+def test_the_key_is_that_of_these_sources(edited: Installation) -> None:
+    assert hash_sources(ROOT) == hash_sources(edited.packages) == source_hash()
+    assert source_hash() in torch.compiler.config.cache_key_tag
+
+
 def test_edited_kernel_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    edited.edit("csrc_free_ops/attention/portable_fwd.py", "+ rows, lse, mask=", "+ rows, 2 * lse, mask=")
+    edited.edit("csrc_free_ops/attention/portable/fwd.py", "+ rows, lse, mask=", "+ rows, 2 * lse, mask=")
     after = edited.run()
     assert after["hits"] == 0
     assert after["lse"] == pytest.approx((2 if edited.device == "cuda" else 1) * before["lse"])

@@ -37,10 +37,10 @@ from compile_tests.gemm import (
     hopper_rotary,
 )
 from compile_tests.test_aot import TARGETS
-from csrc_free_ops.gemm.hopper_launch import ROUND, linear_launch, tile_launch
-from torch_ops import _gemm
-from torch_ops._gemm_portable import Rows
-from torch_ops._registry import OPS
+from csrc_free_ops.configs.gemm_hopper import ROUND, linear_launch, tile_launch
+from torch_ops._core.registry import OPS
+from torch_ops._gemm import plan as gemm
+from torch_ops._gemm.portable import Rows
 
 LINEAR = ("_gemm_kernel", {"out_ptr"})
 KEEPING = ("_gemm_kernel", {"out_ptr", "pre_ptr"})
@@ -413,16 +413,16 @@ def test_gradient_and_its_product_are_one_opaque_launch(variant: str, symbolic: 
 def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are remembered; the launch itself is left out here."""
     for name in ("plan_linear_hopper", "plan_rotary_hopper", "plan_gradient_hopper"):
-        monkeypatch.setattr(_gemm, name, lambda *args: lambda *tensors: None)
-    monkeypatch.setattr(_gemm, "why_portable", lambda *args, **options: "")
-    monkeypatch.setattr(_gemm, "hopper_launch", lambda *args, **options: (None, ""))
+        monkeypatch.setattr(gemm, name, lambda *args: lambda *tensors: None)
+    monkeypatch.setattr(gemm, "why_portable", lambda *args, **options: "")
+    monkeypatch.setattr(gemm, "hopper_launch", lambda *args, **options: (None, ""))
     x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
     rows = Rows.of(x)
-    gradient = _gemm.plan_gradient(rows, weight, "gelu", True)
+    gradient = gemm.plan_gradient(rows, weight, "gelu", True)
     plans = [
         gradient,
-        _gemm.plan_linear(rows, weight, False, "swiglu", False, 24, up if apart else None),
-        _gemm.plan_rotary(rows, weight, False, cos, sin, 4, 1),
+        gemm.plan_linear(rows, weight, False, "swiglu", False, 24, up if apart else None),
+        gemm.plan_rotary(rows, weight, False, cos, sin, 4, 1),
     ]
     kept = [weakref.ref(tensor) for tensor in (x, weight, up, cos, sin)]
     del x, weight, up, cos, sin

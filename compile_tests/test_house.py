@@ -11,39 +11,57 @@ from pathlib import Path
 import pytest
 
 from compile_tests.contract import ROOT
-from torch_ops._registry import OPS, KernelOp
+from torch_ops._core.registry import OPS, KernelOp
 from torch_ops.bench.app import ROOMS as BENCH_ROOMS
 
 # An op lives in a module of its own name, or in that of a close relative, whose public functions it is among.
 OP_MODULES = {op.body.__module__ for op in OPS.values() if isinstance(op, KernelOp)}
 COMPOSITIONS = {op.body.__module__ for op in OPS.values()} - OP_MODULES
 
-# From the ground up: a room imports from its own and from those before it.
+# A room is a package, or all modules of one kind; the first pattern that fits a module names its room.
 ROOMS = (
     ("tiles", r"csrc_free_ops\.tiles(\..*)?"),
+    ("configs", r"csrc_free_ops\.configs(\..*)?"),
     ("kernels", r"csrc_free_ops(\..*)?"),
-    ("foundations", r"torch_ops\.(_autocast|_checks|_device|_explanations|_launches|_registry|_versions|settings)"),
+    ("settings", r"torch_ops\.settings"),
+    ("_core", r"torch_ops\._core(\..*)?"),
+    ("_attention", r"torch_ops\._attention(\..*)?"),
+    ("_gemm", r"torch_ops\._gemm(\..*)?"),
+    ("_norms", r"torch_ops\._norms(\..*)?"),
+    ("_kv_cache", r"torch_ops\._kv_cache(\..*)?"),
+    ("_grids", r"torch_ops\._grids"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
-    ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.(_caches|kv_cache)"))),
-    ("the bench and the command", r"torch_ops\.(bench(\..*)?|cli|_encode\w*)"),
-    ("models and integrations", r"torch_ops\.(models|integrations|compat|distributed)(\..*)?"),
-    ("testing", r"torch_ops\.testing(\..*)?"),
-    ("the public face", r"torch_ops(\._explain|\._warmup)?"),
-    ("launchers", r"torch_ops\._\w+"),
-)
-ORDER = (
-    "tiles",
-    "kernels",
-    "foundations",
-    "launchers",
-    "ops",
     # Ops made of ops, and the caches that an op fills.
-    "compositions",
-    "the public face",
-    "testing",
-    "models and integrations",
-    "the bench and the command",
+    ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.kv_cache(\..*)?"))),
+    ("_tools", r"torch_ops\._tools(\..*)?"),
+    ("the public face", r"torch_ops"),
+    ("testing", r"torch_ops\.testing(\..*)?"),
+    ("compat", r"torch_ops\.compat(\..*)?"),
+    ("models", r"torch_ops\.models(\..*)?"),
+    ("integrations", r"torch_ops\.integrations(\..*)?"),
+    ("distributed", r"torch_ops\.distributed(\..*)?"),
+    ("command", r"torch_ops\.(command(\..*)?|cli)"),
+    ("bench", r"torch_ops\.bench(\..*)?"),
 )
+# From the ground up: a room imports from itself and from lower floors, and never from another room of its own floor.
+FLOORS = (
+    ("tiles",),
+    ("configs",),
+    ("kernels",),
+    ("settings",),
+    ("_core",),
+    ("_attention", "_gemm", "_norms", "_kv_cache", "_grids"),
+    ("ops",),
+    ("compositions",),
+    ("_tools",),
+    ("the public face",),
+    ("testing",),
+    ("compat", "models"),
+    ("integrations", "distributed", "command"),
+    ("bench",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FAMILIES = FLOORS[FLOOR["_attention"]]
 SOURCES = sorted(path for package in ("csrc_free_ops", "torch_ops") for path in (ROOT / package).rglob("*.py"))
 
 
@@ -69,10 +87,6 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield (inner, "") if inner in MODULES else (node.module, alias.name)
-
-
-def _ids(path: Path) -> str:
-    return _module(path)
 
 
 def test_every_op_is_in_a_module_of_its_family() -> None:
@@ -101,50 +115,70 @@ def test_every_op_has_its_rooms(op: str) -> None:
     assert [folder for folder, _ in files] == ["tests", "compile_tests"]
     ((room,),) = ({name for _, name in files},)
     assert op == room or op.endswith(room.removesuffix("s").split("_")[-1])
-    assert (ROOT / "torch_ops" / "bench" / f"{room}.py").is_file() and op in BENCH_ROOMS
+    assert (ROOT / "torch_ops" / "bench" / "rooms" / f"{room}.py").is_file() and op in BENCH_ROOMS
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_ids)
-def test_imports_point_down(path: Path) -> None:
-    own = _room(_module(path))
-    climbing = [
-        f"{module} ({_room(module)})"
-        for module, _ in _imports(path)
-        if module in MODULES and ORDER.index(_room(module)) > ORDER.index(own)
-    ]
-    assert not climbing, f"{_module(path)} ({own}) imports {', '.join(climbing)}"
+def test_every_package_of_torch_ops_is_a_room_of_its_own() -> None:
+    rooms = [_room(_module(path)) for path in SOURCES if path.match("torch_ops/*/__init__.py")]
+    assert len(rooms) > 10 and len(set(rooms)) == len(rooms), rooms
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(ROOT / "torch_ops")], ids=_ids)
-def test_private_names_stay_in_their_module(path: Path) -> None:
-    """Kernels begin with an underscore and are the launchers' to import."""
+def test_few_private_files_lie_outside_of_packages() -> None:
+    loose = sorted(path.name for path in (ROOT / "torch_ops").glob("_*.py") if path.name != "__init__.py")
+    assert len(loose) <= 4, loose
+
+
+def test_imports_point_down_and_families_never_import_each_other() -> None:
+    wrong = []
+    for path in SOURCES:
+        own = _room(_module(path))
+        for module, _ in _imports(path):
+            if module not in MODULES or (room := _room(module)) == own:
+                continue
+            if FLOOR[room] >= FLOOR[own]:
+                wrong.append(f"{_module(path)} ({own}) imports {module} ({room})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_configs_import_no_kernel() -> None:
+    taken = {module for path in SOURCES if _room(_module(path)) == "configs" for module, _ in _imports(path)}
+    assert not {module for module in taken if module in MODULES and _room(module) in ("tiles", "kernels")}
+
+
+def test_private_names_stay_in_their_module() -> None:
+    """Kernels begin with an underscore too; launchers import them."""
     taken = [
-        f"{module}.{name}"
+        f"{_module(path)}: {module}.{name}"
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "torch_ops")
         for module, name in _imports(path)
         if module.startswith("torch_ops") and re.match(r"_(?!_)", name)
     ]
-    assert not taken, f"{_module(path)} imports {', '.join(taken)}"
+    assert not taken, "\n".join(taken)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(ROOT / "csrc_free_ops")], ids=_ids)
-def test_kernels_import_triton_alone_and_read_no_environment(path: Path) -> None:
+def test_kernels_import_triton_alone_and_read_no_environment() -> None:
     allowed = {"triton", "csrc_free_ops", *sys.stdlib_module_names} - {"os"}
-    imported = {module.split(".")[0] for module, _ in _imports(path)}
-    assert imported <= allowed, f"{_module(path)} imports {', '.join(sorted(imported - allowed))}"
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("csrc_free_ops"):
-            aliased = [alias.name for alias in node.names if alias.asname]
-            assert not aliased, f"{_module(path)} renames {', '.join(aliased)}"
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                language = alias.name != "triton.language" or alias.asname == "tl"
-                assert language, f"{_module(path)} imports triton.language as {alias.asname}"
+    wrong = []
+    for path in SOURCES:
+        if not path.is_relative_to(ROOT / "csrc_free_ops"):
+            continue
+        wrong += [f"{_module(path)}: {module}" for module, _ in _imports(path) if module.split(".")[0] not in allowed]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("csrc_free_ops"):
+                wrong += [f"{_module(path)} renames {alias.name}" for alias in node.names if alias.asname]
+            if isinstance(node, ast.Import):
+                wrong += [
+                    f"{_module(path)} imports triton.language as {alias.asname}"
+                    for alias in node.names
+                    if alias.name == "triton.language" and alias.asname != "tl"
+                ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_library_imports_without_what_only_some_of_it_needs() -> None:
     """Benchmarks, models, integrations and the testing kit are for those who ask for them."""
     optional = {"matplotlib", "pytest", "rich", "transformers", "typer"}
-    upper = {"testing", "models and integrations", "the bench and the command"}
-    public = [path for path in SOURCES if _room(_module(path)) not in upper]
+    public = [path for path in SOURCES if FLOOR[_room(_module(path))] < FLOOR["testing"]]
     found = {f"{_module(path)}: {module}" for path in public for module, _ in _imports(path) if module in optional}
     assert not found

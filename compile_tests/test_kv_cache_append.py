@@ -36,7 +36,7 @@ from compile_tests.contract import (
 )
 from compile_tests.kv_cache import VARIANTS, kv_cache_call, kv_cache_launch
 from torch_ops import kv_cache_append
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 from torch_ops.testing.cases import KvCacheCase, KvCacheInputs, make_kv_cache_inputs
 
 OP = torch.ops.vk.kv_cache_append.default

@@ -34,8 +34,8 @@ from compile_tests.contract import (
 )
 from compile_tests.norms import KERNELS, KERNELS_OF, NORMS, VARIANTS, norm_calls, norm_launches
 from compile_tests.test_aot import TARGETS
-from torch_ops._device import gpu
-from torch_ops._registry import OPS
+from torch_ops._core.device import gpu
+from torch_ops._core.registry import OPS
 from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs
 

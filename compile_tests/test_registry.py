@@ -1,4 +1,4 @@
-"""What `torch_ops._registry` promises for every op: silent failures of torch and triton are loud or impossible."""
+"""What `torch_ops._core.registry` promises for every op: silent failures of torch and triton are loud or impossible."""
 
 import json
 import os
@@ -27,9 +27,11 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from compile_tests.gemm import GEMM
-from torch_ops import _launches, _registry, settings, window_attn
-from torch_ops._registry import OPS, KernelOp, composed_op, remembered, vk_op
-from torch_ops._versions import refuse_pair
+from torch_ops import settings, window_attn
+from torch_ops._core import launch as launches
+from torch_ops._core import registry
+from torch_ops._core.registry import OPS, KernelOp, composed_op, remembered, vk_op
+from torch_ops._core.versions import refuse_pair
 from torch_ops.settings import Settings
 
 SCHEMAS = Path(__file__).with_name("schemas.txt")
@@ -190,9 +192,9 @@ def test_what_bumps_version_counters_is_no_watcher() -> None:
     keys = torch._C.DispatchKey
     called = torch._C.DispatchKeySet(keys.CUDA) | torch._C.DispatchKeySet(keys.AutogradCUDA)
     called |= torch._C.DispatchKeySet(keys.ADInplaceOrView)
-    assert _registry._nothing_watches(called.raw_repr())
+    assert registry._nothing_watches(called.raw_repr())
     for key in (keys.Functionalize, keys.Python, keys.Fake if hasattr(keys, "Fake") else keys.Negative):
-        assert not _registry._nothing_watches((called | torch._C.DispatchKeySet(key)).raw_repr())
+        assert not registry._nothing_watches((called | torch._C.DispatchKeySet(key)).raw_repr())
 
 
 def test_an_op_that_writes_to_arguments_says_so_and_refuses_gradients() -> None:
@@ -337,25 +339,25 @@ class TestRelaunch:
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
                 return lambda *args: launched.append((grid, *args))
 
-        monkeypatch.setattr(_launches, "CompiledKernel", Compiled)
+        monkeypatch.setattr(launches, "CompiledKernel", Compiled)
         self.compiled = Compiled()
         return launched
 
     def test_constants_follow_the_kernel_s_order_and_options_are_left_out(self, launched: list[Any]) -> None:
-        relaunch, x, y = _launches.Relaunch((3, 2), (64,)), torch.zeros(4), torch.ones(4)
+        relaunch, x, y = launches.Relaunch((3, 2), (64,)), torch.zeros(4), torch.ones(4)
         assert not relaunch("mode", (x,)) and not launched
         relaunch.keep("mode", (x,), {"num_warps": 4, "B": 2, "A": 1}, self.compiled)
         assert relaunch("mode", (y,))
         assert launched == [((3, 2, 1), y, 64, 1, 2)] and launched[0][1] is y
 
     def test_other_modes_and_misaligned_tensors_are_left_to_triton(self, launched: list[Any]) -> None:
-        relaunch, x = _launches.Relaunch((1,), ()), torch.zeros(5)
+        relaunch, x = launches.Relaunch((1,), ()), torch.zeros(5)
         relaunch.keep("mode", (x[1:],), {"A": 1}, self.compiled)
         assert not relaunch("mode", (x,)), "kept of a misaligned launch"
         relaunch.keep("mode", (x,), {"A": 1}, self.compiled)
         assert not relaunch("other", (x,)) and not relaunch("mode", (x[1:],)) and not launched
 
     def test_nothing_is_kept_of_a_trace(self, launched: list[Any]) -> None:
-        relaunch, x = _launches.Relaunch((1,), ()), torch.zeros(4)
+        relaunch, x = launches.Relaunch((1,), ()), torch.zeros(4)
         relaunch.keep("mode", (x,), {"A": 1}, None)
         assert not relaunch("mode", (x,)) and not launched

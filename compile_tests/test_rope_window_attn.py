@@ -38,10 +38,10 @@ from compile_tests.contract import (
 from compile_tests.rope import ROPE, VARIANTS, rope_calls, rope_launches
 from compile_tests.test_aot import TARGETS
 from compile_tests.test_registry import SHORT_WRITES, WRITES
-from csrc_free_ops.candidates import CANDIDATES
-from csrc_free_ops.configs import Launch
+from csrc_free_ops.configs.candidates import CANDIDATES
+from csrc_free_ops.configs.rows import Launch
 from torch_ops import rope_window_attn
-from torch_ops._registry import OPS
+from torch_ops._core.registry import OPS
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import (
     LAYOUTS,

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from torch_ops import cli
-from torch_ops.bench import contest
-from torch_ops.bench.attention_peers import packed_call
-from torch_ops.bench.contest import Terms
-from torch_ops.bench.packed_cases import find_cases
-from torch_ops.bench.results import (
+from torch_ops.bench.measure import contest
+from torch_ops.bench.measure.contest import Terms
+from torch_ops.bench.measure.results import (
     OK,
     UNAVAILABLE,
     WRONG,
@@ -24,8 +21,11 @@ from torch_ops.bench.results import (
     Report,
     Timed,
 )
-from torch_ops.bench.room import Call, Contender
-from torch_ops.bench.window_attn import ROOM
+from torch_ops.bench.measure.room import Call, Contender
+from torch_ops.bench.peers.packed import packed_call
+from torch_ops.bench.rooms.packed_cases import find_cases
+from torch_ops.bench.rooms.window_attn import ROOM
+from torch_ops.command import app as cli
 from torch_ops.testing import Report as GateReport
 from torch_ops.testing import references
 

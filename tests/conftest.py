@@ -118,7 +118,7 @@ def shipped_rows_alone() -> Iterator[None]:
 @pytest.fixture
 def quick_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds as short as they can be, and tables as they are without a terminal."""
-    monkeypatch.setattr("torch_ops.bench.timing.CPU_ROUND_MS", 0.5)
+    monkeypatch.setattr("torch_ops.bench.measure.timing.CPU_ROUND_MS", 0.5)
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from torch_ops.bench import encoder, encoder_contest, encoder_peers, timing
-from torch_ops.bench.encoder_contenders import CONTENDERS
-from torch_ops.bench.encoder_rows import SMOKE, Session, make_tower
-from torch_ops.bench.results import Ceilings
+from torch_ops.bench.commands import encoder
+from torch_ops.bench.encoder import contest as encoder_contest
+from torch_ops.bench.encoder import peers as encoder_peers
+from torch_ops.bench.encoder.contenders import CONTENDERS
+from torch_ops.bench.encoder.rows import SMOKE, Session, make_tower
+from torch_ops.bench.measure import timing
+from torch_ops.bench.measure.results import Ceilings
 
 CPU = torch.device("cpu")
 TINY, TRAINED = SMOKE

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_ops
 from torch_ops.bench.app import ROOMS
-from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.measure.contest import Terms, contest
 from torch_ops.testing import poisoned
 from torch_ops.testing.cases import ROW_LAYOUTS, GridCase, GridInputs, grid_cases, make_grid_inputs
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from csrc_free_ops.configs import ATEN, Row, as_document
+from csrc_free_ops.configs.rows import ATEN, Row, as_document
 from torch_ops.testing import check_draws, poisoned, redrawn
 from torch_ops.testing.cases import outcome
 from torch_ops.testing.tolerance import Draw

@@ -19,20 +19,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from csrc_free_ops.configs import Launch, Row, as_document
+from csrc_free_ops.configs.rows import Launch, Row, as_document
 from tests.attention import backward, differentiate, plans_made_anew, verify, verify_downcast
 from tests.interpreter import with_dtypes
-from torch_ops import (
-    _attention_dense_few,
-    _attention_dense_portable,
-    _attention_parts,
-    attention,
-    settings,
-    window_attn,
-)
-from torch_ops._attention_parts import plan_parts
-from torch_ops._attention_portable import current_gpu
-from torch_ops._dropout import keep_weights, philox
+from torch_ops import attention, settings, window_attn
+from torch_ops._attention import dense_few as attention_dense_few
+from torch_ops._attention import dense_portable as attention_dense_portable
+from torch_ops._attention import parts as attention_parts
+from torch_ops._attention.parts import plan_parts
+from torch_ops._core.launch import current_gpu
+from torch_ops._core.philox import keep_weights, philox
 from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import (
     DENSE_LAYOUTS,
@@ -189,15 +185,15 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
     case = DenseCase(name, way, **{"batch": 1, "num_heads": 2, "head_dim": head_dim, **IN_PARTS[name]})
     inputs = make_dense_inputs(case, torch.float32, device)
     beside = way == "beside each other"
-    planning = _attention_dense_few if beside else _attention_dense_portable
+    planning = attention_dense_few if beside else attention_dense_portable
     with ExitStack() as stack:
         planned = stack.enter_context(mock.patch.object(planning, "plan_parts", wraps=plan_parts))
         if not beside:
-            stack.enter_context(mock.patch.object(_attention_dense_portable, "launches_beside", lambda *args: None))
+            stack.enter_context(mock.patch.object(attention_dense_portable, "launches_beside", lambda *args: None))
         if INTERPRET:
             # It is taken to have fewer multiprocessors than a GPU.
             gpu = replace(current_gpu(), multiprocessors=32)
-            stack.enter_context(mock.patch.object(_attention_parts, "current_gpu", lambda: gpu))
+            stack.enter_context(mock.patch.object(attention_parts, "current_gpu", lambda: gpu))
         stack.enter_context(plans_made_anew())
         verify(inputs)
         first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.bench import TINY, bench, broken, refused, spoiled
-from torch_ops.bench import contest_command
 from torch_ops.bench.app import ROOMS
-from torch_ops.bench.results import FAILED, WRONG, Report
-from torch_ops.bench.room import Contender
-from torch_ops.bench.tables import markdown
-from torch_ops.bench.window_attn import ROOM
+from torch_ops.bench.commands import contest as contest_command
+from torch_ops.bench.measure.results import FAILED, WRONG, Report
+from torch_ops.bench.measure.room import Contender
+from torch_ops.bench.rooms.window_attn import ROOM
+from torch_ops.bench.show.tables import markdown
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 

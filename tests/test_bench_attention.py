@@ -16,26 +16,32 @@ from torch import Tensor
 
 import torch_ops
 from tests.bench import CPU, bench, golden_report, refused
-from torch_ops.bench import (
-    attention_command,
-    attention_decode,
-    attention_suite,
-    contest_command,
-    dense_peers,
-    documents,
-    options,
-)
 from torch_ops.bench.app import ROOMS
-from torch_ops.bench.attention import AS_BF16, AS_FP16, OURS, ROOM
-from torch_ops.bench.attention_suite import decoding, suite_rows, sweep
-from torch_ops.bench.attention_tables import attention_tables, overview, torch_peer
-from torch_ops.bench.contest import Terms, contest
-from torch_ops.bench.dense_cases import dense_notation, find_dense_cases, shorten_dense
-from torch_ops.bench.dense_peers import DENSE_PEERS, dense_call
-from torch_ops.bench.results import OK, UNAVAILABLE, WRONG, YARDSTICK, Ceilings, Measurement, Report, read_report
-from torch_ops.bench.room import Call, Contender
-from torch_ops.bench.tables import markdown
-from torch_ops.bench.timing import make_timer
+from torch_ops.bench.commands import attention as attention_command
+from torch_ops.bench.commands import attention_suite, options
+from torch_ops.bench.commands import contest as contest_command
+from torch_ops.bench.commands.attention_suite import decoding, suite_rows, sweep
+from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.measure.results import (
+    OK,
+    UNAVAILABLE,
+    WRONG,
+    YARDSTICK,
+    Ceilings,
+    Measurement,
+    Report,
+    read_report,
+)
+from torch_ops.bench.measure.room import Call, Contender
+from torch_ops.bench.measure.timing import make_timer
+from torch_ops.bench.peers import dense as dense_peers
+from torch_ops.bench.peers.dense import DENSE_PEERS, dense_call
+from torch_ops.bench.rooms import attention_decode
+from torch_ops.bench.rooms.attention import AS_BF16, AS_FP16, OURS, ROOM
+from torch_ops.bench.rooms.dense_cases import dense_notation, find_dense_cases, shorten_dense
+from torch_ops.bench.show import documents
+from torch_ops.bench.show.attention import attention_tables, overview, torch_peer
+from torch_ops.bench.show.tables import markdown
 from torch_ops.testing import references
 from torch_ops.testing.cases import DENSE, DenseCase, DenseInputs, make_dense_inputs
 
@@ -353,7 +359,7 @@ def test_gate_looks_at_the_case_itself() -> None:
 def test_cuts_of_a_case_keep_the_options_of_their_heads(
     options_of_case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("torch_ops.bench.attention.room_for_truth", lambda device: (2**14, 2**20))
+    monkeypatch.setattr("torch_ops.bench.rooms.attention.room_for_truth", lambda device: (2**14, 2**20))
     case = DenseCase("case", "", 3, 4, 150, 16, num_k_heads=2, options={**options_of_case, "causal": True})
     trials = ROOM.trials(case, torch.float32, CPU, True)
     assert len(trials) == (1 if "dropout_p" in options_of_case else 2)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torch_ops.bench import attention_peers
-from torch_ops.bench.packed_cases import find_cases, longest_within, notation, shorten
+from torch_ops.bench.peers import packed as attention_peers
+from torch_ops.bench.rooms.packed_cases import find_cases, longest_within, notation, shorten
 from torch_ops.testing.cases import WINDOW_ATTN
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from compile_tests.models import tiny_tower
 from tests import encoder_bench
 from tests.encoder_bench import BY_NAME, CPU, TINY, TRAINED
-from torch_ops import cli
-from torch_ops.bench import encoder, encoder_contest, encoder_peers
-from torch_ops.bench.encoder_contenders import CONTENDERS, Bound, EncoderContender
-from torch_ops.bench.encoder_contest import Entry, contest_row, may_win
-from torch_ops.bench.encoder_rows import (
+from torch_ops.bench.commands import encoder
+from torch_ops.bench.encoder import contest as encoder_contest
+from torch_ops.bench.encoder import peers as encoder_peers
+from torch_ops.bench.encoder.contenders import CONTENDERS, Bound, EncoderContender
+from torch_ops.bench.encoder.contest import Entry, contest_row, may_win
+from torch_ops.bench.encoder.rows import (
     ROWS,
     SMOKE,
     Row,
@@ -32,7 +33,8 @@ from torch_ops.bench.encoder_rows import (
     make_scene,
     transformers_metadata,
 )
-from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.command import app as cli
 from torch_ops.testing import references
 
 pytestmark = pytest.mark.no_interpret

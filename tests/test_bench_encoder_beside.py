@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from tests import encoder_bench
 from tests.encoder_bench import BY_NAME, CPU, TINY
-from torch_ops import cli
-from torch_ops.bench import encoder_beside
-from torch_ops.bench.encoder_beside import measure_beside
-from torch_ops.bench.results import OK, Report
+from torch_ops.bench.encoder import beside as encoder_beside
+from torch_ops.bench.encoder.beside import measure_beside
+from torch_ops.bench.measure.results import OK, Report
+from torch_ops.command import app as cli
 
 pytestmark = pytest.mark.no_interpret
 quick = encoder_bench.quick

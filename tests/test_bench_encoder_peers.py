@@ -16,20 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import encoder_bench
 from tests.encoder_bench import BY_NAME, TINY, TRAINED
-from torch_ops.bench import encoder_contenders, encoder_contest, encoder_peers
-from torch_ops.bench.encoder_contenders import NO_TABLES
-from torch_ops.bench.encoder_contest import contest_row
-from torch_ops.bench.encoder_peers import Assembly
-from torch_ops.bench.encoder_rows import (
-    Row,
-    Scene,
-    Session,
-    make_scene,
-    named_features,
-    transformers_metadata,
-    truths,
-)
-from torch_ops.bench.results import WRONG
+from torch_ops.bench.encoder import contenders as encoder_contenders
+from torch_ops.bench.encoder import contest as encoder_contest
+from torch_ops.bench.encoder import peers as encoder_peers
+from torch_ops.bench.encoder.contenders import NO_TABLES
+from torch_ops.bench.encoder.contest import contest_row
+from torch_ops.bench.encoder.peers import Assembly
+from torch_ops.bench.encoder.rows import Row, Scene, Session, make_scene, named_features, transformers_metadata, truths
+from torch_ops.bench.measure.results import WRONG
 from torch_ops.models import _recording
 from torch_ops.testing import check, references
 

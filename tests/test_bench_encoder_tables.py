@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torch_ops.bench import documents
 from torch_ops.bench.app import app
-from torch_ops.bench.encoder_tables import encoder_summary
-from torch_ops.bench.results import OK, UNAVAILABLE, WRONG, Ceilings, EncoderRow, Provenance, Report, Timed
+from torch_ops.bench.measure.results import OK, UNAVAILABLE, WRONG, Ceilings, EncoderRow, Provenance, Report, Timed
+from torch_ops.bench.show import documents
+from torch_ops.bench.show.encoder import encoder_summary
 
 pytestmark = pytest.mark.no_interpret
 

@@ -13,9 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from tests.bench import bench, golden_report, refused
-from torch_ops.bench import documents, options, timing
 from torch_ops.bench.app import FAMILIES, ROOMS, app
-from torch_ops.bench.results import OK, WRONG, Measurement, Report, Timed, read_report
+from torch_ops.bench.commands import options
+from torch_ops.bench.measure import timing
+from torch_ops.bench.measure.results import OK, WRONG, Measurement, Report, Timed, read_report
+from torch_ops.bench.show import documents
 
 pytestmark = pytest.mark.no_interpret
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from tests.bench import CPU, TERMS, broken, golden_report, measured, spoiled, wrong_dq
-from torch_ops.bench import attention_peers, documents, gate
-from torch_ops.bench.attention_peers import REFERENCE
-from torch_ops.bench.packed_cases import find_cases, shorten
-from torch_ops.bench.results import FAILED, OK, UNAVAILABLE, WRONG, Report
-from torch_ops.bench.room import Trial
-from torch_ops.bench.tables import markdown
-from torch_ops.bench.window_attn import OURS, OURS_FREE, ROOM
+from torch_ops.bench.measure import gate
+from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.bench.measure.room import Trial
+from torch_ops.bench.peers import packed as attention_peers
+from torch_ops.bench.peers.packed import REFERENCE
+from torch_ops.bench.rooms.packed_cases import find_cases, shorten
+from torch_ops.bench.rooms.window_attn import OURS, OURS_FREE, ROOM
+from torch_ops.bench.show import documents
+from torch_ops.bench.show.tables import markdown
 from torch_ops.testing import references
 from torch_ops.testing.cases import cumulative
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from csrc_free_ops.configs import Gpu
-from torch_ops.bench import norms
+from csrc_free_ops.configs.rows import Gpu
 from torch_ops.bench.app import app
-from torch_ops.bench.contest import Terms, contest
-from torch_ops.bench.results import OK, YARDSTICK, Report
-from torch_ops.bench.room import find_named
-from torch_ops.bench.tables import markdown
+from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.measure.results import OK, YARDSTICK, Report
+from torch_ops.bench.measure.room import find_named
+from torch_ops.bench.rooms import norms
+from torch_ops.bench.show.tables import markdown
 from torch_ops.testing.cases import NormCase, make_norm_inputs
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]

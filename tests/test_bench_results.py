@@ -12,9 +12,10 @@ import expecttest
 import pytest
 
 from tests.bench import CPU, bench, golden_report, refused
-from torch_ops.bench import documents, machine, results
-from torch_ops.bench.results import Report
-from torch_ops.bench.tables import markdown
+from torch_ops.bench.measure import machine, results
+from torch_ops.bench.measure.results import Report
+from torch_ops.bench.show import documents
+from torch_ops.bench.show.tables import markdown
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 

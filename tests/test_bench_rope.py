@@ -8,12 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torch_ops.bench import attention_peers, packed
 from torch_ops.bench.app import app
-from torch_ops.bench.attention_peers import turned_first
-from torch_ops.bench.contest import Terms, contest
-from torch_ops.bench.results import OK, WRONG
-from torch_ops.bench.rope_window_attn import PEERS, ROOM, SHAPES
+from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.measure.results import OK, WRONG
+from torch_ops.bench.peers import packed as attention_peers
+from torch_ops.bench.peers.packed import turned_first
+from torch_ops.bench.rooms import packed
+from torch_ops.bench.rooms.rope_window_attn import PEERS, ROOM, SHAPES
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import cumulative, make_projected_rope_inputs, rope_window_attn_cases
 

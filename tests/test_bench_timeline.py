@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from torch_ops import cli
-from torch_ops.bench.results import Provenance
-from torch_ops.bench.timeline import KINDS, Lane, Timeline, bars, kernels_of, kind_of, read_timeline
+from torch_ops.bench.encoder.timeline import KINDS, Lane, Timeline, bars, kernels_of, kind_of, read_timeline
+from torch_ops.bench.measure.results import Provenance
+from torch_ops.command import app as cli
 
 pytestmark = pytest.mark.no_interpret
 

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_free_ops.configs import Gpu
+from csrc_free_ops.configs.rows import Gpu
 from tests.bench import CPU
-from torch_ops import _attention, _attention_portable, _attention_short, _launches
-from torch_ops.bench import timing, window_attn
-from torch_ops.bench.host import recorded_launches
-from torch_ops.bench.packed_cases import find_cases
+from torch_ops._attention import plan as attention
+from torch_ops._attention import portable as attention_portable
+from torch_ops._attention import short as attention_short
+from torch_ops._core import launch as launch_module
+from torch_ops.bench.measure import timing
+from torch_ops.bench.measure.host import recorded_launches
+from torch_ops.bench.rooms import window_attn
+from torch_ops.bench.rooms.packed_cases import find_cases
 from torch_ops.testing.cases import make_inputs
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
@@ -71,10 +75,10 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     made: list[Any] = []
     (case,) = find_cases([f"1x{length}x2x16"])
     inputs = make_inputs(case, torch.float16)
-    monkeypatch.setattr(_attention_portable, "_attention_fwd_kernel", Kernel())
-    monkeypatch.setattr(_attention_short, "_attention_fwd_short_kernel", Kernel())
-    monkeypatch.setattr(_attention_short, "_attention_fwd_rest_kernel", Kernel())
-    for launcher in (_attention, _attention_portable, _launches):
+    monkeypatch.setattr(attention_portable, "_attention_fwd_kernel", Kernel())
+    monkeypatch.setattr(attention_short, "_attention_fwd_short_kernel", Kernel())
+    monkeypatch.setattr(attention_short, "_attention_fwd_rest_kernel", Kernel())
+    for launcher in (attention, launch_module):
         monkeypatch.setattr(launcher, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
     monkeypatch.setattr(window_attn, "attention_path", lambda inputs: "portable")
     launch, launcher, why = window_attn._raw_calls(inputs)
@@ -85,7 +89,7 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     recorded, by_launcher, by_launch = (made[begin : begin + launches] for begin in range(0, len(made), launches))
     assert recorded == by_launcher == by_launch
     assert recorded[0][0][-1] == case.num_heads and recorded[0][1][0] is inputs.q
-    wrap = _attention_portable.wrap_triton
-    with recorded_launches((_attention_portable, _attention_short)):
-        assert _attention_portable.wrap_triton is not wrap
-    assert _attention_portable.wrap_triton is wrap
+    wrap = attention_portable.wrap_triton
+    with recorded_launches((attention_portable, attention_short)):
+        assert attention_portable.wrap_triton is not wrap
+    assert attention_portable.wrap_triton is wrap

@@ -14,12 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from torch_ops.bench import encoder_peers, timing
 from torch_ops.bench.app import app
-from torch_ops.bench.contest import Terms, contest
-from torch_ops.bench.documents import summary
-from torch_ops.bench.results import OK, YARDSTICK, read_report
-from torch_ops.bench.vision_attention import PEERS, ROOM, written_down
+from torch_ops.bench.encoder import peers as encoder_peers
+from torch_ops.bench.measure import timing
+from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.measure.results import OK, YARDSTICK, read_report
+from torch_ops.bench.rooms.vision_attention import PEERS, ROOM, written_down
+from torch_ops.bench.show.documents import summary
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import VISION_ATTENTION, make_vision_attention_inputs, outcome, vision_attention_cases
 

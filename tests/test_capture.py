@@ -1,9 +1,9 @@
-"""Graphs whose products work in their own memory (`torch_ops/_capture.py`)."""
+"""Graphs whose products work in their own memory (`torch_ops/models/_capture.py`)."""
 
 import pytest
 import torch
 
-from torch_ops._capture import own_stream, pool_bytes
+from torch_ops.models._capture import own_stream, pool_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_interpret]
 

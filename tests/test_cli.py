@@ -14,7 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 import torch_ops
-from torch_ops import _encode, cli
+from torch_ops.command import app as cli
+from torch_ops.command import encode as encode_command
 from torch_ops.models.qwen_vl import encode, load_tower, open_image, preprocess
 
 pytestmark = pytest.mark.no_interpret
@@ -166,7 +167,7 @@ def test_progress_goes_to_stderr(checkpoint: Path, small_image: Path, monkeypatc
 
 
 def test_closed_pipe_is_quiet() -> None:
-    command = [sys.executable, "-m", "torch_ops.cli", "info"]
+    command = [sys.executable, "-m", "torch_ops.command.app", "info"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -194,7 +195,7 @@ def test_out_of_memory(checkpoint: Path, small_image: Path, monkeypatch: pytest.
     def run(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
-    monkeypatch.setattr(_encode, "_run", run)
+    monkeypatch.setattr(encode_command, "_run", run)
     said = refused("encode", small_image, "--model", checkpoint, *CPU, code=1)
     assert "cpu has not enough memory for 280 tokens in one call; give fewer or smaller images, or --chunk" in said
 
@@ -203,7 +204,7 @@ def test_interrupt_is_quiet(checkpoint: Path, small_image: Path, monkeypatch: py
     def run(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_encode, "_run", run)
+    monkeypatch.setattr(encode_command, "_run", run)
     result = vk("encode", small_image, "--model", checkpoint, *CPU)
     assert (result.exit_code, result.output) == (130, "")
 
@@ -212,7 +213,7 @@ def test_defects_keep_their_traceback(checkpoint: Path, small_image: Path, monke
     def run(*_: Any, **__: Any) -> Any:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(_encode, "_run", run)
+    monkeypatch.setattr(encode_command, "_run", run)
     result = vk("encode", small_image, "--model", checkpoint, *CPU)
     assert isinstance(result.exception, ValueError)
 

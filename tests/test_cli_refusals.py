@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from typer.testing import CliRunner
 
 import torch_ops
-from torch_ops import cli
+from torch_ops.command import app as cli
 
 pytestmark = pytest.mark.no_interpret
 
@@ -118,7 +118,7 @@ def test_transformers_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_chart_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_ops.bench.chart", None)
+    monkeypatch.setitem(sys.modules, "torch_ops.bench.show.chart", None)
     results = Path(__file__).parent.parent / "docs" / "results" / "h200_window_attn.json"
     said = refused("bench", "chart", results, "out.svg")
     assert "vk bench chart needs matplotlib: pip install 'vk-ops[bench]'" in said

@@ -10,27 +10,16 @@ import pytest
 import torch
 
 import torch_ops
-from csrc_free_ops.attention.portable_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
-from csrc_free_ops.attention.portable_fwd import _attention_fwd_kernel
-from csrc_free_ops.configs import (
-    Gpu,
-    Launch,
-    Row,
-    as_document,
-    covered_width,
-    norm_programs,
-    norm_tail,
-    parameters_early,
-    pick,
-    read_rows,
-    rule,
-    shipped_rows,
-    split_head_dim,
-)
-from torch_ops._attention_portable import choose, mean_length
-from torch_ops._device import SHARED_MEMORY
-from torch_ops._registry import OPS
-from torch_ops._scores import Scores
+from csrc_free_ops.attention.portable.bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable.fwd import _attention_fwd_kernel
+from csrc_free_ops.configs.attention import covered_width, split_head_dim
+from csrc_free_ops.configs.norms import norm_programs, norm_tail, parameters_early
+from csrc_free_ops.configs.pick import pick, rule
+from csrc_free_ops.configs.rows import Gpu, Launch, Row, as_document, read_rows, shipped_rows
+from torch_ops._attention.choose import choose, mean_length
+from torch_ops._attention.scores import Scores
+from torch_ops._core.device import SHARED_MEMORY
+from torch_ops._core.registry import OPS
 from torch_ops.settings import Settings
 from torch_ops.testing.cases import cumulative
 
@@ -149,7 +138,7 @@ def test_settings_and_sources_enter_the_key_of_compiled_artefacts() -> None:
 
 
 def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ops._attention_portable.gpu", lambda: H200)
+    monkeypatch.setattr("torch_ops._core.launch.gpu", lambda: H200)
     path = tmp_path / "rows.json"
     row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
     q = torch.empty(10, 1, 64, dtype=torch.float16)
@@ -331,7 +320,7 @@ def test_info_says_which_paths_and_rows_there_are(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr("torch_ops._explain.gpu", lambda: Gpu(name, "cuda", arch, 101376))
+    monkeypatch.setattr("torch_ops._tools.explain.gpu", lambda: Gpu(name, "cuda", arch, 101376))
     info = torch_ops.info()
     assert info["paths"] == {"portable": "yes", "hopper": hopper}
     assert re.fullmatch(forward, info["rows"]["kernels"]["attention_fwd"])

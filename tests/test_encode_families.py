@@ -12,7 +12,7 @@ from tests.test_cli import CPU, STREET, refused, vk
 from tests.test_encode import draw_image
 from tests.test_load_tower import MODELS, save_full_model
 from tests.test_video import check_differences
-from torch_ops._encode_inputs import frame_files
+from torch_ops.command.inputs import frame_files
 from torch_ops.models import from_transformers
 from torch_ops.models.qwen_vl import encode, image_processor, load_tower, open_image, preprocess
 from torch_ops.models.video import preprocess_video

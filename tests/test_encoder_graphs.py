@@ -19,8 +19,8 @@ from torch.nn.utils import prune
 import torch_ops
 from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower
 from tests.test_models import KINDS, about, frozen, tiny_model
-from torch_ops import _attention_hopper
-from torch_ops._device import gpu
+from torch_ops._attention import hopper as attention_hopper
+from torch_ops._core.device import gpu
 from torch_ops.integrations.transformers import accelerate
 from torch_ops.models import EncoderGraphs, Padding, QwenVisionEncoder, from_transformers, qwen_vl, token_budgets
 from torch_ops.models._recording import Recording, Statics, Weights
@@ -867,7 +867,7 @@ def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_replays_outlive_the_graphs_of_others() -> None:
-    """What other graphs leave behind when they end is neither read nor written (`torch_ops/_capture.py`)."""
+    """What other graphs leave behind when they end is neither read nor written (`torch_ops/models/_capture.py`)."""
     encoder, _ = tiny_l()
     pixels = draw_pixels(encoder, IMAGES, torch.bfloat16).cuda()
     runners = [EncoderGraphs(encoder, [1024]).warmup() for _ in range(3)]
@@ -890,7 +890,7 @@ def test_counters_of_the_hopper_path_come_back() -> None:
 def _assert_counters_come_back() -> None:
     encoder, _ = tiny_l()
     runner = EncoderGraphs(encoder, [1024]).warmup()
-    tickets = _attention_hopper.tickets(statics_of(runner).pixels.device)
+    tickets = attention_hopper.tickets(statics_of(runner).pixels.device)
 
     def left() -> int:
         # Each runner has a stream, and that a counter for good.

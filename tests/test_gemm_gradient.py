@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tests import test_gemm_hopper
-from torch_ops import _gemm_hopper, mlp, settings
-from torch_ops._device import gpu
-from torch_ops._gemm import plan_gradient
-from torch_ops._gemm_hopper import count_of_sums
-from torch_ops._gemm_portable import Rows
+from torch_ops import mlp, settings
+from torch_ops._core.device import gpu
+from torch_ops._gemm import hopper as gemm_hopper
+from torch_ops._gemm.hopper import count_of_sums
+from torch_ops._gemm.plan import plan_gradient
+from torch_ops._gemm.portable import Rows
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import MlpCase, make_mlp_inputs, outcome
 
@@ -92,7 +93,7 @@ def test_many_tiles_of_a_program(bias: bool) -> None:
     for rows in (63, 1000, 1050):
         gradient = Gradient("gelu_tanh", 200, 1368, rows, bias=bias)
         alone = gradient.verify()
-        with mock.patch.object(_gemm_hopper, "programs", lambda index: 4):
+        with mock.patch.object(gemm_hopper, "programs", lambda index: 4):
             for name, tensor in gradient.verify().items():
                 assert torch.equal(tensor, alone[name]), name
 
@@ -112,7 +113,7 @@ def test_addresses_that_tma_cannot_reach_are_computed_too(which: str) -> None:
     plan = gradient.plan()
     aligned = getattr(gradient, which)
     setattr(gradient, which, aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned))
-    with mock.patch.object(_gemm_hopper, "_gemm_hopper_kernel", None):
+    with mock.patch.object(gemm_hopper, "_gemm_hopper_kernel", None):
         found = gradient.run(plan)
     check(found, gradient.reference(torch.bfloat16), gradient.reference(torch.float64))
 

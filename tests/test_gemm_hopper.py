@@ -16,13 +16,14 @@ from torch.nn import functional
 from triton import cdiv
 
 import torch_ops
-from csrc_free_ops.gemm.hopper_launch import MOST_WITHIN, ROUND, tile_launch
-from torch_ops import _gemm_hopper, mlp, qkv_rope, settings
-from torch_ops._device import gpu
-from torch_ops._gemm import plan_linear
-from torch_ops._gemm_hopper import plan_linear_hopper
-from torch_ops._gemm_portable import Rows, padded
-from torch_ops._hopper import programs
+from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, ROUND, tile_launch
+from torch_ops import mlp, qkv_rope, settings
+from torch_ops._core.device import gpu
+from torch_ops._core.hopper import programs
+from torch_ops._gemm import hopper as gemm_hopper
+from torch_ops._gemm.hopper import plan_linear_hopper
+from torch_ops._gemm.plan import plan_linear
+from torch_ops._gemm.portable import Rows, padded
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import (
     MlpCase,
@@ -54,7 +55,7 @@ def hopper(device: str) -> Iterator[None]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """The options of the Hopper kernel's launches, but of those that plans kept."""
-    kernel, seen = _gemm_hopper._gemm_hopper_kernel, []
+    kernel, seen = gemm_hopper._gemm_hopper_kernel, []
 
     class Noting:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -64,7 +65,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
             return launch
 
-    monkeypatch.setattr(_gemm_hopper, "_gemm_hopper_kernel", Noting())
+    monkeypatch.setattr(gemm_hopper, "_gemm_hopper_kernel", Noting())
     # Plans that earlier tests left are made anew where a setting changes.
     with settings(path="portable"), settings(path="hopper"):
         yield seen
@@ -195,7 +196,7 @@ def test_every_tile(tile: tuple[int, int], bias: bool, keeps_pre: bool) -> None:
         for rows in (63, 1000, 1050):
             layer = Layer(activation, 1365, 200, rows, bias=bias, keeps_pre=keeps_pre)
             layer.verify(tile_launch(*tile))
-            with mock.patch.object(_gemm_hopper, "programs", lambda index: 4):
+            with mock.patch.object(gemm_hopper, "programs", lambda index: 4):
                 assert cdiv(rows, tile[0]) * cdiv(1365, tile[1]) > 4
                 layer.verify(tile_launch(*tile))
 

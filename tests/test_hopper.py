@@ -18,17 +18,21 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 import torch_ops
-from csrc_free_ops.configs import HOPPER_LAUNCHES, Launch
+from csrc_free_ops.configs.rows import HOPPER_LAUNCHES, Launch
 from tests.test_window_attn import backward, differentiate
-from torch_ops import _attention, _attention_hopper, _attention_hopper_backward, _tickets, settings, window_attn
-from torch_ops._attention_portable import choose
-from torch_ops._device import gpu
-from torch_ops._scores import Scores
-from torch_ops.bench.timing import peak_bytes
+from torch_ops import settings, window_attn
+from torch_ops._attention import hopper as attention_hopper
+from torch_ops._attention import hopper_backward as attention_hopper_backward
+from torch_ops._attention import plan as attention
+from torch_ops._attention.choose import choose
+from torch_ops._attention.scores import Scores
+from torch_ops._core import counters
+from torch_ops._core.device import gpu
+from torch_ops.bench.measure.timing import peak_bytes
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
-HEAD_DIMS = tuple(_attention_hopper.PARTS)
+HEAD_DIMS = tuple(attention_hopper.PARTS)
 # One, few and many segments are dealt out differently; one segment is cut so that the last round is full.
 LENGTHS = {
     "one": (1024,),
@@ -126,7 +130,7 @@ def test_every_launch_that_rows_may_name(head_dim: int, launch: Launch) -> None:
     """The kernel takes it for granted where its shared memory lies, and stops where that is not so."""
     inputs = _inputs((300, 1, 700), head_dim, 4)
     out, lse = torch.full_like(inputs.q, torch.nan), torch.full((4, inputs.q.shape[0]), torch.nan, device="cuda")
-    plan = _attention_hopper.plan_forward_hopper(inputs.q, inputs.k, 3, launch, Scores(head_dim**-0.5))
+    plan = attention_hopper.plan_forward_hopper(inputs.q, inputs.k, 3, launch, Scores(head_dim**-0.5))
     args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, out, lse)
     if _refuses(head_dim, launch):
         with pytest.raises(OutOfResources):
@@ -191,8 +195,8 @@ def _backward(
     tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
     segments = inputs.cu_seqlens.shape[0] - 1
     launch = launch or choose("attention_bwd_hopper", inputs.q, scores, 1024)[0]
-    with mock.patch.object(_attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"):
-        plan = _attention_hopper_backward.plan_backward_hopper(
+    with mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"):
+        plan = attention_hopper_backward.plan_backward_hopper(
             inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
         )
 
@@ -426,11 +430,11 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
     expected = _out_and_gradients(inputs)
     leaves = tuple(getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v"))
     compiled = torch.compile(window_attn, mode="reduce-overhead", fullgraph=True)
-    tickets = lru_cache(_tickets.Tickets)
+    tickets = lru_cache(counters.Tickets)
     with ExitStack() as stack:
         stack.enter_context(settings(path="hopper"))
         # As if this were the first call of all.
-        for module in (_attention_hopper, _attention_hopper_backward):
+        for module in (attention_hopper, attention_hopper_backward):
             stack.enter_context(mock.patch.object(module, "tickets", tickets))
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
@@ -459,7 +463,7 @@ def test_gradient_of_a_sum_takes_the_hopper_backward() -> None:
     grads = []
     for dout in (torch.ones_like(inputs.dout), torch.ones((), device="cuda", dtype=inputs.dout.dtype)):
         leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
-        with settings(path="hopper"), mock.patch.object(_attention, "_plan_backward_stock", side_effect=AssertionError):
+        with settings(path="hopper"), mock.patch.object(attention, "_plan_backward_stock", side_effect=AssertionError):
             window_attn(*leaves, inputs.cu_seqlens).backward(dout.expand_as(inputs.dout))
         grads.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
@@ -469,7 +473,7 @@ def test_more_captures_than_counters() -> None:
     """A captured launch without a counter of its own sets one to 0 in its graph."""
     inputs = _inputs((700, 300))
     expected = _out_and_gradients(inputs)
-    tickets = _attention_hopper.tickets(inputs.q.device)
+    tickets = attention_hopper.tickets(inputs.q.device)
     graphs = []
     with mock.patch.dict(tickets._fresh, {1: tickets._fresh[1][:1]}):
         for _ in range(3):

@@ -8,15 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from csrc_free_ops.attention.hopper_work import DENSE_ENDS
+from csrc_free_ops.attention.hopper.scheduler import DENSE_ENDS
 from tests.attention import differentiate, verify, verify_downcast
-from torch_ops import _attention_dense_hopper, attention, explain, settings
-from torch_ops._attention_dense_hopper import _forward_order
-from torch_ops._attention_hopper import PARTS, forward_launch
-from torch_ops._device import gpu
-from torch_ops._hopper import programs
-from torch_ops._scores import Scores
-from torch_ops._tickets import Tickets, block_size, tickets
+from torch_ops import attention, explain, settings
+from torch_ops._attention import dense_hopper as attention_dense_hopper
+from torch_ops._attention.dense_hopper import _forward_order
+from torch_ops._attention.hopper import PARTS, forward_launch
+from torch_ops._attention.scores import Scores
+from torch_ops._core.counters import Tickets, block_size, tickets
+from torch_ops._core.device import gpu
+from torch_ops._core.hopper import programs
 from torch_ops.testing.cases import DenseCase, make_dense_inputs
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -68,7 +69,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
 def test_gradients(head_dim: int, bounds: str, is_apart: bool) -> None:
     """Whichever backward there would have been for so few tiles."""
     case = DenseCase("grads", "a backward", 2, 6, 500, head_dim, 3, 610, "rows_first", BOUNDS[bounds])
-    with mock.patch.object(_attention_dense_hopper, "fits_apart", lambda *_: is_apart):
+    with mock.patch.object(attention_dense_hopper, "fits_apart", lambda *_: is_apart):
         _assert_right(case)
 
 

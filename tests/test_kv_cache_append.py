@@ -16,7 +16,7 @@ import torch_ops
 from tests.interpreter import with_dtypes
 from torch_ops import kv_cache_append
 from torch_ops.bench.app import ROOMS
-from torch_ops.bench.contest import Terms, contest
+from torch_ops.bench.measure.contest import Terms, contest
 from torch_ops.testing import check_draws, poisoned, references
 from torch_ops.testing.cases import (
     CACHE_LAYOUTS,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from csrc_free_ops.configs import ATEN
+from csrc_free_ops.configs.rows import ATEN
 from tests.projections import (
     INTERPRET,
     Projection,
@@ -24,7 +24,9 @@ from tests.projections import (
     assert_second_derivatives_refused,
     left_to_pytorch,
 )
-from torch_ops import _gemm, _gemm_hopper, mlp
+from torch_ops import mlp
+from torch_ops._gemm import hopper as gemm_hopper
+from torch_ops._gemm import plan as gemm
 from torch_ops.testing import check, check_draws, redrawn, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
 from torch_ops.testing.tolerance import Draw
@@ -180,9 +182,9 @@ def test_a_gradient_with_its_product_may_be_asked_for_where_there_is_none(bias: 
     """By a graph that was traced under another setting, or for more rows: it gets what its own kernel would make."""
     dout, pre, weight = (torch.randn(shape, device=device).half() for shape in ((rows, 24), (rows, 40), (24, 40)))
     dpre, h = (torch.full_like(pre, torch.nan) for _ in range(2))
-    sums = torch.full((_gemm_hopper.count_of_sums(rows) if bias else 0, 40), torch.nan, device=device)
+    sums = torch.full((gemm_hopper.count_of_sums(rows) if bias else 0, 40), torch.nan, device=device)
     with torch_ops.settings(path="portable"):
-        _gemm._prepare_gradient(dout, weight, "silu", bias)(dout, weight, pre, dpre, h, sums)
+        gemm._prepare_gradient(dout, weight, "silu", bias)(dout, weight, pre, dpre, h, sums)
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         x = pre.to(dtype).requires_grad_()

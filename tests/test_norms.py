@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ops
-from csrc_free_ops.configs import norm_programs
+from csrc_free_ops.configs.norms import norm_programs
 from tests.interpreter import with_dtypes
 from torch_ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from torch_ops._device import gpu
-from torch_ops._norms_portable import norm_launches
+from torch_ops._core.device import gpu
+from torch_ops._norms.portable import norm_launches
 from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs, norm_cases
 from torch_ops.testing.tolerance import Draw

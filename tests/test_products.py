@@ -12,18 +12,24 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import torch_ops
-from csrc_free_ops.candidates import CANDIDATES
-from csrc_free_ops.configs import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, pick_product, product_rule, read_rows
-from csrc_free_ops.gemm.hopper_launch import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
-from torch_ops import _gemm, _gemm_aten, _gemm_explained, _gemm_portable, cli
-from torch_ops._device import SHARED_MEMORY
-from torch_ops.bench import mlp, patch_merger, qkv_rope, timing, tune
-from torch_ops.bench.contest import Terms, contest
-from torch_ops.bench.documents import summary
-from torch_ops.bench.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Provenance, Report
-from torch_ops.bench.room import Contender, Room, TunedKernel
-from torch_ops.bench.tables import markdown
-from torch_ops.bench.tune import Measured, Tried, rows_of
+from csrc_free_ops.configs.candidates import CANDIDATES
+from csrc_free_ops.configs.gemm import pick_product, product_rule
+from csrc_free_ops.configs.gemm_hopper import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
+from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, read_rows
+from torch_ops._core.device import SHARED_MEMORY
+from torch_ops._gemm import aten as gemm_aten
+from torch_ops._gemm import explain as gemm_explained
+from torch_ops._gemm import plan as gemm
+from torch_ops._gemm import portable as gemm_portable
+from torch_ops.bench.measure import timing, tune
+from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.measure.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Provenance, Report
+from torch_ops.bench.measure.room import Contender, Room, TunedKernel
+from torch_ops.bench.measure.tune import Measured, Tried, rows_of
+from torch_ops.bench.rooms import mlp, patch_merger, qkv_rope
+from torch_ops.bench.show.documents import summary
+from torch_ops.bench.show.tables import markdown
+from torch_ops.command import app as cli
 from torch_ops.testing.cases import (
     MLP,
     QKV_ROPE,
@@ -107,10 +113,10 @@ def test_a_launch_that_no_product_takes_is_refused(kernel: str, launch: dict, me
 
 def _run_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are explained as if they ran there."""
-    for module in (_gemm_portable, _gemm, _gemm_explained):
+    for module in (gemm_portable, gemm, gemm_explained):
         monkeypatch.setattr(module, "gpu", lambda: gpu)
-    monkeypatch.setattr(_gemm, "programs", lambda index: 132)
-    monkeypatch.setattr(_gemm_explained, "runs_kernels", lambda tensor: True)
+    monkeypatch.setattr(gemm, "programs", lambda index: 132)
+    monkeypatch.setattr(gemm_explained, "runs_kernels", lambda tensor: True)
 
 
 @pytest.fixture
@@ -176,7 +182,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
             (torch_ops.qkv_rope, x[:448], weight, None, table[:448], table[:448], 16),
         ):
             report = torch_ops.explain(op, *args)
-            assert report["path"] == "aten" and _gemm.FEW_ROWS in str(report["kernels"])
+            assert report["path"] == "aten" and gemm.FEW_ROWS in str(report["kernels"])
             # That rows are few comes before what they begin at.
             moved = torch.empty(args[0].numel() + 1, dtype=torch.bfloat16)[1:].view(args[0].shape)
             assert torch_ops.explain(op, moved, *args[1:]) == report
@@ -208,14 +214,14 @@ def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
         for rows in (1, 784, 1205):
             report = explained(rows)
             assert report["path"] == "aten"
-            assert report["kernels"]["gemm 4304x1152"] == {"launch": {"path": "aten"}, "source": _gemm.GELU_WITHIN}
+            assert report["kernels"]["gemm 4304x1152"] == {"launch": {"path": "aten"}, "source": gemm.GELU_WITHIN}
             assert explained(rows, torch.ops.vk.mlp, return_hidden=False) == report
             assert explained(rows, recompute=True, trains=True) == report
-            made = _gemm.plan_linear(_gemm_portable.Rows(rows, 1152), torch.empty(4304, 1152).half(), True, "gelu_tanh")
-            assert made is _gemm_aten.gelu_into
+            made = gemm.plan_linear(gemm_portable.Rows(rows, 1152), torch.empty(4304, 1152).half(), True, "gelu_tanh")
+            assert made is gemm_aten.gelu_into
         square = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((784, 3072), (3072, 3072), (3072,))]
         said = torch_ops.explain(torch_ops.mlp, *square, *square[1:])["kernels"]["gemm 3072x3072"]["source"]
-        assert said == f"{_gemm.GELU_WITHIN}; {_gemm.NOTHING_FOLLOWS}"
+        assert said == f"{gemm.GELU_WITHIN}; {gemm.NOTHING_FOLLOWS}"
         for report in (
             explained(1206), explained(784, activation="gelu"), explained(784, without_bias=True),
             explained(784, trains=True), explained(784, torch.ops.vk.mlp), explained(784, inner=4300),
@@ -237,7 +243,7 @@ def test_explain_takes_the_operators_own_arguments() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ops._norms_portable.gpu", lambda: H200)
+    monkeypatch.setattr("torch_ops._norms.portable.gpu", lambda: H200)
     case = MergerCase("explained", "", 8192, 1152, 4096)
     args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
     with torch_ops.settings(path="auto"):

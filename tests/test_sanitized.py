@@ -15,12 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
-from csrc_free_ops.gemm.hopper_launch import ROUND, tile_launch
+from csrc_free_ops.configs.gemm_hopper import ROUND, tile_launch
 from tests.test_attention_decode import verify as verify_decode
 from tests.test_gemm_gradient import Gradient
 from tests.test_gemm_hopper import Layer, verify_projection
 from tests.test_window_attn import verify
-from torch_ops import _attention_hopper, _attention_hopper_backward, _gemm_hopper, explain, settings, window_attn
+from torch_ops import explain, settings, window_attn
+from torch_ops._attention import hopper as attention_hopper
+from torch_ops._attention import hopper_backward as attention_hopper_backward
+from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops.testing.cases import (
     DecodeCase,
     QkvRopeCase,
@@ -43,7 +46,7 @@ CAUSAL = {"causal": True}
 CASES = [
     *(
         _case(f"{name}-{head_dim}", lengths, head_dim, **rest)
-        for head_dim in _attention_hopper.PARTS
+        for head_dim in attention_hopper.PARTS
         for name, lengths, rest in (
             ("one", (300,), {}),
             ("few", (130, 17, 0, 200, 1), {}),
@@ -67,7 +70,7 @@ CASES = [
 
 
 APART = [
-    *(_case(f"apart-{head_dim}", (300,), head_dim) for head_dim in _attention_hopper.PARTS),
+    *(_case(f"apart-{head_dim}", (300,), head_dim) for head_dim in attention_hopper.PARTS),
     _case("apart_groups", (130,), 72, 4, num_k_heads=2),
     _case("apart_other_keys", (140,), 64, k_lengths=(600,), padding=45, skipped=9),
 ]
@@ -90,7 +93,7 @@ def test_both_modes_are_right(case: WindowAttnCase, path: str, device: str) -> N
     with ExitStack() as stack:
         for setting in ("auto", path):
             stack.enter_context(settings(path=setting))
-        for module in (_attention_hopper, _attention_hopper_backward):
+        for module in (attention_hopper, attention_hopper_backward):
             stack.enter_context(mock.patch.object(module, "programs", lambda index: PROGRAMS))
         for deterministic in (True, False):
             verify(replace(inputs, options={**inputs.options, "deterministic": deterministic}))
@@ -98,7 +101,7 @@ def test_both_modes_are_right(case: WindowAttnCase, path: str, device: str) -> N
 
 @pytest.fixture
 def few_programs() -> Iterator[None]:
-    with settings(path="hopper"), mock.patch.object(_gemm_hopper, "programs", lambda index: PROGRAMS):
+    with settings(path="hopper"), mock.patch.object(gemm_hopper, "programs", lambda index: PROGRAMS):
         yield
 
 

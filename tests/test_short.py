@@ -12,10 +12,11 @@ import torch
 
 import torch_ops
 from tests.test_window_attn import CASES, differentiate, verify
-from torch_ops import _attention_short, settings, window_attn
-from torch_ops._attention import plan_backward, plan_forward
-from torch_ops._attention_portable import choose, mean_length
-from torch_ops._scores import Scores
+from torch_ops import settings, window_attn
+from torch_ops._attention import short as attention_short
+from torch_ops._attention.choose import choose, mean_length
+from torch_ops._attention.plan import plan_backward, plan_forward
+from torch_ops._attention.scores import Scores
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -185,7 +186,7 @@ def test_key_boundaries_of_their_own_take_the_general_kernels(device: str) -> No
 SHORT_CASES = [
     case
     for case in CASES
-    if case.head_dim <= _attention_short.WIDEST and case.k_lengths is None and case.num_k_heads is None
+    if case.head_dim <= attention_short.WIDEST and case.k_lengths is None and case.num_k_heads is None
     and mean_length(case.total_q, len(case.lengths)) <= 64
 ]  # fmt: skip
 
@@ -194,7 +195,7 @@ SHORT_CASES = [
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
 def test_general_kernels_are_right_there_too(case: WindowAttnCase, device: str, monkeypatch: Any) -> None:
     """They take such calls in graphs of dynamic shape."""
-    monkeypatch.setattr(_attention_short, "WIDEST", 0)
+    monkeypatch.setattr(attention_short, "WIDEST", 0)
     # A change makes a new generation of settings, in which no plan is remembered.
     settings.update(path="auto")
     settings.update(path="portable")

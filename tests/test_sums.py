@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.hopper_bwd_sums import (
+from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     RUN,
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
@@ -16,7 +16,7 @@ from csrc_free_ops.attention.hopper_bwd_sums import (
     _runs,
     first_columns,
 )
-from csrc_free_ops.configs import split_head_dim
+from csrc_free_ops.configs.attention import split_head_dim
 from torch_ops.testing.cases import cumulative
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"

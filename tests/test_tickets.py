@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_ops import _tickets
+from torch_ops._core import counters as counters_module
 
 pytestmark = pytest.mark.no_interpret
 
@@ -27,7 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     return gpu
 
 
-class _Tickets(_tickets.Tickets):
+class _Tickets(counters_module.Tickets):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.filled = 0
@@ -108,7 +108,7 @@ def test_counters_of_a_capture_that_failed_come_back_too(gpu: _Gpu) -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(1, 32), (32, 32), (33, 64), (1000, 1024)])
 def test_blocks_have_few_sizes(count: int, size: int) -> None:
-    assert _tickets.block_size(count) == size
+    assert counters_module.block_size(count) == size
 
 
 def test_blocks_are_lent_as_single_counters_are(gpu: _Gpu) -> None:
@@ -139,7 +139,7 @@ def test_a_capture_without_blocks_sets_its_own_to_zero(gpu: _Gpu) -> None:
 
 def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
     tickets = _Tickets()
-    size = _tickets.block_size(tickets.LARGEST + 1)
+    size = counters_module.block_size(tickets.LARGEST + 1)
     first, second = tickets.take(size), tickets.take(size)
     assert first is not second and first.numel() == size and not first.any()
     counters: list[Any] = []
@@ -149,9 +149,9 @@ def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
 
 
 def test_a_slab_holds_aligned_counters_of_a_size(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tickets, "to_keep", lambda make, device: make())
+    monkeypatch.setattr(counters_module, "to_keep", lambda make, device: make())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    tickets = _tickets.Tickets(torch.device("cpu"))
+    tickets = counters_module.Tickets(torch.device("cpu"))
     for size in (1, 32, tickets.LARGEST):
         tickets.take(size)
         left = tickets._fresh[size]

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from csrc_free_ops.attention.hopper.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
 from csrc_free_ops.tiles.images import from_merged, place_rows_in_frames, to_merged
-from csrc_free_ops.tiles.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
 from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
 from csrc_free_ops.tiles.scores import exp, natural_lse, tanh

@@ -11,16 +11,16 @@ import torch
 from typer.testing import CliRunner
 
 import torch_ops
-from csrc_free_ops.candidates import CANDIDATES
-from csrc_free_ops.configs import Launch, Row, as_document, read_rows
-from torch_ops import cli
-from torch_ops._attention_portable import choose
-from torch_ops._scores import Scores
-from torch_ops.bench import tune
+from csrc_free_ops.configs.candidates import CANDIDATES
+from csrc_free_ops.configs.rows import Launch, Row, as_document, read_rows
+from torch_ops._attention.choose import choose
+from torch_ops._attention.scores import Scores
 from torch_ops.bench.app import app
-from torch_ops.bench.room import TunedKernel
-from torch_ops.bench.timing import Timer
-from torch_ops.bench.tune import Journal, Measured, Tried, rows_of
+from torch_ops.bench.measure import tune
+from torch_ops.bench.measure.room import TunedKernel
+from torch_ops.bench.measure.timing import Timer
+from torch_ops.bench.measure.tune import Journal, Measured, Tried, rows_of
+from torch_ops.command import app as cli
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 SMALL, TALL = Launch(64, 64, 4, 2), Launch(128, 64, 4, 2)

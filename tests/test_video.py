@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from compile_tests.models import draw_pixels, named_outputs, tiny_tower
 from tests.test_cli import CPU, STREET, refused, vk
 from tests.test_encode import draw_image
-from torch_ops._encode_inputs import frame_files
+from torch_ops.command.inputs import frame_files
 from torch_ops.models import from_transformers, vision_metadata
 from torch_ops.models.qwen_vl import encode, image_processor, load_tower, open_frames, open_image, preprocess
 from torch_ops.models.video import preprocess_video

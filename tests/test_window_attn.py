@@ -18,7 +18,7 @@ import torch_ops
 from tests.attention import backward, differentiate, verify
 from tests.interpreter import with_dtypes
 from torch_ops import window_attn
-from torch_ops._attention_portable import precision_of
+from torch_ops._core.launch import precision_of
 from torch_ops.testing import assert_close_to_reference, check, references
 from torch_ops.testing.cases import (
     LAYOUTS,

@@ -1,8 +1,10 @@
 """PyTorch operators written in Triton. Importing this registers all of `torch.ops.vk`."""
 
-from torch_ops import _versions  # noqa: F401  refuses pairs of torch and triton that cannot work, before they break
-from torch_ops._explain import explain, info
-from torch_ops._warmup import warmup
+# First: it refuses pairs of torch and triton that cannot work, before they break.
+from torch_ops._core.versions import __version__  # isort: split
+
+from torch_ops._tools.explain import explain, info
+from torch_ops._tools.warmup import warmup
 from torch_ops.attention import attention
 from torch_ops.attention_decode import attention_decode
 from torch_ops.kv_cache import KVCache, PagedKVCache
@@ -18,8 +20,6 @@ from torch_ops.rotary_table import rotary_table
 from torch_ops.settings import settings
 from torch_ops.spatial_merge import spatial_merge
 from torch_ops.window_attn import window_attn
-
-__version__ = "0.1.0"
 
 __all__ = [
     "KVCache",

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.configs import Launch, pick
-from torch_ops._checks import check_dense, check_device, check_int, dtype_name, refuse
-from torch_ops._device import INTERPRETED_GPU, gpu
-from torch_ops._explanations import by_reference, called_on_fakes, describe
-from torch_ops._registry import INTERPRET, OPS, KernelOp, is_eager, runs_kernels
+from csrc_free_ops.configs.pick import pick
+from csrc_free_ops.configs.rows import Launch
+from torch_ops._core.checks import check_dense, check_device, check_int, dtype_name, refuse
+from torch_ops._core.device import INTERPRETED_GPU, gpu
+from torch_ops._core.registry import INTERPRET, OPS, KernelOp, is_eager, runs_kernels
+from torch_ops._core.report import by_reference, called_on_fakes, describe
 from torch_ops.settings import settings
 
 # Row numbers are 32-bit in the kernels.

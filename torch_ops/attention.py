@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._attention_dense import plan_dense_backward, plan_dense_forward
-from torch_ops._attention_dense_calls import (
+from torch_ops._attention.dense import plan_dense_backward, plan_dense_forward
+from torch_ops._attention.dense_calls import (
     check_dense_attention,
     check_dense_backward,
     dense_flops,
     dense_gradients,
     dense_outputs,
 )
-from torch_ops._attention_dense_cast import plan_dense_backward_in, plan_dense_forward_in
-from torch_ops._attention_steps import refuse_slopes_gradient, seed_of, sinks_gradient
-from torch_ops._checks import check_number
-from torch_ops._registry import needs_of, remembered, vk_op
-from torch_ops._scores import Scores, StepTensors
+from torch_ops._attention.downcast import plan_dense_backward_in, plan_dense_forward_in
+from torch_ops._attention.scores import Scores, StepTensors
+from torch_ops._attention.steps import refuse_slopes_gradient, seed_of, sinks_gradient
+from torch_ops._core.checks import check_number
+from torch_ops._core.registry import needs_of, remembered, vk_op
 
 # The place of sinks among the op's arguments.
 SINKS_PLACE = 9

@@ -2,7 +2,7 @@
 
 What a language model does for every token that it writes. The cache is one tensor or pages of one, sequences are of any
 lengths, which stay on the device, and what many of them begin with is read once. Kernels:
-`csrc_free_ops.attention.decode`.
+`csrc_free_ops.attention.portable.decode`.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_ops._attention_decode import plan_decode
-from torch_ops._attention_decode_calls import check_decode, check_decode_values, decode_outputs
-from torch_ops._attention_decode_cpu import decode_cpu
-from torch_ops._checks import capacity_of, check_number
-from torch_ops._registry import remembered, runs_kernels, vk_op
-from torch_ops._scores import Scores, StepTensors
+from torch_ops._attention.decode import plan_decode
+from torch_ops._attention.decode_calls import check_decode, check_decode_values, decode_outputs
+from torch_ops._attention.decode_cpu import decode_cpu
+from torch_ops._attention.scores import Scores, StepTensors
+from torch_ops._core.checks import capacity_of, check_number
+from torch_ops._core.registry import remembered, runs_kernels, vk_op
 
 TABLES = ("k_cache", "v_cache", "alibi_slopes", "sinks", "prefix_k", "prefix_v")
 

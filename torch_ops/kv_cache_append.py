@@ -8,10 +8,10 @@ from functools import partial
 
 from torch import Tensor
 
-from torch_ops._checks import refuse
-from torch_ops._kv_cache import check_append, check_append_values, launches_append, new_queries, plan_append
-from torch_ops._kv_cache_cpu import append_cpu
-from torch_ops._registry import remembered, vk_op
+from torch_ops._core.checks import refuse
+from torch_ops._core.registry import remembered, vk_op
+from torch_ops._kv_cache.append import check_append, check_append_values, launches_append, new_queries, plan_append
+from torch_ops._kv_cache.cpu import append_cpu
 
 
 def _kv_cache_append_fake(

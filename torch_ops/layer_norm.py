@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_ops._checks import check_number
-from torch_ops._norms import (
+from torch_ops._core.checks import check_number
+from torch_ops._core.registry import needs_of, vk_op
+from torch_ops._norms.plan import (
     Norm,
     check_norm,
     check_norm_backward,
@@ -20,7 +21,6 @@ from torch_ops._norms import (
     result_of,
     results_of_sum,
 )
-from torch_ops._registry import needs_of, vk_op
 
 LAYER_NORM = Norm("layer_norm", has_mean=True, has_residual=False)
 ADD_LAYER_NORM = Norm("add_layer_norm", has_mean=True, has_residual=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._gemm_elementwise import sum_runs
-from torch_ops._gemm_portable import Rows, padded, product_size, rows_of, to_columns
-from torch_ops._mlp import (
+from torch_ops._core.registry import needs_of, vk_op
+from torch_ops._gemm.elementwise import sum_runs
+from torch_ops._gemm.mlp import (
     check_mlp,
     check_mlp_backward,
     gradient_columns,
@@ -24,7 +24,7 @@ from torch_ops._mlp import (
     prepare_mlp,
     prepare_mlp_backward,
 )
-from torch_ops._registry import needs_of, vk_op
+from torch_ops._gemm.portable import Rows, padded, product_size, rows_of, to_columns
 
 # Of x, w1, b1, w2, b2, w_up and b_up; empty where none is wanted.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_ops._checks import (
+from torch_ops._core.checks import (
     FLOATS,
     check_device,
     check_eps,
@@ -23,7 +23,7 @@ from torch_ops._checks import (
     dtype_name,
     refuse,
 )
-from torch_ops._registry import composed_op
+from torch_ops._core.registry import composed_op
 from torch_ops.layer_norm import layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.rms_norm import rms_norm

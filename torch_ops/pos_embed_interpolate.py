@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
-from torch_ops._checks import check_dense, check_float, refuse
+from torch_ops._core.checks import check_dense, check_float, refuse
+from torch_ops._core.launch import Relaunch, blocks_of, row_stride, with_columns
+from torch_ops._core.registry import remembered, runs_kernels, vk_op, wrap_triton
 from torch_ops._grids import (
     Places,
     check_grid,
@@ -23,8 +25,6 @@ from torch_ops._grids import (
     send_grid,
     tiles_of,
 )
-from torch_ops._launches import Relaunch, blocks_of, row_stride, with_columns
-from torch_ops._registry import remembered, runs_kernels, vk_op, wrap_triton
 
 # Sizes of an image times entries of a side are 32-bit in the kernels.
 LARGEST_SIDE = 1000

@@ -3,8 +3,9 @@
     (q, k, v) = x weight^T + bias, split into heads;  q and k rotated by the angles of their row
 
 The rotation is that of csrc_free_ops/tiles/rope.py, in fp32. The kernel in stock Triton, the ROTARY branch of
-`_gemm_pair_kernel` in csrc_free_ops/gemm/portable.py, rotates the fp32 sums and rounds once. Elsewhere (gemm/hopper.py,
-products left to PyTorch, the CPU) the product is rounded first, as by a linear layer, and what was rotated again.
+`_gemm_pair_kernel` in csrc_free_ops/gemm/portable.py, rotates the fp32 sums and rounds once. Elsewhere (the Hopper
+kernel, products left to PyTorch, the CPU) the product is rounded first, as by a linear layer, and what was rotated
+again.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._checks import (
+from torch_ops._core.checks import (
     check_bias,
     check_dense,
     check_float,
@@ -25,11 +26,11 @@ from torch_ops._checks import (
     check_tables,
     refuse,
 )
-from torch_ops._gemm import plan_rotary
-from torch_ops._gemm_cpu import qkv_rope_cpu, rotary_backward_cpu
-from torch_ops._gemm_elementwise import ROTATED_RUN, new_sums, plan_rotary_backward, sum_runs
-from torch_ops._gemm_portable import Rows, rows_of
-from torch_ops._registry import remembered, runs_kernels, vk_op
+from torch_ops._core.registry import remembered, runs_kernels, vk_op
+from torch_ops._gemm.cpu import qkv_rope_cpu, rotary_backward_cpu
+from torch_ops._gemm.elementwise import ROTATED_RUN, new_sums, plan_rotary_backward, sum_runs
+from torch_ops._gemm.plan import plan_rotary
+from torch_ops._gemm.portable import Rows, rows_of
 
 
 def _check_heads(op: str, num_heads: int, num_k_heads: int | None) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_ops._checks import check_number
-from torch_ops._norms import (
+from torch_ops._core.checks import check_number
+from torch_ops._core.registry import needs_of, vk_op
+from torch_ops._norms.plan import (
     Norm,
     check_norm,
     check_norm_backward,
@@ -18,7 +19,6 @@ from torch_ops._norms import (
     result_of,
     results_of_sum,
 )
-from torch_ops._registry import needs_of, vk_op
 
 RMS_NORM = Norm("rms_norm", has_mean=False, has_residual=False)
 ADD_RMS_NORM = Norm("add_rms_norm", has_mean=False, has_residual=True)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._attention import plan_backward, plan_forward
-from torch_ops._attention_calls import (
+from torch_ops._attention.calls import (
     attention_flops,
     attention_gradients,
     attention_outputs,
@@ -32,12 +31,13 @@ from torch_ops._attention_calls import (
     check_attention_backward,
     check_values,
 )
-from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
-from torch_ops._checks import check_number, check_tables, refuse
-from torch_ops._registry import remembered, runs_kernels, vk_op
-from torch_ops._rope import plan_rotation, workspaces
-from torch_ops._rope_cpu import rotate_cpu
-from torch_ops._scores import Scores
+from torch_ops._attention.cpu import attention_backward_cpu, attention_forward_cpu
+from torch_ops._attention.plan import plan_backward, plan_forward
+from torch_ops._attention.rotate import plan_rotation, workspaces
+from torch_ops._attention.scores import Scores
+from torch_ops._core.checks import check_number, check_tables, refuse
+from torch_ops._core.registry import remembered, runs_kernels, vk_op
+from torch_ops._core.rotation_cpu import rotate_cpu
 
 
 def _check_rotation(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

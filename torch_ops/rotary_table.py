@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.rotary_table import _rotary_table_kernel
-from torch_ops._checks import check_head_dim, check_int, refuse
+from torch_ops._core.checks import check_head_dim, check_int, refuse
+from torch_ops._core.launch import Relaunch, blocks_of
+from torch_ops._core.registry import INTERPRET, remembered, vk_op, wrap_triton
 from torch_ops._grids import (
     check_grid,
     check_on_device,
@@ -20,8 +22,6 @@ from torch_ops._grids import (
     send_grid,
     tiles_of,
 )
-from torch_ops._launches import Relaunch, blocks_of
-from torch_ops._registry import INTERPRET, remembered, vk_op, wrap_triton
 
 
 def _check_rotary_table(grid: Tensor, total: int, dim: int, theta: float, merge_size: int) -> None:

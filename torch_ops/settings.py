@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from csrc_free_ops.configs import Row, read_rows
+from csrc_free_ops.configs.rows import Row, read_rows
 
 PATHS = ("auto", "hopper", "portable")
+# No compiled artefact holds what these packages compute.
+UNHASHED = ("bench", "testing")
 
 
 def _check_path(name: str, path: object) -> None:
@@ -89,16 +91,20 @@ class _Rows:
         return _Rows(rows, hashlib.sha256(repr(rows).encode()).hexdigest()[:16])
 
 
-@lru_cache
-def source_hash() -> str:
-    """Of every file that decides what an op computes: kernels, launchers, op bodies, backward formulas, rows."""
-    package = Path(__file__).parent
-    kernels = package.parent / "csrc_free_ops"
+def hash_sources(root: Path) -> str:
+    """Hash every file below `root` that decides what an op computes: kernels, rows, launchers, bodies, gradients."""
+    package, kernels = root / "torch_ops", root / "csrc_free_ops"
+    packages = [folder for folder in package.iterdir() if folder.is_dir() and folder.name not in UNHASHED]
+    ours = [*package.glob("*.py"), *(path for folder in packages for path in folder.rglob("*.py"))]
     digest = hashlib.sha256()
-    files = [*package.glob("*.py"), *kernels.rglob("*.py"), *kernels.rglob("*.json")]
-    for path in sorted(files, key=str):
+    for path in sorted((*ours, *kernels.rglob("*.py"), *kernels.rglob("*.json")), key=str):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@lru_cache
+def source_hash() -> str:
+    return hash_sources(Path(__file__).parent.parent)
 
 
 class Settings:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
-from torch_ops._checks import check_dense, check_float, refuse
+from torch_ops._core.checks import check_dense, check_float, refuse
+from torch_ops._core.launch import Relaunch, blocks_of, row_stride, with_columns
+from torch_ops._core.registry import remembered, runs_kernels, vk_op, wrap_triton
 from torch_ops._grids import (
     check_grid,
     check_on_device,
@@ -20,8 +22,6 @@ from torch_ops._grids import (
     send_grid,
     tiles_of,
 )
-from torch_ops._launches import Relaunch, blocks_of, row_stride, with_columns
-from torch_ops._registry import remembered, runs_kernels, vk_op, wrap_triton
 
 MODES = ("concat", "mean")
 ORDERS = ("merge_block", "raster")

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._attention import plan_backward, plan_forward
-from torch_ops._attention_calls import (
+from torch_ops._attention.calls import (
     attention_flops,
     attention_gradients,
     attention_outputs,
@@ -20,11 +19,12 @@ from torch_ops._attention_calls import (
     check_attention_backward,
     check_values,
 )
-from torch_ops._attention_cpu import attention_backward_cpu, attention_forward_cpu
-from torch_ops._attention_steps import check_steps, refuse_slopes_gradient, seed_of, sinks_gradient
-from torch_ops._checks import check_number
-from torch_ops._registry import needs_of, remembered, runs_kernels, vk_op
-from torch_ops._scores import Scores, StepTensors
+from torch_ops._attention.cpu import attention_backward_cpu, attention_forward_cpu
+from torch_ops._attention.plan import plan_backward, plan_forward
+from torch_ops._attention.scores import Scores, StepTensors
+from torch_ops._attention.steps import check_steps, refuse_slopes_gradient, seed_of, sinks_gradient
+from torch_ops._core.checks import check_number
+from torch_ops._core.registry import needs_of, remembered, runs_kernels, vk_op
 
 
 def _window_attn_fake(

@@ -7,15 +7,35 @@ from typing import Annotated
 import typer
 
 import torch_ops
-from csrc_free_ops.candidates import CANDIDATES
-from torch_ops.bench import (
+from csrc_free_ops.configs.candidates import CANDIDATES
+from torch_ops.bench.commands import options
+from torch_ops.bench.commands.attention import attention_command
+from torch_ops.bench.commands.contest import contest_command, show
+from torch_ops.bench.commands.encoder import encoder, timeline
+from torch_ops.bench.commands.options import say
+from torch_ops.bench.encoder.timeline import read_timeline
+from torch_ops.bench.measure.contest import Terms
+from torch_ops.bench.measure.host import host_times
+from torch_ops.bench.measure.machine import measure_ceilings, provenance
+from torch_ops.bench.measure.profile import profile_case
+from torch_ops.bench.measure.results import Report, read_report
+from torch_ops.bench.measure.room import Room
+from torch_ops.bench.measure.tune import (
+    TUNED_PATHS,
+    Journal,
+    Measured,
+    any_timed,
+    find_points,
+    in_words,
+    provenance_of,
+    search,
+)
+from torch_ops.bench.rooms import (
     attention,
     attention_decode,
-    documents,
     kv_cache_append,
     mlp,
     norms,
-    options,
     patch_merger,
     pos_embed_interpolate,
     qkv_rope,
@@ -25,18 +45,7 @@ from torch_ops.bench import (
     vision_attention,
     window_attn,
 )
-from torch_ops.bench.attention_command import attention_command
-from torch_ops.bench.contest import Terms
-from torch_ops.bench.contest_command import contest_command, show
-from torch_ops.bench.encoder import encoder, timeline
-from torch_ops.bench.host import host_times
-from torch_ops.bench.machine import measure_ceilings, provenance
-from torch_ops.bench.options import say
-from torch_ops.bench.profile import profile_case
-from torch_ops.bench.results import Report, read_report
-from torch_ops.bench.room import Room
-from torch_ops.bench.timeline import read_timeline
-from torch_ops.bench.tune import TUNED_PATHS, Journal, Measured, any_timed, find_points, in_words, provenance_of, search
+from torch_ops.bench.show import documents
 from torch_ops.settings import default_rows
 
 ROOMS: dict[str, Room] = {
@@ -277,8 +286,8 @@ def chart(
 ) -> None:
     """Draw stored results, in SVG, PNG or PDF: TFLOP/s of every contender, case by case; of a timeline its kernels."""
     try:
-        from torch_ops.bench.chart import draw
-        from torch_ops.bench.timeline_chart import draw_timeline
+        from torch_ops.bench.encoder.timeline_chart import draw_timeline
+        from torch_ops.bench.show.chart import draw
     except ImportError as error:
         message = f"vk bench chart needs matplotlib: pip install 'vk-ops[bench]' ({error})"
         raise typer.BadParameter(message) from error

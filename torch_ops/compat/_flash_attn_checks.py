@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torch_ops._checks import check_dense, check_number, refuse
+from torch_ops._core.checks import check_dense, check_number, refuse
 
 
 def check_layout(op: str, argument: str, tensor: Tensor, layout: str, packed: int | None = None) -> None:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from torch_ops._attention_decode_calls import MOST_QUERIES
-from torch_ops._checks import check_matrix, refuse
-from torch_ops._registry import opaque_launch
+from torch_ops._attention.decode_calls import MOST_QUERIES
+from torch_ops._core.checks import check_matrix, refuse
+from torch_ops._core.registry import opaque_launch
 from torch_ops.attention_decode import attention_decode
 from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
 from torch_ops.kv_cache_append import kv_cache_append

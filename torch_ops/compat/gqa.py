@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torch_ops._checks import check_dense, check_int, refuse
+from torch_ops._core.checks import check_dense, check_int, refuse
 
 
 def reshape_for_gqa(q: Tensor, num_kv_heads: int) -> Tensor:

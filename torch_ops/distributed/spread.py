@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._checks import check_int, refuse
+from torch_ops._core.checks import check_int, refuse
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision_metadata import REMEMBERED, Image, images_of
 

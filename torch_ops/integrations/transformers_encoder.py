@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from torch_ops._checks import refuse
+from torch_ops._core.checks import refuse
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
     copy_modes,

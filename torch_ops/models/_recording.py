@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_ops._capture import OwnStream, own_stream
-from torch_ops._tickets import tickets
+from torch_ops._core.counters import tickets
+from torch_ops.models._capture import OwnStream, own_stream
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
 from torch_ops.settings import settings

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_ops._checks import refuse
+from torch_ops._core.checks import refuse
 from torch_ops.models._layers import plain
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision import QwenVisionEncoder

@@ -3,7 +3,7 @@
 from dataclasses import astuple, replace
 from numbers import Integral
 
-from torch_ops._checks import refuse
+from torch_ops._core.checks import refuse
 from torch_ops.models.vision_metadata import Padding, VisionSizes
 
 # Patches that an image or a frame has on average, where a budget does not say how many there may be: those of 256 x 256

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ops._checks import refuse
+from torch_ops._core.checks import refuse
 from torch_ops.models.vision_metadata import VisionSizes
 
 # Transformers' names of activations, and those of `vk::mlp`.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._checks import refuse
+from torch_ops._core.checks import refuse
 from torch_ops.models._recording import Statics
 from torch_ops.models.budgets import whole_budgets, words_of
 from torch_ops.models.vision import QwenVisionEncoder

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops._checks import (
+from torch_ops._core.checks import (
     check_device,
     check_head_dim,
     check_int,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_ops._checks import check_dense, check_int, dtype_name, refuse
+from torch_ops._core.checks import check_dense, check_int, dtype_name, refuse
+from torch_ops._core.registry import is_eager
 from torch_ops._grids import LONGEST_SIDE
-from torch_ops._registry import is_eager
 from torch_ops.rotary_table import rotary_table
 
 Image = tuple[int, int, int]

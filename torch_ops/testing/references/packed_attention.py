@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ops._dropout import keep_weights
+from torch_ops._core.philox import keep_weights
 
 
 class _Segment(NamedTuple):

@@ -1,0 +1,1 @@
+"""The attention core in Gluon, for Hopper GPUs."""

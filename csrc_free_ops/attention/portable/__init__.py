@@ -1,0 +1,1 @@
+"""The attention core in stock Triton, for every GPU."""

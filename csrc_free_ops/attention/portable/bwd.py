@@ -1,0 +1,475 @@
+"""Attention backward in stock Triton, without atomics, and so with the same bits every time: two kernels.
+
+With P_ij = exp(s_ij - lse_i) recomputed from q, k and the saved lse, and for upstream gradients dout and dlse
+(FlashAttention-2, arXiv 2307.08691, algorithm 2; dlse adds P_ij dlse_i to ds_ij):
+
+    delta_i = sum_d dout_id out_id - dlse_i
+    ds_ij   = P_ij (dout_i . v_j - delta_i)        softcap: times 1 - tanh^2; a sink counts in lse_i alone
+    dq_i    = scale sum_j ds_ij k_j
+    dk_j    = scale sum_i ds_ij q_i                summed over the query heads of the group
+    dv_j    = sum_i P_ij dout_i
+
+Under dropout, with keep_ij of 0 or 1 / (1 - p), P_ij keep_ij stands for P_ij in dv, and dout_i . v_j keep_ij in ds_ij.
+
+STEPS leaves out sinks. The dq kernel owns query rows and leaves delta for the dkdv kernel, which owns keys and runs
+after it; `portable_bwd_few` has both beside each other. Of a batch either may leave parts (`bwd_parts`). Sums are fp32;
+P and ds are rounded to the input dtype for the products, as in the forward.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.attention.portable.fwd import COUNTS, DENSE_SIZES, SIZES
+from csrc_free_ops.tiles.dropout import drop_weights, keep_weights
+from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
+from csrc_free_ops.tiles.overlap import await_before
+from csrc_free_ops.tiles.rows import (
+    accumulate_rows,
+    add_rows,
+    batch_base,
+    column_starts,
+    delta_of_rows,
+    dot_rows,
+    load_rows,
+    row_base,
+    scale_rows,
+    store_rows,
+    zero_rows,
+)
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
+from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
+from csrc_free_ops.tiles.steps import DROPOUT, SOFTCAP, kept_share, step_of_head, step_of_sequence
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, q_length, k_length,
+    scale, step, window_left, window_right,
+    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    NATURAL: tl.constexpr = q[0].dtype == tl.float32
+    factor = exponent_factor(scale, STEPS, NATURAL)
+    shift = k_length - q_length
+    growth = kept_share(step, STEPS)
+    cols = tl.arange(0, BLOCK_N)
+    k_base += tl.cast(low, tl.int64) * STRIDE_KT
+    v_base += tl.cast(low, tl.int64) * STRIDE_VT
+    for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
+        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
+        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
+        products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores, steepness = step_scores(products, rows[:, None], start + cols[None, :], shift, scale, step, STEPS)
+        p = exponential(scores * factor - lse[:, None], NATURAL)
+        if MASKED:
+            seen = within_bounds(
+                (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
+                shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            p = tl.where(seen, p, 0.0)
+        dp = dot_rows(dout, v, PRECISION)
+        if DROPOUT & STEPS:
+            dp = drop_weights(dp, rows, start, step, BLOCK_N) * growth
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP & STEPS:
+            ds = ds * steepness
+        dq = accumulate_rows(dq, ds.to(k[0].dtype), k, PRECISION)
+        k_base += BLOCK_N * STRIDE_KT
+        v_base += BLOCK_N * STRIDE_VT
+    return dq
+
+
+@triton.jit
+def differentiate_queries(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    head, q_start, q_length, first, k_start, k_length, split,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
+    total_q, scale, step, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
+    HAS_DELTA: tl.constexpr = False,
+):  # fmt: skip
+    """dq of BLOCK_M query rows of a segment, from `first` on, and their delta, unless that is there.
+
+    Of several splits each makes a part of dq, by its share of the keys; parts follow each other as so many heads.
+    """
+    scale = tl.cast(scale, tl.float32)
+    k_head = head // GROUP
+    first_row = q_start + first
+    q_base = row_base(q_ptr, first_row, head, stride_qh, STRIDE_QT, UNIT)
+    out_base = row_base(out_ptr, first_row, head, stride_oh, STRIDE_OT, UNIT)
+    dout_base = row_base(dout_ptr, first_row, head, stride_doh, STRIDE_DOT, UNIT)
+    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, UNIT)
+    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, UNIT)
+
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    local = tl.arange(0, BLOCK_M)
+    rows = first + local
+    inside = rows < q_length
+    remaining = q_length - first
+    q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
+    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+    statistics = head * total_q + q_start + rows
+    if HAS_DELTA:
+        lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
+        delta = tl.load(delta_ptr + statistics, mask=inside, other=0.0)
+    else:
+        out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+        lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
+        delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, inside, HAS_DLSE)
+        tl.store(delta_ptr + statistics, delta, mask=inside)
+    lse = exponent_of_norm(lse, q[0].dtype == tl.float32)
+
+    last = tl.minimum(first + BLOCK_M, q_length) - 1
+    low, full_low, full_high, high = block_span(
+        first,
+        last,
+        k_length - q_length,
+        window_left,
+        window_right,
+        k_length,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BLOCK_N,
+    )
+    part = head
+    if SPLITS > 1:
+        low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_N)
+        part = head * SPLITS + split
+    dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
+    if HAS_LEFT:
+        dq = _accumulate_dq(
+            dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
+            scale, step, window_left, window_right,
+            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
+        )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
+        scale, step, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, False,
+    )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
+        scale, step, window_left, window_right,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
+    )  # fmt: skip
+    dq_base = row_base(dq_ptr, first_row, part, stride_dqh, STRIDE_DQT, UNIT)
+    store_rows(
+        dq_base,
+        starts,
+        local,
+        remaining,
+        scale_rows(dq, scale),
+        STRIDE_DQT,
+        HEAD_DIM,
+        MAIN,
+        TAIL,
+    )
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, seed_ptr,
+    delta_ptr, dq_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_slopes,
+    total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        probe, apart = probe_segments(segment, beyond)
+        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_q, tile, BLOCK_M)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
+    q_start, q_length, first, k_start, k_length = place_tile(
+        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
+        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
+    )  # fmt: skip
+    if first >= q_length:
+        return
+    sequence = tl.minimum(before, num_segments - 1)
+    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
+    step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+    differentiate_queries(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
+        head, q_start, q_length, first, k_start, k_length, 0,
+        stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
+        total_q, scale, step, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DENSE_SIZES)
+def _attention_bwd_dq_dense_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, slopes_ptr, seed_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_dob, stride_doh,
+    stride_dqb, stride_dqh, stride_slopes, q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq of sequences of one length.
+
+    With OVERLAPS it begins while the kernel before it ends.
+    """
+    await_before(OVERLAPS)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
+    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    step = step_of_head(step, slopes_ptr, None, batch, head, stride_slopes, STEPS)
+    statistics = batch.to(tl.int64) * heads * q_length
+    differentiate_queries(
+        batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
+        batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT), lse_ptr + statistics,
+        batch_base(dout_ptr, batch, stride_dob, UNIT), dlse_ptr + statistics, delta_ptr + statistics,
+        batch_base(dq_ptr, batch, stride_dqb, UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
+        stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
+        q_length, scale, step, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _accumulate_dkdv(
+    dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
+    scale, step, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    NATURAL: tl.constexpr = k[0].dtype == tl.float32
+    factor = exponent_factor(scale, STEPS, NATURAL)
+    shift = k_length - q_length
+    growth = kept_share(step, STEPS)
+    local = tl.arange(0, BLOCK_M)
+    q_base += tl.cast(low, tl.int64) * STRIDE_QT
+    dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
+    # Of several heads registers do not hold what does not change either; over few blocks it is made anew.
+    for start in tl.range(low, high, BLOCK_M, disable_licm=MASKED and GROUP > 1):
+        remaining = q_length - start
+        q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)
+        dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)
+        if MASKED:
+            lse = tl.load(lse_base + start + local, mask=local < remaining, other=0.0)
+            delta = tl.load(delta_base + start + local, mask=local < remaining, other=0.0)
+        else:
+            lse = tl.load(lse_base + start + local)
+            delta = tl.load(delta_base + start + local)
+        products = dot_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+        scores, steepness = step_scores(products, start + local[None, :], cols[:, None], shift, scale, step, STEPS)
+        p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
+        if MASKED:
+            seen = within_bounds(
+                (local < remaining)[None, :], local[None, :], cols[:, None],
+                start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            p = tl.where(seen, p, 0.0)
+        # One factor of ds from here on: registers do not hold two beside the next product.
+        slopes = p
+        if SOFTCAP & STEPS:
+            slopes = p * steepness
+        dp = dot_rows(v, dout, PRECISION)
+        weights = p
+        if DROPOUT & STEPS:
+            kept = tl.trans(keep_weights(start + local, first, step, cols.shape[0]))
+            weights = tl.where(kept, p, 0.0) * growth
+            dp = tl.where(kept, dp, 0.0) * growth
+        dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)
+        ds = slopes * (dp - delta[None, :])
+        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)
+        q_base += BLOCK_M * STRIDE_QT
+        dout_base += BLOCK_M * STRIDE_DOT
+    return dk, dv
+
+
+@triton.jit
+def differentiate_keys(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
+    k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, step,
+    stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh, total_q, scale, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys of a segment, from `first` on, over the GROUP query heads in order.
+
+    Of several splits each makes parts of them, by its share of the rows, as `differentiate_queries` does.
+    """
+    scale = tl.cast(scale, tl.float32)
+    first_row = k_start + first
+    k_base = row_base(k_ptr, first_row, k_head, stride_kh, STRIDE_KT, UNIT)
+    v_base = row_base(v_ptr, first_row, k_head, stride_vh, STRIDE_VT, UNIT)
+
+    starts = column_starts(k_head, HEAD_DIM, MAIN)
+    local = tl.arange(0, BLOCK_N)
+    cols = first + local
+    remaining = k_length - first
+    k = load_rows(k_base, starts, local, remaining, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
+    v = load_rows(v_base, starts, local, remaining, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
+    dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
+    dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
+
+    last = tl.minimum(first + BLOCK_N, k_length) - 1
+    low, full_low, full_high, high = block_span(
+        first,
+        last,
+        q_length - k_length,
+        window_right,
+        window_left,
+        q_length,
+        HAS_RIGHT,
+        HAS_LEFT,
+        BLOCK_M,
+    )
+    part = k_head
+    if SPLITS > 1:
+        low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_M)
+        part = k_head * SPLITS + split
+    # In fp32 each query head is summed by itself, which keeps the chain of additions, and so its rounding, short.
+    HEADS_APART: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
+    # Nothing is kept from head to head: hoisted, it would spill.
+    for member in tl.range(0, GROUP, disable_licm=True):
+        if HEADS_APART:
+            dk_before, dv_before = dk, dv
+            dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
+            dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
+        head = k_head * GROUP + member
+        own_step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+        q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, UNIT)
+        dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, UNIT)
+        lse_base = lse_ptr + head * total_q + q_start
+        delta_base = delta_ptr + head * total_q + q_start
+        if HAS_RIGHT:
+            dk, dv = _accumulate_dkdv(
+                dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
+                q_length, k_length, scale, own_step, window_left, window_right,
+                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+                GROUP, BLOCK_M, True,
+            )  # fmt: skip
+        dk, dv = _accumulate_dkdv(
+            dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
+            q_length, k_length, scale, own_step, window_left, window_right,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+            GROUP, BLOCK_M, False,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkdv(
+            dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
+            q_length, k_length, scale, own_step, window_left, window_right,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+            GROUP, BLOCK_M, True,
+        )  # fmt: skip
+        if HEADS_APART:
+            dk = add_rows(dk_before, dk)
+            dv = add_rows(dv_before, dv)
+    dk_base = row_base(dk_ptr, first_row, part, stride_dkh, STRIDE_DKT, UNIT)
+    dv_base = row_base(dv_ptr, first_row, part, stride_dvh, STRIDE_DVT, UNIT)
+    store_rows(
+        dk_base,
+        starts,
+        local,
+        remaining,
+        scale_rows(dk, scale),
+        STRIDE_DKT,
+        HEAD_DIM,
+        MAIN,
+        TAIL,
+    )
+    store_rows(dv_base, starts, local, remaining, dv, STRIDE_DVT, HEAD_DIM, MAIN, TAIL)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, seed_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_doh, stride_slopes,
+    total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_N keys, key heads): dk and dv."""
+    k_head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    segment = 0
+    beyond = num_segments + 2
+    while beyond - segment > 1:
+        probe, apart = probe_segments(segment, beyond)
+        cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_k, tile, BLOCK_N)
+    before = tl.maximum(segment - 1, 0)
+    behind = tl.minimum(segment, num_segments)
+    k_start, k_length, first, q_start, q_length = place_tile(
+        tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
+        tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
+        tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
+    )  # fmt: skip
+    if first >= k_length:
+        return
+    sequence = tl.minimum(before, num_segments - 1)
+    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
+    differentiate_keys(
+        q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
+        k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, step,
+        stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
+        total_q, scale, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=DENSE_SIZES)
+def _attention_bwd_dkdv_dense_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, slopes_ptr, seed_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
+    stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
+    q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv of sequences of one length.
+
+    With OVERLAPS it begins while the kernel before it ends, which makes delta.
+    """
+    await_before(OVERLAPS)
+    k_head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1) * GROUP
+    # The first keys are seen by the most queries, and come first.
+    batch, first = place_dense(tl.program_id(0), k_length, False, BLOCK_N)
+    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    statistics = batch.to(tl.int64) * heads * q_length
+    differentiate_keys(
+        batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
+        batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics, batch_base(dout_ptr, batch, stride_dob, UNIT),
+        delta_ptr + statistics,
+        batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
+        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, batch, stride_slopes, step,
+        stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
+        q_length, scale, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+    )  # fmt: skip

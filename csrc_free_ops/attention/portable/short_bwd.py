@@ -1,0 +1,210 @@
+"""Attention backward for segments of at most one block, in stock Triton: all three gradients in one pass.
+
+The maths of `portable_bwd`, the programs of `short_fwd`. Where a whole segment is one block, its weights serve dq as
+well as dk and dv, every tensor is read once, and no sum crosses programs. Scores are kept transposed, [keys, queries],
+so that dk and dv take them from registers.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.attention.portable.bwd import differentiate_keys, differentiate_queries
+from csrc_free_ops.attention.portable.fwd import COUNTS
+from csrc_free_ops.attention.portable.short_fwd import SHORT_SIZES
+from csrc_free_ops.tiles.masks import within_bounds
+from csrc_free_ops.tiles.rows import (
+    accumulate_rows,
+    column_starts,
+    delta_of_rows,
+    dot_rows,
+    load_rows,
+    row_base,
+    scale_rows,
+    store_rows,
+    zero_rows,
+)
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
+from csrc_free_ops.tiles.segments import (
+    clamp_span,
+    longest_segment,
+    narrow_segments,
+    place_outside,
+    place_rows,
+    probe_segments,
+)
+from csrc_free_ops.tiles.steps import SOFTCAP, capped_step
+
+
+@triton.jit
+def _differentiate_scores(
+    k, v, q, dout, lse, delta, length, scale, step, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a segment of 1 .. BLOCK rows the weights and the gradient of the scores, [keys, queries]."""
+    NATURAL: tl.constexpr = q[0].dtype == tl.float32
+    local = tl.arange(0, BLOCK)
+    scores, steepness = step_scores(dot_rows(k, q, PRECISION), local[None, :], local[:, None], 0, scale, step, STEPS)
+    factor = exponent_factor(scale, STEPS, NATURAL)
+    p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
+    seen = within_bounds(
+        (local < length)[None, :] & (local < length)[:, None], local[None, :], local[:, None],
+        0, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    p = tl.where(seen, p, 0.0)
+    ds = p * (dot_rows(v, dout, PRECISION) - delta[None, :])
+    if SOFTCAP & STEPS:
+        ds = ds * steepness
+    return p.to(q[0].dtype), ds.to(q[0].dtype)
+
+
+@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_short_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    total, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    scale = tl.cast(scale, tl.float32)
+    local = tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    segment = program // NUM_HEADS
+    start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
+    if (length > 0) & (length <= BLOCK):
+        head = program % NUM_HEADS
+        starts = column_starts(head, HEAD_DIM, MAIN)
+        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, UNIT)
+        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, UNIT)
+        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, UNIT)
+        out_base = row_base(out_ptr, start, head, stride_oh, STRIDE_OT, UNIT)
+        dout_base = row_base(dout_ptr, start, head, stride_doh, STRIDE_DOT, UNIT)
+        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
+        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
+        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
+        out = load_rows(out_base, starts, local, length, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+        dout = load_rows(dout_base, starts, local, length, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+        row_of_head = tl.cast(head, tl.int64) * total + start
+        lse = tl.load(lse_ptr + row_of_head + local, mask=local < length, other=float("-inf"))
+        delta = delta_of_rows(out, dout, lse, dlse_ptr + row_of_head + local, local < length, HAS_DLSE)
+        p, ds = _differentiate_scores(
+            k, v, q, dout, lse, delta, length, scale, capped_step(softcap), window_left, window_right,
+            HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
+        )  # fmt: skip
+        dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)
+        dv_base = row_base(dv_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
+        store_rows(dv_base, starts, local, length, dv, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dk = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), ds, q, PRECISION)
+        dk_base = row_base(dk_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
+        store_rows(dk_base, starts, local, length, scale_rows(dk, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dq = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), tl.trans(ds), k, PRECISION)
+        dq_base = row_base(dq_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
+        store_rows(dq_base, starts, local, length, scale_rows(dq, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+
+
+@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dq_rest_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, delta_ptr, dq_ptr,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    total, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid of any size: delta and dq of segments of more than SHORT rows, and of the rows outside of all segments."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    begin = tl.load(cu_ptr)
+    end = tl.load(cu_ptr + num_segments)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_M + num_segments + 2, 0)
+    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_M)
+    for item in range(program, (outside + tiles) * NUM_HEADS, programs):
+        head = tl.cast(item % NUM_HEADS, tl.int64)
+        tile = item // NUM_HEADS - outside
+        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_M)
+        attended = 0
+        if tile >= 0:
+            segment = 0
+            beyond = num_segments + 2
+            while beyond - segment > 1:
+                probe, apart = probe_segments(segment, beyond)
+                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_M)
+            inside = (segment > 0) & (segment <= num_segments)
+            start, attended, first = place_rows(
+                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
+                segment, total, tile, BLOCK_M,
+            )  # fmt: skip
+            length = tl.where(attended > SHORT, attended, 0)
+        if first < length:
+            differentiate_queries(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
+                head, start, length, first, start, attended, 0,
+                stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
+                total, scale, capped_step(softcap), window_left, window_right,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dkdv_rest_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_ptr, dk_ptr, dv_ptr,
+    stride_qh, stride_kh, stride_vh, stride_doh,
+    total, num_segments, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid of any size: dk and dv of the same segments and rows, after `_attention_bwd_dq_rest_kernel`."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    begin = tl.load(cu_ptr)
+    end = tl.load(cu_ptr + num_segments)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_N + num_segments + 2, 0)
+    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_N)
+    if OVERLAPS:
+        # For delta.
+        tl.extra.cuda.gdc_wait()
+    for item in range(program, (outside + tiles) * NUM_HEADS, programs):
+        head = tl.cast(item % NUM_HEADS, tl.int64)
+        tile = item // NUM_HEADS - outside
+        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_N)
+        attended = 0
+        if tile >= 0:
+            segment = 0
+            beyond = num_segments + 2
+            while beyond - segment > 1:
+                probe, apart = probe_segments(segment, beyond)
+                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
+                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_N)
+            inside = (segment > 0) & (segment <= num_segments)
+            start, attended, first = place_rows(
+                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
+                segment, total, tile, BLOCK_N,
+            )  # fmt: skip
+            length = tl.where(attended > SHORT, attended, 0)
+        if first < length:
+            differentiate_keys(
+                q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
+                head, start, length, first, start, attended, 0, None, 0, 0, capped_step(softcap),
+                stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
+                total, scale, window_left, window_right,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+            )  # fmt: skip

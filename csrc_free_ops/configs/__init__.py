@@ -1,0 +1,1 @@
+"""Launch choice: measured rows, one rule file a family, and `pick`."""

@@ -1,0 +1,80 @@
+"""The launches that `vk bench tune` tries for each kernel. Measuring decides; nothing here is thought to be good."""
+
+from dataclasses import replace
+from itertools import product
+
+from csrc_free_ops.configs.grids import GRID_TILES
+from csrc_free_ops.configs.rows import ATEN, HOPPER_LAUNCHES, Launch
+
+# Among them the lists that the project's reports started from: 128 x 64, 128 x 128, 64 x 64, 64 x 32 and 32 x 32 with
+# 4 or 8 warps, at 2 stages or at Triton's own 3.
+_SQUARE = tuple(
+    Launch(rows, cols, warps, stages)
+    for rows, cols, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+)
+_SMALL = tuple(Launch(32, 32, 4, stages) for stages in (2, 3))
+
+# Of each part of a norm's rows a thread loads up to 16 elements, and 16 bytes at least where it can.
+_NORM = tuple(
+    Launch(rows, cols, warps, 1)
+    for rows, cols, warps in product((1, 2, 4, 8), (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16))
+    if 4 <= rows * cols // (32 * warps) <= 16
+)
+
+# Of each half of its heads a thread has 4 to 32 elements.
+_ROPE = tuple(
+    Launch(heads, pairs, warps, 1)
+    for heads, pairs, warps in product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (2, 4, 8))
+    if 4 <= heads * pairs // (32 * warps) <= 32
+)
+
+# Of each half of its heads a thread has 4 to 16 elements.
+_APPEND = tuple(
+    Launch(rows, pairs, warps, 1)
+    for rows, pairs, warps in product((4, 8, 16, 32), (32, 64, 128), (1, 2, 4, 8))
+    if 4 <= rows * pairs // (32 * warps) <= 16
+)
+
+CANDIDATES: dict[str, tuple[Launch, ...]] = {
+    "attention_fwd": _SQUARE + _SMALL,
+    "attention_bwd_dq": _SQUARE + _SMALL,
+    "attention_bwd_dkdv": tuple(
+        Launch(rows, cols, warps, stages)
+        for rows, cols, warps, stages in product((32, 64), (64, 128), (4, 8), (2, 3, 4))
+    )
+    + _SMALL,
+    "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    # Tiles have no more rows than there are: the first of the four sizes is a bound.
+    **{
+        kernel: tuple(
+            Launch(32, cols, warps, stages)
+            for cols, warps, stages in product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 6))
+        )
+        for kernel in ("attention_decode", "attention_decode_split")
+    },
+    "attention_decode_shared": tuple(
+        Launch(rows, cols, warps, stages)
+        for rows, cols, warps, stages in product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    ),
+    "gemm": tuple(
+        Launch(rows, cols, warps, stages, 64)
+        for rows, cols, warps, stages in product((64, 128), (64, 128, 256), (4, 8), (3, 4))
+    )
+    + (ATEN,),
+    "gemm_pair": tuple(
+        Launch(rows, cols, warps, stages, 64)
+        for rows, cols, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (3, 4))
+    )
+    + (ATEN,),
+    **HOPPER_LAUNCHES,
+    "norm_fwd": _NORM,
+    # Which may have its next rows on their way.
+    "norm_bwd": tuple(replace(launch, num_stages=stages) for launch in _NORM for stages in (1, 3)),
+    **dict.fromkeys(
+        GRID_TILES,
+        tuple(Launch(rows, cols, warps, 1) for rows, cols, warps in product((16, 32, 64), (64, 128, 256), (2, 4, 8))),
+    ),
+    "rope": _ROPE,
+    "kv_cache_append": _APPEND,
+}

@@ -1,0 +1,181 @@
+"""Launches, GPUs and the files of measured rows."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROWS_DIR = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: rows and columns of a tile, warps, pipeline stages; of products also what a step takes of K.
+
+    Of a norm's kernel columns are those of the main parts of its rows, of the rotary embedding's rows are heads and
+    columns are pairs. With a `path` it is not of these kernels: "aten" leaves the product to PyTorch and the rest to
+    elementwise kernels.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    block_k: int = 0
+    path: str = ""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_m, self.block_n
+
+    def entry(self) -> dict[str, Any]:
+        """What a file holds of it."""
+        if self.path:
+            return {"path": self.path}
+        return {name: value for name, value in asdict(self).items() if name not in ("block_k", "path") or value}
+
+    @staticmethod
+    def of(entry: dict[str, Any]) -> "Launch":
+        """From what a file holds; ValueError for a path that there is not."""
+        if "path" not in entry:
+            return Launch(**entry)
+        if entry != ATEN.entry():
+            raise ValueError(f"{entry} is no launch: the path that needs none is {ATEN.path!r}")
+        return ATEN
+
+
+ATEN = Launch(0, 0, 0, 0, path="aten")
+
+
+# Kernels of the GEMM core that PyTorch can stand in for.
+PRODUCTS = ("gemm", "gemm_pair")
+
+
+# All that the Hopper kernels are written for: 64 rows to a warpgroup, and of the backward one tile.
+HOPPER_LAUNCHES = {
+    "attention_fwd_hopper": tuple(
+        Launch(rows, cols, rows // 16, stages) for rows in (128, 192) for cols in (64, 128) for stages in (2, 3)
+    ),
+    "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice may depend on: `name` as in the rows' file ("h200"), backend and arch as Triton says them."""
+
+    name: str
+    backend: str
+    arch: int | str
+    shared_memory: int
+    multiprocessors: int = 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured launch and what it was measured on: `gpu` as `Gpu.name` says it, or nothing, which is any."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    launch: Launch
+    causal: bool | None = None
+    masked: bool | None = None
+    min_length: int = 0
+    max_length: int | None = None
+    source: str = ""
+    gpu: str = ""
+    n: int | None = None
+    k: int | None = None
+
+    def _reaches(self, length: int | None) -> bool:
+        if length is None:
+            return self.max_length is None
+        return self.min_length <= length and (self.max_length is None or length < self.max_length)
+
+    def fits_product(self, kernel: str, dtype: str, n: int, k: int, rows: int | None) -> bool:
+        own = (self.kernel, self.dtype) == (kernel, dtype) and self.n in (None, n) and self.k in (None, k)
+        return own and self._reaches(rows)
+
+    def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, masked: bool, length: int | None) -> bool:
+        if (self.kernel, self.dtype, self.head_dim) != (kernel, dtype, head_dim):
+            return False
+        if self.causal not in (None, causal) or self.masked not in (None, masked):
+            return False
+        return self._reaches(length)
+
+
+def gpu_name(name: str) -> str:
+    """The GPU's name as rows and their files have it: "NVIDIA H200" is "h200"."""
+    return name.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """The rows of one JSON file, as `as_document` makes it. A GPU called "any" is any.
+
+    Raises ValueError, which names the file, where it holds something else.
+    """
+    try:
+        document = json.loads(path.read_text())
+        origin = "{gpu}, triton {triton}, {date}".format(**document["provenance"])
+        gpu = gpu_name(document["provenance"]["gpu"]).removeprefix("any")
+        rows = tuple(_read_row(entry, f"{path.name}: {origin}", gpu) for entry in document["rows"])
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} holds no launch rows: {type(error).__name__}: {error}") from error
+    return rows
+
+
+_ROW_TYPES: dict[str, tuple[type, ...]] = {
+    "kernel": (str,), "dtype": (str,), "head_dim": (int,), "launch": (dict,), "causal": (bool, type(None)),
+    "masked": (bool, type(None)), "min_length": (int,), "max_length": (int, type(None)), "path": (str,),
+    "n": (int, type(None)), "k": (int, type(None)),
+}  # fmt: skip
+
+
+def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
+    for name, value in (*entry.items(), *entry["launch"].items()):
+        if type(value) not in _ROW_TYPES.get(name, (int,)):
+            raise TypeError(f"{name} cannot be {value!r}")
+    launch = Launch.of(entry["launch"])
+    if entry["kernel"] in PRODUCTS:
+        entry = {"head_dim": 0, **entry}
+    if launch == ATEN:
+        if entry["kernel"] not in PRODUCTS:
+            raise ValueError(f"{entry['kernel']}: only {' and '.join(PRODUCTS)} can be left to ATen")
+        return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
+    if (entry["kernel"] in PRODUCTS) != (launch.block_k >= 16 and launch.block_k & (launch.block_k - 1) == 0):
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: products alone have a block_k, a power of two")
+    if launch.num_stages < 1 or launch.num_warps > 32:
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has 1 or more stages and up to 32 warps")
+    if entry["kernel"] in HOPPER_LAUNCHES:
+        if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
+            raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")
+    elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or (
+        min(launch.tile[1:] if entry["kernel"].startswith(("norm_", "rope", "kv_cache")) else launch.tile) < 16
+    ):
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
+    if entry["kernel"] == "rope" and launch.block_m * launch.block_n < 32 * launch.num_warps:
+        # What two threads hold, one would read after the other has turned it in its place.
+        raise ValueError(f"rope: {launch} is no launch: its tile has less than an element for each thread")
+    if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
+        raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
+    return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
+
+
+@lru_cache
+def shipped_rows(gpu_name: str) -> tuple[Row, ...]:
+    path = ROWS_DIR / f"{gpu_name}.json"
+    return read_rows(path) if path.exists() else ()
+
+
+def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
+    """What `read_rows` reads back."""
+    entries = []
+    for row in rows:
+        entry = {key: value for key, value in asdict(row).items() if key not in ("source", "gpu")}
+        entry["launch"] = row.launch.entry()
+        entries.append({key: value for key, value in entry.items() if value is not None})
+    return {"provenance": provenance, "rows": entries}

@@ -1,0 +1,1 @@
+"""The GEMM core in Gluon, for Hopper GPUs."""

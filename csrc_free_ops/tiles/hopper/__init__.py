@@ -1,0 +1,1 @@
+"""Pieces of Hopper kernels: exact-width wgmma, shared memory, barriers."""

@@ -1,0 +1,1 @@
+"""The attention family: from tensors and options to launches of its kernels."""

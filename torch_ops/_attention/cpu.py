@@ -1,0 +1,207 @@
+"""The attention core on the CPU, in ATen: PyTorch's own fused kernel per segment, or blocks of query rows.
+
+No T x T mask is built. fp64 computes in fp64, all else in fp32, but for what PyTorch's own kernel rounds. The gradient
+is written out, as in the kernels, and not taken by autograd: ops on the CPU are opaque to it. Autocast casts what the
+op takes, and nothing in here.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ops._attention.scores import NO_STEP, Scores, StepTensors
+from torch_ops._core.philox import keep_weights
+
+BLOCK_ROWS = 512
+# Of fewer, less than a vector of the CPU, PyTorch's own kernel takes rows of NaN for rows without keys.
+FUSED_KEYS = 16
+
+
+class _Segment(NamedTuple):
+    """A segment that has queries, by its number, and its rows, clamped to the tensors."""
+
+    number: int
+    queries: slice
+    keys: slice
+
+
+def _segments(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> Iterator[_Segment]:
+    q_bounds = [min(max(bound, 0), total_q) for bound in cu_q.tolist()]
+    k_bounds = [min(max(bound, 0), total_k) for bound in cu_k.tolist()]
+    spans = zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False)
+    for index, (q_start, q_end, k_start, k_end) in enumerate(spans):
+        if q_start < q_end:
+            yield _Segment(index, slice(q_start, q_end), slice(k_start, max(k_start, k_end)))
+
+
+def _blocks(queries: slice, keys: slice) -> Iterator[tuple[slice, int]]:
+    """Blocks of query rows, and the key position of the first of each (bottom-right alignment)."""
+    shift = (keys.stop - keys.start) - (queries.stop - queries.start)
+    for start in range(queries.start, queries.stop, BLOCK_ROWS):
+        yield slice(start, min(start + BLOCK_ROWS, queries.stop)), start - queries.start + shift
+
+
+def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) -> Tensor:
+    """[Hk, group, rows, D]; keys and values have a group of one and broadcast.
+
+    Contiguous, so that equal values give equal bits in whatever strides they come.
+    """
+    return tensor[rows].to(dtype).unflatten(1, (num_k_heads, -1)).permute(1, 2, 0, 3).contiguous()
+
+
+def _block_scores(
+    q: Tensor, k: Tensor, position: int, scores: Scores, slopes: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Masked scores [Hk, group, M, N], and tanh where there is a softcap; slopes [H] of ALiBi."""
+    products = q @ k.transpose(-1, -2) * scores.scale
+    capped = None
+    if scores.softcap > 0:
+        capped = torch.tanh(products / scores.softcap)
+        products = capped * scores.softcap
+    offset = torch.arange(k.shape[-2]) - (position + torch.arange(q.shape[-2]))[:, None]
+    if slopes is not None:
+        products = products - slopes.to(products.dtype).view(*q.shape[:2], 1, 1) * offset.abs()
+    if scores.masked:
+        left, right = scores.bounds()
+        products = products.masked_fill((offset < -left) | (offset > right), -torch.inf)
+    return products, capped
+
+
+def _slopes(step: StepTensors, sequence: int) -> Tensor | None:
+    return step.slopes if step.slopes is None or step.slopes.dim() == 1 else step.slopes[sequence]
+
+
+def _kept(step: StepTensors, sequence: int, first: int, weights: Tensor, dropout: float) -> Tensor:
+    """Which of the weights [Hk, group, M, N] of rows from the segment's `first` on dropout keeps."""
+    assert step.seed is not None
+    k_heads, group, num_rows, num_keys = weights.shape
+    streams = sequence * k_heads * group + torch.arange(k_heads * group).view(k_heads, group)
+    return keep_weights(step.seed, streams, torch.arange(first, first + num_rows), num_keys, dropout)
+
+
+@torch.autocast("cpu", enabled=False)
+def attention_forward_cpu(
+    scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
+    step: StepTensors = NO_STEP, first_sequence: int = 0,
+) -> None:  # fmt: skip
+    """Fills out and lse, as the launch of `plan_forward` does; without lse, of no rows, what it would be is let go.
+
+    `first_sequence` is the number of the first segment among all sequences.
+    """
+    heads = k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    plain = not scores.masked and not scores.steps and q.shape[1] == heads
+    if plain:
+        # PyTorch's kernel takes it that columns are contiguous, and reads past the tensor where they are not.
+        q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
+        if min(q.stride(0), q.stride(1)) < q.shape[2]:
+            # Its output takes q's layout, in which overlapping rows leave columns apart; it writes them side by side.
+            q = q.clone(memory_format=torch.contiguous_format)
+    out.zero_()
+    if lse.shape[1] < q.shape[0]:
+        lse = lse.new_empty((q.shape[1], q.shape[0]))
+    lse.fill_(-torch.inf)
+    for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
+        if keys.start == keys.stop:
+            if step.sinks is not None:
+                lse[:, queries] = step.sinks.to(lse.dtype)[:, None]
+            continue
+        if plain and keys.stop - keys.start >= FUSED_KEYS:
+            fused, fused_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(tensor[rows].transpose(0, 1)[None] for tensor, rows in ((q, queries), (k, keys), (v, keys))),
+                scale=scores.scale,
+            )
+            out[queries] = fused[0].transpose(0, 1)
+            lse[:, queries] = fused_lse[0]
+            continue
+        k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
+        sequence = first_sequence + number
+        slopes = _slopes(step, sequence)
+        for rows, position in _blocks(queries, keys):
+            s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, scores, slopes)
+            block_lse = own_lse = torch.logsumexp(s, -1)
+            # Weights add up to 1 whatever lse is rounded to.
+            p = torch.softmax(s, -1)
+            if step.sinks is not None:
+                block_lse = torch.logaddexp(own_lse, step.sinks.to(dtype).view(heads, -1, 1))
+                p = p * torch.exp(own_lse - block_lse)[..., None]
+            p = p.masked_fill((own_lse == -torch.inf)[..., None], 0.0)
+            if scores.dropout > 0:
+                kept = _kept(step, sequence, rows.start - queries.start, p, scores.dropout)
+                p = p.masked_fill(~kept, 0.0) / (1 - scores.dropout)
+            out[rows] = (p @ v_segment).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            lse[:, rows] = block_lse.flatten(0, 1)
+
+
+@torch.autocast("cpu", enabled=False)
+def attention_backward_cpu(
+    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    step: StepTensors = NO_STEP, first_sequence: int = 0,
+) -> None:  # fmt: skip
+    """Fills dq, dk and dv, as the launch of `plan_backward` does."""
+    heads = k.shape[1]
+    # In the precision that lse came from: scores of another would be off by its rounding, and P would not sum to 1.
+    dtype = lse.dtype
+    dq.zero_()
+    dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
+        if keys.start == keys.stop:
+            continue
+        k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
+        sequence = first_sequence + number
+        slopes = _slopes(step, sequence)
+        for rows, position in _blocks(queries, keys):
+            q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))
+            s, capped = _block_scores(q_block, k_segment, position, scores, slopes)
+            block_lse = lse[:, rows].unflatten(0, (heads, -1))
+            unseen = block_lse == -torch.inf
+            p = torch.exp(s - block_lse.masked_fill(unseen, 0.0)[..., None])
+            delta = (dout_block * out_block).sum(-1)
+            if dlse is not None:
+                delta = delta - dlse[:, rows].unflatten(0, (heads, -1))
+            dp = dout_block @ v_segment.transpose(-1, -2)
+            weights = p
+            if scores.dropout > 0:
+                kept = _kept(step, sequence, rows.start - queries.start, p, scores.dropout)
+                weights, dp = (x.masked_fill(~kept, 0.0) / (1 - scores.dropout) for x in (p, dp))
+            ds = p * (dp - delta.masked_fill(unseen, 0.0)[..., None])
+            if capped is not None:
+                ds = ds * (1 - capped * capped)
+            dq[rows] = (ds @ k_segment * scores.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
+            dk_sum[keys] += (ds.transpose(-1, -2) @ q_block).sum(1).permute(1, 0, 2) * scores.scale
+            dv_sum[keys] += (weights.transpose(-1, -2) @ dout_block).sum(1).permute(1, 0, 2)
+    dk.copy_(dk_sum)
+    dv.copy_(dv_sum)
+
+
+def _boundaries(tensor: Tensor) -> Tensor:
+    return torch.tensor([0, tensor.shape[2]], dtype=torch.int32)
+
+
+def dense_forward_cpu(
+    scores: Scores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, step: StepTensors = NO_STEP
+) -> None:
+    """The same of [B, H, S, D], sequence by sequence."""
+    cu_q, cu_k = _boundaries(q), _boundaries(k)
+    for sequence in range(q.shape[0]):
+        rows = (tensor[sequence].transpose(0, 1) for tensor in (q, k, v))
+        own = out[sequence].transpose(0, 1), lse[sequence]
+        attention_forward_cpu(scores, *rows, cu_q, cu_k, *own, step, sequence)
+
+
+def dense_backward_cpu(
+    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
+) -> None:  # fmt: skip
+    cu_q, cu_k = _boundaries(q), _boundaries(k)
+    for sequence in range(q.shape[0]):
+        own_dout, *rows, own_dq, own_dk, own_dv = (
+            tensor[sequence].transpose(0, 1) for tensor in (dout, q, k, v, out, dq, dk, dv)
+        )
+        own_dlse = None if dlse is None else dlse[sequence]
+        attention_backward_cpu(
+            scores, own_dout, own_dlse, *rows, lse[sequence], cu_q, cu_k, own_dq, own_dk, own_dv, step, sequence
+        )

@@ -1,0 +1,1 @@
+"""What every family stands on: registration, launching, checks, devices."""

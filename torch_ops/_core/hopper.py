@@ -1,0 +1,103 @@
+"""What launchers of Hopper kernels (Gluon) share: when there can be any, TMA descriptors, memory that is kept."""
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from csrc_free_ops.configs.rows import Gpu
+from torch_ops._core.registry import is_eager
+
+# The versions that kernels were built and measured with. They rely on where Triton puts shared memory, see
+# csrc_free_ops/tiles/hopper/warpgroup.py.
+TRITON_VERSIONS = ((3, 6), (3, 7))
+
+
+@lru_cache
+def is_measured() -> bool:
+    """Whether this is one of the versions of Triton above."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
+
+
+def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
+    """Why there are no Hopper kernels for this, or nothing."""
+    if gpu.backend != "cuda" or gpu.arch != 90:
+        return f"{gpu.name} is no Hopper GPU"
+    if not is_measured():
+        return f"the Hopper path was not measured with triton {triton.__version__}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "the Hopper path takes fp16 and bf16"
+    return ""
+
+
+def is_packaged() -> bool:
+    """Whether AOTInductor makes a package of this, which runs without Python and so without opaque launches."""
+    if is_eager() or "torch._inductor.virtualized" not in sys.modules:
+        return False
+    return bool(sys.modules["torch._inductor.virtualized"].V.aot_compilation)
+
+
+@lru_cache
+def programs(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What `make` allocates on this stream, to be kept from call to call.
+
+    By a thread of its own: what this one allocates may go to the memory of a graph, which keeps nothing. So it is where
+    `torch.compile` warms its graphs up.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def make_on_stream() -> Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(make_on_stream).result()
+
+
+_of_thread = threading.local()
+
+
+def _begin_context() -> None:
+    """Gives this thread the current device's context, as a launch does, but descriptors are filled before that.
+
+    A thread of autograd has none until it first calls CUDA, which may be here.
+    """
+    if not hasattr(_of_thread, "has_context") and torch.cuda.is_initialized():
+        # Of the calls that begin one this waits for nothing, and is let be while a graph is captured.
+        torch.cuda.is_current_stream_capturing()
+        _of_thread.has_context = True
+
+
+class Descriptors:
+    """Descriptors of the tensors of a plan, each by a function that makes it: all but the addresses is the plan's.
+
+    Making and checking one takes longer than a launch, so the first call's are copied.
+    """
+
+    def __init__(self, *makers: Callable[[Tensor], TensorDescriptor]) -> None:
+        self._makers = makers
+        self._fields: tuple[dict[str, Any], ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
+        _begin_context()
+        if not self._fields:
+            made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
+            # Without the tensor, which the plan must not keep alive.
+            self._fields = tuple({**vars(each), "base": None} for each in made)
+        descriptors = []
+        for tensor, fields in zip(tensors, self._fields, strict=True):
+            descriptor = object.__new__(TensorDescriptor)
+            vars(descriptor).update(fields, base=tensor)
+            descriptors.append(descriptor)
+        return tuple(descriptors)

@@ -1,0 +1,299 @@
+"""The one way an op is registered.
+
+`vk_op` makes a `torch.library.triton_op` and settles around it what every op promises:
+
+- The fake is the check and the allocation of outputs that the body itself begins with.
+- CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
+  and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
+- Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
+  and leave everything that watches dispatch (modes, subclasses, fake tensors) to the generic path.
+- An op that writes to arguments (`mutates`) says so in its schema. Eager calls bump their version counters, so that
+  autograd finds out where a tensor that it saved was written to. It has no gradient, and refuses what requires one.
+- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros, and
+  gradients within `torch.func`, which PyTorch has none of, do so by name.
+- FLOPs are registered for `torch.utils.flop_counter`.
+
+`composed_op` is for an op made of ops: a schema and one implementation for every key (CompositeImplicitAutograd), the
+composition itself. The dispatcher takes it apart above autograd, so that its gradient, its fake, autocast, what it
+keeps and what it launches are those of its parts. Dynamo and torch.export keep it whole; AOTAutograd, Inductor,
+AOTInductor and `run_decompositions()` see the parts.
+
+Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name: only such kernels
+enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_kernels` reads the source).
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.library import Library, triton_op
+from torch.library import wrap_triton as _torch_wrap_triton
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_ops._core.autocast import install_autocast
+from torch_ops._core.device import run_where_tensors_are
+from torch_ops.settings import settings
+
+INTERPRET = triton.knobs.runtime.interpret
+NAMESPACE = "vk"
+REMEMBERED = 4096
+
+_library = Library(NAMESPACE, "FRAGMENT")
+_CUDA = torch._C.DispatchKey.CUDA
+
+
+@dataclass(frozen=True)
+class Op:
+    """A registered op: `op(...)` is `torch.ops.vk.<name>(...)`."""
+
+    name: str
+    overload: Any
+    body: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+
+@dataclass(frozen=True)
+class KernelOp(Op):
+    """One whose body launches kernels, with a gradient of its own."""
+
+    register_autograd: Callable[..., None]
+
+    def refuse_autograd(self, why: str = "there are no second derivatives") -> None:
+        """For the gradient of another op, or one that is for inference: a derivative is refused by name."""
+
+        def refuse(ctx: Any, *grads: Any) -> None:
+            raise NotImplementedError(f"{NAMESPACE}::{self.name} has no derivative: {why}")
+
+        self.register_autograd(refuse)
+
+
+OPS: dict[str, Op] = {}
+
+
+def wrap_triton(kernel: Any) -> Any:
+    """`torch.library.wrap_triton` where a trace is under way; the kernel itself in eager calls and the interpreter."""
+    if INTERPRET or not torch._C._len_torch_dispatch_stack():
+        return kernel
+    return _torch_wrap_triton(kernel)
+
+
+def is_eager() -> bool:
+    """Whether the body runs on real tensors that may be looked at, rather than in a trace."""
+    return not torch._C._len_torch_dispatch_stack()
+
+
+def remembered(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `prepare(*args)` once per signature in eager calls: what it returns may depend on metadata and options only.
+
+    Checks and launch plans cost more host time than a launch. Traces, whose sizes may be symbols, run it every time.
+    """
+    memory: dict[Any, Any] = {}
+
+    @functools.wraps(prepare)
+    def remembering(*args: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return prepare(*args)
+        try:
+            signature = (
+                settings.generation,
+                *[
+                    (arg.shape, arg.stride(), arg.dtype, arg.device, arg.layout) if isinstance(arg, Tensor) else arg
+                    for arg in args
+                ],
+            )
+        except RuntimeError:
+            # Of a tensor without strides, which no op takes.
+            return prepare(*args)
+        prepared = memory.get(signature)
+        if prepared is None:
+            if len(memory) >= REMEMBERED:
+                memory.clear()
+            prepared = memory[signature] = prepare(*args)
+        return prepared
+
+    return remembering
+
+
+def needs_of(ctx: Any, count: int) -> tuple[bool, ...]:
+    """Which of an op's first inputs want a gradient; arguments that were left to their defaults do not."""
+    needs = tuple(ctx.needs_input_grad[:count])
+    return needs + (False,) * (count - len(needs))
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether this tensor's op launches kernels: on a GPU, or under the interpreter, which computes in numpy."""
+    return tensor.is_cuda or (INTERPRET and tensor.dtype in (torch.float16, torch.float32))
+
+
+def opaque_launch(name: str, *, writes: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers the decorated launch as `vk::<name>`, a private op that fills the tensors in `writes`.
+
+    For kernels that cannot pass through `wrap_triton` (Gluon): no compiler looks into it. Ops call it in traces alone,
+    with outputs of their own.
+    """
+
+    def register(launch: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(launch)
+        def launch_there(*args: Any) -> None:
+            run_where_tensors_are(launch, *args)
+
+        definition = torch.library.custom_op(
+            f"{NAMESPACE}::{name}", launch_there, mutates_args=writes, device_types="cuda"
+        )
+        definition.register_fake(lambda *args, **kwargs: None)
+        return functools.wraps(launch)(definition)
+
+    return register
+
+
+def vk_op(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+    autocast: bool = False,
+    keeps_dtype: tuple[str, ...] = (),
+    dtype_argument: str = "",
+    flops: Callable[..., int] | None = None,
+) -> Callable[[Callable[..., Any]], KernelOp]:
+    """Registers the decorated body as `vk::<name>`; its annotations are the schema.
+
+    `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
+    itself uses. `mutates` names the arguments that the body writes to. `flops(*args)` counts a call.
+    With `autocast` the floating tensors are cast to the autocast region's dtype, but for those of fp32 among the
+    arguments named in `keeps_dtype`: tables, which are so on purpose; and but where `dtype_argument` says the type.
+    """
+
+    def register(body: Callable[..., Any]) -> KernelOp:
+        definition: Any = triton_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates)
+        definition.register_fake(fake)
+        overload = definition._opoverload
+        decompose = definition._torch_dispatch_fns[FunctionalTensorMode]
+
+        def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            if INTERPRET or not any(isinstance(arg, Tensor) and arg.is_cuda for arg in args):
+                return mode.__torch_dispatch__(op, types, args, kwargs)
+            return decompose(mode, op, types, args, kwargs)
+
+        definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
+        _install_eager_path(name, body, definition, mutates)
+        if autocast:
+            install_autocast(_library, name, overload, body, keeps_dtype, dtype_argument)
+        if flops is not None:
+            register_flop_formula(overload.overloadpacket, get_raw=True)(
+                lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
+            )
+        op = OPS[name] = KernelOp(name, overload, body, definition.register_autograd)
+        return op
+
+    return register
+
+
+def composed_op(name: str) -> Callable[[Callable[..., Any]], Op]:
+    """Registers the decorated function of other ops as `vk::<name>`. Its annotations are the schema."""
+
+    def register(body: Callable[..., Any]) -> Op:
+        schema = torch.library.infer_schema(body, mutates_args=())
+        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, body, "CompositeImplicitAutograd")
+        op = OPS[name] = Op(name, getattr(torch.ops.vk, name).default, body)
+        return op
+
+    return register
+
+
+def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]) -> None:
+    parameters = inspect.signature(body).parameters
+    defaults = [parameter.default for parameter in parameters.values()]
+    written = [list(parameters).index(argument) for argument in mutates]
+    generic = make_autograd_impl(definition._opoverload, definition)
+    run = functools.partial(run_where_tensors_are, body)
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = run(*args)
+            if definition._setup_context_fn is not None:
+                definition._setup_context_fn(ctx, args, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return definition._backward_fn(ctx, *grads)
+
+    # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
+    apply = super(torch.autograd.Function, Differentiable).apply
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        if written:
+            _refuse_gradients(name, parameters, args)
+        if torch._C._are_functorch_transforms_active():
+            with _naming_transforms(name):
+                return generic(keyset, *args)
+        if not _nothing_watches(keyset.raw_repr()):
+            return generic(keyset, *args)
+        if written:
+            torch.autograd.graph.increment_version([args[place] for place in written])
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return run(*args)
+        if definition._backward_fn is None:
+            return generic(keyset, *args)
+        return apply(*args, *defaults[len(args) :])
+
+    _library.impl(name, run, "CUDA")
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
+        _library.impl(name, autograd, key, with_keyset=True)
+
+
+@functools.cache
+def _nothing_watches(keys: int) -> bool:
+    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's.
+
+    The key by which PyTorch bumps version counters is not among them.
+    """
+    keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return bool(keyset.highestPriorityTypeId() == _CUDA)
+
+
+@contextlib.contextmanager
+def _naming_transforms(name: str) -> Iterator[None]:
+    """PyTorch's own refusal of a gradient within torch.func, in which its custom ops take no part, names no op."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{NAMESPACE}::{name} has no gradient within torch.func; torch.autograd takes what it has"
+        ) from error
+
+
+def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    for arg in args:
+        if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(f"{NAMESPACE}::{name} has no forward-mode derivative")
+
+
+def _refuse_gradients(name: str, parameters: Iterable[str], args: tuple[Any, ...]) -> None:
+    """PyTorch itself would return results whose gradient is refused only when it is asked for."""
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        return
+    for parameter, arg in zip(parameters, args, strict=False):
+        if isinstance(arg, Tensor) and arg.requires_grad:
+            raise NotImplementedError(
+                f"{NAMESPACE}::{name} has no gradient, and {parameter} requires one: "
+                f"call it within torch.no_grad() or torch.inference_mode(), or on {parameter}.detach()"
+            )

@@ -1,0 +1,1 @@
+"""The launcher that appends to KV caches."""

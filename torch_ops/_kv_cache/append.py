@@ -1,0 +1,248 @@
+"""The launcher of `vk::kv_cache_append`, what it refuses, and what it allocates."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import cdiv
+
+from csrc_free_ops.configs.pick import pick
+from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.kv_cache_append import _kv_cache_append_kernel
+from torch_ops._core.checks import (
+    capacity_of,
+    check_dense,
+    check_device,
+    check_float,
+    check_float32_or,
+    check_head_dim,
+    check_like,
+    check_matrix,
+    check_num_heads,
+    check_vector,
+    dtype_name,
+    refuse,
+)
+from torch_ops._core.device import INTERPRETED_GPU, gpu
+from torch_ops._core.launch import Relaunch, blocks_of, contiguous_like, with_columns
+from torch_ops._core.registry import INTERPRET, is_eager, runs_kernels, wrap_triton
+from torch_ops._core.report import by_reference, called_on_fakes, describe
+from torch_ops.settings import settings
+
+# Of a grid's second dimension.
+MOST_SEQUENCES = 65535
+# Rows of a sequence are counted in 32 bits.
+MOST_ROWS = 2**30
+
+
+def check_sizes(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple[int | None, ...]) -> None:
+    """Of these sizes where they are given; `named` says what they are, as in "[B, H, S, D]"."""
+    check_dense(op, argument, tensor)
+    if tensor.dim() != len(sizes) or any(
+        size not in (None, own) for size, own in zip(sizes, tensor.shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        refuse(op, argument, f"of shape {named} = [{wanted}]", list(tensor.shape))
+
+
+def check_count(op: str, argument: str, count: int, most: int) -> None:
+    """A graph of dynamic shape may not branch on a count; none that it has is 0."""
+    if not isinstance(count, torch.SymInt) and not 1 <= count <= most:
+        refuse(op, argument, f"from 1 to {most}", count)
+
+
+def check_counts(op: str, argument: str, counts: Tensor, size: int, like_name: str, like: Tensor) -> None:
+    check_vector(op, argument, counts, size)
+    if counts.dtype != torch.int32:
+        refuse(op, argument, "int32", dtype_name(counts.dtype))
+    check_device(op, argument, counts, like_name, like)
+
+
+def turned_columns(cos: Tensor | None, head_dim: int) -> int:
+    """Of a head, how many tables of this width turn: all, or twice as many as they have columns."""
+    if cos is None:
+        return 0
+    return head_dim if cos.shape[1] == head_dim else 2 * cos.shape[1]
+
+
+def _check_caches(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
+    check_sizes(op, "k", k, "[B, Hk, Sn, D]", (None,) * 4)
+    batch, num_heads, tokens, head_dim = k.shape
+    check_float(op, "k", k)
+    check_head_dim(op, "k", head_dim)
+    check_num_heads(op, "k", num_heads)
+    check_count(op, "the number of sequences of k", batch, MOST_SEQUENCES)
+    check_count(op, "the number of tokens of k", tokens, MOST_ROWS // num_heads)
+    check_sizes(op, "v", v, "[B, Hk, Sn, D]", tuple(k.shape))
+    check_like(op, "v", v, "k", k)
+    named, pages = ("[B, Hk, S, D]", batch) if block_table is None else ("[num_pages, Hk, page_size, D]", None)
+    check_sizes(op, "k_cache", k_cache, named, (pages, num_heads, None, head_dim))
+    check_float(op, "k_cache", k_cache)
+    check_device(op, "k_cache", k_cache, "k", k)
+    check_sizes(op, "v_cache", v_cache, named, tuple(k_cache.shape))
+    check_like(op, "v_cache", v_cache, "k_cache", k_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(3) != 1:
+            refuse(op, name, "of contiguous columns, since it is written in its place", f"strides {cache.stride()}")
+        places = zip(cache.shape, cache.stride(), strict=True)
+        if any(isinstance(stride, int) and stride == 0 and size != 1 for size, stride in places):
+            refuse(op, name, "of a place for each of its elements, not expanded", f"strides {cache.stride()}")
+    check_count(op, f"the number of {'positions' if block_table is None else 'rows of a page'} of k_cache",
+                k_cache.shape[2], MOST_ROWS)  # fmt: skip
+    if block_table is None:
+        return
+    check_count(op, "the number of pages of k_cache", k_cache.shape[0], MOST_ROWS)
+    check_matrix(op, "block_table", block_table, "[B, max_pages]", (batch, None))
+    if block_table.dtype != torch.int32:
+        refuse(op, "block_table", "int32", dtype_name(block_table.dtype))
+    check_device(op, "block_table", block_table, "k", k)
+    check_count(op, "the number of columns of block_table", block_table.shape[1], MOST_ROWS)
+
+
+def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
+    if cos is None or sin is None:
+        for name, tensor, others in (("cos", cos, "sin is"), ("sin", sin, "cos is"), ("q", q, "cos and sin are")):
+            if tensor is not None:
+                refuse(op, name, f"None where {others}: it is for the rotary embedding", "a tensor")
+        return
+    batch, _, tokens, head_dim = k.shape
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_matrix(op, name, table, "[max_positions, columns]", (None, None))
+        columns = table.shape[1]
+        if not (columns == head_dim or 1 <= columns <= head_dim // 2):
+            wanted = f"of {head_dim} columns or, for pairs, of 1 to {head_dim // 2}"
+            refuse(op, name, wanted, columns)
+        check_float32_or(op, name, table, k.dtype, "k")
+        check_device(op, name, table, "k", k)
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
+        refuse(op, "sin", f"as cos is, {list(cos.shape)} in {dtype_name(cos.dtype)}", got)
+    check_count(op, "the number of rows of cos", cos.shape[0], MOST_ROWS)
+    if q is not None:
+        check_sizes(op, "q", q, "[B, H, Sn, D]", (batch, None, tokens, head_dim))
+        check_like(op, "q", q, "k", k)
+        check_num_heads(op, "q", q.shape[1])
+        check_count(op, "the number of tokens of q", tokens, MOST_ROWS // q.shape[1])
+
+
+def check_append(
+    op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor,
+    block_table: Tensor | None, q: Tensor | None, cos: Tensor | None, sin: Tensor | None, lengths: Tensor | None,
+) -> None:  # fmt: skip
+    _check_caches(op, k, v, k_cache, v_cache, block_table)
+    check_counts(op, "cache_seqlens", cache_seqlens, k.shape[0], "k", k)
+    if lengths is not None:
+        check_counts(op, "lengths", lengths, k.shape[0], "k", k)
+    _check_rotation(op, k, q, cos, sin)
+
+
+def check_append_values(
+    op: str, k: Tensor, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, cos: Tensor | None,
+    lengths: Tensor | None,
+) -> None:  # fmt: skip
+    """What only the device knows, where settings ask for it: costs a synchronisation."""
+    if not (settings.checked and is_eager()):
+        return
+    tokens, page_size = k.shape[2], k_cache.shape[2]
+    capacity = capacity_of(k_cache, block_table)
+    counts = [tokens] * k.shape[0] if lengths is None else lengths.tolist()
+    pages = None if block_table is None else block_table.tolist()
+    for index, (before, count) in enumerate(zip(cache_seqlens.tolist(), counts, strict=True)):
+        if not 0 <= count <= tokens:
+            refuse(op, f"lengths[{index}]", f"from 0 to the {tokens} tokens of k", count)
+        if not 0 <= before <= capacity - count:
+            refuse(op, f"cache_seqlens[{index}]", f"from 0 to {capacity} positions less {count} new tokens", before)
+        if cos is not None and count and before + count > cos.shape[0]:
+            refuse(op, "the number of rows of cos", f"{before + count} or more for sequence {index}", cos.shape[0])
+        if pages is not None and count:
+            for column in range(before // page_size, (before + count - 1) // page_size + 1):
+                page = pages[index][column]
+                if not 0 <= page < k_cache.shape[0]:
+                    wanted = f"one of the {k_cache.shape[0]} pages of k_cache"
+                    refuse(op, f"block_table[{index}, {column}]", wanted, page)
+
+
+def new_queries(k: Tensor, q: Tensor | None) -> Tensor:
+    """In q's memory order but for columns that are not contiguous; [0] where there is no q."""
+    if q is None:
+        return k.new_empty((0,))
+    out = torch.empty_like(q)
+    return out if out.stride(3) == 1 else contiguous_like(q)
+
+
+def append_launch(k: Tensor) -> tuple[Launch, str]:
+    """The launch for this dtype and head dimension, and where it comes from."""
+    device = INTERPRETED_GPU if INTERPRET else gpu()
+    name = dtype_name(k.dtype)
+    return pick("kv_cache_append", device, name, k.dtype.itemsize, k.shape[3], False, None, settings.rows)
+
+
+def _stride(tensor: Tensor, dimension: int) -> int:
+    """As `with_columns(tensor)` has it; 0 of a single row, head or sequence, by whose stride nothing is reached."""
+    if tensor.shape[dimension] == 1:
+        return 0
+    return tensor.stride(dimension) if tensor.stride(-1) == 1 else math.prod(tensor.shape[dimension + 1 :])
+
+
+def plan_append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, q: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, interleaved: bool, lengths: Tensor | None,
+) -> Callable[..., None]:  # fmt: skip
+    """launch(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, lengths, out) fills caches and out."""
+    batch, num_k_heads, tokens, head_dim = k.shape
+    launch, _ = append_launch(k)
+    num_heads = 0 if q is None else q.shape[1]
+    out = k if q is None else new_queries(k, q)
+    moved = (k, v, k if q is None else q, out, k_cache, v_cache)
+    strides = [_stride(tensor, dimension) for tensor in moved for dimension in (0, 1)]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    scalars = (
+        *(stride // unit for stride in strides), 0 if block_table is None else _stride(block_table, 0),
+        tokens, capacity_of(k_cache, block_table), k_cache.shape[0], 1 if cos is None else cos.shape[0],
+    )  # fmt: skip
+    constants = {
+        **{
+            f"STRIDE_{name}S": _stride(tensor, 2)
+            for name, tensor in zip(("K", "V", "Q", "O", "KC", "VC"), moved, strict=True)
+        },
+        "STRIDE_CS": 0 if cos is None else _stride(cos, 0), "STRIDE_SS": 0 if sin is None else _stride(sin, 0),
+        "UNIT": unit,
+        "NUM_HEADS": num_heads, "NUM_K_HEADS": num_k_heads, "HEAD_DIM": head_dim,
+        "TURNED": turned_columns(cos, head_dim), "PAGE_SIZE": 0 if block_table is None else k_cache.shape[2],
+        "SHARED_ANGLES": cos is None or cos.shape[1] != head_dim, "INTERLEAVED": interleaved,
+        "HAS_LENGTHS": lengths is not None, **blocks_of(launch),
+    }  # fmt: skip
+    grid = (2 * cdiv(num_k_heads * tokens, launch.block_m) + cdiv(num_heads * tokens, launch.block_m), batch)
+    relaunch = Relaunch(grid, scalars)
+
+    def launch_append(
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
+        q: Tensor | None, cos: Tensor | None, sin: Tensor | None, lengths: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
+        # What is absent is not read: anything stands in for it.
+        k, cache_seqlens = with_columns(k), cache_seqlens.contiguous()
+        given = (q, cos, sin)
+        q, cos, sin = (k if tensor is None else with_columns(tensor) for tensor in given)
+        lengths = cache_seqlens if lengths is None else lengths.contiguous()
+        table = cache_seqlens if block_table is None else with_columns(block_table)
+        tensors = (k, with_columns(v), q, cos, sin, cache_seqlens, lengths, table, k_cache, v_cache, out)
+        if not relaunch(None, tensors):
+            compiled = wrap_triton(_kv_cache_append_kernel)[grid](*tensors, *scalars, **constants)
+            relaunch.keep(None, tensors, constants, compiled)
+
+    return launch_append
+
+
+def launches_append(k: Tensor, k_cache: Tensor) -> bool:
+    """Whether kernels are launched; the interpreter has neither bf16 nor fp64, in k or in its cache."""
+    return runs_kernels(k) and runs_kernels(k_cache)
+
+
+def explain_append(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    called_on_fakes(op, *args, **kwargs)
+    k, _, k_cache = (*args, *(kwargs[name] for name in ("k", "v", "k_cache")[len(args) :]))[:3]
+    if not launches_append(k, k_cache):
+        return by_reference(op, k.device)
+    return describe(op, k.device, "portable", "it is the only one", {"kv_cache_append": append_launch(k)})

@@ -1,0 +1,1 @@
+"""`explain`, `info` and `warmup`: they print plans and decide nothing."""

@@ -1,0 +1,61 @@
+"""`torch_ops.warmup`: kernels are built ahead of the first request."""
+
+from collections.abc import Iterable
+from itertools import product
+
+import torch
+
+from torch_ops._core.registry import OPS
+
+LAYOUTS = ("contiguous", "encoder", "qkv_view")
+
+
+def warmup(
+    head_dims: Iterable[int],
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16,),
+    num_heads: Iterable[int] = (16,),
+    mean_lengths: Iterable[int] = (64, 1024),
+    layouts: Iterable[str] = ("contiguous", "encoder"),
+    causal: bool = False,
+    backward: bool = False,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Builds `window_attn`'s kernels before the first request pays for it; returns how many calls were made.
+
+    Every combination is built, for one segment and for more. Head dimension, number of heads and layout set the strides
+    between rows, which are constants of a kernel.
+
+    Args:
+        head_dims, dtypes, num_heads: of q, k and v, which have as many heads as each other.
+        mean_lengths: tokens per segment to expect; a GPU's rows may hold different launches for short and long ones.
+        layouts: "contiguous"; "qkv_view": q, k and v as views of one projection [T, 3, H, D]; "encoder": v as such a
+            view, q and k contiguous, as Qwen-VL's encoders have them after the rotary embedding.
+        causal: which variant.
+        backward: the backward too, and the forward that keeps lse for it.
+
+    Raises:
+        ValueError: for a layout that is none of these, and where there is no such GPU: for the CPU nothing is built.
+    """
+    if not torch.cuda.is_available() or torch.device(device).type != "cuda":
+        raise ValueError(f"warmup: device must be a GPU that PyTorch finds here, got {str(device)!r}")
+    layouts = tuple(layouts)
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            raise ValueError(f"warmup: layouts must be some of {', '.join(LAYOUTS)}, got {layout!r}")
+    calls = 0
+    shapes = product(head_dims, dtypes, num_heads, mean_lengths, layouts, (1, 2))
+    for head_dim, dtype, heads, length, layout, segments in shapes:
+        packed = torch.randn(segments * length, 3, heads, head_dim, device=device, dtype=dtype)
+        views = [packed[:, index] for index in range(3)]
+        q, k, v = views if layout == "qkv_view" else (*(view.contiguous() for view in views[:2]), views[2])
+        if layout == "contiguous":
+            v = v.contiguous()
+        cu_seqlens = torch.arange(segments + 1, dtype=torch.int32, device=device) * length
+        forward = OPS["window_attn"].overload
+        forward(q, k, v, cu_seqlens, causal=causal, return_lse=False)
+        if backward:
+            q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+            out, _ = forward(q, k, v, cu_seqlens, causal=causal)
+            out.backward(out.detach())
+        calls += 1
+    return calls

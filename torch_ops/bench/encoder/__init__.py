@@ -1,0 +1,1 @@
+"""Whole vision encoders: contenders, rows, timeline."""

@@ -1,0 +1,319 @@
+"""Who encodes: ours, what a user of Transformers can run (a), and the strongest put together by hand (b)."""
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ops.bench.encoder.peers import ATTENTIONS, PEERS, Assembly, twin
+from torch_ops.bench.encoder.rows import Features, Scene, features_of, transformers_metadata
+from torch_ops.bench.measure.room import find_named
+from torch_ops.models import EncoderGraphs
+from torch_ops.models._capture import own_stream
+from torch_ops.models.vision_metadata import filled_sizes
+from torch_ops.testing.cases import WindowAttnCase
+
+GROUPS = OURS, UNCAPTURED, ASSEMBLED = "ours", "uncaptured", "assembled"
+WARM_UP_CALLS = 3
+# What of a batch's grid is made before the call.
+NO_TABLES = "nothing"
+OUR_TABLES = "segments and rotary tables"
+THEIR_TABLES = "segments, position ids, indices and weights of the interpolation"
+ALL_TABLES = "segments, rotary tables and interpolated position embeddings"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A contender on a scene. Its memory beyond a call's is that of `held` and of the CUDA graphs' memory pool, `pool`.
+
+    Where `pooled`, it lies in pools that keep all rows so far, and is not known.
+    """
+
+    encode: Callable[[], Features]
+    pool: tuple[int, ...] | None = None
+    held: tuple[Tensor, ...] = ()
+    pooled: bool = False
+
+
+@dataclass(frozen=True)
+class EncoderContender:
+    """`bind` makes its call on a scene; `refuses` says in words why it cannot run there, "" if it can.
+
+    `ready` says in words what of the grid is made before the call, or remembered from the call before.
+    """
+
+    name: str
+    group: str
+    about: str
+    bind: Callable[[Scene], Bound]
+    refuses: Callable[[Scene], str]
+    trains: bool = True
+    ready: str = OUR_TABLES
+
+
+def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[Tensor, ...] = ()) -> Bound:
+    """One CUDA graph of a call on `pixels`, which each call copies in; its results stay in the graph's memory."""
+    static, graph, own = pixels.clone(), torch.cuda.CUDAGraph(), own_stream(pixels.device)
+    with torch.no_grad():
+        for _ in range(WARM_UP_CALLS):
+            encode(static)
+        with torch.cuda.graph(graph, pool=own.pool, stream=own.stream):
+            result = encode(static)
+        _spoil(result)
+
+    def call() -> Features:
+        static.copy_(pixels)
+        graph.replay()
+        return result
+
+    return Bound(call, tuple(own.pool), (static, *held))
+
+
+def _spoil(result: Features) -> None:
+    """So that what no replay writes shows."""
+    for feature in (result[0], result[1], *result[2]):
+        feature.fill_(torch.nan)
+
+
+# Ours.
+
+# torch.compile takes a mode or options; reduce-overhead is `triton.cudagraphs`.
+OUR_COMPILERS: dict[str, dict[str, Any]] = {
+    "vk_compiled": {"options": {"size_asserts": False}},
+    "vk_reduced": {"mode": "reduce-overhead"},
+    "vk_reduced_frozen": {"options": {**torch._inductor.list_mode_options("reduce-overhead"), "freezing": True}},
+}
+
+
+def _bind_ours(scene: Scene) -> Bound:
+    encoder = scene.session.encoder
+    return Bound(on_new_grid(lambda: features_of(encoder(scene.pixels, grid_thw=scene.grid))))
+
+
+def on_new_grid(encode: Callable[[], Features]) -> Callable[[], Features]:
+    """A call that does not find the metadata of the call before; what others remember stays as it is."""
+    module = importlib.import_module("torch_ops.models.vision_metadata")
+    remembering = module._remembered
+    forgetful = lru_cache(maxsize=0)(remembering.__wrapped__)
+
+    def call() -> Features:
+        module._remembered = forgetful  # type: ignore[attr-defined]
+        try:
+            return encode()
+        finally:
+            module._remembered = remembering  # type: ignore[attr-defined]
+
+    return call
+
+
+def _bind_ours_ready(scene: Scene) -> Bound:
+    encoder, metadata = scene.session.encoder, scene.metadata()
+    held = tuple(tensor for _, tensor in metadata.tensors())
+    return Bound(lambda: features_of(encoder(scene.pixels, metadata=metadata)), held=held)
+
+
+def _bind_ours_compiled(name: str, scene: Scene) -> Bound:
+    compiler = OUR_COMPILERS[name]
+
+    def compile_it() -> Any:
+        return torch.compile(scene.session.encoder.encode_packed, fullgraph=True, dynamic=True, **compiler)
+
+    encode, metadata = scene.session.once(f"ours compiled, {name}", compile_it), scene.metadata()
+    held = tuple(tensor for _, tensor in metadata.tensors())
+    bound = _stepped(
+        lambda: encode(scene.pixels, metadata), None if name == "vk_compiled" else "reduce-overhead", held
+    )  # fmt: skip
+    if compiler.get("options", {}).get("freezing"):
+        # Dynamo, which takes the weights for constants, looks at the configuration of the process.
+        with torch.no_grad(), torch._inductor.config.patch(freezing=True):
+            bound.encode()
+    return bound
+
+
+def _stepped(encode: Callable[[], Features], mode: str | None, held: tuple[Tensor, ...]) -> Bound:
+    """Where a mode makes CUDA graphs it is told that the last call's results are no longer needed."""
+    if mode is None:
+        return Bound(encode, held=held)
+
+    def call() -> Features:
+        torch.compiler.cudagraph_mark_step_begin()
+        return encode()
+
+    return Bound(call, held=held, pooled=True)
+
+
+def _bind_ours_graph(scene: Scene) -> Bound:
+    encoder = scene.session.encoder
+    # Room for the batch and no more: segments of nothing could change which kernels attention takes.
+    budget = filled_sizes(scene.row.grid, encoder.sizes)
+    graphs = EncoderGraphs(encoder, [budget], copy_outputs=False, fallback="refuse").warmup()
+
+    def call() -> Features:
+        return features_of(graphs(scene.pixels, scene.grid))
+
+    with torch.no_grad():
+        _spoil(call())
+    return Bound(call, graphs.pool, graphs.static_tensors)
+
+
+def _bind_ours_graph_new(scene: Scene) -> Bound:
+    bound = _bind_ours_graph(scene)
+    return replace(bound, encode=on_new_grid(bound.encode))
+
+
+# Transformers as it is.
+
+
+def _bind_plain(scene: Scene) -> Bound:
+    tower, grid = scene.session.tower, scene.grid.to(scene.device)
+    return Bound(lambda: features_of(tower(scene.pixels, grid_thw=grid)))
+
+
+def _bind_ready(scene: Scene) -> Bound:
+    tower, ready = scene.session.tower, transformers_metadata(scene, segments_on_host=True)
+    encode = partial(tower, scene.pixels, grid_thw=scene.grid, **ready)
+    return Bound(lambda: features_of(encode()), held=_there(scene, ready.values()))
+
+
+def _there(scene: Scene, values: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors on the scene's device."""
+    return tuple(value for value in values if isinstance(value, Tensor) and value.device == scene.device)
+
+
+def _bind_compiled(mode: str | None, segments_on_host: bool, scene: Scene) -> Bound:
+    """Each layer of sdpa attention reads its segments back, which waits where they are on the device."""
+
+    def compile_it() -> Any:
+        return torch.compile(scene.session.tower, dynamic=False, mode=mode)
+
+    tower, ready = scene.session.once(f"compiled, {mode}", compile_it), transformers_metadata(scene, segments_on_host)
+    encode = partial(tower, scene.pixels, grid_thw=scene.grid.to(scene.device), **ready)
+    return _stepped(lambda: features_of(encode()), mode, _there(scene, ready.values()))
+
+
+# Transformers with another attention, and the encoder put together of its blocks.
+
+
+def _bind_twin(attention: str, compiled: bool, scene: Scene) -> Bound:
+    made, ready = twin(scene.session, attention, compiled), transformers_metadata(scene)
+    encode = partial(made, scene.pixels, grid_thw=scene.grid.to(scene.device), runs=scene.row.runs, **ready)
+    return Bound(lambda: features_of(encode()), held=_there(scene, ready.values()))
+
+
+def _bind_assembly(attention: str, scene: Scene) -> Bound:
+    assembly = Assembly(scene, attention)
+    inputs = assembly.block_inputs
+    held = (assembly.positions, inputs["cu_seqlens"], *inputs["position_embeddings"])
+    return captured(assembly, scene.pixels, held)
+
+
+# Who runs where.
+
+
+def _anywhere(scene: Scene) -> str:
+    return ""
+
+
+def _needs_gpu(scene: Scene) -> str:
+    return "" if scene.device.type == "cuda" else "needs a GPU"
+
+
+def _needs_kernels(attention: str, scene: Scene) -> str:
+    config, segments = scene.session.tower.config, scene.row.segments
+    # cuDNN takes equal segments only: here each run of them is a call of its own.
+    segments = segments[:1] if attention == "cudnn" else segments
+    case = WindowAttnCase(
+        "encoder", "its attention", segments, config.num_heads, config.hidden_size // config.num_heads
+    )
+    return PEERS[attention].refuses(case, scene.dtype, scene.device)
+
+
+def _with(attention: str) -> tuple[EncoderContender, ...]:
+    refuses = partial(_needs_kernels, attention)
+    names = (f"hf_{attention}", f"hf_{attention}_blocks", f"graph_{attention}")
+    return (
+        EncoderContender(
+            names[0], UNCAPTURED, f"Transformers' tower, eager, with {attention} and a linear patch embedding",
+            partial(_bind_twin, attention, False), refuses, ready=THEIR_TABLES,
+        ),
+        EncoderContender(
+            names[1], UNCAPTURED, f"{names[0]}, its blocks compiled (dynamic=False)",
+            partial(_bind_twin, attention, True), refuses, ready=THEIR_TABLES,
+        ),
+        EncoderContender(
+            names[2], ASSEMBLED,
+            f"the blocks of {names[1]}, compiled mergers, a linear patch embedding, position embeddings and rotary "
+            "tables made before the call, all under one CUDA graph",
+            partial(_bind_assembly, attention), refuses, trains=False, ready=ALL_TABLES,
+        ),
+    )  # fmt: skip
+
+
+_SDPA = "Transformers' tower with its sdpa attention"
+
+CONTENDERS = (
+    EncoderContender(
+        "vk", OURS, "our encoder, eager, of a grid on the CPU whose metadata is not remembered", _bind_ours, _anywhere,
+        ready=NO_TABLES,
+    ),
+    EncoderContender(
+        "vk_ready", OURS, "our encoder, eager, of metadata made before the call", _bind_ours_ready, _anywhere
+    ),
+    EncoderContender(
+        "vk_compiled", OURS,
+        "torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, options={'size_asserts': False}), which "
+        "does not check sizes in the compiled code that its guards have checked",
+        partial(_bind_ours_compiled, "vk_compiled"), _needs_gpu,
+    ),
+    EncoderContender(
+        "vk_reduced", OURS,
+        "torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, mode='reduce-overhead')",
+        partial(_bind_ours_compiled, "vk_reduced"), _needs_gpu, trains=False,
+    ),
+    EncoderContender(
+        "vk_reduced_frozen", OURS,
+        "vk_reduced with torch._inductor.config.freezing: weights are constants of what is compiled",
+        partial(_bind_ours_compiled, "vk_reduced_frozen"), _needs_gpu, trains=False,
+    ),
+    EncoderContender(
+        "vk_graph", OURS, "EncoderGraphs with a budget of just this batch, of a grid on the CPU", _bind_ours_graph,
+        _anywhere, trains=False,
+    ),
+    EncoderContender(
+        "vk_graph_new", OURS, "vk_graph of a grid whose metadata is not remembered", _bind_ours_graph_new, _anywhere,
+        trains=False, ready=NO_TABLES,
+    ),
+    EncoderContender(
+        "hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, _anywhere, ready=NO_TABLES
+    ),
+    EncoderContender(
+        "hf_ready", UNCAPTURED, f"{_SDPA}, eager, all its metadata made before the call, segments on the CPU",
+        _bind_ready, _anywhere, ready=THEIR_TABLES,
+    ),
+    EncoderContender(
+        "hf_compiled", UNCAPTURED,
+        f"torch.compile (dynamic=False) of {_SDPA}, metadata made before the call, segments on the CPU",
+        partial(_bind_compiled, None, True), _needs_gpu, ready=THEIR_TABLES,
+    ),
+    EncoderContender(
+        "hf_reduced", UNCAPTURED, "hf_compiled with mode='reduce-overhead', segments on the device",
+        partial(_bind_compiled, "reduce-overhead", False), _needs_gpu, trains=False, ready=THEIR_TABLES,
+    ),
+    EncoderContender(
+        "hf_reduced_host", UNCAPTURED, "hf_compiled with mode='reduce-overhead'",
+        partial(_bind_compiled, "reduce-overhead", True), _needs_gpu, trains=False, ready=THEIR_TABLES,
+    ),
+    *itertools.chain.from_iterable(map(_with, ATTENTIONS)),
+)  # fmt: skip
+
+
+def find_contenders(contenders: Sequence[EncoderContender], wanted: Sequence[str]) -> tuple[EncoderContender, ...]:
+    """By names, patterns of names and groups, separated by commas; ValueError names the contenders."""
+    texts = [text.strip() for item in wanted for text in item.split(",")]
+    named = find_named(contenders, [text for text in texts if text not in GROUPS])
+    return tuple(each for each in contenders if each.group in texts or each in named)

@@ -1,0 +1,1 @@
+"""Measuring: correctness check, timing, records, tuning."""

@@ -1,0 +1,1 @@
+"""Other libraries' kernels, called as ours are."""

@@ -1,0 +1,1 @@
+"""One room an op: its cases, peers and calls."""

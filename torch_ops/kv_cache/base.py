@@ -1,0 +1,142 @@
+"""What contiguous and paged caches share: tensors and counts of each layer, and what fills them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ops._core.checks import (
+    check_dense,
+    check_device,
+    check_float,
+    check_head_dim,
+    check_int,
+    check_vector,
+    dtype_name,
+    refuse,
+)
+from torch_ops._core.registry import is_eager
+from torch_ops._kv_cache.append import check_sizes
+from torch_ops.kv_cache_append import kv_cache_append
+from torch_ops.settings import settings
+
+# One for all sequences, or one for each: on the host, or in a tensor whose values are not looked at.
+Lengths = int | Sequence[int] | Tensor
+
+
+def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
+    check_int(op, argument, value)
+    if value < least:
+        refuse(op, argument, f"{least} or more", value)
+    return int(value)
+
+
+def static(tensor: Tensor) -> Tensor:
+    """It stays where it is, so graphs that torch.compile makes CUDA graphs of may write to it."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+class Cache:
+    """What both kinds are: `k[layer]` and `v[layer]` of one shape, and `seqlens[layer]`, int32 [batch]."""
+
+    def __init__(
+        self, num_layers: int, batch: int, shape: tuple[int, ...], dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:  # fmt: skip
+        self._name = type(self).__name__
+        self.num_layers, self.batch = num_layers, batch
+        self._heads = shape[1:2]
+        with torch.inference_mode(False):
+            self.k, self.v = (
+                [static(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_layers)] for _ in range(2)
+            )
+            self.seqlens = [static(torch.zeros(batch, dtype=torch.int32, device=device)) for _ in range(num_layers)]
+        check_head_dim(self._name, "the cache", shape[3])
+        check_float(self._name, "dtype", self.k[0])
+
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None, cos: Tensor | None = None,
+        sin: Tensor | None = None, interleaved: bool = False, lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Writes k and v [B, Hk, Sn, D] behind the keys of one layer, which then has so many more.
+
+        Arguments, what is turned, what is returned and what is refused are those of `torch_ops.kv_cache_append`. Waits
+        for nothing: in a CUDA graph each replay goes on where the one before ended. With `lengths`, int32 [B] on the
+        device, only the first lengths[b] tokens of sequence b are written and counted: the others are padding. Tokens
+        for which there is no room are counted, but not written, unless `torch_ops.settings(checked=True)` refuses them.
+        """
+        self._check_layer(layer)
+        check_sizes(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
+        self._check_room(k, lengths)
+        out = kv_cache_append(
+            k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
+        )
+        self.seqlens[layer].add_(k.shape[2] if lengths is None else lengths.clamp(0, k.shape[2]))
+        return out
+
+    @property
+    def _table(self) -> Tensor | None:
+        return None
+
+    def _check_layer(self, layer: int) -> None:
+        check_int(self._name, "layer", layer)
+        if not 0 <= layer < self.num_layers:
+            refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
+
+    def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
+        """What the host knows of it."""
+
+    def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
+        if not isinstance(values, int | Sequence):
+            refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
+        each = list(values) if isinstance(values, Sequence) else [values] * self.batch
+        if len(each) != self.batch:
+            refuse(op, argument, f"one for each of {self.batch} sequences", len(each))
+        for place, value in enumerate(each):
+            name = f"{argument}[{place}]" if isinstance(values, Sequence) else argument
+            check_size(op, name, value, least)
+            if most is not None and value > most:
+                refuse(op, name, f"at most {most}", value)
+        return [int(value) for value in each]
+
+    def _on_device(self, op: str, argument: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        check_dense(op, argument, values)
+        check_vector(op, argument, values, self.batch)
+        if values.dtype not in (torch.int32, torch.int64):
+            refuse(op, argument, "int32 or int64", dtype_name(values.dtype))
+        check_device(op, argument, values, "the cache", self.k[0])
+        # Numbers beyond int32 are beyond any room too.
+        return values.clamp(max=torch.iinfo(torch.int32).max).to(dtype)
+
+    def _keep(self, op: str, lengths: Lengths) -> None:
+        if isinstance(lengths, Tensor):
+            lengths = self._on_device(op, "lengths", lengths, torch.int32)
+            if settings.checked and is_eager():
+                self._on_host(op, "lengths", lengths.tolist(), 0, None)
+        else:
+            lengths = self._send(self._on_host(op, "lengths", lengths, 0, None), torch.int32)
+        for seqlens in self.seqlens:
+            seqlens.clamp_(max=lengths)
+
+    def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        """Without waiting: memory that is not pinned is taken over before the call returns."""
+        return torch.tensor(values, dtype=dtype).to(self.k[0].device, non_blocking=True)
+
+    def _grown(self, tensor: Tensor, dimension: int, size: int) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dimension] = size
+        with torch.inference_mode(False):
+            grown = static(tensor.new_zeros(shape))
+            grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
+        return grown
+
+    def _grow(self, dimension: int, size: int) -> None:
+        """One tensor at a time, so that no second whole cache is needed."""
+        for tensors in (self.k, self.v):
+            for layer in range(self.num_layers):
+                tensors[layer] = self._grown(tensors[layer], dimension, size)
+
+    def reset(self) -> None:
+        """Every sequence has no keys."""
+        torch._foreach_zero_(self.seqlens)
