@@ -26,12 +26,11 @@ from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_parts_kernel
 from csrc_free_ops.configs.rows import Launch
-from torch_ops._attention import dense_hopper as attention_dense_hopper
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
 from torch_ops._attention import parts as attention_parts
-from torch_ops._attention.dense_calls import dense_gradients
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.launch import dense_like
 from torch_ops._core.registry import OPS
 from torch_ops.testing import check, references
@@ -51,7 +50,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 ATTENTION = ("window_attn", "window_attn_backward")
 KERNELS: dict[str, JITFunction] = {
-    kernel.fn.__name__: kernel for name in ATTENTION for kernel in get_triton_kernels_for_op(f"vk::{name}")
+    kernel.fn.__name__: kernel
+    for name in ATTENTION
+    for kernel in get_triton_kernels_for_op(f"vk::{name}")
+    # Dense calls share the plans of packed ones.
+    if not any(word in kernel.fn.__name__ for word in ("dense", "few", "parts", "delta"))
 }
 
 
@@ -128,39 +131,36 @@ def hopper_launches(
     lse = torch.empty(q.shape[:3] if batch else (num_heads, rows), device="meta")
     cu = torch.empty(segments + 1, device="meta", dtype=torch.int32)
     sink = torch.empty(num_heads, device="meta") if sinks else None
-    scores = Scores(0.1, left, right, has_sinks=sinks)
+    options = AttentionOptions(
+        0.1, left, right, has_sinks=sinks, has_lse=has_lse, deterministic=deterministic,
+        compute_dtype=torch.bfloat16 if dtype is torch.float32 else None,
+    )  # fmt: skip
+    boundaries = (None, None) if batch else (cu, cu)
+    forward = Forward(q, k, v, *boundaries, out, lse, sinks=sink)
+    gradients = (dense_like(tensor) if batch else tensor for tensor in (q, k, v))
+    backward = Backward(q, lse if dlse else None, q, k, v, out, lse, *boundaries, *gradients)
     launched: list[KernelLaunch] = []
-    counters = SimpleNamespace(take=lambda size=1: cu)
+    counters = SimpleNamespace(acquire=lambda size=1: cu)
     with ExitStack() as stack:
         stack.enter_context(fake_gpu(SM90))
-        launchers = attention_hopper, attention_hopper_backward, attention_dense_hopper
+        launchers = attention_hopper, attention_hopper_backward
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
-            stack.enter_context(mock.patch.object(module, "tickets", lambda device: counters))
+            stack.enter_context(mock.patch.object(module, "work_counters", lambda device: counters))
         for module in (*launchers, attention_parts):
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if dtype is torch.float32:
-            forward = attention_dense_hopper.plan_dense_forward_cast(
-                q, k, v, out, torch.bfloat16, attention_dense_hopper.cast_launch(head_dim), scores, has_lse
-            )
-            forward(q, k, v, out, lse, sink)
+            attention_hopper.plan_forward_fp32_hopper(forward, options).launch(forward)
             return {launch.name: launch for launch in launched}
-        if batch:
-            launch = launches["attention_fwd_hopper"]
-            attention_dense_hopper.plan_dense_forward_hopper(q, k, v, out, launch, scores)(q, k, v, out, lse, sink)
-        else:
-            forward = attention_hopper.plan_forward_hopper(q, k, segments, launches["attention_fwd_hopper"], scores)
-            forward(q, k, k, cu, cu, q, lse, sink)
-        launch = launches["attention_bwd_hopper"]
-        if batch:
-            backward = attention_dense_hopper.plan_dense_backward_hopper(q, q, k, v, out, launch, scores, dlse)
-            backward(q, lse if dlse else None, q, k, v, out, lse, *dense_gradients(q, k, v))
-        else:
-            backward = attention_hopper_backward.plan_backward_hopper(
-                q, q, k, q, segments, launch, scores, dlse, deterministic
-            )
-            backward(q, lse if dlse else None, q, k, k, q, lse, cu, cu, q, k, k)
+        for module, name, kernel in (
+            (attention_hopper, "forward_launch", "attention_fwd_hopper"),
+            (attention_hopper_backward, "choose", "attention_bwd_hopper"),
+        ):
+            chosen = launches[kernel], "this test"
+            stack.enter_context(mock.patch.object(module, name, lambda *_, chosen=chosen, **__: chosen))
+        attention_hopper.plan_forward_hopper(forward, options).launch(forward)
+        attention_hopper_backward.plan_backward_hopper(backward, options).launch(backward)
     return {launch.name: launch for launch in launched}
 
 

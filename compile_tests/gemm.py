@@ -1,5 +1,6 @@
 """Calls of the ops of the GEMM core on fake CUDA tensors, and what their bodies launch."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,12 @@ from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, recor
 from csrc_free_ops.configs.gemm_hopper import rotary_launch
 from csrc_free_ops.configs.rows import Launch
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
+from torch_ops._core.plan import Plan
 from torch_ops._core.registry import OPS
 from torch_ops._gemm import aten as gemm_aten
 from torch_ops._gemm import hopper as gemm_hopper
-from torch_ops._gemm.portable import Rows, padded
+from torch_ops._gemm.portable import padded
+from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
 GEMM = ("mlp", "mlp_backward", "qkv_rope", "qkv_rope_backward")
 GEMM_KERNELS: dict[str, JITFunction] = {
@@ -67,7 +70,7 @@ def gemm_calls(
         "mlp": ((x, w1, b1, w2, b2, activation, *rest), {}),
         "mlp_backward": ((x, x, w1, b1, w2, hidden, activation, *needs), {}),
         "qkv_rope": ((x, weight, new(weight.shape[0]) if bias else None, *tables, num_heads, k_heads), {}),
-        "qkv_rope_backward": ((q, k, k, x, weight, *tables), {"needs_bias": bias}),
+        "qkv_rope_backward": ((q, k, k, x, weight, *tables, True, True, bias), {}),
     }
 
 
@@ -84,15 +87,15 @@ def gemm_launches(
     return found
 
 
-def _recorded_on_hopper(plan: Any, *args: Any) -> KernelLaunch:
-    """What the plan that `plan()` makes launches."""
+def _recorded_on_hopper(plan: Callable[..., Plan], t: Any, *args: Any) -> KernelLaunch:
+    """What `plan(*args)` launches on these tensors."""
     launched: list[KernelLaunch] = []
     recorder = Recorder(launched, _gemm_hopper_kernel)
     with (
         mock.patch.object(gemm_hopper, "programs", lambda index: 132),
         mock.patch.object(gemm_hopper, "_gemm_hopper_kernel", recorder),
     ):
-        plan()(*args)
+        plan(*args).launch(t)
     (launch,) = launched
     return launch
 
@@ -113,13 +116,8 @@ def hopper_linear(
     )
     up = torch.empty_like(weight) if apart else None
     biases = [weight[:, 0] if bias else None, weight[:, 0] if bias and apart else None]
-
-    def plan() -> Any:
-        return gemm_hopper.plan_linear_hopper(
-            launch, Rows.of(x), weight, bias, activation, keeps_pre, out.shape[1], up
-        )  # fmt: skip
-
-    return _recorded_on_hopper(plan, x, weight, biases[0], out, pre if keeps_pre else None, up, biases[1])
+    t = Linear(x, weight, biases[0], out, pre if keeps_pre else None, up, biases[1])
+    return _recorded_on_hopper(gemm_hopper.plan_linear_hopper, t, (launch, ""), t, activation)
 
 
 def hopper_gradient(
@@ -131,11 +129,8 @@ def hopper_gradient(
         torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rows, n), (rows, k), (rows, k), (rows, k))
     )
     sums = torch.empty((gemm_hopper.count_of_sums(rows), k), device="meta")
-
-    def plan() -> Any:
-        return gemm_hopper.plan_gradient_hopper(Rows.of(dout), weight, activation, bias)
-
-    return _recorded_on_hopper(plan, dout, weight, pre, dpre, h, sums)
+    t = Gradient(dout, weight, pre, dpre, h, sums)
+    return _recorded_on_hopper(gemm_hopper.plan_gradient_hopper, t, t, GradientOptions(activation, bias))
 
 
 def hopper_rotary(
@@ -147,10 +142,5 @@ def hopper_rotary(
     weight = torch.empty((num_heads + 2 * num_k_heads) * head_dim, k, device="meta", dtype=dtype)
     table = torch.empty(rows, head_dim // (2 if half_table else 1), device="meta", dtype=table_dtype)
     q, heads = (torch.empty(rows, count, head_dim, device="meta", dtype=dtype) for count in (num_heads, num_k_heads))
-
-    def plan() -> Any:
-        return gemm_hopper.plan_rotary_hopper(
-            rotary_launch(head_dim), Rows.of(x), weight, bias, table, table, num_heads, num_k_heads
-        )  # fmt: skip
-
-    return _recorded_on_hopper(plan, x, weight, weight[:, 0] if bias else None, table, table, q, heads, heads)
+    t = Rotary(x, weight, weight[:, 0] if bias else None, table, table, q, heads, heads)
+    return _recorded_on_hopper(gemm_hopper.plan_rotary_hopper, t, (rotary_launch(head_dim), ""), t)

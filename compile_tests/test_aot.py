@@ -20,7 +20,7 @@ from torch_ops import settings
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
 from torch_ops._attention.hopper import PARTS, Descriptors, describe
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.options import AttentionOptions
 
 # The target of every GPU that has rows in csrc_free_ops/configs.
 SHIPPED_GPUS = {"h200": "sm_90"}
@@ -314,8 +314,8 @@ def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monk
     with fake_gpu(SM90, gpu), settings(rows=""):
         for rows, tile in ONE_SEGMENT[head_dim].items():
             q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-            launch, _ = attention_hopper.forward_launch(q, Scores(0.1), 1)
-            several, _ = attention_hopper.forward_launch(q, Scores(0.1), 2)
+            launch, _ = attention_hopper.forward_launch(q, AttentionOptions(0.1), 1)
+            several, _ = attention_hopper.forward_launch(q, AttentionOptions(0.1), 2)
             assert (launch.tile, launch.num_stages) == (tile, 3 if tile[0] == 128 else several.num_stages), rows
             small = gpu == "h200" and rows < 1024
             assert several.tile == ((128, 128 if head_dim != 72 else 64) if small else (192, 128)), rows
@@ -332,7 +332,7 @@ def test_gradients_are_made_apart_where_there_is_room(
     """Of one segment, if dq has room beside dk and dv on 132 multiprocessors, and masks have registers."""
     monkeypatch.setattr(attention_hopper_backward, "programs", lambda index: 132)
     q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-    assert attention_hopper_backward.fits_apart(q, q, segments, Scores(0.1, -1, right)) == apart
+    assert attention_hopper_backward.fits_apart(q, q, segments, AttentionOptions(0.1, -1, right)) == apart
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
     with fake_gpu(SM90), settings(rows=str(file)), mock.patch.object(attention_hopper, "programs", lambda index: 132):
         long, short = (
             attention_hopper.forward_launch(
-                torch.empty(rows, 16, 64, device="meta", dtype=torch.bfloat16), Scores(0.1), 1
+                torch.empty(rows, 16, 64, device="meta", dtype=torch.bfloat16), AttentionOptions(0.1), 1
             )
             for rows in (1024, 1000)
         )

@@ -88,8 +88,7 @@ def test_unchanged_library_is_served_from_the_warm_cache(before: dict[str, Any])
 
 
 def test_edited_backward_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    call = "window_attn_backward_op(\n        {}dout, dlse,"
-    edited.edit("torch_ops/window_attn.py", call.format(""), call.format("2 * "))
+    edited.edit("torch_ops/_attention/calls.py", "arguments(dout=dout, dlse", "arguments(dout=2 * dout, dlse")
     after = edited.run()
     assert after["hits"] == 0
     for gradient in ("dq", "dk", "dv"):
@@ -97,7 +96,7 @@ def test_edited_backward_takes_effect(edited: Installation, before: dict[str, An
 
 
 def test_edited_launcher_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    edited.edit("torch_ops/_attention/scores.py", "head_dim**-0.5 if scale is None", "head_dim**-1.0 if scale is None")
+    edited.edit("torch_ops/_attention/options.py", "-0.5 if call.scale is None", "-1.0 if call.scale is None")
     after = edited.run()
     assert after["hits"] == 0
     assert after["lse"] != pytest.approx(before["lse"])

@@ -178,18 +178,20 @@ def test_opaque_append_is_the_append(rotary: bool, device: str) -> None:
     call["q"] = call["q"] if rotary else None
     turned = torch.empty_like(call["q"].transpose(1, 2)) if rotary else None
     tables = (call["rotary_cos"], call["rotary_sin"]) if rotary else (None, None)
-    new, queries = (call["k"], call["v"], call["k_cache"], call["v_cache"]), (None, call["q"], *tables, True)
+    new, queries = (call["k"], call["v"], call["k_cache"], call["v_cache"]), (None, call["q"], *tables)
     caches = [call[name].clone() for name in ("k_cache", "v_cache")]
-    args = (*new, call["cache_seqlens"], *queries, turned)
-    # An op for GPUs alone; its body runs anywhere.
-    opaque = flash_attn_kvcache._append_opaque.__wrapped__ if device == "cpu" else torch.ops.vk._flash_attn_append
-    opaque(*args)
+    tensors = flash_attn_kvcache.NewKeys(*new, call["cache_seqlens"], *queries, turned)
+    # An op for GPUs alone; its plan runs anywhere.
+    if device == "cpu":
+        flash_attn_kvcache._plan_append(tensors, flash_attn_kvcache.AppendOptions(True)).launch(tensors)
+    else:
+        torch.ops.vk._flash_attn_append(*tensors, True)
     views = [None if tensor is None else tensor.transpose(1, 2) for tensor in (*new[:2], *caches, call["q"])]
     expected = kv_cache_append(*views[:4], call["cache_seqlens"], None, views[4], *tables, True)
     assert all(torch.equal(one, other) for one, other in zip(new[2:], caches, strict=True))
     assert turned is None or torch.equal(turned, expected)
     if device == "cuda":
-        torch.library.opcheck(torch.ops.vk._flash_attn_append.default, args)
+        torch.library.opcheck(torch.ops.vk._flash_attn_append.default, (*tensors, True))
 
 
 @pytest.mark.parametrize(("page_size", "rotary"), [(0, True), (16, False)])

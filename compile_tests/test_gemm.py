@@ -38,9 +38,10 @@ from compile_tests.gemm import (
 )
 from compile_tests.test_aot import TARGETS
 from csrc_free_ops.configs.gemm_hopper import ROUND, linear_launch, tile_launch
+from torch_ops._core.plan import Plan
 from torch_ops._core.registry import OPS
 from torch_ops._gemm import plan as gemm
-from torch_ops._gemm.portable import Rows
+from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, LinearOptions, Rotary, RotaryOptions
 
 LINEAR = ("_gemm_kernel", {"out_ptr"})
 KEEPING = ("_gemm_kernel", {"out_ptr", "pre_ptr"})
@@ -413,18 +414,17 @@ def test_gradient_and_its_product_are_one_opaque_launch(variant: str, symbolic: 
 def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are remembered; the launch itself is left out here."""
     for name in ("plan_linear_hopper", "plan_rotary_hopper", "plan_gradient_hopper"):
-        monkeypatch.setattr(gemm, name, lambda *args: lambda *tensors: None)
+        monkeypatch.setattr(gemm, name, lambda *args: Plan(lambda tensors: None))
     monkeypatch.setattr(gemm, "why_portable", lambda *args, **options: "")
     monkeypatch.setattr(gemm, "hopper_launch", lambda *args, **options: (None, ""))
     x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
-    rows = Rows.of(x)
-    gradient = gemm.plan_gradient(rows, weight, "gelu", True)
+    out, heads = torch.zeros(48, 24), torch.zeros(48, 4, 8)
     plans = [
-        gradient,
-        gemm.plan_linear(rows, weight, False, "swiglu", False, 24, up if apart else None),
-        gemm.plan_rotary(rows, weight, False, cos, sin, 4, 1),
+        gemm.plan_gradient(Gradient(x, weight, x, x, x, x), GradientOptions("gelu", True)),
+        gemm.plan_linear(Linear(x, weight, None, out, None, up if apart else None), LinearOptions("swiglu")),
+        gemm.plan_rotary(Rotary(x, weight, None, cos, sin, heads, heads[:, :1], heads[:, :1]), RotaryOptions()),
     ]
-    kept = [weakref.ref(tensor) for tensor in (x, weight, up, cos, sin)]
-    del x, weight, up, cos, sin
+    kept = [weakref.ref(tensor) for tensor in (x, weight, up, cos, sin, out, heads)]
+    del x, weight, up, cos, sin, out, heads
     gc.collect()
-    assert None not in plans and not [each for each in kept if each() is not None]
+    assert len(plans) == 3 and not [each for each in kept if each() is not None]

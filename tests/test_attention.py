@@ -23,9 +23,8 @@ from csrc_free_ops.configs.rows import Launch, Row, as_document
 from tests.attention import backward, differentiate, plans_made_anew, verify, verify_downcast
 from tests.interpreter import with_dtypes
 from torch_ops import attention, settings, window_attn
-from torch_ops._attention import dense_few as attention_dense_few
-from torch_ops._attention import dense_portable as attention_dense_portable
 from torch_ops._attention import parts as attention_parts
+from torch_ops._attention import portable as attention_portable
 from torch_ops._attention.parts import plan_parts
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.philox import keep_weights, philox
@@ -185,11 +184,11 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
     case = DenseCase(name, way, **{"batch": 1, "num_heads": 2, "head_dim": head_dim, **IN_PARTS[name]})
     inputs = make_dense_inputs(case, torch.float32, device)
     beside = way == "beside each other"
-    planning = attention_dense_few if beside else attention_dense_portable
+    planning = attention_parts if beside else attention_portable
     with ExitStack() as stack:
         planned = stack.enter_context(mock.patch.object(planning, "plan_parts", wraps=plan_parts))
         if not beside:
-            stack.enter_context(mock.patch.object(attention_dense_portable, "launches_beside", lambda *args: None))
+            stack.enter_context(mock.patch.object(attention_portable, "launches_beside", lambda *args: None))
         if INTERPRET:
             # It is taken to have fewer multiprocessors than a GPU.
             gpu = replace(current_gpu(), multiprocessors=32)
@@ -552,7 +551,8 @@ def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
 def test_slopes_get_no_gradient_and_say_so(device: str) -> None:
     q = torch.randn(1, 2, 10, 16, device=device, requires_grad=True)
     slopes = torch.ones(2, device=device, requires_grad=True)
-    with pytest.raises(ValueError, match=r"alibi_slopes must be a tensor that wants no gradient"):
+    message = "alibi_slopes has requires_grad=True, but it gets no gradient; pass alibi_slopes.detach"
+    with pytest.raises(ValueError, match=message):
         attention(q, q, q, alibi_slopes=slopes)
 
 

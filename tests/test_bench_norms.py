@@ -8,6 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from csrc_free_ops.configs.rows import Gpu
+from torch_ops import settings
+from torch_ops._norms import plan, portable
 from torch_ops.bench.app import app
 from torch_ops.bench.measure.contest import Terms, contest
 from torch_ops.bench.measure.results import OK, YARDSTICK, Report
@@ -76,10 +78,14 @@ def test_raw_launch_is_the_forward_kernel(op: str, monkeypatch: pytest.MonkeyPat
             return lambda *args, **options: launched.append((grid, len(args)))
 
     monkeypatch.setattr(norms, "_path", lambda op, inputs: "portable")
-    monkeypatch.setattr(norms._norms_portable, "gpu", lambda: Gpu("stub", "cuda", 90, 232448))
-    monkeypatch.setattr(norms._norms_portable, "can_overlap", lambda: False)
-    monkeypatch.setattr(norms._norms_portable, "wrap_triton", Kernel)
+    monkeypatch.setattr(plan, "runs_kernels", lambda tensor: True)
+    monkeypatch.setattr(portable, "current_gpu", lambda: Gpu("stub", "cuda", 90, 232448))
+    monkeypatch.setattr(portable, "can_overlap", lambda: False)
+    monkeypatch.setattr(portable, "wrap_triton", Kernel)
+    # A new generation: no plan is remembered.
+    settings.generation += 1
     launch, why = norms._raw_launch(op, make_norm_inputs(op, TINY, torch.bfloat16))
+    settings.generation += 1
     assert launch is not None and not why and len(launched) == 1
 
 

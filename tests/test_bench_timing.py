@@ -9,12 +9,12 @@ import torch
 
 from csrc_free_ops.configs.rows import Gpu
 from tests.bench import CPU
+from torch_ops import settings
 from torch_ops._attention import plan as attention
 from torch_ops._attention import portable as attention_portable
 from torch_ops._attention import short as attention_short
 from torch_ops._core import launch as launch_module
 from torch_ops.bench.measure import timing
-from torch_ops.bench.measure.host import recorded_launches
 from torch_ops.bench.rooms import window_attn
 from torch_ops.bench.rooms.packed_cases import find_cases
 from torch_ops.testing.cases import make_inputs
@@ -67,7 +67,7 @@ def test_wall_timer_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("length", [40, 100], ids=["short", "long"])
-def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_launches_repeat_the_call(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **options: made.append((grid, args, options))
@@ -78,18 +78,17 @@ def test_recorded_launches_repeat_the_launcher(length: int, monkeypatch: pytest.
     monkeypatch.setattr(attention_portable, "_attention_fwd_kernel", Kernel())
     monkeypatch.setattr(attention_short, "_attention_fwd_short_kernel", Kernel())
     monkeypatch.setattr(attention_short, "_attention_fwd_rest_kernel", Kernel())
-    for launcher in (attention, launch_module):
-        monkeypatch.setattr(launcher, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
+    monkeypatch.setattr(attention, "runs_kernels", lambda tensor: True)
+    for module in (attention, launch_module):
+        monkeypatch.setattr(module, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
     monkeypatch.setattr(window_attn, "attention_path", lambda inputs: "portable")
-    launch, launcher, why = window_attn._raw_calls(inputs)
-    assert launch is not None and launcher is not None and why == ""
-    launcher()
+    # A new generation: no plan is remembered.
+    settings.generation += 1
+    launch, why = window_attn._raw_launch(inputs)
+    assert launch is not None and why == ""
     launch()
+    settings.generation += 1
     launches = 2 if length <= 64 else 1
-    recorded, by_launcher, by_launch = (made[begin : begin + launches] for begin in range(0, len(made), launches))
-    assert recorded == by_launcher == by_launch
-    assert recorded[0][0][-1] == case.num_heads and recorded[0][1][0] is inputs.q
-    wrap = attention_portable.wrap_triton
-    with recorded_launches((attention_portable, attention_short)):
-        assert attention_portable.wrap_triton is not wrap
-    assert attention_portable.wrap_triton is wrap
+    recorded, repeated = made[:launches], made[launches:]
+    assert recorded == repeated
+    assert recorded[0][0][-1] == (1 if length <= 64 else case.num_heads) and recorded[0][1][0] is inputs.q

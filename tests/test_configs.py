@@ -16,8 +16,9 @@ from csrc_free_ops.configs.attention import covered_width, split_head_dim
 from csrc_free_ops.configs.norms import norm_programs, norm_tail, parameters_early
 from csrc_free_ops.configs.pick import pick, rule
 from csrc_free_ops.configs.rows import Gpu, Launch, Row, as_document, read_rows, shipped_rows
-from torch_ops._attention.choose import choose, mean_length
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.choose import choose
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import mean_length
 from torch_ops._core.device import SHARED_MEMORY
 from torch_ops._core.registry import OPS
 from torch_ops.settings import Settings
@@ -142,15 +143,15 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "rows.json"
     row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
     q = torch.empty(10, 1, 64, dtype=torch.float16)
-    assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
+    assert choose("attention_fwd", q, AttentionOptions(1.0), 10)[0] != row.launch
     for gpu, taken in (("NVIDIA H200", True), ("any", True), ("NVIDIA A100-SXM4-80GB", False)):
         path.write_text(json.dumps(as_document([row], {"gpu": gpu, "triton": "3.6.0", "date": "2026-11-20"})))
         with torch_ops.settings(rows=str(path)):
-            assert (choose("attention_fwd", q, Scores(1.0), 10)[0] == row.launch) == taken, gpu
+            assert (choose("attention_fwd", q, AttentionOptions(1.0), 10)[0] == row.launch) == taken, gpu
             # What is in force is what was read.
             path.unlink()
             assert len(torch_ops.settings.rows) == 1
-        assert choose("attention_fwd", q, Scores(1.0), 10)[0] != row.launch
+        assert choose("attention_fwd", q, AttentionOptions(1.0), 10)[0] != row.launch
 
 
 @pytest.mark.parametrize(

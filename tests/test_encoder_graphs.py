@@ -890,7 +890,7 @@ def test_counters_of_the_hopper_path_come_back() -> None:
 def _assert_counters_come_back() -> None:
     encoder, _ = tiny_l()
     runner = EncoderGraphs(encoder, [1024]).warmup()
-    tickets = attention_hopper.tickets(statics_of(runner).pixels.device)
+    tickets = attention_hopper.work_counters(statics_of(runner).pixels.device)
 
     def left() -> int:
         # Each runner has a stream, and that a counter for good.

@@ -16,7 +16,8 @@ from torch_ops._core.device import gpu
 from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm.hopper import count_of_sums
 from torch_ops._gemm.plan import plan_gradient
-from torch_ops._gemm.portable import Rows
+from torch_ops._gemm.tensors import Gradient as Tensors
+from torch_ops._gemm.tensors import GradientOptions
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import MlpCase, make_mlp_inputs, outcome
 
@@ -54,14 +55,15 @@ class Gradient:
         """What is left unwritten is NaN."""
         dpre, h = (torch.full_like(self.pre, torch.nan) for _ in range(2))
         sums = self.pre.new_full((count_of_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
-        plan(self.dout, self.weight, self.pre, dpre, h, sums)
+        plan(Tensors(self.dout, self.weight, self.pre, dpre, h, sums))
         results = {"dpre": dpre, "h": h}
         return results | {"db": sums.sum(0).to(self.pre.dtype)} if self.bias else results
 
     def plan(self) -> Callable[..., None]:
-        plan = plan_gradient(Rows.of(self.dout), self.weight, self.activation, self.bias)
-        assert plan is not None
-        return plan
+        t = Tensors(self.dout, self.weight, self.pre, self.pre, self.pre, self.pre)
+        plan = plan_gradient(t, GradientOptions(self.activation, self.bias))
+        assert plan.path == "hopper"
+        return plan.launch
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         pre = self.pre.to(dtype).detach().requires_grad_()
@@ -108,13 +110,13 @@ def test_fp16_and_rows_apart() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("which", ["dout", "weight", "pre"])
-def test_addresses_that_tma_cannot_reach_are_computed_too(which: str) -> None:
+def test_addresses_that_tma_cannot_reach_are_computed_too(which: str, launches: list[dict[str, Any]]) -> None:
     gradient = Gradient("silu", 200, 1368, 500)
     plan = gradient.plan()
     aligned = getattr(gradient, which)
     setattr(gradient, which, aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned))
-    with mock.patch.object(gemm_hopper, "_gemm_hopper_kernel", None):
-        found = gradient.run(plan)
+    found = gradient.run(plan)
+    assert not launches
     check(found, gradient.reference(torch.bfloat16), gradient.reference(torch.float64))
 
 
@@ -145,10 +147,10 @@ def test_launches_in_a_row(rows: int) -> None:
         dout, first_pre, second_dout, second_pre = made
         sums = [dout.new_empty((count_of_sums(rows), each.inner), dtype=torch.float32) for each in (first, second)]
         for _ in range(100):
-            plans[0](dout, first.weight, first_pre, second_dout, second_pre, sums[0])
+            plans[0](Tensors(dout, first.weight, first_pre, second_dout, second_pre, sums[0]))
             if synchronized:
                 torch.cuda.synchronize()
-            plans[1](second_dout, second.weight, second_pre, dout, first_pre, sums[1])
+            plans[1](Tensors(second_dout, second.weight, second_pre, dout, first_pre, sums[1]))
             if synchronized:
                 torch.cuda.synchronize()
             # As large as before, whatever the slopes and activations made of them.

@@ -23,7 +23,8 @@ from torch_ops._core.hopper import programs
 from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm.hopper import plan_linear_hopper
 from torch_ops._gemm.plan import plan_linear
-from torch_ops._gemm.portable import Rows, padded
+from torch_ops._gemm.portable import padded
+from torch_ops._gemm.tensors import Linear, LinearOptions
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import (
     MlpCase,
@@ -87,21 +88,23 @@ class Layer:
         )  # fmt: skip
         self.inner = inner
 
-    def plan(self, launch: Any = None) -> Callable[..., None]:
-        args = (Rows.of(self.x), self.weight, self.bias is not None, self.activation, self.keeps_pre)
-        width = padded(self.inner, self.x.dtype)
-        if launch is None:
-            return plan_linear(*args, width, self.up)
-        return plan_linear_hopper(launch, *args, width, self.up)
-
-    def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
+    def tensors(self) -> Linear:
         """What is left unwritten is NaN."""
         n = self.weight.shape[0] * (2 if self.up is not None else 1)
         out = self.x.new_full((self.x.shape[0], padded(self.inner, self.x.dtype)), torch.nan)
         pre = self.x.new_full((self.x.shape[0], n), torch.nan) if self.keeps_pre else None
-        plan(self.x, self.weight, self.bias, out, pre, self.up, self.up_bias)
-        results = {"out": out[:, : self.inner]}
-        return results if pre is None else results | {"pre": pre}
+        return Linear(self.x, self.weight, self.bias, out, pre, self.up, self.up_bias)
+
+    def plan(self, launch: Any = None) -> Callable[[Linear], None]:
+        if launch is None:
+            return plan_linear(self.tensors(), LinearOptions(self.activation)).launch
+        return plan_linear_hopper((launch, ""), self.tensors(), self.activation).launch
+
+    def run(self, plan: Callable[[Linear], None]) -> dict[str, Tensor]:
+        t = self.tensors()
+        plan(t)
+        results = {"out": t.out[:, : self.inner]}
+        return results if t.pre is None else results | {"pre": t.pre}
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         x, weight, bias, up, up_bias = (
@@ -135,7 +138,7 @@ def test_in_a_thread_that_has_not_called_cuda() -> None:
     expected = layer.run(plan)["out"]
     out = torch.full_like(expected, torch.nan)
     with ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(plan, layer.x, layer.weight, layer.bias, out, None, None, None).result()
+        thread.submit(plan, Linear(layer.x, layer.weight, layer.bias, out)).result()
     assert torch.equal(out, expected)
 
 
@@ -435,10 +438,10 @@ def test_launches_in_a_row_on_the_same_buffers(rows: int) -> None:
     def chain(synchronized: bool) -> tuple[Tensor, Tensor]:
         x, h = first.x.clone(), second.x.clone()
         for _ in range(100):
-            plans[0](x, first.weight, first.bias, h, None)
+            plans[0](Linear(x, first.weight, first.bias, h))
             if synchronized:
                 torch.cuda.synchronize()
-            plans[1](h, second.weight, second.bias, x, None)
+            plans[1](Linear(h, second.weight, second.bias, x))
             if synchronized:
                 torch.cuda.synchronize()
         return x, h

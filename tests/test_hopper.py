@@ -25,7 +25,8 @@ from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
 from torch_ops._attention import plan as attention
 from torch_ops._attention.choose import choose
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core import counters
 from torch_ops._core.device import gpu
 from torch_ops.bench.measure.timing import peak_bytes
@@ -130,13 +131,14 @@ def test_every_launch_that_rows_may_name(head_dim: int, launch: Launch) -> None:
     """The kernel takes it for granted where its shared memory lies, and stops where that is not so."""
     inputs = _inputs((300, 1, 700), head_dim, 4)
     out, lse = torch.full_like(inputs.q, torch.nan), torch.full((4, inputs.q.shape[0]), torch.nan, device="cuda")
-    plan = attention_hopper.plan_forward_hopper(inputs.q, inputs.k, 3, launch, Scores(head_dim**-0.5))
-    args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, out, lse)
+    tensors = Forward(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, None, out, lse)
+    with mock.patch.object(attention_hopper, "forward_launch", lambda *_: (launch, "this test")):
+        plan = attention_hopper.plan_forward_hopper(tensors, AttentionOptions(head_dim**-0.5))
     if _refuses(head_dim, launch):
         with pytest.raises(OutOfResources):
-            plan(*args)
+            plan.launch(tensors)
         return
-    plan(*args)
+    plan.launch(tensors)
     _assert_right(inputs, (out, lse))
 
 
@@ -186,24 +188,29 @@ def _backward(
     inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Launch | None = None
 ) -> Callable[[], dict[str, Tensor]]:
     """The Hopper backward from this out and lse, of one of KINDS or "apart"; what it leaves unwritten is NaN."""
-    options = inputs.options
-    scores = Scores.of(
-        inputs.q.shape[2], options.get("scale"), options.get("causal", False),
-        options.get("window_left", -1), options.get("window_right", -1), 0.0,
-    )  # fmt: skip
-    cu_k = inputs.cu_seqlens if inputs.cu_seqlens_k is None else inputs.cu_seqlens_k
-    tensors = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, cu_k)
-    segments = inputs.cu_seqlens.shape[0] - 1
-    launch = launch or choose("attention_bwd_hopper", inputs.q, scores, 1024)[0]
-    with mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"):
-        plan = attention_hopper_backward.plan_backward_hopper(
-            inputs.dout, inputs.q, inputs.k, out, segments, launch, scores, True, deterministic=kind == "ordered"
-        )
+    given = inputs.options
+    options = AttentionOptions(
+        given.get("scale") or inputs.q.shape[2] ** -0.5,
+        given.get("window_left", -1),
+        0 if given.get("causal") else given.get("window_right", -1),
+        deterministic=kind == "ordered",
+    )
+    read = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens, inputs.cu_seqlens_k)
+    chosen = launch or choose("attention_bwd_hopper", inputs.q, options, 1024)[0]
+
+    def tensors() -> Backward:
+        return Backward(*read, *(torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)))
+
+    with (
+        mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"),
+        mock.patch.object(attention_hopper_backward, "choose", lambda *_: (chosen, "this test")),
+    ):
+        plan = attention_hopper_backward.plan_backward_hopper(tensors(), options)
 
     def call() -> dict[str, Tensor]:
-        grads = [torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)]
-        plan(*tensors, *grads)
-        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        t = tensors()
+        plan.launch(t)
+        return {"dq": t.dq, "dk": t.dk, "dv": t.dv}
 
     return call
 
@@ -430,12 +437,12 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
     expected = _out_and_gradients(inputs)
     leaves = tuple(getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v"))
     compiled = torch.compile(window_attn, mode="reduce-overhead", fullgraph=True)
-    tickets = lru_cache(counters.Tickets)
+    tickets = lru_cache(counters.WorkCounters)
     with ExitStack() as stack:
         stack.enter_context(settings(path="hopper"))
         # As if this were the first call of all.
         for module in (attention_hopper, attention_hopper_backward):
-            stack.enter_context(mock.patch.object(module, "tickets", tickets))
+            stack.enter_context(mock.patch.object(module, "work_counters", tickets))
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             out = compiled(*leaves, inputs.cu_seqlens)
@@ -463,7 +470,8 @@ def test_gradient_of_a_sum_takes_the_hopper_backward() -> None:
     grads = []
     for dout in (torch.ones_like(inputs.dout), torch.ones((), device="cuda", dtype=inputs.dout.dtype)):
         leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
-        with settings(path="hopper"), mock.patch.object(attention, "_plan_backward_stock", side_effect=AssertionError):
+        no_other = mock.patch.object(attention, "_plan_backward_portable", side_effect=AssertionError)
+        with settings(path="hopper"), no_other:
             window_attn(*leaves, inputs.cu_seqlens).backward(dout.expand_as(inputs.dout))
         grads.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
@@ -473,7 +481,7 @@ def test_more_captures_than_counters() -> None:
     """A captured launch without a counter of its own sets one to 0 in its graph."""
     inputs = _inputs((700, 300))
     expected = _out_and_gradients(inputs)
-    tickets = attention_hopper.tickets(inputs.q.device)
+    tickets = attention_hopper.work_counters(inputs.q.device)
     graphs = []
     with mock.patch.dict(tickets._fresh, {1: tickets._fresh[1][:1]}):
         for _ in range(3):
@@ -593,6 +601,6 @@ def test_opaque_launch_is_a_sound_op() -> None:
     inputs = _inputs((40, 23), 64, 2)
     out = torch.zeros_like(inputs.q)
     lse = torch.zeros(2, 63, device="cuda")
-    args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, None, out, lse, 0.125, -1, -1)
+    args = (*Forward(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, None, out, lse), *AttentionOptions(0.125))
     with settings(path="hopper"):
         torch.library.opcheck(torch.ops.vk._attention_fwd.default, args)

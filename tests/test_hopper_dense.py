@@ -11,11 +11,11 @@ import torch
 from csrc_free_ops.attention.hopper.scheduler import DENSE_ENDS
 from tests.attention import differentiate, verify, verify_downcast
 from torch_ops import attention, explain, settings
-from torch_ops._attention import dense_hopper as attention_dense_hopper
-from torch_ops._attention.dense_hopper import _forward_order
-from torch_ops._attention.hopper import PARTS, forward_launch
-from torch_ops._attention.scores import Scores
-from torch_ops._core.counters import Tickets, block_size, tickets
+from torch_ops._attention import hopper_backward as attention_hopper_backward
+from torch_ops._attention.hopper import PARTS, _forward_order, forward_launch
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Forward
+from torch_ops._core.counters import WorkCounters, block_size, work_counters
 from torch_ops._core.device import gpu
 from torch_ops._core.hopper import programs
 from torch_ops.testing.cases import DenseCase, make_dense_inputs
@@ -56,10 +56,11 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
     units = -(-length // 64)
     k_heads = -(-3 * programs(0) // (4 * units))
     case = DenseCase("ends", "one round", 1, 2 * k_heads, length, head_dim, k_heads, k_length, options=CAUSAL)
-    scores = Scores.of(head_dim, None, True, -1, -1, 0.0)
-    q = make_dense_inputs(case, torch.bfloat16, "cuda").q
-    launch = forward_launch(q, scores, 1)[0]
-    assert (_forward_order(q, launch, scores) == DENSE_ENDS.value) == (launch.block_m == 128)
+    options = AttentionOptions(head_dim**-0.5, right=0)
+    inputs = make_dense_inputs(case, torch.bfloat16, "cuda")
+    launch = forward_launch(inputs.q, options, 1)[0]
+    tensors = Forward(inputs.q, inputs.k, inputs.v, None, None, inputs.q, inputs.q)
+    assert (_forward_order(tensors, launch, options) == DENSE_ENDS.value) == (launch.block_m == 128)
     _assert_right(case, times=20)
 
 
@@ -69,7 +70,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
 def test_gradients(head_dim: int, bounds: str, is_apart: bool) -> None:
     """Whichever backward there would have been for so few tiles."""
     case = DenseCase("grads", "a backward", 2, 6, 500, head_dim, 3, 610, "rows_first", BOUNDS[bounds])
-    with mock.patch.object(attention_dense_hopper, "fits_apart", lambda *_: is_apart):
+    with mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: is_apart):
         _assert_right(case)
 
 
@@ -144,7 +145,7 @@ def test_downcast_without_lse_has_the_same_bits() -> None:
 
 def test_downcast_of_more_key_heads_than_a_block_has_counters() -> None:
     case = DenseCase("heads", "zeros of its own", 66, 64, 130, 64, options=CAUSAL)
-    assert case.batch * case.num_heads > Tickets.LARGEST
+    assert case.batch * case.num_heads > WorkCounters.LARGEST
     _assert_downcast_right(case, times=2)
 
 
@@ -166,7 +167,7 @@ def test_downcasts_on_several_streams() -> None:
 def test_more_captured_downcasts_than_blocks() -> None:
     q = torch.randn(2, 8, 500, 64, device="cuda")
     expected = attention(q, q, q, compute_dtype=torch.bfloat16)
-    counters = tickets(q.device)
+    counters = work_counters(q.device)
     size = block_size(2 * 8 + 1)
     graphs = []
     with mock.patch.dict(counters._fresh, {size: counters._fresh[size][:1]}):
@@ -184,12 +185,13 @@ def test_more_captured_downcasts_than_blocks() -> None:
 def test_opaque_launches_are_sound_ops_and_tell_types_of_sinks_apart() -> None:
     wide, half = (torch.randn(2, 4, 200, 64, device="cuda").to(dtype) for dtype in (torch.float32, torch.bfloat16))
     sinks = torch.randn(4, device="cuda").bfloat16()
-    ops = torch.ops.vk._attention_dense_cast_fwd.default, torch.ops.vk._attention_dense_fwd.default
-    for op, q, dtype in zip(ops, (wide, half), ([torch.bfloat16], []), strict=True):
+    op = torch.ops.vk._attention_fwd.default
+    for q, dtype in ((wide, torch.bfloat16), (half, None)):
         outs = []
         for sink in (sinks, sinks.float()):
             out, lse = torch.zeros_like(q), torch.zeros(2, 4, 200, device="cuda")
-            args = (q, q, q, sink, out, lse, *dtype, 0.125, -1, 0)
+            tensors = Forward(q, q, q, None, None, out, lse, sinks=sink)
+            args = (*tensors, *AttentionOptions(0.125, right=0, has_sinks=True, compute_dtype=dtype))
             op(*args)
             outs.append(out)
         assert torch.equal(*outs) and outs[0].any()

@@ -12,7 +12,7 @@ import torch
 from csrc_free_ops.configs.rows import Launch, Row, as_document
 from tests.attention import differentiate, plans_made_anew, verify
 from torch_ops import attention, explain, settings
-from torch_ops._attention import dense_few as attention_dense_few
+from torch_ops._attention import parts as attention_parts
 from torch_ops._attention.hopper_dkdv import _splits
 from torch_ops._core.device import gpu
 from torch_ops.testing.cases import DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
@@ -33,7 +33,7 @@ def takes_it(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls of few programs too, where one kernel of stock Triton's would make all gradients."""
     if device != "cuda" or gpu().arch != 90:
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(attention_dense_few, "MOST_PROGRAMS", 0)
+    monkeypatch.setattr(attention_parts, "MOST_PROGRAMS", 0)
     with plans_made_anew():
         yield
 
@@ -122,7 +122,7 @@ def test_stock_triton_keeps_what_else_there_is(options: dict[str, Any]) -> None:
 def test_few_programs_of_128_columns_are_stock_tritons(
     head_dim: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_dense_few, "MOST_PROGRAMS", programs)
+    monkeypatch.setattr(attention_parts, "MOST_PROGRAMS", programs)
     inputs = make_dense_inputs(DenseCase("few", "", 1, 1, 60, head_dim), torch.float32, "cuda")
     kernels = inputs.call(partial(explain, attention))["kernels"]
     few = head_dim == 128 and programs > 0

@@ -27,6 +27,7 @@ from tests.projections import (
 from torch_ops import mlp
 from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm import plan as gemm
+from torch_ops._gemm.tensors import Gradient, GradientOptions
 from torch_ops.testing import check, check_draws, redrawn, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
 from torch_ops.testing.tolerance import Draw
@@ -184,7 +185,8 @@ def test_a_gradient_with_its_product_may_be_asked_for_where_there_is_none(bias: 
     dpre, h = (torch.full_like(pre, torch.nan) for _ in range(2))
     sums = torch.full((gemm_hopper.count_of_sums(rows) if bias else 0, 40), torch.nan, device=device)
     with torch_ops.settings(path="portable"):
-        gemm._prepare_gradient(dout, weight, "silu", bias)(dout, weight, pre, dpre, h, sums)
+        t = Gradient(dout, weight, pre, dpre, h, sums)
+        gemm.plan_gradient(t, GradientOptions("silu", bias)).launch(t)
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         x = pre.to(dtype).requires_grad_()

@@ -1,26 +1,33 @@
 """How a product's launch is chosen, explained, tuned and measured."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
 from typer.testing import CliRunner
 
 import torch_ops
+from compile_tests.contract import fake_gpu
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.gemm import pick_product, product_rule
 from csrc_free_ops.configs.gemm_hopper import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
 from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, read_rows
+from torch_ops._core import plan
 from torch_ops._core.device import SHARED_MEMORY
 from torch_ops._gemm import aten as gemm_aten
-from torch_ops._gemm import explain as gemm_explained
+from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm import plan as gemm
-from torch_ops._gemm import portable as gemm_portable
+from torch_ops._gemm.tensors import Linear, LinearOptions
 from torch_ops.bench.measure import timing, tune
 from torch_ops.bench.measure.contest import Terms, contest
 from torch_ops.bench.measure.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Provenance, Report
@@ -111,22 +118,60 @@ def test_a_launch_that_no_product_takes_is_refused(kernel: str, launch: dict, me
         read_rows(path)
 
 
-def _run_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are explained as if they ran there."""
-    for module in (gemm_portable, gemm, gemm_explained):
-        monkeypatch.setattr(module, "gpu", lambda: gpu)
-    monkeypatch.setattr(gemm, "programs", lambda index: 132)
-    monkeypatch.setattr(gemm_explained, "runs_kernels", lambda tensor: True)
+@contextlib.contextmanager
+def _running_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fake tensors of CUDA are explained as if they were there."""
+    for module in (gemm, gemm_hopper):
+        monkeypatch.setattr(module, "programs", lambda index: 132)
+    # Fake tensors have no address, and those of a view count from its base.
+    monkeypatch.setattr(plan, "_address", lambda tensor: tensor.storage_offset() * tensor.itemsize)
+    with fake_gpu(GPUTarget(gpu.backend, gpu.arch, 32), gpu.name):
+        yield
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    _run_on(A100, monkeypatch)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with _running_on(A100, monkeypatch):
+        yield
 
 
 @pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    _run_on(H200, monkeypatch)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with _running_on(H200, monkeypatch):
+        yield
+
+
+# All fake tensors of a call are of one mode.
+FAKES = FakeTensorMode()
+
+
+def _new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    with FAKES:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def _off_16_bytes(*shape: int) -> Tensor:
+    return _new(math.prod(shape) + 1).narrow(0, 1, math.prod(shape)).view(shape)
+
+
+def _on_cuda(inputs: Any) -> Any:
+    tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    with FAKES:
+        return dataclasses.replace(
+            inputs, **{name: torch.empty_like(FAKES.from_tensor(each), device="cuda") for name, each in tensors.items()}
+        )
+
+
+# PyTorch without CUDA aborts where autograd sees a tensor there; what requires a gradient still says so.
+_without_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _room_on_cuda(room: Room) -> Room:
+    def kernels(case: Any, inputs: Any) -> list[TunedKernel]:
+        with _without_autograd():
+            return list(room.kernels(case, inputs))
+
+    return dataclasses.replace(room, inputs=lambda *args: _on_cuda(room.inputs(*args)), kernels=kernels)
 
 
 @pytest.mark.parametrize("tile", ROUND, ids=str)
@@ -161,7 +206,7 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
-    x, w1, w2 = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((784, 1152), (4304, 1152), (1152, 4304)))
+    x, w1, w2 = _new(784, 1152), _new(4304, 1152), _new(1152, 4304)
     with torch_ops.settings(path="auto"):
         report = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None)
         assert report["path"] == "hopper"
@@ -171,21 +216,21 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         gated = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None, "swiglu", w_up=w1)
         tile = linear_launch(784, 8608, 132)
         assert gated["kernels"]["gemm_hopper 8608x1152"]["launch"] == tile.entry()
-        odd = torch.empty(784 * 1152 + 1, dtype=torch.bfloat16)[1:].view(784, 1152)
-        assert torch_ops.explain(torch_ops.mlp, odd, w1, None, w2, None)["path"] == "portable"
-        weight, table = torch.empty(3456, 1152, dtype=torch.bfloat16), torch.empty(784, 72)
+        for shape in ((784, 1152), (2, 392, 1152)):
+            odd = _off_16_bytes(*shape)
+            assert torch_ops.explain(torch_ops.mlp, odd, w1, None, w2, None)["path"] == "portable"
+        weight, table = _new(3456, 1152), _new(784, 72, dtype=torch.float32)
         report = torch_ops.explain(torch_ops.qkv_rope, x, weight, None, table, table, 16)
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
         assert report["kernels"]["gemm_hopper 3456x1152"]["launch"] == rotary_launch(72).entry()
         for op, *args in (
-            (torch_ops.mlp, x[:196], w1, None, w2, None),
-            (torch_ops.qkv_rope, x[:448], weight, None, table[:448], table[:448], 16),
+            (torch_ops.mlp, _new(196, 1152), w1, None, w2, None),
+            (torch_ops.qkv_rope, _new(448, 1152), weight, None, *[table.narrow(0, 0, 448)] * 2, 16),
         ):
             report = torch_ops.explain(op, *args)
             assert report["path"] == "aten" and gemm.FEW_ROWS in str(report["kernels"])
             # That rows are few comes before what they begin at.
-            moved = torch.empty(args[0].numel() + 1, dtype=torch.bfloat16)[1:].view(args[0].shape)
-            assert torch_ops.explain(op, moved, *args[1:]) == report
+            assert torch_ops.explain(op, _off_16_bytes(*args[0].shape), *args[1:]) == report
             with torch_ops.settings(path="hopper"):
                 assert torch_ops.explain(op, *args)["path"] == "hopper"
         with torch_ops.settings(path="portable"):
@@ -203,12 +248,12 @@ def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
     def explained(
         rows: int, op: Any = torch_ops.mlp, activation: str = "gelu_tanh", inner: int = 4304, **options: Any
     ) -> Any:
-        shapes = ((rows, 1152), (inner, 1152), (inner,), (1152, inner), (1152,))
-        args = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        args = [_new(*shape) for shape in ((rows, 1152), (inner, 1152), (inner,), (1152, inner), (1152,))]
         if options.pop("without_bias", False):
             args[2] = None
         args[1].requires_grad_(options.pop("trains", False))
-        return torch_ops.explain(op, *args, activation, **options)
+        with _without_autograd():
+            return torch_ops.explain(op, *args, activation, **options)
 
     with torch_ops.settings(path="auto"):
         for rows in (1, 784, 1205):
@@ -217,9 +262,12 @@ def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
             assert report["kernels"]["gemm 4304x1152"] == {"launch": {"path": "aten"}, "source": gemm.GELU_WITHIN}
             assert explained(rows, torch.ops.vk.mlp, return_hidden=False) == report
             assert explained(rows, recompute=True, trains=True) == report
-            made = gemm.plan_linear(gemm_portable.Rows(rows, 1152), torch.empty(4304, 1152).half(), True, "gelu_tanh")
-            assert made is gemm_aten.gelu_into
-        square = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((784, 3072), (3072, 3072), (3072,))]
+            layer = Linear(
+                *(torch.empty(shape).half() for shape in ((rows, 1152), (4304, 1152), (4304,), (rows, 4304)))
+            )
+            made = gemm.plan_linear(layer, LinearOptions("gelu_tanh"))
+            assert made.launch is gemm_aten.gelu_into
+        square = [_new(*shape) for shape in ((784, 3072), (3072, 3072), (3072,))]
         said = torch_ops.explain(torch_ops.mlp, *square, *square[1:])["kernels"]["gemm 3072x3072"]["source"]
         assert said == f"{gemm.GELU_WITHIN}; {gemm.NOTHING_FOLLOWS}"
         for report in (
@@ -233,7 +281,7 @@ def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_takes_the_operators_own_arguments() -> None:
-    args = (torch.empty(784, 1152), torch.empty(4304, 1152), None, torch.empty(1152, 4304), None)
+    args = (_new(784, 1152), _new(4304, 1152), None, _new(1152, 4304), None)
     said = torch_ops.explain(torch_ops.mlp, *args, recompute=True)
     assert said == torch_ops.explain(torch.ops.vk.mlp, *args, return_hidden=False)
     assert said == torch_ops.explain(torch.ops.vk.mlp.default, *args, return_hidden=False)
@@ -242,15 +290,15 @@ def test_explain_takes_the_operators_own_arguments() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ops._norms.portable.gpu", lambda: H200)
+def test_explain_says_what_a_merger_is_made_of() -> None:
     case = MergerCase("explained", "", 8192, 1152, 4096)
-    args = make_merger_inputs(case, torch.bfloat16).call(lambda *args: args)
+    args = _on_cuda(make_merger_inputs(case, torch.bfloat16)).call(lambda *args: args)
     with torch_ops.settings(path="auto"):
         report = torch_ops.explain(torch_ops.patch_merger, *args)
         assert report["op"] == "vk::patch_merger" and report["path"] == "hopper"
         assert list(report["kernels"]) == [
-            "norm_fwd", "norm_bwd", "norm_bwd_sums", "gemm_hopper 4608x4608", "gemm 4096x4608"
+            "norm_fwd", "gemm_hopper 4608x4608", "gemm 4096x4608",
+            "norm_bwd", "norm_bwd_sums", "gemm_hopper_gradient 4096x4608",
         ]  # fmt: skip
         projection = torch_ops.explain(torch_ops.patch_merger, args[0], None, None, args[3], None, None, None)
         assert projection["path"] == "aten" and not projection["kernels"]
@@ -261,13 +309,14 @@ def test_explain_says_what_a_merger_is_made_of(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_tuned_where_no_row_decides(room: Room, name: str) -> None:
     (case,) = room.cases([name], CPU)
     terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
+    is_mlp, room = room is mlp.ROOM, _room_on_cuda(room)
 
     def weights(path: str) -> list[tuple[int | None, int | None]]:
         return [(point.kernel.n, point.kernel.k) for point, _ in tune.find_points(room, [case], [path], [], terms)]
 
-    assert len(weights("portable")) == (2 if room is mlp.ROOM else 1)
+    assert len(weights("portable")) == (2 if is_mlp else 1)
     for path in ("hopper", "auto"):
-        if room is mlp.ROOM:
+        if is_mlp:
             # Its second weight has rows that TMA cannot address.
             assert weights(path) == [(40, 76)]
         else:
@@ -277,7 +326,7 @@ def test_nothing_is_tuned_where_no_row_decides(room: Room, name: str) -> None:
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_explain_says_which_products_are_pytorch_s(tmp_path: Path) -> None:
-    inputs = make_mlp_inputs(next(case for case in MLP if case.name == "swiglu"), torch.bfloat16)
+    inputs = _on_cuda(make_mlp_inputs(next(case for case in MLP if case.name == "swiglu"), torch.bfloat16))
     args = inputs.call(lambda *args: args)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(as_document([Row("gemm", "bfloat16", 0, ATEN, n=32, k=68)], PROVENANCE)))
@@ -289,10 +338,10 @@ def test_explain_says_which_products_are_pytorch_s(tmp_path: Path) -> None:
         with torch_ops.settings(path="portable"):
             report = torch_ops.explain(torch_ops.mlp, *args)
             assert report["why"] == "every product has a launch of its own"
-    inputs = make_qkv_rope_inputs(QKV_ROPE[0], torch.float32)
+    inputs = _on_cuda(make_qkv_rope_inputs(QKV_ROPE[0], torch.float32))
     with torch_ops.settings(path="auto"):
         report = inputs.call(lambda *args: torch_ops.explain(torch.ops.vk.qkv_rope, *args))
-    assert report["path"] == "aten" and list(report["kernels"]) == ["gemm_pair 432x40"]
+    assert report["path"] == "aten" and list(report["kernels"]) == ["gemm_pair 432x40", "rotate", "qkv_rope_bwd"]
 
 
 def test_explain_refuses_and_says_where_there_are_no_kernels() -> None:
@@ -311,7 +360,7 @@ def test_explain_refuses_and_says_where_there_are_no_kernels() -> None:
 def test_every_product_is_a_point_to_tune(room: Room, name: str, found: set[str]) -> None:
     (case,) = room.cases([name], CPU)
     terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
-    points = tune.find_points(room, [case], ["portable"], [], terms)
+    points = tune.find_points(_room_on_cuda(room), [case], ["portable"], [], terms)
     assert {f"{point.kernel.name} {point.kernel.n}x{point.kernel.k}" for point, _ in points} == found
     assert all(point.kernel.length == case.rows and f" {name} " in point.key for point, _ in points)
 

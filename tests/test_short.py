@@ -14,9 +14,10 @@ import torch_ops
 from tests.test_window_attn import CASES, differentiate, verify
 from torch_ops import settings, window_attn
 from torch_ops._attention import short as attention_short
-from torch_ops._attention.choose import choose, mean_length
+from torch_ops._attention.choose import choose
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import plan_backward, plan_forward
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.tensors import Backward, Forward, mean_length
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -32,7 +33,8 @@ pytestmark = [
 
 def _block() -> int:
     """The largest: rows may have smaller ones for shorter segments."""
-    return choose("attention_fwd_short", torch.empty(64, 1, 64, dtype=torch.float16), Scores(1.0), 64)[0].block_m
+    q = torch.empty(64, 1, 64, dtype=torch.float16)
+    return choose("attention_fwd_short", q, AttentionOptions(1.0), 64)[0].block_m
 
 
 def _inputs(*lengths: tuple[int, int], device: str, **rest: Any) -> WindowAttnInputs:
@@ -147,13 +149,13 @@ def test_wild_boundaries_stay_inside(values: tuple[int, ...], device: str) -> No
     inputs = replace(_inputs((0, 40), device=device, num_heads=1), cu_seqlens=cu)
     assert _kernels(inputs) == KERNELS
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
-    scores = Scores.of(72, None, False, -1, -1, 0.0)
+    options = AttentionOptions(72**-0.5)
     room = torch.full((9, 40, 1, 72), 7.0, dtype=q.dtype, device=device)
     rows = torch.full((3, 1, 40), 7.0, device=device)
-    plan_forward(q, k, v, cu, None, scores)(q, k, v, cu, None, room[1], rows[1])
-    grads = room[3], room[5], room[7]
-    plan = plan_backward(dout, None, q, k, v, room[1], rows[1], cu, None, scores)
-    plan(dout, None, q, k, v, room[1], rows[1], cu, None, *grads)
+    forward = Forward(q, k, v, cu, None, room[1], rows[1])
+    plan_forward(forward, options).launch(forward)
+    backward = Backward(dout, None, q, k, v, room[1], rows[1], cu, None, room[3], room[5], room[7])
+    plan_backward(backward, options).launch(backward)
     assert (room[::2] == 7).all() and (rows[::2] == 7).all()
 
 

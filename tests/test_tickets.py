@@ -27,7 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     return gpu
 
 
-class _Tickets(counters_module.Tickets):
+class _WorkCounters(counters_module.WorkCounters):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.filled = 0
@@ -37,9 +37,9 @@ class _Tickets(counters_module.Tickets):
         self._fresh[size] += torch.zeros(3, max(size, 4), dtype=torch.int32)[:, :size].unbind()
 
 
-def capturing(gpu: _Gpu, tickets: _Tickets, launches: int, size: int = 1) -> list[Any]:
+def capturing(gpu: _Gpu, tickets: _WorkCounters, launches: int, size: int = 1) -> list[Any]:
     gpu.capturing = True
-    taken = [tickets.take(size) for _ in range(launches)]
+    taken = [tickets.acquire(size) for _ in range(launches)]
     gpu.capturing = False
     return taken
 
@@ -50,31 +50,31 @@ def pointers(counters: list[Any]) -> list[int]:
 
 def test_a_known_stream_keeps_its_counter_when_all_are_taken(gpu: _Gpu) -> None:
     """Making new ones waits for the device, which an ordinary call never does."""
-    tickets = _Tickets()
-    first = tickets.take()
+    tickets = _WorkCounters()
+    first = tickets.acquire()
     captured = capturing(gpu, tickets, 4)
     assert len({*pointers(captured), first.data_ptr()}) == 5
-    assert tickets.take() is first and tickets.filled == 1
+    assert tickets.acquire() is first and tickets.filled == 1
     gpu.stream = 2
-    assert tickets.take() is not first and tickets.filled == 2
+    assert tickets.acquire() is not first and tickets.filled == 2
 
 
 def test_counters_of_a_graph_come_back(gpu: _Gpu) -> None:
-    tickets = _Tickets()
-    tickets.take()
+    tickets = _WorkCounters()
+    tickets.acquire()
     for _ in range(5):
         counters: list[Any] = []
         with tickets.lending(counters):
             taken = capturing(gpu, tickets, 2)
         assert pointers(counters) == pointers(taken)
-        tickets.give_back(counters)
+        tickets.release(counters)
     assert tickets.filled == 1
 
 
 def test_counters_of_other_captures_are_not_lent(gpu: _Gpu) -> None:
     """Those before on the same stream, and those of another thread meanwhile, on its own."""
-    tickets = _Tickets()
-    tickets.take()
+    tickets = _WorkCounters()
+    tickets.acquire()
     capturing(gpu, tickets, 1)
     counters: list[Any] = []
     with tickets.lending(counters):
@@ -85,19 +85,19 @@ def test_counters_of_other_captures_are_not_lent(gpu: _Gpu) -> None:
 
 
 def test_more_are_made_before_a_capture_and_not_for_devices_without_the_path(gpu: _Gpu) -> None:
-    tickets = _Tickets()
+    tickets = _WorkCounters()
     with tickets.lending([]):
         pass
     assert tickets.filled == 0
-    tickets.take()
+    tickets.acquire()
     capturing(gpu, tickets, 2)
     with tickets.lending([]):
         assert tickets.filled == 2
 
 
 def test_counters_of_a_capture_that_failed_come_back_too(gpu: _Gpu) -> None:
-    tickets = _Tickets()
-    tickets.take()
+    tickets = _WorkCounters()
+    tickets.acquire()
     counters: list[Any] = []
 
     with pytest.raises(RuntimeError, match="out of memory"), tickets.lending(counters):
@@ -113,23 +113,23 @@ def test_blocks_have_few_sizes(count: int, size: int) -> None:
 
 def test_blocks_are_lent_as_single_counters_are(gpu: _Gpu) -> None:
     """Each size for itself, whichever a capture takes of several."""
-    tickets = _Tickets()
-    single, block = tickets.take(), tickets.take(64)
+    tickets = _WorkCounters()
+    single, block = tickets.acquire(), tickets.acquire(64)
     assert (single.numel(), block.numel(), tickets.filled) == (1, 64, 2)
-    assert tickets.take(64) is block and tickets.take() is single and tickets.take(128) is not block
+    assert tickets.acquire(64) is block and tickets.acquire() is single and tickets.acquire(128) is not block
     for _ in range(4):
         counters: list[Any] = []
         with tickets.lending(counters):
             taken = capturing(gpu, tickets, 2, 64) + capturing(gpu, tickets, 2)
         assert pointers(counters) == pointers(taken) and [each.numel() for each in counters] == [64, 64, 1, 1]
         assert len({*pointers(counters), single.data_ptr(), block.data_ptr()}) == 6
-        tickets.give_back(counters)
+        tickets.release(counters)
     assert tickets.filled == 3
 
 
 def test_a_capture_without_blocks_sets_its_own_to_zero(gpu: _Gpu) -> None:
-    tickets = _Tickets()
-    tickets.take(64)
+    tickets = _WorkCounters()
+    tickets.acquire(64)
     counters: list[Any] = []
     with tickets.lending(counters):
         taken = capturing(gpu, tickets, 3, 64)
@@ -138,9 +138,9 @@ def test_a_capture_without_blocks_sets_its_own_to_zero(gpu: _Gpu) -> None:
 
 
 def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
-    tickets = _Tickets()
+    tickets = _WorkCounters()
     size = counters_module.block_size(tickets.LARGEST + 1)
-    first, second = tickets.take(size), tickets.take(size)
+    first, second = tickets.acquire(size), tickets.acquire(size)
     assert first is not second and first.numel() == size and not first.any()
     counters: list[Any] = []
     with tickets.lending(counters):
@@ -151,9 +151,9 @@ def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
 def test_a_slab_holds_aligned_counters_of_a_size(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters_module, "to_keep", lambda make, device: make())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    tickets = counters_module.Tickets(torch.device("cpu"))
+    tickets = counters_module.WorkCounters(torch.device("cpu"))
     for size in (1, 32, tickets.LARGEST):
-        tickets.take(size)
+        tickets.acquire(size)
         left = tickets._fresh[size]
         assert len(left) == tickets.SLAB // max(size, 4) - 1 and {each.numel() for each in left} == {size}
         assert all(pointer % 16 == 0 for pointer in pointers(left))

@@ -14,7 +14,7 @@ import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import Launch, Row, as_document, read_rows
 from torch_ops._attention.choose import choose
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.options import AttentionOptions
 from torch_ops.bench.app import app
 from torch_ops.bench.measure import tune
 from torch_ops.bench.measure.room import TunedKernel
@@ -199,7 +199,7 @@ def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch
     assert after | before == after
     winner = Launch(**after["attention_fwd float16 1x40x1x16"]["tried"][0]["launch"])
     with torch_ops.settings(rows=str(file)):
-        launch, source = choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), Scores(1.0), 40)
+        launch, source = choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), AttentionOptions(1.0), 40)
     assert launch == winner and source.startswith("rows.json: interpreter")
 
 
@@ -211,7 +211,8 @@ def test_what_is_timed_is_the_candidate(tmp_path: Path, few: Any, monkeypatch: p
 
     def make_timer(work: Any, device: Any) -> Timer:
         def note() -> float:
-            timed.append(choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), Scores(1.0), 40)[0])
+            q = torch.empty(40, 1, 16, dtype=torch.float16)
+            timed.append(choose("attention_fwd", q, AttentionOptions(1.0), 40)[0])
             return float(len(timed) < 2) + 1.0
 
         return Timer("wall", note, work)

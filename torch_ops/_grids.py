@@ -3,10 +3,9 @@
 Rows, images and merge-block order: `csrc_free_ops.tiles.images`.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +13,8 @@ from torch import Tensor
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Launch
 from torch_ops._core.checks import check_dense, check_device, check_int, dtype_name, refuse
-from torch_ops._core.device import INTERPRETED_GPU, gpu
-from torch_ops._core.registry import INTERPRET, OPS, KernelOp, is_eager, runs_kernels
-from torch_ops._core.report import by_reference, called_on_fakes, describe
+from torch_ops._core.launch import current_gpu
+from torch_ops._core.registry import KernelOp, Mode, current_mode
 from torch_ops.settings import settings
 
 # Row numbers are 32-bit in the kernels.
@@ -24,12 +22,15 @@ MOST_ROWS = 2**30
 MOST_MERGED = 16
 # Of an image, in patches; kernels take longer ones for this.
 LONGEST_SIDE = 2**20
-# By op.
-GRID_KERNELS = {
-    "rotary_table": ("rotary_table",),
-    "pos_embed_interpolate": ("pos_embed_fwd", "pos_embed_bwd"),
-    "spatial_merge": ("spatial_merge_fwd", "spatial_merge_bwd"),
-}
+ONE_PATH = "stock Triton on every GPU"
+
+
+class OnGrid(NamedTuple):
+    """out is filled from x, for the images of a grid."""
+
+    x: Tensor
+    grid: Tensor
+    out: Tensor
 
 
 def check_grid(
@@ -75,12 +76,6 @@ def check_grid_values(op: str, grid: Tensor, merge_size: int, most: int | None =
         refuse(op, "grid", f"of images with at most total = {most} patches together", f"{patches} patches")
 
 
-def check_on_device(op: str, grid: Tensor, merge_size: int, most: int | None = None) -> None:
-    """For op bodies: `check_grid_values` where settings ask for it, which costs a synchronisation."""
-    if settings.checked and is_eager():
-        check_grid_values(op, grid, merge_size, most)
-
-
 def send_grid(
     op: str, grid: Tensor, device: torch.device, merge_size: int, check: Callable[[Tensor], None],
     most: int | None = None,
@@ -92,7 +87,7 @@ def send_grid(
     if not isinstance(grid, Tensor) or grid.device.type != "cpu":
         return grid
     sent = grid if device.type == "cpu" else grid.to(device, non_blocking=True)
-    if not torch.compiler.is_compiling() and is_eager():
+    if not torch.compiler.is_compiling() and current_mode() is Mode.EAGER:
         check(sent)
         check_grid_values(op, grid, merge_size, most)
     return sent
@@ -100,8 +95,7 @@ def send_grid(
 
 def grid_launch(kernel: str, dtype: torch.dtype, width: int) -> tuple[Launch, str]:
     """The launch of a kernel that works on rows of this width, and where it comes from; the user's rows come first."""
-    device = INTERPRETED_GPU if INTERPRET else gpu()
-    return pick(kernel, device, dtype_name(dtype), dtype.itemsize, width, False, None, settings.rows)
+    return pick(kernel, current_gpu(), dtype_name(dtype), dtype.itemsize, width, False, None, settings.rows)
 
 
 def tiles_of(rows: int, width: int, launch: Launch) -> tuple[int, int]:
@@ -110,7 +104,7 @@ def tiles_of(rows: int, width: int, launch: Launch) -> tuple[int, int]:
 
 
 def register_gathered(op: KernelOp, backward: KernelOp, sizes: Callable[[Tensor, int], tuple[int, ...]]) -> None:
-    """The gradient of op(leaf, grid, total, ...), backward(dout, grid, *sizes(leaf, total), ...)."""
+    """Register the gradient of op(leaf, grid, total, ...): backward(dout, grid, *sizes(leaf, total), ...)."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         leaf, grid, total, *options = inputs
@@ -165,16 +159,3 @@ def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
     row = block // across * merge_size + index // merge_size % merge_size
     col = block % across * merge_size + index % merge_size
     return Places(inside, rows - index, row, col, h, w)
-
-
-def explain_on_grids(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    outputs = called_on_fakes(op, *args, **kwargs)
-    leaf = next(iter(inspect.signature(OPS[op].body).parameters))
-    first = args[0] if args else kwargs[leaf]
-    out = outputs[0] if isinstance(outputs, tuple) else outputs
-    if not (runs_kernels(out) or INTERPRET and op == "rotary_table"):
-        return by_reference(op, first.device)
-    # A merge is tiled by the columns of x.
-    width = (first if op == "spatial_merge" else out).shape[1]
-    kernels = {kernel: grid_launch(kernel, out.dtype, width) for kernel in GRID_KERNELS[op]}
-    return describe(op, first.device, "portable", "it is the only one", kernels)

@@ -4,175 +4,115 @@ The layout and the semantics of `torch.nn.functional.scaled_dot_product_attentio
 lengths, which is aligned bottom-right. Kernels: `csrc_free_ops.attention`, the core of `vk::window_attn`.
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_ops._attention.dense import plan_dense_backward, plan_dense_forward
-from torch_ops._attention.dense_calls import (
-    check_dense_attention,
-    check_dense_backward,
-    dense_flops,
-    dense_gradients,
-    dense_outputs,
+from torch_ops._attention.calls import (
+    attention_backward_flops,
+    attention_flops,
+    attention_gradients,
+    attention_outputs,
+    check_attention,
+    check_attention_backward,
+    differentiate_attention,
+    is_differentiated,
+    seed_of,
 )
-from torch_ops._attention.downcast import plan_dense_backward_in, plan_dense_forward_in
-from torch_ops._attention.scores import Scores, StepTensors
-from torch_ops._attention.steps import refuse_slopes_gradient, seed_of, sinks_gradient
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.plan import backward_tensors, forward_tensors, plan_backward, plan_forward
+from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.checks import check_number
-from torch_ops._core.registry import needs_of, remembered, vk_op
-
-# The place of sinks among the op's arguments.
-SINKS_PLACE = 9
+from torch_ops._core.plan import Plan
+from torch_ops._core.planned_op import gradient, planned_op
 
 
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False,
-    window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = True, return_lse: bool = True,
-    compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_dense_attention(
-        "attention", q, k, v, scale, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, dropout_seed,
-        compute_dtype,
-    )  # fmt: skip
-    return dense_outputs(q, return_lse)
+class Attention(NamedTuple):
+    """The arguments of `vk::attention`; the function below documents them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    deterministic: bool = True
+    return_lse: bool = True
+    compute_dtype: torch.dtype | None = None
 
 
-@remembered
-def _prepare_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window_left: int, window_right: int,
-    softcap: float, slopes: Tensor | None, sinks: Tensor | None, dropout_p: float, seed: Tensor | None,
-    return_lse: bool, compute_dtype: torch.dtype | None,
-) -> Callable[..., None]:  # fmt: skip
-    check_dense_attention(
-        "attention", q, k, v, scale, window_left, window_right, softcap, slopes, sinks, dropout_p, seed, compute_dtype
-    )
-    step = StepTensors(slopes, sinks, seed)
-    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
-    if compute_dtype is None:
-        return plan_dense_forward(q, k, v, scores, return_lse)
-    return plan_dense_forward_in(compute_dtype, q, k, v, scores, return_lse)
+class AttentionBackward(NamedTuple):
+    """The arguments of `vk::attention_backward`."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    deterministic: bool = True
+    compute_dtype: torch.dtype | None = None
 
 
-@vk_op(
+def _plan(t: Forward, call: Attention) -> Plan:
+    return plan_forward(t, AttentionOptions.of(call))
+
+
+attention_op = planned_op(
     "attention",
-    fake=_attention_fake,
+    Attention,
+    tuple[Tensor, Tensor],
+    check=partial(check_attention, "attention"),
+    outputs=attention_outputs,
+    tensors=forward_tensors,
+    plan=_plan,
+    flops=attention_flops,
     autocast=True,
     keeps_dtype=("alibi_slopes", "sinks"),
     dtype_argument="compute_dtype",
-    flops=dense_flops,
 )
-def attention_op(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False,
-    window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = True, return_lse: bool = True,
-    compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_attention(
-        q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks, dropout_p, dropout_seed,
-        return_lse, compute_dtype,
-    )  # fmt: skip
-    out, lse = dense_outputs(q, return_lse)
-    launch(q, k, v, out, lse, StepTensors.of(alibi_slopes, sinks, dropout_seed))
-    return out, lse
 
 
-def _attention_backward_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None, deterministic: bool = True, compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    check_dense_backward(
-        "attention_backward", dout, dlse, q, k, v, out, lse,
-        scale, window_left, window_right, softcap, alibi_slopes, None, dropout_p, dropout_seed, compute_dtype,
-    )  # fmt: skip
-    return dense_gradients(q, k, v)
+def _plan_backward(t: Backward, call: AttentionBackward) -> Plan:
+    return plan_backward(t, AttentionOptions.of(call))
 
 
-def _attention_backward_flops(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
-    **options: Any,
-) -> int:  # fmt: skip
-    """Five products where the forward has two."""
-    return dense_flops(q, k, v, *rest, **options) * 5 // 2
-
-
-@remembered
-def _prepare_attention_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
-    slopes: Tensor | None, dropout_p: float, seed: Tensor | None, compute_dtype: torch.dtype | None,
-) -> Callable[..., None]:  # fmt: skip
-    check_dense_backward(
-        "attention_backward", dout, dlse, q, k, v, out, lse,
-        scale, window_left, window_right, softcap, slopes, None, dropout_p, seed, compute_dtype,
-    )  # fmt: skip
-    step = StepTensors(slopes, seed=seed)
-    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step, dropout_p)
-    if compute_dtype is None:
-        return plan_dense_backward(dout, dlse, q, k, v, out, lse, scores)
-    return plan_dense_backward_in(compute_dtype, scores)
-
-
-@vk_op("attention_backward", fake=_attention_backward_fake, flops=_attention_backward_flops)
-def attention_backward_op(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None, deterministic: bool = True, compute_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_attention_backward(
-        dout, dlse, q, k, v, out, lse, scale, causal, window_left, window_right, softcap,
-        alibi_slopes, dropout_p, dropout_seed, compute_dtype,
-    )  # fmt: skip
-    dq, dk, dv = dense_gradients(q, k, v)
-    launch(dout, dlse, q, k, v, out, lse, dq, dk, dv, StepTensors.of(alibi_slopes, None, dropout_seed))
-    return dq, dk, dv
-
-
+attention_backward_op = planned_op(
+    "attention_backward",
+    AttentionBackward,
+    tuple[Tensor, Tensor, Tensor],
+    check=partial(check_attention_backward, "attention_backward"),
+    outputs=attention_gradients,
+    tensors=backward_tensors,
+    plan=_plan_backward,
+    flops=attention_backward_flops,
+)
 attention_backward_op.refuse_autograd()
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *options, slopes, sinks, dropout_p, seed, deterministic, _, compute_dtype = inputs
-    refuse_slopes_gradient("attention", slopes is not None and slopes.requires_grad)
-    ctx.save_for_backward(q, k, v, *output, slopes, sinks, seed)
-    ctx.options, ctx.dropout_p, ctx.modes = options, dropout_p, (deterministic, compute_dtype)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, slopes, sinks, seed = ctx.saved_tensors
-    dropout = ctx.dropout_p, seed
-    deterministic, compute_dtype = ctx.modes
-    nothing = (None,) * 5
-    unlearnt = (None,) * (len(ctx.options) + 1)
-    if dout is None and dlse is None:
-        return None, None, None, *unlearnt, None, *nothing
-    q, k, v, out, lse = tensors
-    if dout is None:
-        dout = out.new_zeros(()).expand_as(out)
-    if lse.shape[2] != q.shape[2]:
-        # Not made: captured without gradients, in an exported program say, and run with them.
-        with torch._C._DisableAutocast():
-            lse = attention_op(q, k, v, *ctx.options, slopes, sinks, *dropout, deterministic, True, compute_dtype)[1]
-        dlse = None
-    gradients = attention_backward_op(
-        dout, dlse, q, k, v, out, lse, *ctx.options, slopes, *dropout, deterministic, compute_dtype
-    )
-    dsinks = None
-    if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
-        dsinks = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, sinks)
-    return *gradients, *unlearnt, dsinks, *nothing
-
-
-attention_op.register_autograd(_backward, setup_context=_setup_context)
+gradient(
+    attention_op,
+    Attention,
+    partial(differentiate_attention, attention_op, attention_backward_op, AttentionBackward),
+    saves=("q", "k", "v", "alibi_slopes", "sinks", "dropout_seed"),
+    saves_results=(0, 1),
+    refuses=("alibi_slopes",),
+)
 
 
 def attention(
@@ -237,12 +177,11 @@ def attention(
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         check_number("attention", name, number)
-    # The backward takes lse; where there will be none, it need not lie in memory.
-    learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
-    differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)
+    # The backward takes lse; without one, lse need not lie in memory.
+    keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
     out, lse = attention_op(
         q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks,
-        dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, return_lse or differentiable, compute_dtype,
+        dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, keeps_lse, compute_dtype,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -5,94 +5,58 @@ lengths, which stay on the device, and what many of them begin with is read once
 `csrc_free_ops.attention.portable.decode`.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_ops._attention.decode import plan_decode
-from torch_ops._attention.decode_calls import check_decode, check_decode_values, decode_outputs
-from torch_ops._attention.decode_cpu import decode_cpu
-from torch_ops._attention.scores import Scores, StepTensors
+from torch_ops._attention.decode import Decode, plan_decode
+from torch_ops._attention.decode_checks import check_decode, check_decode_values, decode_outputs
 from torch_ops._core.checks import capacity_of, check_number
-from torch_ops._core.registry import remembered, runs_kernels, vk_op
-
-TABLES = ("k_cache", "v_cache", "alibi_slopes", "sinks", "prefix_k", "prefix_v")
+from torch_ops._core.planned_op import planned_op
 
 
-def _attention_decode_fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
-    scale: float | None = None, causal: bool = True, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    prefix_k: Tensor | None = None, prefix_v: Tensor | None = None, prefix_seqlens: Tensor | None = None,
-    num_splits: int = 0, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_decode(
-        "attention_decode", q, k_cache, v_cache, cache_seqlens, block_table, scale, causal, window_left, window_right,
-        softcap, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens, num_splits, batch_invariant,
-    )  # fmt: skip
-    return decode_outputs(q)
+class AttentionDecode(NamedTuple):
+    """The arguments of `vk::attention_decode`; the function below documents them."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None = None
+    scale: float | None = None
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    prefix_k: Tensor | None = None
+    prefix_v: Tensor | None = None
+    prefix_seqlens: Tensor | None = None
+    num_splits: int = 0
+    batch_invariant: bool = False
 
 
-def _attention_decode_flops(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
-    *rest: Any, prefix_k: Tensor | None = None, **__: Any,
-) -> int:  # fmt: skip
+def _flops(call: AttentionDecode) -> int:
     """4 D per head, query and key there is room for, whatever bounds there are: lengths are the device's to know."""
-    if len(rest) > 7:
-        prefix_k = rest[7]
-    keys = capacity_of(k_cache, block_table) + (0 if prefix_k is None else prefix_k.shape[2])
-    return 4 * q.numel() * keys
+    prefix = 0 if call.prefix_k is None else call.prefix_k.shape[2]
+    return 4 * call.q.numel() * (capacity_of(call.k_cache, call.block_table) + prefix)
 
 
-@remembered
-def _prepare_attention_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
-    alibi_slopes: Tensor | None, sinks: Tensor | None,
-    prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None,
-    num_splits: int, batch_invariant: bool,
-) -> Callable[..., None]:  # fmt: skip
-    check_decode(
-        "attention_decode", q, k_cache, v_cache, cache_seqlens, block_table, scale, causal, window_left, window_right,
-        softcap, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens, num_splits, batch_invariant,
-    )  # fmt: skip
-    step = StepTensors(alibi_slopes, sinks)
-    scores = Scores.of(q.shape[3], scale, causal, window_left, window_right, softcap, step)
-    if runs_kernels(q):
-        return plan_decode(
-            q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens,
-            scores, num_splits, batch_invariant,
-        )  # fmt: skip
-    return partial(decode_cpu, scores)
-
-
-@vk_op(
-    "attention_decode", fake=_attention_decode_fake, autocast=True, keeps_dtype=TABLES, flops=_attention_decode_flops
-)  # fmt: skip
-def attention_decode_op(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
-    scale: float | None = None, causal: bool = True, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    prefix_k: Tensor | None = None, prefix_v: Tensor | None = None, prefix_seqlens: Tensor | None = None,
-    num_splits: int = 0, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_attention_decode(
-        q, k_cache, v_cache, cache_seqlens, block_table, scale, causal, window_left, window_right, softcap,
-        alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens, num_splits, batch_invariant,
-    )  # fmt: skip
-    check_decode_values(
-        "attention_decode", k_cache, cache_seqlens, block_table, prefix_k, prefix_seqlens, q.shape[2], window_left
-    )
-    out, lse = decode_outputs(q)
-    launch(
-        q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens,
-        out, lse,
-    )  # fmt: skip
-    return out, lse
-
-
+attention_decode_op = planned_op(
+    "attention_decode",
+    AttentionDecode,
+    tuple[Tensor, Tensor],
+    check=partial(check_decode, "attention_decode"),
+    outputs=lambda call: decode_outputs(call.q),
+    tensors=Decode.of,
+    plan=plan_decode,
+    check_values=partial(check_decode_values, "attention_decode"),
+    flops=_flops,
+    autocast=True,
+    keeps_dtype=("k_cache", "v_cache", "alibi_slopes", "sinks", "prefix_k", "prefix_v"),
+)
 attention_decode_op.refuse_autograd("it is for inference")
 
 

@@ -3,50 +3,52 @@
 Kernel and maths: `csrc_free_ops.kv_cache_append`. An inference op: it has no gradient.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torch_ops._core.checks import refuse
-from torch_ops._core.registry import remembered, vk_op
-from torch_ops._kv_cache.append import check_append, check_append_values, launches_append, new_queries, plan_append
-from torch_ops._kv_cache.cpu import append_cpu
+from torch_ops._core.plan import Plan
+from torch_ops._core.planned_op import planned_op
+from torch_ops._kv_cache.append import Append, check_append, check_append_values, new_queries, plan_append
 
 
-def _kv_cache_append_fake(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
-    q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = False,
-    lengths: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    check_append("kv_cache_append", k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, lengths)
-    return new_queries(k, q)
+class KVCacheAppend(NamedTuple):
+    """The arguments of `vk::kv_cache_append`; the function below documents them."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None = None
+    q: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    interleaved: bool = False
+    lengths: Tensor | None = None
 
 
-@remembered
-def _prepare_kv_cache_append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, lengths: Tensor | None,
-) -> Callable[..., None]:  # fmt: skip
-    check_append("kv_cache_append", k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, lengths)
-    if launches_append(k, k_cache):
-        return plan_append(k, v, k_cache, v_cache, block_table, q, cos, sin, interleaved, lengths)
-    return partial(append_cpu, interleaved=interleaved)
+def _tensors(call: Any, out: Tensor) -> Append:
+    return Append._make((*call[:9], call.lengths, out))
 
 
-@vk_op("kv_cache_append", fake=_kv_cache_append_fake, mutates=("k_cache", "v_cache"))
-def kv_cache_append_op(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None,
-    q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = False,
-    lengths: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    launch = _prepare_kv_cache_append(
-        k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, lengths
-    )
-    check_append_values("kv_cache_append", k, k_cache, cache_seqlens, block_table, cos, lengths)
-    out = new_queries(k, q)
-    launch(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, lengths, out)
-    return out
+def _plan(t: Append, call: KVCacheAppend) -> Plan:
+    return plan_append(t, call.interleaved)
+
+
+kv_cache_append_op = planned_op(
+    "kv_cache_append",
+    KVCacheAppend,
+    Tensor,
+    check=partial(check_append, "kv_cache_append"),
+    outputs=lambda call: new_queries(call.k, call.q),
+    tensors=_tensors,
+    plan=_plan,
+    check_values=partial(check_append_values, "kv_cache_append"),
+    mutates=("k_cache", "v_cache"),
+)
 
 
 def kv_cache_append(

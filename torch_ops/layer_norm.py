@@ -5,75 +5,66 @@ the normed tensor's input and the parameters; gradients that nobody wants are no
 `csrc_free_ops.norms`.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from torch_ops._core.checks import check_number
-from torch_ops._core.registry import needs_of, vk_op
-from torch_ops._norms.plan import (
-    Norm,
-    check_norm,
-    check_norm_backward,
-    gradients,
-    prepare_backward,
-    prepare_forward,
-    result_of,
-    results_of_sum,
+from torch_ops._norms.plan import Norm, register_norm
+
+
+class LayerNorm(NamedTuple):
+    """The arguments of `vk::layer_norm`."""
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-6
+
+
+class LayerNormBackward(NamedTuple):
+    """The arguments of `vk::layer_norm_backward`."""
+
+    dout: Tensor
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-6
+    needs_dx: bool = True
+    needs_dweight: bool = False
+    needs_dbias: bool = False
+
+
+class AddLayerNorm(NamedTuple):
+    """The arguments of `vk::add_layer_norm`."""
+
+    x: Tensor
+    residual: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-6
+
+
+class AddLayerNormBackward(NamedTuple):
+    """The arguments of `vk::add_layer_norm_backward`."""
+
+    dnormed: Tensor | None
+    dsum: Tensor | None
+    sum: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-6
+    needs_dx: bool = True
+    needs_dweight: bool = False
+    needs_dbias: bool = False
+
+
+layer_norm_op, layer_norm_backward_op = register_norm(
+    Norm("layer_norm", has_mean=True, has_residual=False), LayerNorm, LayerNormBackward
 )
-
-LAYER_NORM = Norm("layer_norm", has_mean=True, has_residual=False)
-ADD_LAYER_NORM = Norm("add_layer_norm", has_mean=True, has_residual=True)
-
-
-def _layer_norm_fake(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    check_norm(LAYER_NORM, x, None, weight, bias, eps)
-    return result_of(x)
-
-
-@vk_op("layer_norm", fake=_layer_norm_fake)
-def layer_norm_op(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    launch = prepare_forward(LAYER_NORM, x, None, weight, bias, eps)
-    out = result_of(x)
-    launch(x, None, weight, bias, out, None)
-    return out
-
-
-def _layer_norm_backward_fake(
-    dout: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6,
-    needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    check_norm_backward(LAYER_NORM, dout, None, x, weight, bias, eps, needs_dweight, needs_dbias)
-    return gradients(x, weight, bias, needs_dx, needs_dweight, needs_dbias)
-
-
-@vk_op("layer_norm_backward", fake=_layer_norm_backward_fake)
-def layer_norm_backward_op(
-    dout: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6,
-    needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    needs = (needs_dx, needs_dweight, needs_dbias)
-    launch = prepare_backward(LAYER_NORM, dout, None, x, weight, bias, eps, *needs)
-    dx, dweight, dbias = gradients(x, weight, bias, *needs)
-    launch(dout, None, x, weight, dx, dweight, dbias)
-    return dx, dweight, dbias
-
-
-layer_norm_backward_op.refuse_autograd()
-
-
-def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
-def _differentiate_layer_norm(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    needs = needs_of(ctx, 3)
-    grads = layer_norm_backward_op(dout, *ctx.saved_tensors, ctx.eps, *needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
-
-
-layer_norm_op.register_autograd(_differentiate_layer_norm, setup_context=_setup_layer_norm)
+add_layer_norm_op, add_layer_norm_backward_op = register_norm(
+    Norm("add_layer_norm", has_mean=True, has_residual=True), AddLayerNorm, AddLayerNormBackward
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -101,66 +92,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     check_number("layer_norm", "eps", eps)
     out: Tensor = layer_norm_op(x, weight, bias, eps)
     return out
-
-
-def _add_layer_norm_fake(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    check_norm(ADD_LAYER_NORM, x, residual, weight, bias, eps)
-    return results_of_sum(x)
-
-
-@vk_op("add_layer_norm", fake=_add_layer_norm_fake)
-def add_layer_norm_op(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    launch = prepare_forward(ADD_LAYER_NORM, x, residual, weight, bias, eps)
-    normed, total = results_of_sum(x)
-    launch(x, residual, weight, bias, normed, total)
-    return normed, total
-
-
-def _add_layer_norm_backward_fake(
-    dnormed: Tensor | None, dsum: Tensor | None, sum: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-6, needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    check_norm_backward(ADD_LAYER_NORM, dnormed, dsum, sum, weight, bias, eps, needs_dweight, needs_dbias)
-    return gradients(sum, weight, bias, needs_dx, needs_dweight, needs_dbias)
-
-
-@vk_op("add_layer_norm_backward", fake=_add_layer_norm_backward_fake)
-def add_layer_norm_backward_op(
-    dnormed: Tensor | None, dsum: Tensor | None, sum: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-6, needs_dx: bool = True, needs_dweight: bool = False, needs_dbias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    needs = (needs_dx, needs_dweight, needs_dbias)
-    launch = prepare_backward(ADD_LAYER_NORM, dnormed, dsum, sum, weight, bias, eps, *needs)
-    dx, dweight, dbias = gradients(sum, weight, bias, *needs)
-    launch(dnormed, dsum, sum, weight, dx, dweight, dbias)
-    return dx, dweight, dbias
-
-
-add_layer_norm_backward_op.refuse_autograd()
-
-
-def _setup_add_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, bias, ctx.eps = inputs
-    ctx.save_for_backward(output[1], weight, bias)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_add_layer_norm(ctx: Any, dnormed: Tensor | None, dsum: Tensor | None) -> tuple[Any, ...]:
-    if dnormed is None:
-        return dsum, dsum, None, None, None
-    needs_dx, needs_dresidual, *needs = needs_of(ctx, 4)
-    total, weight, bias = ctx.saved_tensors
-    needed = (needs_dx or needs_dresidual, *needs)
-    dx, *rest = add_layer_norm_backward_op(dnormed, dsum, total, weight, bias, ctx.eps, *needed)
-    parameters = (grad if needed else None for grad, needed in zip(rest, needs, strict=True))
-    return dx if needs_dx else None, dx if needs_dresidual else None, *parameters, None
-
-
-add_layer_norm_op.register_autograd(_differentiate_add_layer_norm, setup_context=_setup_add_layer_norm)
 
 
 def add_layer_norm(

@@ -8,227 +8,152 @@ The halves of "swiglu" may have weights of their own: pre = [x w1^T + b1, x w_up
 Kernels: `csrc_free_ops.gemm`. The gradients' products are PyTorch's own, but for dh on Hopper GPUs.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
-from torch_ops._core.registry import needs_of, vk_op
-from torch_ops._gemm.elementwise import sum_runs
+from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._gemm.mlp import (
     check_mlp,
     check_mlp_backward,
-    gradient_columns,
     keeps_hidden,
-    makes_h_again,
-    prepare_mlp,
-    prepare_mlp_backward,
+    mlp_backward_flops,
+    mlp_backward_outputs,
+    mlp_flops,
+    mlp_outputs,
+    mlp_tensors,
+    plan_mlp,
+    plan_mlp_backward,
 )
-from torch_ops._gemm.portable import Rows, padded, product_size, rows_of, to_columns
+from torch_ops._gemm.portable import rows_of
+
+
+class Mlp(NamedTuple):
+    """The arguments of `vk::mlp`."""
+
+    x: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    activation: str = "gelu_tanh"
+    return_hidden: bool = True
+    w_up: Tensor | None = None
+    b_up: Tensor | None = None
+
+
+class MlpBackward(NamedTuple):
+    """The arguments of `vk::mlp_backward`."""
+
+    dout: Tensor
+    x: Tensor | None
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    hidden: Tensor
+    activation: str = "gelu_tanh"
+    needs_x: bool = True
+    needs_w1: bool = True
+    needs_b1: bool = True
+    needs_w2: bool = True
+    needs_b2: bool = True
+    w_up: Tensor | None = None
+    b_up: Tensor | None = None
+    needs_w_up: bool = False
+    needs_b_up: bool = False
+
+    @property
+    def needs_up(self) -> bool:
+        return self.needs_w_up or self.needs_b_up
+
+    @property
+    def inner(self) -> bool:
+        """Whether the gradient of the first product is wanted, for what it is made of."""
+        return self.needs_x or self.needs_w1 or self.needs_b1 or self.needs_up
+
+    @property
+    def needs_hidden(self) -> bool:
+        return self.inner or self.needs_w2
+
 
 # Of x, w1, b1, w2, b2, w_up and b_up; empty where none is wanted.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+DIFFERENTIABLE = ("x", "w1", "b1", "w2", "b2", "w_up", "b_up")
+FIRST_LAYER = ("x", "w1", "b1", "w_up", "b_up")
 
-
-def _outputs(x: Tensor, w1: Tensor, w2: Tensor, w_up: Tensor | None, return_hidden: bool) -> tuple[Tensor, Tensor]:
-    columns, _ = product_size(w1, w_up)
-    rows = Rows.of(x).count
-    return x.new_empty((*x.shape[:-1], w2.shape[0])), x.new_empty((rows, columns if return_hidden else 0))
-
-
-def _mlp_fake(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
-    return_hidden: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_mlp("mlp", x, w1, b1, w2, b2, activation, w_up, b_up)
-    return _outputs(x, w1, w2, w_up, return_hidden)
-
-
-def _mlp_flops(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
-    return_hidden: bool = True, w_up: Tensor | None = None, *rest: Any, **named: Any,
-) -> int:  # fmt: skip
-    """Of the products; the activation is not counted."""
-    n, k = product_size(w1, w_up)
-    return 2 * Rows.of(x).count * (n * k + w2.numel())
-
-
-@vk_op("mlp", fake=_mlp_fake, autocast=True, flops=_mlp_flops)
-def mlp_op(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh",
-    return_hidden: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    first, second, width = prepare_mlp(x, w1, b1, w2, b2, activation, return_hidden, w_up, b_up)
-    out, hidden = _outputs(x, w1, w2, w_up, return_hidden)
-    rows = rows_of(x)
-    h = x.new_empty((rows.shape[0], width))
-    first(rows, w1, b1, h, hidden if return_hidden else None, w_up, b_up)
-    out_rows = out if out.dim() == 2 else out.view(rows.shape[0], w2.shape[0])
-    second(h, w2, b2, out_rows, None)
-    return out, hidden
-
-
-def _mlp_backward_fake(
-    dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor,
-    activation: str = "gelu_tanh", needs_x: bool = True, needs_w1: bool = True, needs_b1: bool = True,
-    needs_w2: bool = True, needs_b2: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
-    needs_w_up: bool = False, needs_b_up: bool = False,
-) -> Gradients:  # fmt: skip
-    needs_up = needs_w_up or needs_b_up
-    needs_hidden = needs_x or needs_w1 or needs_b1 or needs_w2 or needs_up
-    check_mlp_backward(
-        dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_w1 or needs_w_up, needs_hidden, needs_up
-    )
-    return (
-        dout.new_empty((*dout.shape[:-1], w1.shape[1]) if needs_x else (0,)),
-        dout.new_empty(w1.shape if needs_w1 else (0,)),
-        dout.new_empty(w1.shape[:1] if needs_b1 else (0,)),
-        dout.new_empty(w2.shape if needs_w2 else (0,)),
-        dout.new_empty(w2.shape[:1] if needs_b2 else (0,)),
-        dout.new_empty(w1.shape if needs_w_up else (0,)),
-        dout.new_empty(w1.shape[:1] if needs_b_up else (0,)),
-    )
-
-
-def _shaped(rows: Tensor, like: Tensor) -> Tensor:
-    """Rows under the leading dimensions of another tensor."""
-    return rows if like.dim() == 2 else rows.view(*like.shape[:-1], rows.shape[1])
-
-
-def _columns(rows: Tensor, first: int, count: int) -> Tensor:
-    return rows if rows.shape[1] == count else rows.narrow(1, first, count)
-
-
-def _first_rows(rows: Tensor, count: int) -> Tensor:
-    return rows if rows.shape[0] == count else rows.narrow(0, 0, count)
-
-
-def _to_rows(weight: Tensor, rows: int) -> Tensor:
-    missing = rows - weight.shape[0]
-    return torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
-
-
-def _mlp_backward_flops(
-    dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor,
-    activation: str = "gelu_tanh", needs_x: bool = True, needs_w1: bool = True, needs_b1: bool = True,
-    needs_w2: bool = True, needs_b2: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
-    needs_w_up: bool = False, needs_b_up: bool = False,
-) -> int:  # fmt: skip
-    """Of the products that are wanted, and of the first layer's again where hidden was not kept."""
-    inner = needs_x or needs_w1 or needs_b1 or needs_w_up or needs_b_up
-    again = (inner or needs_w2) and hidden.shape[1] == 0
-    n, k = product_size(w1, w_up)
-    count = n * k * (needs_x + again) + w1.numel() * (needs_w1 + needs_w_up) + w2.numel() * (inner + needs_w2)
-    return 2 * Rows.of(dout).count * count
-
-
-@vk_op("mlp_backward", fake=_mlp_backward_fake, flops=_mlp_backward_flops)
-def mlp_backward_op(
-    dout: Tensor, x: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, hidden: Tensor,
-    activation: str = "gelu_tanh", needs_x: bool = True, needs_w1: bool = True, needs_b1: bool = True,
-    needs_w2: bool = True, needs_b2: bool = True, w_up: Tensor | None = None, b_up: Tensor | None = None,
-    needs_w_up: bool = False, needs_b_up: bool = False,
-) -> Gradients:  # fmt: skip
-    needs_up = needs_w_up or needs_b_up
-    inner = needs_x or needs_w1 or needs_b1 or needs_up
-    sums_wanted = needs_b1 or needs_b_up
-    again, differentiate = prepare_mlp_backward(
-        dout, x, w1, b1, w2, hidden, activation, w_up, b_up, needs_w1 or needs_w_up, inner, needs_w2, sums_wanted,
-        needs_up,
-    )  # fmt: skip
-    n, _ = product_size(w1, w_up)
-    own, width = w1.shape[0], w2.shape[1]
-    gradient = rows_of(dout)
-    rows = gradient.shape[0]
-    whole = padded(width, dout.dtype)
-    with_h = again is not None and makes_h_again(w2, w_up)
-    up_begins, stride = gradient_columns(w1, w_up)
-    dpre = dout.new_empty((rows if inner else 0, stride))
-    h = dout.new_empty((rows if needs_w2 or with_h else 0, whole))
-    sums = dout.new_empty((0, n))
-    with torch._C._DisableAutocast():
-        if differentiate is not None:
-            if again is not None and x is not None:
-                hidden = x.new_empty((rows, n))
-                if with_h:
-                    # The forward's launch, with h, which the gradient's makes anew.
-                    again(rows_of(x), w1, b1, h, hidden, w_up, b_up)
-                else:
-                    again(rows_of(x), w1, b1, hidden, None)
-            sums = differentiate(gradient, w2, hidden.contiguous(), dpre, h)
-        # What is behind the columns of each is zero, and products of whole rows are several times as fast.
-        each = padded(own, dout.dtype)
-        of_w1 = _columns(dpre, 0, each)
-        of_up = of_w1 if w_up is None else _columns(dpre, up_begins, each)
-        dx = torch.mm(of_w1, _to_rows(w1, each)) if needs_x else dout.new_empty((0,))
-        if needs_x and w_up is not None:
-            dx = torch.addmm(dx, of_up, _to_rows(w_up, each))
-        return (
-            _shaped(dx, dout) if needs_x else dx,
-            _first_rows(torch.mm(of_w1.t(), rows_of(x)), own) if needs_w1 and x is not None else dout.new_empty((0,)),
-            sum_runs(_columns(sums, 0, own), dout.dtype) if needs_b1 else dout.new_empty((0,)),
-            to_columns(torch.mm(gradient.t(), h), width) if needs_w2 else dout.new_empty((0,)),
-            gradient.sum(0) if needs_b2 else dout.new_empty((0,)),
-            _first_rows(torch.mm(of_up.t(), rows_of(x)), own) if needs_w_up and x is not None else dout.new_empty((0,)),
-            sum_runs(_columns(sums, own, own), dout.dtype) if needs_b_up else dout.new_empty((0,)),
-        )
-
-
+mlp_op = planned_op(
+    "mlp",
+    Mlp,
+    tuple[Tensor, Tensor],
+    check=check_mlp,
+    outputs=mlp_outputs,
+    tensors=mlp_tensors,
+    plan=plan_mlp,
+    flops=mlp_flops,
+    autocast=True,
+)
+mlp_backward_op = planned_op(
+    "mlp_backward",
+    MlpBackward,
+    Gradients,
+    check=check_mlp_backward,
+    outputs=mlp_backward_outputs,
+    tensors=None,
+    plan=plan_mlp_backward,
+    flops=mlp_backward_flops,
+)
 mlp_backward_op.refuse_autograd()
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w1, b1, w2, _, activation, _, w_up, b_up = inputs
-    hidden = output[1]
-    needs = needs_of(ctx, 9)
-    # Of (x, w1, b1, w2, b2) and of (w_up, b_up).
-    ctx.needs = needs[:5], needs[7:]
-    ctx.activation = activation
+def _saved(call: Mlp, needed: frozenset[str]) -> tuple[str, ...]:
     # x is for the gradients of the first layer's weights, and to make hidden again.
-    keeps_x = needs[1] or needs[7] or (hidden.shape[1] == 0 and any((*needs[:4], *needs[7:])))
-    ctx.save_for_backward(x if keeps_x else None, w1, b1, w2, hidden, w_up, b_up)
-    ctx.shape = x.shape
+    again = not call.return_hidden and not needed.isdisjoint((*FIRST_LAYER, "w2"))
+    return (*(("x",) if again or not needed.isdisjoint(("w1", "w_up")) else ()), "w1", "b1", "w2", "w_up", "b_up")
+
+
+def _constant(call: Mlp, needed: frozenset[str]) -> tuple[int, ...]:
     # Gradients that are made from hidden depend on x by it, though x may not be kept: then it stays differentiable, so
     # that a second derivative is refused rather than dropped. Elsewhere it is a constant.
-    if hidden.shape[1] == 0 or not any((*needs[:3], *needs[7:])):
-        ctx.mark_non_differentiable(hidden)
-    ctx.set_materialize_grads(False)
+    return () if call.return_hidden and not needed.isdisjoint(FIRST_LAYER) else (1,)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dhidden: Tensor | None) -> tuple[Any, ...]:
-    *tensors, w_up, b_up = ctx.saved_tensors
-    needs = (*ctx.needs[0], *ctx.needs[1])
-    grads: list[Tensor | None] = [None] * 7
-    if dout is not None and any(needs):
-        made = mlp_backward_op(dout, *tensors, ctx.activation, *ctx.needs[0], w_up, b_up, *ctx.needs[1])
-        grads = [gradient if needed else None for gradient, needed in zip(made, needs, strict=True)]
+def _differentiate(
+    call: Mlp, results: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], needed: frozenset[str]
+) -> dict[str, Tensor | None]:
+    dout, dhidden = grads
+    x = call.x if isinstance(call.x, Tensor) else None
+    made: dict[str, Tensor | None] = {}
+    if dout is not None and needed:
+        needs = [name in needed for name in DIFFERENTIABLE]
+        tensors = x, call.w1, call.b1, call.w2, results[1]
+        values = mlp_backward_op(dout, *tensors, call.activation, *needs[:5], call.w_up, call.b_up, *needs[5:])
+        made = {name: value for name, value in zip(DIFFERENTIABLE, values, strict=True) if name in needed}
     if dhidden is not None:
+        shape = call.x if x is None else x.shape
         with torch._C._DisableAutocast():
-            _add_hidden(grads, dhidden, needs, ctx.shape, tensors[0], tensors[1], w_up)
-    return *grads[:5], None, None, *grads[5:]
+            for name, value in _by_hidden(call, x, shape, dhidden, needed):
+                before = made.get(name)
+                made[name] = value if before is None else before + value
+    return made
 
 
-def _add_hidden(
-    grads: list[Tensor | None], dhidden: Tensor, needs: tuple[bool, ...], shape: torch.Size, x: Tensor | None,
-    w1: Tensor, w_up: Tensor | None,
-) -> None:  # fmt: skip
-    """To the gradients, those by way of `torch.ops.vk.mlp`'s second result, which is a linear layer's or two's."""
-
-    def add(place: int, gradient: Tensor) -> None:
-        before = grads[place]
-        grads[place] = gradient if before is None else before + gradient
-
-    layers = [(w1, 1, 2)] if w_up is None else [(w1, 1, 2), (w_up, 5, 6)]
-    for dpre, (weight, of_weight, of_bias) in zip(dhidden.split(w1.shape[0], 1), layers, strict=True):
-        if needs[0]:
-            add(0, torch.mm(dpre, weight).view(shape))
-        if needs[of_weight] and x is not None:
-            add(of_weight, torch.mm(dpre.t(), rows_of(x)))
-        if needs[of_bias]:
-            add(of_bias, dpre.sum(0))
+def _by_hidden(
+    call: Mlp, x: Tensor | None, shape: Size, dhidden: Tensor, needed: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Gradients by way of `torch.ops.vk.mlp`'s second result, which is a linear layer's or two's."""
+    layers = [(call.w1, "w1", "b1"), *([] if call.w_up is None else [(call.w_up, "w_up", "b_up")])]
+    for dpre, (weight, of_weight, of_bias) in zip(dhidden.split(call.w1.shape[0], 1), layers, strict=True):
+        if "x" in needed:
+            yield "x", torch.mm(dpre, weight).view(shape)
+        if of_weight in needed and x is not None:
+            yield of_weight, torch.mm(dpre.t(), rows_of(x))
+        if of_bias in needed:
+            yield of_bias, dpre.sum(0)
 
 
-mlp_op.register_autograd(_backward, setup_context=_setup_context)
+gradient(mlp_op, Mlp, _differentiate, saves=_saved, saves_results=(1,), shapes=("x",), constant=_constant)
 
 
 def mlp(

@@ -7,6 +7,8 @@ It is made of ops and has no kernels of its own: rows in merge-block order becom
 so that a norm and `mlp` after each other launch what one op would, and keep for the backward what it would.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,7 +25,7 @@ from torch_ops._core.checks import (
     dtype_name,
     refuse,
 )
-from torch_ops._core.registry import composed_op
+from torch_ops._core.planned_op import composed_call
 from torch_ops.layer_norm import layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.rms_norm import rms_norm
@@ -31,10 +33,27 @@ from torch_ops.rms_norm import rms_norm
 OP = "patch_merger"
 
 
-def _check_norm(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, width: int, rms: bool) -> None:
-    if norm_bias is not None and (norm_weight is None or rms):
+class PatchMerger(NamedTuple):
+    """The arguments of `vk::patch_merger`."""
+
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor | None
+    fc2_bias: Tensor | None
+    merge_size: int = 2
+    norm_after: bool = False
+    eps: float = 1e-6
+    rms: bool = False
+
+
+def _check_norm(call: PatchMerger, width: int) -> None:
+    x = call.x
+    if call.norm_bias is not None and (call.norm_weight is None or call.rms):
         refuse(OP, "norm_bias", "None with rms and where norm_weight is", "a tensor")
-    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+    for name, vector in (("norm_weight", call.norm_weight), ("norm_bias", call.norm_bias)):
         if vector is None:
             continue
         check_vector(OP, name, vector, width)
@@ -59,51 +78,44 @@ def _check_layer(x: Tensor, names: tuple[str, str], weight: Tensor, bias: Tensor
             check_like(OP, name, tensor, "x", x)
 
 
-def _check_patch_merger(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int, norm_after: bool, eps: float, rms: bool,
-) -> int:  # fmt: skip
+def _check(call: PatchMerger) -> int:
     """The columns of a merged row."""
+    x, fc1_weight, fc2_weight = call.x, call.fc1_weight, call.fc2_weight
     check_matrix(OP, "x", x, "[T, C]", (None, None))
     check_float(OP, "x", x)
-    if merge_size < 1:
-        refuse(OP, "merge_size", "1 or more", merge_size)
-    patches, (total, columns) = merge_size**2, x.shape
+    if call.merge_size < 1:
+        refuse(OP, "merge_size", "1 or more", call.merge_size)
+    patches, (total, columns) = call.merge_size**2, x.shape
     if columns == 0:
         refuse(OP, "the number of columns of x", "1 or more", 0)
     if total % patches != 0:
         refuse(OP, "the number of rows of x", f"a multiple of merge_size^2 = {patches}", total)
-    check_eps(OP, eps)
+    check_eps(OP, call.eps)
     width = patches * columns
-    _check_norm(x, norm_weight, norm_bias, width if norm_after else columns, rms)
-    _check_layer(x, ("fc1_weight", "fc1_bias"), fc1_weight, fc1_bias, width)
+    _check_norm(call, width if call.norm_after else columns)
+    _check_layer(x, ("fc1_weight", "fc1_bias"), fc1_weight, call.fc1_bias, width)
     if fc2_weight is not None:
-        _check_layer(x, ("fc2_weight", "fc2_bias"), fc2_weight, fc2_bias, fc1_weight.shape[0])
+        _check_layer(x, ("fc2_weight", "fc2_bias"), fc2_weight, call.fc2_bias, fc1_weight.shape[0])
         for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
             if weight.shape[0] == 0:
                 refuse(OP, f"the number of rows of {name}", "1 or more", 0)
-    elif fc2_bias is not None:
+    elif call.fc2_bias is not None:
         refuse(OP, "fc2_bias", "None where fc2_weight is", "a tensor")
     return width
 
 
-@composed_op(OP)
-def patch_merger_op(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor | None, fc2_bias: Tensor | None, merge_size: int = 2, norm_after: bool = False,
-    eps: float = 1e-6, rms: bool = False,
-) -> Tensor:  # fmt: skip
-    width = _check_patch_merger(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
-    )
-    merged = x.shape[0] // merge_size**2, width
-    rows = x.reshape(merged) if norm_after else x
-    if norm_weight is not None:
-        rows = rms_norm(rows, norm_weight, eps) if rms else layer_norm(rows, norm_weight, norm_bias, eps)
+@composed_call(OP, PatchMerger, Tensor)
+def patch_merger_op(call: PatchMerger) -> Tensor:
+    width = _check(call)
+    merged = call.x.shape[0] // call.merge_size**2, width
+    rows = call.x.reshape(merged) if call.norm_after else call.x
+    if call.norm_weight is not None:
+        weight, bias, eps = call.norm_weight, call.norm_bias, call.eps
+        rows = rms_norm(rows, weight, eps) if call.rms else layer_norm(rows, weight, bias, eps)
     rows = rows.reshape(merged)
-    if fc2_weight is None:
-        return functional.linear(rows, fc1_weight, fc1_bias)
-    return mlp(rows, fc1_weight, fc1_bias, fc2_weight, fc2_bias, "gelu")
+    if call.fc2_weight is None:
+        return functional.linear(rows, call.fc1_weight, call.fc1_bias)
+    return mlp(rows, call.fc1_weight, call.fc1_bias, call.fc2_weight, call.fc2_bias, "gelu")
 
 
 def patch_merger(

@@ -4,20 +4,25 @@ Kernels and maths: `csrc_free_ops.pos_embed_interpolate`.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
 from torch_ops._core.checks import check_dense, check_float, refuse
-from torch_ops._core.launch import Relaunch, blocks_of, row_stride, with_columns
-from torch_ops._core.registry import remembered, runs_kernels, vk_op, wrap_triton
+from torch_ops._core.launch import blocks_of, row_stride, with_columns
+from torch_ops._core.plan import Bound, Plan, reference_plan
+from torch_ops._core.planned_op import planned_op
+from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops._grids import (
+    ONE_PATH,
+    OnGrid,
     Places,
     check_grid,
-    check_on_device,
+    check_grid_values,
     check_rows,
     grid_launch,
     place_rows,
@@ -35,23 +40,34 @@ def _check_entries(op: str, argument: str, entries: int) -> None:
         refuse(op, argument, f"a square, S x S with S from 1 to {LARGEST_SIDE}", entries)
 
 
-def _check_pos_embed(table: Tensor, grid: Tensor, total: int, merge_size: int) -> None:
-    op = "pos_embed_interpolate"
+class PosEmbedInterpolate(NamedTuple):
+    """The arguments of `vk::pos_embed_interpolate`; the function below documents them."""
+
+    table: Tensor
+    grid: Tensor
+    total: int
+    merge_size: int = 2
+    align_corners: bool = True
+
+
+class PosEmbedInterpolateBackward(NamedTuple):
+    """The arguments of `vk::pos_embed_interpolate_backward`; `entries` are the rows of the table."""
+
+    dout: Tensor
+    grid: Tensor
+    entries: int
+    merge_size: int = 2
+    align_corners: bool = True
+
+
+def _check(call: PosEmbedInterpolate) -> None:
+    op, table = "pos_embed_interpolate", call.table
     check_dense(op, "table", table)
     check_float(op, "table", table)
     if table.dim() != 2 or table.shape[1] < 1:
         refuse(op, "table", "of shape [S * S, C]", f"shape {list(table.shape)}")
     _check_entries(op, "the number of entries of table", table.shape[0])
-    check_grid(op, grid, total, merge_size, "table", table)
-
-
-def _embeddings(table: Tensor, total: int) -> Tensor:
-    return table.new_empty((total, table.shape[1]))
-
-
-def _pos_embed_fake(table: Tensor, grid: Tensor, total: int, merge_size: int = 2, align_corners: bool = True) -> Tensor:
-    _check_pos_embed(table, grid, total, merge_size)
-    return _embeddings(table, total)
+    check_grid(op, call.grid, call.total, call.merge_size, "table", table)
 
 
 def _axis_taps(index: Tensor, size: Tensor, side: int, align_corners: bool, dtype: torch.dtype) -> list[Any]:
@@ -77,121 +93,93 @@ def _taps(places: Places, entries: int, align_corners: bool, dtype: torch.dtype)
             yield row * side + col, down * over
 
 
-def _pos_embed_cpu(table: Tensor, grid: Tensor, out: Tensor, merge_size: int, align_corners: bool) -> None:
-    dtype = torch.promote_types(table.dtype, torch.float32)
-    places = place_rows(grid, out.shape[0], merge_size)
-    total = torch.zeros(out.shape, dtype=dtype)
-    for entry, weight in _taps(places, table.shape[0], align_corners, dtype):
-        total += table[entry] * weight[:, None]
-    out.copy_(total.masked_fill_(~places.inside[:, None], 0))
+def _interpolate_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
+    dtype = torch.promote_types(t.x.dtype, torch.float32)
+    places = place_rows(t.grid, t.out.shape[0], merge_size)
+    total = torch.zeros(t.out.shape, dtype=dtype)
+    for entry, weight in _taps(places, t.x.shape[0], align_corners, dtype):
+        total += t.x[entry] * weight[:, None]
+    t.out.copy_(total.masked_fill_(~places.inside[:, None], 0))
 
 
-@remembered
-def _prepare_pos_embed(
-    table: Tensor, grid: Tensor, total: int, merge_size: int, align_corners: bool
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    _check_pos_embed(table, grid, total, merge_size)
-    if not runs_kernels(table):
-        return lambda table, grid, out: _pos_embed_cpu(table, grid, out, merge_size, align_corners)
-    width, merge_size = int(table.shape[1]), int(merge_size)
-    launch, _ = grid_launch("pos_embed_fwd", table.dtype, width)
-    tiles = tiles_of(total, width, launch)
-    scalars = (total, grid.shape[0])
-    constants = {
-        "STRIDE_T": int(row_stride(table)), "SIDE": math.isqrt(table.shape[0]), "WIDTH": width, "MERGE": merge_size,
-        "ALIGN_CORNERS": align_corners, **blocks_of(launch),
+def _constants(call: Any, entries: int, width: int) -> dict[str, Any]:
+    return {
+        "SIDE": math.isqrt(entries), "WIDTH": width, "MERGE": int(call.merge_size),
+        "ALIGN_CORNERS": call.align_corners,
     }  # fmt: skip
-    relaunch = Relaunch(tiles, scalars)
-
-    def launch_forward(table: Tensor, grid: Tensor, out: Tensor) -> None:
-        tensors = (with_columns(table), grid.contiguous(), out)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_pos_embed_fwd_kernel)[tiles](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_forward
 
 
-@vk_op("pos_embed_interpolate", fake=_pos_embed_fake)
-def pos_embed_interpolate_op(
-    table: Tensor, grid: Tensor, total: int, merge_size: int = 2, align_corners: bool = True
-) -> Tensor:
-    launch = _prepare_pos_embed(table, grid, total, merge_size, align_corners)
-    check_on_device("pos_embed_interpolate", grid, merge_size)
-    out = _embeddings(table, total)
-    launch(table, grid, out)
-    return out
+def _plan(t: OnGrid, call: PosEmbedInterpolate) -> Plan:
+    if not runs_kernels(t.x):
+        return reference_plan(partial(_interpolate_cpu, call.merge_size, call.align_corners), t.x)
+    entries, width = t.x.shape[0], int(t.x.shape[1])
+    launch, source = grid_launch("pos_embed_fwd", t.x.dtype, width)
+    constants = {"STRIDE_T": int(row_stride(t.x)), **_constants(call, entries, width), **blocks_of(launch)}
+    tiles = tiles_of(call.total, width, launch)
+    bound = Bound(wrap_triton(_pos_embed_fwd_kernel), tiles, (call.total, t.grid.shape[0]), constants)
+    return Plan(
+        lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
+        {"pos_embed_fwd": (launch, source)}, why=ONE_PATH,
+    )  # fmt: skip
 
 
-def _check_pos_embed_backward(dout: Tensor, grid: Tensor, entries: int, merge_size: int) -> None:
-    op = "pos_embed_interpolate_backward"
+pos_embed_interpolate_op = planned_op(
+    "pos_embed_interpolate",
+    PosEmbedInterpolate,
+    Tensor,
+    check=_check,
+    outputs=lambda call: call.table.new_empty((call.total, call.table.shape[1])),
+    tensors=lambda call, out: OnGrid(call.table, call.grid, out),
+    plan=_plan,
+    check_values=lambda call: check_grid_values("pos_embed_interpolate", call.grid, call.merge_size),
+)
+
+
+def _check_backward(call: PosEmbedInterpolateBackward) -> None:
+    op, dout = "pos_embed_interpolate_backward", call.dout
     check_dense(op, "dout", dout)
     check_float(op, "dout", dout)
     if dout.dim() != 2 or dout.shape[1] < 1:
         refuse(op, "dout", "of shape [total, C]", f"shape {list(dout.shape)}")
     check_rows(op, "the number of rows of dout", dout.shape[0])
-    _check_entries(op, "entries", entries)
-    check_grid(op, grid, dout.shape[0], merge_size, "dout", dout)
+    _check_entries(op, "entries", call.entries)
+    check_grid(op, call.grid, dout.shape[0], call.merge_size, "dout", dout)
 
 
-def _gradient(dout: Tensor, entries: int) -> Tensor:
-    return dout.new_empty((entries, dout.shape[1]))
-
-
-def _pos_embed_backward_fake(
-    dout: Tensor, grid: Tensor, entries: int, merge_size: int = 2, align_corners: bool = True
-) -> Tensor:
-    _check_pos_embed_backward(dout, grid, entries, merge_size)
-    return _gradient(dout, entries)
-
-
-def _pos_embed_backward_cpu(dout: Tensor, grid: Tensor, dtable: Tensor, merge_size: int, align_corners: bool) -> None:
-    dtype = torch.promote_types(dout.dtype, torch.float32)
-    places = place_rows(grid, dout.shape[0], merge_size)
-    total = torch.zeros(dtable.shape, dtype=dtype)
-    for entry, weight in _taps(places, dtable.shape[0], align_corners, dtype):
+def _gather_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
+    dout, dtype = t.x, torch.promote_types(t.x.dtype, torch.float32)
+    places = place_rows(t.grid, dout.shape[0], merge_size)
+    total = torch.zeros(t.out.shape, dtype=dtype)
+    for entry, weight in _taps(places, t.out.shape[0], align_corners, dtype):
         taken = places.inside & (weight > 0)
         total.index_add_(0, entry[taken], dout[taken] * weight[taken, None])
-    dtable.copy_(total)
+    t.out.copy_(total)
 
 
-@remembered
-def _prepare_pos_embed_backward(
-    dout: Tensor, grid: Tensor, entries: int, merge_size: int, align_corners: bool
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    _check_pos_embed_backward(dout, grid, entries, merge_size)
-    if not runs_kernels(dout):
-        return lambda dout, grid, dtable: _pos_embed_backward_cpu(dout, grid, dtable, merge_size, align_corners)
-    total, width, merge_size = dout.shape[0], int(dout.shape[1]), int(merge_size)
-    launch, _ = grid_launch("pos_embed_bwd", dout.dtype, width)
-    tiles = entries, tiles_of(1, width, launch)[1]
-    scalars = (total, grid.shape[0])
-    constants = {
-        "STRIDE_D": int(row_stride(dout)), "SIDE": math.isqrt(entries), "WIDTH": width, "MERGE": merge_size,
-        "ALIGN_CORNERS": align_corners, **blocks_of(launch),
-    }  # fmt: skip
-    relaunch = Relaunch(tiles, scalars)
-
-    def launch_backward(dout: Tensor, grid: Tensor, dtable: Tensor) -> None:
-        tensors = (with_columns(dout), grid.contiguous(), dtable)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_pos_embed_bwd_kernel)[tiles](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_backward
+def _plan_backward(t: OnGrid, call: PosEmbedInterpolateBackward) -> Plan:
+    if not runs_kernels(t.x):
+        return reference_plan(partial(_gather_cpu, call.merge_size, call.align_corners), t.x)
+    total, width = t.x.shape[0], int(t.x.shape[1])
+    launch, source = grid_launch("pos_embed_bwd", t.x.dtype, width)
+    constants = {"STRIDE_D": int(row_stride(t.x)), **_constants(call, call.entries, width), **blocks_of(launch)}
+    tiles = call.entries, tiles_of(1, width, launch)[1]
+    bound = Bound(wrap_triton(_pos_embed_bwd_kernel), tiles, (total, t.grid.shape[0]), constants)
+    return Plan(
+        lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
+        {"pos_embed_bwd": (launch, source)}, why=ONE_PATH,
+    )  # fmt: skip
 
 
-@vk_op("pos_embed_interpolate_backward", fake=_pos_embed_backward_fake)
-def pos_embed_interpolate_backward_op(
-    dout: Tensor, grid: Tensor, entries: int, merge_size: int = 2, align_corners: bool = True
-) -> Tensor:
-    launch = _prepare_pos_embed_backward(dout, grid, entries, merge_size, align_corners)
-    check_on_device("pos_embed_interpolate_backward", grid, merge_size)
-    dtable = _gradient(dout, entries)
-    launch(dout, grid, dtable)
-    return dtable
-
-
+pos_embed_interpolate_backward_op = planned_op(
+    "pos_embed_interpolate_backward",
+    PosEmbedInterpolateBackward,
+    Tensor,
+    check=_check_backward,
+    outputs=lambda call: call.dout.new_empty((call.entries, call.dout.shape[1])),
+    tensors=lambda call, dtable: OnGrid(call.dout, call.grid, dtable),
+    plan=_plan_backward,
+    check_values=lambda call: check_grid_values("pos_embed_interpolate_backward", call.grid, call.merge_size),
+)
 register_gathered(pos_embed_interpolate_op, pos_embed_interpolate_backward_op, lambda table, total: (table.shape[0],))
 
 
@@ -227,7 +215,7 @@ def pos_embed_interpolate(
     if isinstance(table, Tensor):
         grid = send_grid(
             "pos_embed_interpolate", grid, table.device, merge_size,
-            lambda grid: _check_pos_embed(table, grid, total, merge_size),
+            lambda grid: _check(PosEmbedInterpolate(table, grid, total, merge_size)),
         )  # fmt: skip
     return pos_embed_interpolate_op(table, grid, total, merge_size, align_corners)
 

@@ -8,8 +8,7 @@ kernel, products left to PyTorch, the CPU) the product is rounded first, as by a
 again.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +25,46 @@ from torch_ops._core.checks import (
     check_tables,
     refuse,
 )
-from torch_ops._core.registry import remembered, runs_kernels, vk_op
+from torch_ops._core.plan import Plan, reference_plan
+from torch_ops._core.planned_op import gradient, planned_op
+from torch_ops._core.registry import runs_kernels
 from torch_ops._gemm.cpu import qkv_rope_cpu, rotary_backward_cpu
 from torch_ops._gemm.elementwise import ROTATED_RUN, new_sums, plan_rotary_backward, sum_runs
-from torch_ops._gemm.plan import plan_rotary
-from torch_ops._gemm.portable import Rows, rows_of
+from torch_ops._gemm.plan import plan_of, plan_rotary
+from torch_ops._gemm.portable import rows_of
+from torch_ops._gemm.tensors import Rotary, RotaryBackward, RotaryOptions
+
+
+class QkvRope(NamedTuple):
+    """The arguments of `vk::qkv_rope`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    num_heads: int
+    num_k_heads: int | None = None
+
+
+class QkvRopeBackward(NamedTuple):
+    """The arguments of `vk::qkv_rope_backward`."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    x: Tensor | None
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    needs_x: bool = True
+    needs_weight: bool = True
+    needs_bias: bool = True
+
+    @property
+    def packs(self) -> bool:
+        """Whether the gradient of the product is wanted, for those of x and weight."""
+        return self.needs_x or self.needs_weight
 
 
 def _check_heads(op: str, num_heads: int, num_k_heads: int | None) -> int:
@@ -51,166 +85,146 @@ def _check_weight(op: str, weight: Tensor, num_heads: int, num_k_heads: int, col
     return weight.shape[0] // heads
 
 
-def _check_qkv_rope(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
-    num_k_heads: int | None,
-) -> tuple[int, int]:  # fmt: skip
-    """(number of key heads, head dimension)"""
+def _check(call: QkvRope) -> None:
+    op, x, weight = "qkv_rope", call.x, call.weight
     check_matrix(op, "x", x, "[T, C]", (None, None))
     check_float(op, "x", x)
     if x.shape[1] == 0:
         refuse(op, "the number of columns of x", "1 or more", 0)
-    num_k_heads = _check_heads(op, num_heads, num_k_heads)
-    head_dim = _check_weight(op, weight, num_heads, num_k_heads, x.shape[1])
+    num_k_heads = _check_heads(op, call.num_heads, call.num_k_heads)
+    head_dim = _check_weight(op, weight, call.num_heads, num_k_heads, x.shape[1])
     check_like(op, "weight", weight, "x", x)
-    check_bias(op, "bias", bias, weight.shape[0], "x", x)
-    check_tables(op, cos, sin, x.shape[0], head_dim, "x", x)
-    return num_k_heads, head_dim
+    check_bias(op, "bias", call.bias, weight.shape[0], "x", x)
+    check_tables(op, call.cos, call.sin, x.shape[0], head_dim, "x", x)
 
 
-def _outputs(x: Tensor, weight: Tensor, num_heads: int, num_k_heads: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    num_k_heads = num_heads if num_k_heads is None else num_k_heads
-    head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
-    q = x.new_empty((x.shape[0], num_heads, head_dim))
-    k, v = (x.new_empty((x.shape[0], num_k_heads, head_dim)) for _ in range(2))
-    return q, k, v
+def _shapes(call: QkvRope) -> tuple[tuple[int, int, int], ...]:
+    """Those of q, k and v."""
+    rows, num_heads = call.cos.shape[0], call.num_heads
+    num_k_heads = num_heads if call.num_k_heads is None else call.num_k_heads
+    head_dim = call.weight.shape[0] // (num_heads + 2 * num_k_heads)
+    heads = rows, num_k_heads, head_dim
+    return (rows, num_heads, head_dim), heads, heads
 
 
-def _qkv_rope_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
-    num_k_heads: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_qkv_rope("qkv_rope", x, weight, bias, cos, sin, num_heads, num_k_heads)
-    return _outputs(x, weight, num_heads, num_k_heads)
+def _outputs(call: QkvRope) -> tuple[Tensor, ...]:
+    return tuple(call.x.new_empty(shape) for shape in _shapes(call))
 
 
-def _qkv_rope_flops(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> int:
-    """Of the product; the rotation is not counted."""
-    return 2 * x.numel() * weight.shape[0]
+def _tensors(call: QkvRope, made: tuple[Tensor, Tensor, Tensor]) -> Rotary:
+    return Rotary(rows_of(call.x), *call[1:5], *made)
 
 
-@remembered
-def _prepare_qkv_rope(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int | None
-) -> Callable[..., None]:
-    num_k_heads, _ = _check_qkv_rope("qkv_rope", x, weight, bias, cos, sin, num_heads, num_k_heads)
-    if runs_kernels(x):
-        return plan_rotary(Rows.of(x), weight, bias is not None, cos, sin, num_heads, num_k_heads)
-    return qkv_rope_cpu
+def _plan(t: Rotary, call: QkvRope) -> Plan:
+    if not runs_kernels(call.x):
+        return reference_plan(qkv_rope_cpu, call.x)
+    plan = plan_rotary(t, RotaryOptions())
+    return plan_of(plan.launch, plan)
 
 
-@vk_op("qkv_rope", fake=_qkv_rope_fake, autocast=True, keeps_dtype=("cos", "sin"), flops=_qkv_rope_flops)
-def qkv_rope_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int,
-    num_k_heads: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_qkv_rope(x, weight, bias, cos, sin, num_heads, num_k_heads)
-    q, k, v = _outputs(x, weight, num_heads, num_k_heads)
-    launch(rows_of(x), weight, bias, cos, sin, q, k, v)
-    return q, k, v
+qkv_rope_op = planned_op(
+    "qkv_rope",
+    QkvRope,
+    tuple[Tensor, Tensor, Tensor],
+    check=_check,
+    outputs=_outputs,
+    tensors=_tensors,
+    plan=_plan,
+    # Of the product; the rotation is not counted.
+    flops=lambda call: 2 * call.x.numel() * call.weight.shape[0],
+    autocast=True,
+    keeps_dtype=("cos", "sin"),
+)
 
 
-def _check_qkv_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor | None, weight: Tensor, cos: Tensor, sin: Tensor, needs_weight: bool
-) -> None:
-    op = "qkv_rope_backward"
-    for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
-        check_packed(op, name, gradient)
-        check_like(op, name, gradient, "dq", dq)
-        if (gradient.shape[0], gradient.shape[2]) != (dq.shape[0], dq.shape[2]):
-            refuse(op, name, f"of {dq.shape[0]} rows and {dq.shape[2]} columns as dq is", list(gradient.shape))
+def _check_backward(call: QkvRopeBackward) -> None:
+    op, dq, dk, x, weight = "qkv_rope_backward", call.dq, call.dk, call.x, call.weight
+    for name, tensor in (("dq", dq), ("dk", dk), ("dv", call.dv)):
+        check_packed(op, name, tensor)
+        check_like(op, name, tensor, "dq", dq)
+        if (tensor.shape[0], tensor.shape[2]) != (dq.shape[0], dq.shape[2]):
+            refuse(op, name, f"of {dq.shape[0]} rows and {dq.shape[2]} columns as dq is", list(tensor.shape))
     check_float(op, "dq", dq)
     _check_heads(op, dq.shape[1], dk.shape[1])
-    if dv.shape != dk.shape:
-        refuse(op, "dv", f"of shape {list(dk.shape)} as dk is", list(dv.shape))
+    if call.dv.shape != dk.shape:
+        refuse(op, "dv", f"of shape {list(dk.shape)} as dk is", list(call.dv.shape))
     head_dim = _check_weight(op, weight, dq.shape[1], dk.shape[1], None)
     check_like(op, "weight", weight, "dq", dq)
     if head_dim != dq.shape[2]:
         refuse(op, "the head dimension of weight", f"{dq.shape[2]} as that of dq is", head_dim)
-    check_tables(op, cos, sin, dq.shape[0], head_dim, "dq", dq)
-    if needs_weight:
+    check_tables(op, call.cos, call.sin, dq.shape[0], head_dim, "dq", dq)
+    if call.needs_weight:
         check_dense(op, "x", x)
     if x is not None:
         check_matrix(op, "x", x, "[T, C]", (dq.shape[0], weight.shape[1]))
         check_like(op, "x", x, "dq", dq)
 
 
-def _qkv_rope_backward_fake(
-    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor | None, weight: Tensor, cos: Tensor, sin: Tensor,
-    needs_x: bool = True, needs_weight: bool = True, needs_bias: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_qkv_rope_backward(dq, dk, dv, x, weight, cos, sin, needs_weight)
-    n, columns = weight.shape
-    return (
-        dq.new_empty((dq.shape[0], columns) if needs_x else (0,)),
-        dq.new_empty((n, columns) if needs_weight else (0,)),
-        dq.new_empty((n,) if needs_bias else (0,)),
-    )
+def _backward_outputs(call: QkvRopeBackward) -> tuple[Tensor, ...]:
+    dq, (n, columns) = call.dq, call.weight.shape
+    shapes = ((dq.shape[0], columns), call.needs_x), ((n, columns), call.needs_weight), ((n,), call.needs_bias)
+    return tuple(dq.new_empty(shape if needed else (0,)) for shape, needed in shapes)
 
 
-def _qkv_rope_backward_flops(
-    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor | None, weight: Tensor, cos: Tensor, sin: Tensor,
-    needs_x: bool = True, needs_weight: bool = True, *rest: Any, **named: Any,
-) -> int:  # fmt: skip
-    return 2 * dq.shape[0] * weight.numel() * (needs_x + needs_weight)
-
-
-@remembered
-def _prepare_qkv_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor | None, weight: Tensor, cos: Tensor, sin: Tensor,
-    needs_weight: bool, packs: bool, sums: bool,
-) -> Callable[..., None]:  # fmt: skip
-    _check_qkv_rope_backward(dq, dk, dv, x, weight, cos, sin, needs_weight)
-    if runs_kernels(dq):
-        return plan_rotary_backward(dq, dk, dv, weight, cos, sin, packs, sums)
-    return rotary_backward_cpu
-
-
-@vk_op("qkv_rope_backward", fake=_qkv_rope_backward_fake, flops=_qkv_rope_backward_flops)
-def qkv_rope_backward_op(
-    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor | None, weight: Tensor, cos: Tensor, sin: Tensor,
-    needs_x: bool = True, needs_weight: bool = True, needs_bias: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # packed: the gradient of the product, for those of x and weight. partial: its sums by runs of rows, for the bias's.
-    packs = needs_x or needs_weight
-    launch = _prepare_qkv_rope_backward(dq, dk, dv, x, weight, cos, sin, needs_weight, packs, needs_bias)
+def _backward_tensors(call: QkvRopeBackward) -> RotaryBackward:
+    dq, dk, dv, _, weight, cos, sin, *_ = call
     n = weight.shape[0]
-    packed = dq.new_empty((dq.shape[0], n) if packs else (0, n))
-    partial = new_sums(dq, dq.shape[0] if needs_bias else 0, n, ROTATED_RUN)
-    launch(dq, dk, dv, cos, sin, packed, partial)
-    with torch._C._DisableAutocast():
-        return (
-            torch.mm(packed, weight) if needs_x else dq.new_empty((0,)),
-            torch.mm(packed.t(), x) if needs_weight and x is not None else dq.new_empty((0,)),
-            sum_runs(partial, dq.dtype) if needs_bias else dq.new_empty((0,)),
-        )
+    packed = dq.new_empty((dq.shape[0] if call.packs else 0, n))
+    partial = new_sums(dq, dq.shape[0] if call.needs_bias else 0, n, ROTATED_RUN)
+    return RotaryBackward(dq, dk, dv, cos, sin, packed, partial)
 
 
+def _plan_backward(call: QkvRopeBackward, _: QkvRopeBackward) -> Plan:
+    if runs_kernels(call.dq):
+        plan = plan_rotary_backward(_backward_tensors(call), call.weight, call.packs, call.needs_bias)
+    else:
+        plan = reference_plan(rotary_backward_cpu, call.dq)
+    fill = plan.launch
+
+    def launch(call: QkvRopeBackward) -> tuple[Tensor, ...]:
+        t, x = _backward_tensors(call), call.x
+        fill(t)
+        with torch._C._DisableAutocast():
+            return (
+                torch.mm(t.packed, call.weight) if call.needs_x else t.dq.new_empty((0,)),
+                torch.mm(t.packed.t(), x) if call.needs_weight and x is not None else t.dq.new_empty((0,)),
+                sum_runs(t.partial, t.dq.dtype) if call.needs_bias else t.dq.new_empty((0,)),
+            )
+
+    return Plan(launch, plan.kernels, plan.path, plan.why)
+
+
+qkv_rope_backward_op = planned_op(
+    "qkv_rope_backward",
+    QkvRopeBackward,
+    tuple[Tensor, Tensor, Tensor],
+    check=_check_backward,
+    outputs=_backward_outputs,
+    tensors=None,
+    plan=_plan_backward,
+    flops=lambda call: 2 * call.dq.shape[0] * call.weight.numel() * (call.needs_x + call.needs_weight),
+)
 qkv_rope_backward_op.refuse_autograd()
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, cos, sin, *_ = inputs
+def _saved(call: QkvRope, needed: frozenset[str]) -> tuple[str, ...]:
     # x is for the gradient of the weight alone: where that is frozen, nothing of it is kept.
-    ctx.needs = tuple(ctx.needs_input_grad[:3])
-    ctx.save_for_backward(x if ctx.needs[1] else None, weight, cos, sin)
-    ctx.shapes = tuple(each.shape for each in output)
-    ctx.set_materialize_grads(False)
+    return (*(("x",) if "weight" in needed else ()), "weight", "cos", "sin")
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    x, weight, cos, sin = ctx.saved_tensors
-    if all(gradient is None for gradient in grads) or not any(ctx.needs):
-        return (None,) * 7
-    dq, dk, dv = (
-        weight.new_zeros(()).expand(shape) if gradient is None else gradient
-        for gradient, shape in zip(grads, ctx.shapes, strict=True)
+def _differentiate(call: QkvRope, results: Any, grads: Any, needed: frozenset[str]) -> dict[str, Tensor | None]:
+    needs = [name in needed for name in ("x", "weight", "bias")]
+    if not any(needs):
+        return {}
+    each = (
+        call.weight.new_zeros(()).expand(shape) if grad is None else grad
+        for grad, shape in zip(grads, _shapes(call), strict=True)
     )
-    made = qkv_rope_backward_op(dq, dk, dv, x, weight, cos, sin, *ctx.needs)
-    return *(gradient if needed else None for gradient, needed in zip(made, ctx.needs, strict=True)), *(None,) * 4
+    made = qkv_rope_backward_op(*each, call.x, call.weight, call.cos, call.sin, *needs)
+    return dict(zip(("x", "weight", "bias"), made, strict=True))
 
 
-qkv_rope_op.register_autograd(_backward, setup_context=_setup_context)
+gradient(qkv_rope_op, QkvRope, _differentiate, saves=_saved)
 
 
 def qkv_rope(

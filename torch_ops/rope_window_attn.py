@@ -16,206 +16,174 @@ gradient of the cast of q to fp32 rounds their sum. dk likewise; v is not turned
 Kernels: `csrc_free_ops.rope`, `csrc_free_ops.attention`. RoFormer, arXiv 2104.09864.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_ops._attention.calls import (
+    attention_backward_flops,
     attention_flops,
     attention_gradients,
     attention_outputs,
     check_attention,
     check_attention_backward,
     check_values,
+    differentiate_attention,
+    is_differentiated,
 )
-from torch_ops._attention.cpu import attention_backward_cpu, attention_forward_cpu
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import plan_backward, plan_forward
-from torch_ops._attention.rotate import plan_rotation, workspaces
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.rotate import Rotation, plan_rotation, workspaces
+from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.checks import check_number, check_tables, refuse
-from torch_ops._core.registry import remembered, runs_kernels, vk_op
-from torch_ops._core.rotation_cpu import rotate_cpu
+from torch_ops._core.plan import Plan, merged
+from torch_ops._core.planned_op import gradient, planned_op
 
 
-def _check_rotation(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+class RopeWindowAttn(NamedTuple):
+    """The arguments of `vk::rope_window_attn`; the function below documents them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor | None = None
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = True
+    return_lse: bool = True
+
+
+class RopeWindowAttnBackward(NamedTuple):
+    """The arguments of `vk::rope_window_attn_backward`."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor | None = None
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = True
+
+
+class Rotated(NamedTuple):
+    """A launch of the attention core, on q and k that are still to be rotated."""
+
+    core: Any
+    cos: Tensor
+    sin: Tensor
+
+
+def _check_rotation(op: str, call: Any) -> None:
     """For q and k that `check_attention` has passed."""
+    q, k = call.q, call.k
     if k.shape[0] != q.shape[0]:
         refuse(op, "k", f"of {q.shape[0]} rows as q is, since they share the rows of cos and sin", k.shape[0])
-    check_tables(op, cos, sin, q.shape[0], q.shape[2], "q", q)
+    check_tables(op, call.cos, call.sin, q.shape[0], q.shape[2], "q", q)
 
 
-def _rope_window_attn_fake(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op = "rope_window_attn"
-    check_attention(op, q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
-    _check_rotation(op, q, k, cos, sin)
-    return attention_outputs(q, return_lse)
+def _check(call: RopeWindowAttn) -> None:
+    check_attention("rope_window_attn", call)
+    _check_rotation("rope_window_attn", call)
 
 
-def _rope_window_attn_flops(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    """Those of the products; the rotation is not counted."""
-    return attention_flops(q, k, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right)
+def _rotation(t: Rotated, q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor) -> Rotation:
+    return Rotation(q, k, t.cos, t.sin, t.core.cu_q, t.core.cu_k, q_out, k_out)
 
 
-@remembered
-def _prepare_rope_window_attn(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, return_lse: bool,
-) -> Callable[..., None]:  # fmt: skip
-    op = "rope_window_attn"
-    check_attention(op, q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
-    _check_rotation(op, q, k, cos, sin)
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
-    if runs_kernels(q):
-        rotate = plan_rotation(q, k, cos, sin, cu_seqlens, cu_seqlens_k, False)
-        attend = plan_forward(*workspaces(q, k), v, cu_seqlens, cu_seqlens_k, scores, return_lse)
-    else:
-        rotate, attend = partial(rotate_cpu, False), partial(attention_forward_cpu, scores)
-
-    def launch(
-        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None,
-        out: Tensor, lse: Tensor,
-    ) -> None:  # fmt: skip
-        turned_q, turned_k = workspaces(q, k)
-        rotate(q, k, cos, sin, cu_q, cu_k, turned_q, turned_k)
-        attend(turned_q, turned_k, v, cu_q, cu_k, out, lse)
-
-    return launch
+def _tensors(call: RopeWindowAttn, made: tuple[Tensor, Tensor]) -> Rotated:
+    return Rotated(Forward(*call[:3], *call[5:7], *made), *call[3:5])
 
 
-@vk_op(
+def _plan(t: Rotated, call: RopeWindowAttn) -> Plan:
+    turned_q, turned_k = workspaces(t.core.q, t.core.k)
+    rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, turned_q, turned_k), False)
+    attend = plan_forward(t.core._replace(q=turned_q, k=turned_k), AttentionOptions.of(call))
+
+    def launch(t: Rotated) -> None:
+        turned_q, turned_k = workspaces(t.core.q, t.core.k)
+        rotate.launch(_rotation(t, t.core.q, t.core.k, turned_q, turned_k))
+        attend.launch(t.core._replace(q=turned_q, k=turned_k))
+
+    return Plan(launch, merged(rotate.kernels, attend.kernels), attend.path, attend.why)
+
+
+rope_window_attn_op = planned_op(
     "rope_window_attn",
-    fake=_rope_window_attn_fake,
+    RopeWindowAttn,
+    tuple[Tensor, Tensor],
+    check=_check,
+    outputs=attention_outputs,
+    tensors=_tensors,
+    plan=_plan,
+    check_values=partial(check_values, "rope_window_attn"),
+    flops=attention_flops,
     autocast=True,
     keeps_dtype=("cos", "sin"),
-    flops=_rope_window_attn_flops,
 )
-def rope_window_attn_op(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_rope_window_attn(
-        q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, return_lse
-    )
-    check_values("rope_window_attn", q, k, cu_seqlens, cu_seqlens_k)
-    out, lse = attention_outputs(q, return_lse)
-    launch(q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, out, lse)
-    return out, lse
 
 
-def _check_rope_window_attn_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cos: Tensor, sin: Tensor, *rest: Any,
-) -> None:  # fmt: skip
-    op = "rope_window_attn_backward"
-    check_attention_backward(op, dout, dlse, q, k, v, out, lse, *rest)
-    _check_rotation(op, q, k, cos, sin)
+def _check_backward(call: RopeWindowAttnBackward) -> None:
+    check_attention_backward("rope_window_attn_backward", call)
+    _check_rotation("rope_window_attn_backward", call)
 
 
-def _rope_window_attn_backward_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_rope_window_attn_backward(
-        dout, dlse, q, k, v, out, lse, cos, sin, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap
-    )
-    return attention_gradients(q, k, v)
+def _backward_tensors(call: RopeWindowAttnBackward, made: tuple[Tensor, Tensor, Tensor]) -> Rotated:
+    return Rotated(Backward(*call[:7], *call[9:11], *made), *call[7:9])
 
 
-def _rope_window_attn_backward_flops(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> int:
-    """Five products where the forward has two."""
-    return _rope_window_attn_flops(q, k, v, *rest) * 5 // 2
+def _plan_backward(t: Rotated, call: RopeWindowAttnBackward) -> Plan:
+    turned_q, turned_k = workspaces(t.core.q, t.core.k)
+    rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, turned_q, turned_k), False)
+    rotate_back = plan_rotation(_rotation(t, t.core.dq, t.core.dk, t.core.dq, t.core.dk), True)
+    differentiate = plan_backward(t.core._replace(q=turned_q, k=turned_k), AttentionOptions.of(call))
+
+    def launch(t: Rotated) -> None:
+        core = t.core
+        turned_q, turned_k = workspaces(core.q, core.k)
+        rotate.launch(_rotation(t, core.q, core.k, turned_q, turned_k))
+        differentiate.launch(core._replace(q=turned_q, k=turned_k))
+        rotate_back.launch(_rotation(t, core.dq, core.dk, core.dq, core.dk))
+
+    kernels = merged(rotate.kernels, differentiate.kernels, rotate_back.kernels)
+    return Plan(launch, kernels, differentiate.path, differentiate.why)
 
 
-@remembered
-def _prepare_rope_window_attn_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, deterministic: bool,
-) -> Callable[..., None]:  # fmt: skip
-    _check_rope_window_attn_backward(
-        dout, dlse, q, k, v, out, lse, cos, sin, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap
-    )
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap)
-    if runs_kernels(q):
-        spaces = workspaces(q, k)
-        rotate = plan_rotation(q, k, cos, sin, cu_seqlens, cu_seqlens_k, False)
-        rotate_back = plan_rotation(*spaces, cos, sin, cu_seqlens, cu_seqlens_k, True)
-        differentiate = plan_backward(dout, dlse, *spaces, v, out, lse, cu_seqlens, cu_seqlens_k, scores, deterministic)
-    else:
-        rotate, rotate_back = partial(rotate_cpu, False), partial(rotate_cpu, True)
-        differentiate = partial(attention_backward_cpu, scores)
-
-    def launch(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        turned_q, turned_k = workspaces(q, k)
-        rotate(q, k, cos, sin, cu_q, cu_k, turned_q, turned_k)
-        differentiate(dout, dlse, turned_q, turned_k, v, out, lse, cu_q, cu_k, dq, dk, dv)
-        rotate_back(dq, dk, cos, sin, cu_q, cu_k, dq, dk)
-
-    return launch
-
-
-@vk_op("rope_window_attn_backward", fake=_rope_window_attn_backward_fake, flops=_rope_window_attn_backward_flops)
-def rope_window_attn_backward_op(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cos: Tensor, sin: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_rope_window_attn_backward(
-        dout, dlse, q, k, v, out, lse, cos, sin, cu_seqlens, cu_seqlens_k,
-        scale, causal, window_left, window_right, softcap, deterministic,
-    )  # fmt: skip
-    check_values("rope_window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
-    dq, dk, dv = attention_gradients(q, k, v)
-    launch(dout, dlse, q, k, v, out, lse, cos, sin, cu_seqlens, cu_seqlens_k, dq, dk, dv)
-    return dq, dk, dv
-
-
+rope_window_attn_backward_op = planned_op(
+    "rope_window_attn_backward",
+    RopeWindowAttnBackward,
+    tuple[Tensor, Tensor, Tensor],
+    check=_check_backward,
+    outputs=attention_gradients,
+    tensors=_backward_tensors,
+    plan=_plan_backward,
+    check_values=partial(check_values, "rope_window_attn_backward"),
+    flops=attention_backward_flops,
+)
 rope_window_attn_backward_op.refuse_autograd()
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, *options, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, cos, sin, cu_seqlens, cu_seqlens_k)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *places = ctx.saved_tensors
-    nothing = (None,) * (5 + len(ctx.options))
-    if dout is None and dlse is None:
-        return None, None, None, *nothing
-    if dout is None:
-        dout = out.new_zeros(()).expand_as(out)
-    if lse.shape[1] != q.shape[0]:
-        # Not made: captured without gradients, in an exported program say, and run with them.
-        with torch._C._DisableAutocast():
-            lse = rope_window_attn_op(q, k, v, *places, *ctx.options)[1]
-        dlse = None
-    return *rope_window_attn_backward_op(dout, dlse, q, k, v, out, lse, *places, *ctx.options), *nothing
-
-
-rope_window_attn_op.register_autograd(_backward, setup_context=_setup_context)
+gradient(
+    rope_window_attn_op,
+    RopeWindowAttn,
+    partial(differentiate_attention, rope_window_attn_op, rope_window_attn_backward_op, RopeWindowAttnBackward),
+    saves=("q", "k", "v", "cos", "sin", "cu_seqlens", "cu_seqlens_k"),
+    saves_results=(0, 1),
+)
 
 
 def rope_window_attn(
@@ -270,11 +238,11 @@ def rope_window_attn(
     """
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number("rope_window_attn", name, number)
-    # The backward takes lse; where there will be none, it need not lie in memory.
-    differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in (q, k, v))
+    # The backward takes lse; without one, lse need not lie in memory.
+    keeps_lse = return_lse or is_differentiated(q, k, v)
     out, lse = rope_window_attn_op(
         q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
-        return_lse or differentiable,
+        keeps_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

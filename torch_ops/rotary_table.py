@@ -4,50 +4,58 @@ Kernel and maths: `csrc_free_ops.rotary_table`.
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.rotary_table import _rotary_table_kernel
 from torch_ops._core.checks import check_head_dim, check_int, refuse
-from torch_ops._core.launch import Relaunch, blocks_of
-from torch_ops._core.registry import INTERPRET, remembered, vk_op, wrap_triton
-from torch_ops._grids import (
-    check_grid,
-    check_on_device,
-    grid_launch,
-    place_rows,
-    send_grid,
-    tiles_of,
-)
+from torch_ops._core.launch import blocks_of
+from torch_ops._core.plan import Bound, Plan, reference_plan
+from torch_ops._core.planned_op import planned_op
+from torch_ops._core.registry import INTERPRET, wrap_triton
+from torch_ops._grids import ONE_PATH, check_grid, check_grid_values, grid_launch, place_rows, send_grid, tiles_of
 
 
-def _check_rotary_table(grid: Tensor, total: int, dim: int, theta: float, merge_size: int) -> None:
-    op = "rotary_table"
-    check_grid(op, grid, total, merge_size)
-    check_int(op, "dim", dim)
-    check_head_dim(op, "dim", dim)
+class RotaryTable(NamedTuple):
+    """The arguments of `vk::rotary_table`; the function below documents them."""
+
+    grid: Tensor
+    total: int
+    dim: int
+    theta: float = 10000.0
+    merge_size: int = 2
+
+
+class Tables(NamedTuple):
+    """cos and sin are filled."""
+
+    grid: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def _check(call: RotaryTable) -> None:
+    op, theta = "rotary_table", call.theta
+    check_grid(op, call.grid, call.total, call.merge_size)
+    check_int(op, "dim", call.dim)
+    check_head_dim(op, "dim", call.dim)
     if isinstance(theta, bool) or not isinstance(theta, Real | torch.SymInt | torch.SymFloat):
         refuse(op, "theta", "a number", repr(theta))
     if not 1 <= theta <= torch.finfo(torch.float32).max:
         refuse(op, "theta", "a number of at least 1 that fp32 holds", theta)
 
 
-def _tables(grid: Tensor, total: int, dim: int) -> tuple[Tensor, Tensor]:
-    cos, sin = (grid.new_empty((total, dim // 2), dtype=torch.float32) for _ in range(2))
+def _outputs(call: RotaryTable) -> tuple[Tensor, Tensor]:
+    cos, sin = (call.grid.new_empty((call.total, call.dim // 2), dtype=torch.float32) for _ in range(2))
     return cos, sin
 
 
-def _rotary_table_fake(
-    grid: Tensor, total: int, dim: int, theta: float = 10000.0, merge_size: int = 2
-) -> tuple[Tensor, Tensor]:
-    _check_rotary_table(grid, total, dim, theta, merge_size)
-    return _tables(grid, total, dim)
-
-
-def _rotary_table_cpu(grid: Tensor, cos: Tensor, sin: Tensor, theta: float, merge_size: int) -> None:
+def _table_cpu(theta: float, merge_size: int, t: Tables) -> None:
+    grid, cos, sin = t
     total, half = cos.shape
     places = place_rows(grid, total, merge_size)
     frequencies = 1.0 / (theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=grid.device) / half))
@@ -57,38 +65,28 @@ def _rotary_table_cpu(grid: Tensor, cos: Tensor, sin: Tensor, theta: float, merg
     torch.sin(angles, out=sin)
 
 
-@remembered
-def _prepare_rotary_table(
-    grid: Tensor, total: int, dim: int, theta: float, merge_size: int
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    _check_rotary_table(grid, total, dim, theta, merge_size)
-    if not (grid.is_cuda or INTERPRET):
-        return lambda grid, cos, sin: _rotary_table_cpu(grid, cos, sin, theta, merge_size)
-    half, merge_size = int(dim) // 2, int(merge_size)
-    launch, _ = grid_launch("rotary_table", torch.float32, half)
-    tiles = tiles_of(total, half, launch)
-    scalars = (total, grid.shape[0])
-    constants = {"LOG2_THETA": math.log2(theta), "HALF": half, "MERGE": merge_size, **blocks_of(launch)}
-    relaunch = Relaunch(tiles, scalars)
-
-    def launch_table(grid: Tensor, cos: Tensor, sin: Tensor) -> None:
-        tensors = (grid.contiguous(), cos, sin)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_rotary_table_kernel)[tiles](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_table
+def _plan(t: Tables, call: RotaryTable) -> Plan:
+    theta, merge_size = call.theta, call.merge_size
+    if not (t.grid.is_cuda or INTERPRET):
+        return reference_plan(partial(_table_cpu, theta, merge_size), t.grid)
+    half = int(call.dim) // 2
+    launch, source = grid_launch("rotary_table", torch.float32, half)
+    constants = {"LOG2_THETA": math.log2(theta), "HALF": half, "MERGE": int(merge_size), **blocks_of(launch)}
+    tiles = tiles_of(call.total, half, launch)
+    bound = Bound(wrap_triton(_rotary_table_kernel), tiles, (call.total, t.grid.shape[0]), constants)
+    return Plan(lambda t: bound(t.grid.contiguous(), t.cos, t.sin), {"rotary_table": (launch, source)}, why=ONE_PATH)
 
 
-@vk_op("rotary_table", fake=_rotary_table_fake)
-def rotary_table_op(
-    grid: Tensor, total: int, dim: int, theta: float = 10000.0, merge_size: int = 2
-) -> tuple[Tensor, Tensor]:
-    launch = _prepare_rotary_table(grid, total, dim, theta, merge_size)
-    check_on_device("rotary_table", grid, merge_size)
-    cos, sin = _tables(grid, total, dim)
-    launch(grid, cos, sin)
-    return cos, sin
+rotary_table_op = planned_op(
+    "rotary_table",
+    RotaryTable,
+    tuple[Tensor, Tensor],
+    check=_check,
+    outputs=_outputs,
+    tensors=lambda call, made: Tables(call.grid, *made),
+    plan=_plan,
+    check_values=lambda call: check_grid_values("rotary_table", call.grid, call.merge_size),
+)
 
 
 def rotary_table(
@@ -129,7 +127,7 @@ def rotary_table(
         where = grid.device if device is None else torch.device(device)
         grid = send_grid(
             "rotary_table", grid, where, merge_size,
-            lambda grid: _check_rotary_table(grid, total, dim, theta, merge_size),
+            lambda grid: _check(RotaryTable(grid, total, dim, theta, merge_size)),
         )  # fmt: skip
     return rotary_table_op(grid, total, dim, theta, merge_size)
 

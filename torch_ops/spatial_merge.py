@@ -3,18 +3,22 @@
 Kernels and maths: `csrc_free_ops.spatial_merge`.
 """
 
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
 from torch_ops._core.checks import check_dense, check_float, refuse
-from torch_ops._core.launch import Relaunch, blocks_of, row_stride, with_columns
-from torch_ops._core.registry import remembered, runs_kernels, vk_op, wrap_triton
+from torch_ops._core.launch import blocks_of, row_stride, with_columns
+from torch_ops._core.plan import Bound, Plan, reference_plan
+from torch_ops._core.planned_op import planned_op, without_tensors
+from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops._grids import (
+    ONE_PATH,
+    OnGrid,
     check_grid,
-    check_on_device,
+    check_grid_values,
     check_rows,
     grid_launch,
     place_rows,
@@ -27,178 +31,168 @@ MODES = ("concat", "mean")
 ORDERS = ("merge_block", "raster")
 
 
-def _check_rows(
-    op: str, argument: str, rows: Tensor, grid: Tensor, total: int, mode: str, order: str, merge_size: int
-) -> None:
+class SpatialMerge(NamedTuple):
+    """The arguments of `vk::spatial_merge`; the function below documents them."""
+
+    x: Tensor
+    grid: Tensor
+    total: int
+    mode: str = "concat"
+    order: str = "merge_block"
+    merge_size: int = 2
+
+
+class SpatialMergeBackward(NamedTuple):
+    """The arguments of `vk::spatial_merge_backward`; `rows` are those of x."""
+
+    dout: Tensor
+    grid: Tensor
+    total: int
+    rows: int
+    mode: str = "concat"
+    order: str = "merge_block"
+    merge_size: int = 2
+
+
+def _unit(call: Any) -> int:
+    """Rows of a block."""
+    unit: int = call.merge_size * call.merge_size
+    return unit
+
+
+def _check_rows(op: str, argument: str, rows: Tensor, call: Any) -> None:
+    total, merge_size = call.total, call.merge_size
     check_dense(op, argument, rows)
     check_float(op, argument, rows)
     if rows.dim() != 2 or rows.shape[1] < 1:
         refuse(op, argument, "of shape [rows, columns]", f"shape {list(rows.shape)}")
-    check_grid(op, grid, total, merge_size, argument, rows)
+    check_grid(op, call.grid, total, merge_size, argument, rows)
     if total % (merge_size * merge_size):
         refuse(op, "total", f"a multiple of {merge_size * merge_size} = merge_size * merge_size", total)
-    for name, value, choices in (("mode", mode, MODES), ("order", order, ORDERS)):
+    for name, value, choices in (("mode", call.mode, MODES), ("order", call.order, ORDERS)):
         if value not in choices:
             refuse(op, name, f"one of {', '.join(choices)}", repr(value))
 
 
-def _check_spatial_merge(x: Tensor, grid: Tensor, total: int, mode: str, order: str, merge_size: int) -> None:
+def _check(call: SpatialMerge) -> None:
     op = "spatial_merge"
-    _check_rows(op, "x", x, grid, total, mode, order, merge_size)
-    check_rows(op, "the number of rows of x", x.shape[0])
-    if total > x.shape[0]:
-        refuse(op, "total", f"at most the {x.shape[0]} rows of x", total)
+    _check_rows(op, "x", call.x, call)
+    check_rows(op, "the number of rows of x", call.x.shape[0])
+    if call.total > call.x.shape[0]:
+        refuse(op, "total", f"at most the {call.x.shape[0]} rows of x", call.total)
 
 
-def _merged(x: Tensor, total: int, mode: str, merge_size: int) -> Tensor:
-    unit = merge_size * merge_size
-    return x.new_empty((total // unit, x.shape[1] * (unit if mode == "concat" else 1)))
+def _merged(call: SpatialMerge) -> Tensor:
+    unit = _unit(call)
+    return call.x.new_empty((call.total // unit, call.x.shape[1] * (unit if call.mode == "concat" else 1)))
 
 
-def _spatial_merge_fake(
-    x: Tensor, grid: Tensor, total: int, mode: str = "concat", order: str = "merge_block", merge_size: int = 2
-) -> Tensor:
-    _check_spatial_merge(x, grid, total, mode, order, merge_size)
-    return _merged(x, total, mode, merge_size)
-
-
-def _sources(grid: Tensor, total: int, order: str, merge_size: int) -> Tensor:
+def _sources(call: Any) -> Tensor:
     """The row of x at each row of the merged order: of images that are whole each row once."""
-    if order == "merge_block":
+    grid, total = call.grid, call.total
+    if call.order == "merge_block":
         return torch.arange(total, device=grid.device)
-    places = place_rows(grid, total, merge_size)
+    places = place_rows(grid, total, call.merge_size)
     rows = torch.arange(total, device=grid.device)
     source = torch.where(places.inside, places.frame + places.row * places.w + places.col, rows)
     return source.clamp(0, max(total - 1, 0))
 
 
-def _spatial_merge_cpu(x: Tensor, grid: Tensor, out: Tensor, mode: str, order: str, merge_size: int) -> None:
-    unit = merge_size * merge_size
-    total = out.shape[0] * unit
-    rows = x[:total] if order == "merge_block" else x[_sources(grid, total, order, merge_size)]
-    if mode == "concat":
-        out.copy_(rows.reshape(out.shape))
+def _merge_cpu(call: SpatialMerge, t: OnGrid) -> None:
+    unit, total = _unit(call), call.total
+    rows = t.x[:total] if call.order == "merge_block" else t.x[_sources(call._replace(grid=t.grid))]
+    if call.mode == "concat":
+        t.out.copy_(rows.reshape(t.out.shape))
     else:
-        blocks = rows.reshape(-1, unit, x.shape[1])
-        out.copy_(blocks.to(torch.promote_types(x.dtype, torch.float32)).mean(1))
+        blocks = rows.reshape(-1, unit, t.x.shape[1])
+        t.out.copy_(blocks.to(torch.promote_types(t.x.dtype, torch.float32)).mean(1))
 
 
-@remembered
-def _prepare_spatial_merge(
-    x: Tensor, grid: Tensor, total: int, mode: str, order: str, merge_size: int
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    _check_spatial_merge(x, grid, total, mode, order, merge_size)
-    if not runs_kernels(x):
-        return lambda x, grid, out: _spatial_merge_cpu(x, grid, out, mode, order, merge_size)
-    width, merge_size = int(x.shape[1]), int(merge_size)
-    launch, _ = grid_launch("spatial_merge_fwd", x.dtype, width)
-    tiles = tiles_of(total // (merge_size * merge_size), width, launch)
-    scalars = (total, grid.shape[0])
-    constants = {
-        "STRIDE_X": int(row_stride(x)), "WIDTH": width, "MERGE": merge_size, "MEAN": mode == "mean",
-        "RASTER": order == "raster", **blocks_of(launch),
+def _constants(call: Any, width: int) -> dict[str, Any]:
+    return {
+        "WIDTH": width, "MERGE": int(call.merge_size), "MEAN": call.mode == "mean", "RASTER": call.order == "raster"
     }  # fmt: skip
-    relaunch = Relaunch(tiles, scalars)
-
-    def launch_forward(x: Tensor, grid: Tensor, out: Tensor) -> None:
-        tensors = (with_columns(x), grid.contiguous(), out)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_spatial_merge_fwd_kernel)[tiles](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_forward
 
 
-@vk_op("spatial_merge", fake=_spatial_merge_fake)
-def spatial_merge_op(
-    x: Tensor, grid: Tensor, total: int, mode: str = "concat", order: str = "merge_block", merge_size: int = 2
-) -> Tensor:
-    launch = _prepare_spatial_merge(x, grid, total, mode, order, merge_size)
-    check_on_device("spatial_merge", grid, merge_size, total)
-    out = _merged(x, total, mode, merge_size)
-    launch(x, grid, out)
-    return out
+def _plan(t: OnGrid, call: SpatialMerge) -> Plan:
+    options = without_tensors(call)
+    if not runs_kernels(t.x):
+        return reference_plan(lambda t: _merge_cpu(options, t), t.x)
+    width = int(t.x.shape[1])
+    launch, source = grid_launch("spatial_merge_fwd", t.x.dtype, width)
+    constants = {"STRIDE_X": int(row_stride(t.x)), **_constants(call, width), **blocks_of(launch)}
+    grid = tiles_of(call.total // _unit(call), width, launch)
+    bound = Bound(wrap_triton(_spatial_merge_fwd_kernel), grid, (call.total, t.grid.shape[0]), constants)
+    return Plan(
+        lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
+        {"spatial_merge_fwd": (launch, source)}, why=ONE_PATH,
+    )  # fmt: skip
 
 
-def _check_spatial_merge_backward(
-    dout: Tensor, grid: Tensor, total: int, rows: int, mode: str, order: str, merge_size: int
-) -> None:
-    op = "spatial_merge_backward"
-    _check_rows(op, "dout", dout, grid, total, mode, order, merge_size)
-    unit = merge_size * merge_size
-    if dout.shape[0] != total // unit:
-        refuse(op, "dout", f"of {total // unit} rows for total = {total}", dout.shape[0])
-    if mode == "concat" and dout.shape[1] % unit:
-        refuse(op, "the number of columns of dout", f"a multiple of {unit}", dout.shape[1])
-    check_rows(op, "rows", rows)
-    if rows < total:
-        refuse(op, "rows", f"at least total = {total}", rows)
+spatial_merge_op = planned_op(
+    "spatial_merge",
+    SpatialMerge,
+    Tensor,
+    check=_check,
+    outputs=_merged,
+    tensors=lambda call, out: OnGrid(call.x, call.grid, out),
+    plan=_plan,
+    check_values=lambda call: check_grid_values("spatial_merge", call.grid, call.merge_size, call.total),
+)
 
 
-def _gradient(dout: Tensor, rows: int, mode: str, merge_size: int) -> Tensor:
-    return dout.new_empty((rows, dout.shape[1] // (merge_size * merge_size if mode == "concat" else 1)))
+def _check_backward(call: SpatialMergeBackward) -> None:
+    op, unit = "spatial_merge_backward", _unit(call)
+    _check_rows(op, "dout", call.dout, call)
+    if call.dout.shape[0] != call.total // unit:
+        refuse(op, "dout", f"of {call.total // unit} rows for total = {call.total}", call.dout.shape[0])
+    if call.mode == "concat" and call.dout.shape[1] % unit:
+        refuse(op, "the number of columns of dout", f"a multiple of {unit}", call.dout.shape[1])
+    check_rows(op, "rows", call.rows)
+    if call.rows < call.total:
+        refuse(op, "rows", f"at least total = {call.total}", call.rows)
 
 
-def _spatial_merge_backward_fake(
-    dout: Tensor, grid: Tensor, total: int, rows: int,
-    mode: str = "concat", order: str = "merge_block", merge_size: int = 2,
-) -> Tensor:  # fmt: skip
-    _check_spatial_merge_backward(dout, grid, total, rows, mode, order, merge_size)
-    return _gradient(dout, rows, mode, merge_size)
+def _gradient(call: SpatialMergeBackward) -> Tensor:
+    return call.dout.new_empty((call.rows, call.dout.shape[1] // (_unit(call) if call.mode == "concat" else 1)))
 
 
-def _spatial_merge_backward_cpu(
-    dout: Tensor, grid: Tensor, dx: Tensor, total: int, mode: str, order: str, merge_size: int
-) -> None:
-    unit = merge_size * merge_size
-    if mode == "concat":
-        merged = dout.reshape(total, dx.shape[1])
+def _merge_backward_cpu(call: SpatialMergeBackward, t: OnGrid) -> None:
+    dout, unit = t.x, _unit(call)
+    if call.mode == "concat":
+        merged = dout.reshape(call.total, t.out.shape[1])
     else:
         scaled = dout.to(torch.promote_types(dout.dtype, torch.float32)) / unit
         merged = scaled.to(dout.dtype).repeat_interleave(unit, 0)
-    dx.zero_()
-    dx[_sources(grid, total, order, merge_size)] = merged
+    t.out.zero_()
+    t.out[_sources(call._replace(grid=t.grid))] = merged
 
 
-@remembered
-def _prepare_spatial_merge_backward(
-    dout: Tensor, grid: Tensor, total: int, rows: int, mode: str, order: str, merge_size: int
-) -> Callable[[Tensor, Tensor, Tensor], None]:
-    _check_spatial_merge_backward(dout, grid, total, rows, mode, order, merge_size)
-    if not runs_kernels(dout):
-        return lambda dout, grid, dx: _spatial_merge_backward_cpu(dout, grid, dx, total, mode, order, merge_size)
-    merge_size = int(merge_size)
-    width = int(dout.shape[1]) // (merge_size * merge_size if mode == "concat" else 1)
-    launch, _ = grid_launch("spatial_merge_bwd", dout.dtype, width)
-    tiles = tiles_of(rows, width, launch)
-    scalars = (total, grid.shape[0], rows)
-    constants = {
-        "STRIDE_D": int(row_stride(dout)), "WIDTH": width, "MERGE": merge_size, "MEAN": mode == "mean",
-        "RASTER": order == "raster", **blocks_of(launch),
-    }  # fmt: skip
-    relaunch = Relaunch(tiles, scalars)
-
-    def launch_backward(dout: Tensor, grid: Tensor, dx: Tensor) -> None:
-        tensors = (with_columns(dout), grid.contiguous(), dx)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_spatial_merge_bwd_kernel)[tiles](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_backward
+def _plan_backward(t: OnGrid, call: SpatialMergeBackward) -> Plan:
+    options = without_tensors(call)
+    if not runs_kernels(t.x):
+        return reference_plan(lambda t: _merge_backward_cpu(options, t), t.x)
+    width = int(t.x.shape[1]) // (int(_unit(call)) if call.mode == "concat" else 1)
+    launch, source = grid_launch("spatial_merge_bwd", t.x.dtype, width)
+    constants = {"STRIDE_D": int(row_stride(t.x)), **_constants(call, width), **blocks_of(launch)}
+    scalars = (call.total, t.grid.shape[0], call.rows)
+    bound = Bound(wrap_triton(_spatial_merge_bwd_kernel), tiles_of(call.rows, width, launch), scalars, constants)
+    return Plan(
+        lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
+        {"spatial_merge_bwd": (launch, source)}, why=ONE_PATH,
+    )  # fmt: skip
 
 
-@vk_op("spatial_merge_backward", fake=_spatial_merge_backward_fake)
-def spatial_merge_backward_op(
-    dout: Tensor, grid: Tensor, total: int, rows: int,
-    mode: str = "concat", order: str = "merge_block", merge_size: int = 2,
-) -> Tensor:  # fmt: skip
-    launch = _prepare_spatial_merge_backward(dout, grid, total, rows, mode, order, merge_size)
-    check_on_device("spatial_merge_backward", grid, merge_size, total)
-    dx = _gradient(dout, rows, mode, merge_size)
-    launch(dout, grid, dx)
-    return dx
-
-
+spatial_merge_backward_op = planned_op(
+    "spatial_merge_backward",
+    SpatialMergeBackward,
+    Tensor,
+    check=_check_backward,
+    outputs=_gradient,
+    tensors=lambda call, dx: OnGrid(call.dout, call.grid, dx),
+    plan=_plan_backward,
+    check_values=lambda call: check_grid_values("spatial_merge_backward", call.grid, call.merge_size, call.total),
+)
 register_gathered(spatial_merge_op, spatial_merge_backward_op, lambda x, total: (total, x.shape[0]))
 
 
@@ -234,7 +228,7 @@ def spatial_merge(
     if isinstance(x, Tensor):
         grid = send_grid(
             "spatial_merge", grid, x.device, merge_size,
-            lambda grid: _check_spatial_merge(x, grid, total, mode, order, merge_size), total,
+            lambda grid: _check(SpatialMerge(x, grid, total, mode, order, merge_size)), total,
         )  # fmt: skip
     return spatial_merge_op(x, grid, total, mode, order, merge_size)
 

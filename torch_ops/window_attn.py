@@ -4,188 +4,118 @@ Vision encoders pack images, frames and windows of any size into one [T, H, D] t
 boundaries are `cu_seqlens`, on the device. Kernels: `csrc_free_ops.attention`.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_ops._attention.calls import (
+    attention_backward_flops,
     attention_flops,
     attention_gradients,
     attention_outputs,
     check_attention,
     check_attention_backward,
     check_values,
+    differentiate_attention,
+    is_differentiated,
+    seed_of,
 )
-from torch_ops._attention.cpu import attention_backward_cpu, attention_forward_cpu
-from torch_ops._attention.plan import plan_backward, plan_forward
-from torch_ops._attention.scores import Scores, StepTensors
-from torch_ops._attention.steps import check_steps, refuse_slopes_gradient, seed_of, sinks_gradient
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.plan import backward_tensors, forward_tensors, plan_backward, plan_forward
+from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.checks import check_number
-from torch_ops._core.registry import needs_of, remembered, runs_kernels, vk_op
+from torch_ops._core.plan import Plan
+from torch_ops._core.planned_op import gradient, planned_op
 
 
-def _window_attn_fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_attention("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
-    check_steps("window_attn", q, cu_seqlens.shape[0] - 1, alibi_slopes, sinks, dropout_p, dropout_seed)
-    return attention_outputs(q, return_lse)
+class WindowAttn(NamedTuple):
+    """The arguments of `vk::window_attn`; the function below documents them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor | None = None
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = True
+    return_lse: bool = True
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
 
 
-def _window_attn_flops(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    return attention_flops(q, k, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right)
+class WindowAttnBackward(NamedTuple):
+    """The arguments of `vk::window_attn_backward`."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor | None = None
+    scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = True
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
 
 
-@remembered
-def _prepare_window_attn(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, return_lse: bool,
-    dropout_p: float, slopes: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
-) -> Callable[..., None]:  # fmt: skip
-    check_attention("window_attn", q, k, v, cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap)
-    check_steps("window_attn", q, cu_seqlens.shape[0] - 1, slopes, sinks, dropout_p, seed)
-    step = StepTensors(slopes, sinks, seed)
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap, step, dropout_p)
-    if runs_kernels(q):
-        return plan_forward(q, k, v, cu_seqlens, cu_seqlens_k, scores, return_lse)
-    return partial(attention_forward_cpu, scores)
+def _plan(t: Forward, call: WindowAttn) -> Plan:
+    return plan_forward(t, AttentionOptions.of(call))
 
 
-@vk_op(
+window_attn_op = planned_op(
     "window_attn",
-    fake=_window_attn_fake,
+    WindowAttn,
+    tuple[Tensor, Tensor],
+    check=partial(check_attention, "window_attn"),
+    outputs=attention_outputs,
+    tensors=forward_tensors,
+    plan=_plan,
+    check_values=partial(check_values, "window_attn"),
+    flops=attention_flops,
     autocast=True,
     keeps_dtype=("alibi_slopes", "sinks"),
-    flops=_window_attn_flops,
 )
-def window_attn_op(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True, return_lse: bool = True,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    step = StepTensors.of(alibi_slopes, sinks, dropout_seed)
-    launch = _prepare_window_attn(
-        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, return_lse,
-        dropout_p, *step,
-    )  # fmt: skip
-    check_values("window_attn", q, k, cu_seqlens, cu_seqlens_k)
-    out, lse = attention_outputs(q, return_lse)
-    launch(q, k, v, cu_seqlens, cu_seqlens_k, out, lse, step)
-    return out, lse
 
 
-def _window_attn_backward_fake(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True,
-    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    check_attention_backward(
-        "window_attn_backward", dout, dlse, q, k, v, out, lse,
-        cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap,
-    )  # fmt: skip
-    check_steps("window_attn_backward", q, cu_seqlens.shape[0] - 1, alibi_slopes, None, dropout_p, dropout_seed)
-    return attention_gradients(q, k, v)
+def _plan_backward(t: Backward, call: WindowAttnBackward) -> Plan:
+    return plan_backward(t, AttentionOptions.of(call))
 
 
-def _window_attn_backward_flops(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> int:
-    """Five products where the forward has two."""
-    return _window_attn_flops(q, k, v, *rest) * 5 // 2
-
-
-@remembered
-def _prepare_window_attn_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float, deterministic: bool,
-    dropout_p: float, slopes: Tensor | None, seed: Tensor | None,
-) -> Callable[..., None]:  # fmt: skip
-    check_attention_backward(
-        "window_attn_backward", dout, dlse, q, k, v, out, lse,
-        cu_seqlens, cu_seqlens_k, scale, window_left, window_right, softcap,
-    )  # fmt: skip
-    check_steps("window_attn_backward", q, cu_seqlens.shape[0] - 1, slopes, None, dropout_p, seed)
-    step = StepTensors(slopes, seed=seed)
-    scores = Scores.of(q.shape[2], scale, causal, window_left, window_right, softcap, step, dropout_p)
-    if runs_kernels(q):
-        return plan_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scores, deterministic)
-    return partial(attention_backward_cpu, scores)
-
-
-@vk_op("window_attn_backward", fake=_window_attn_backward_fake, flops=_window_attn_backward_flops)
-def window_attn_backward_op(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None,
-    scale: float | None = None, causal: bool = False, window_left: int = -1, window_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = True,
-    alibi_slopes: Tensor | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch = _prepare_window_attn_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k,
-        scale, causal, window_left, window_right, softcap, deterministic, dropout_p, alibi_slopes, dropout_seed,
-    )  # fmt: skip
-    check_values("window_attn_backward", q, k, cu_seqlens, cu_seqlens_k)
-    dq, dk, dv = attention_gradients(q, k, v)
-    step = StepTensors.of(alibi_slopes, None, dropout_seed)
-    launch(dout, dlse, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, dq, dk, dv, step)
-    return dq, dk, dv
-
-
+window_attn_backward_op = planned_op(
+    "window_attn_backward",
+    WindowAttnBackward,
+    tuple[Tensor, Tensor, Tensor],
+    check=partial(check_attention_backward, "window_attn_backward"),
+    outputs=attention_gradients,
+    tensors=backward_tensors,
+    plan=_plan_backward,
+    check_values=partial(check_values, "window_attn_backward"),
+    flops=attention_backward_flops,
+)
 window_attn_backward_op.refuse_autograd()
-
-
-# The place of sinks among the op's arguments.
-SINKS_PLACE = 13
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_k, *options, _, slopes, sinks, dropout_p, seed = inputs
-    refuse_slopes_gradient("window_attn", slopes is not None and slopes.requires_grad)
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k, slopes, sinks, seed)
-    ctx.options, ctx.dropout_p = options, dropout_p
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, cu_seqlens, cu_seqlens_k, slopes, sinks, seed = ctx.saved_tensors
-    nothing = (None,) * (3 + len(ctx.options))
-    if dout is None and dlse is None:
-        return None, None, None, *nothing, None, None, None, None
-    q, _, _, out, lse = tensors
-    if dout is None:
-        dout = out.new_zeros(()).expand_as(out)
-    if lse.shape[1] != q.shape[0]:
-        # Not made: captured without gradients, in an exported program say, and run with them.
-        with torch._C._DisableAutocast():
-            steps = slopes, sinks, ctx.dropout_p, seed
-            lse = tensors[4] = window_attn_op(*tensors[:3], cu_seqlens, cu_seqlens_k, *ctx.options, True, *steps)[1]
-        dlse = None
-    gradients = window_attn_backward_op(
-        dout, dlse, *tensors, cu_seqlens, cu_seqlens_k, *ctx.options, slopes, ctx.dropout_p, seed
-    )
-    dsinks = None
-    if needs_of(ctx, SINKS_PLACE + 1)[SINKS_PLACE]:
-        dsinks = sinks_gradient(dout, dlse, out, lse, sinks)
-    return *gradients, *nothing, None, dsinks, None, None
-
-
-window_attn_op.register_autograd(_backward, setup_context=_setup_context)
+gradient(
+    window_attn_op,
+    WindowAttn,
+    partial(differentiate_attention, window_attn_op, window_attn_backward_op, WindowAttnBackward),
+    saves=("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "alibi_slopes", "sinks", "dropout_seed"),
+    saves_results=(0, 1),
+    refuses=("alibi_slopes",),
+)
 
 
 def window_attn(
@@ -255,17 +185,14 @@ def window_attn(
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         check_number("window_attn", name, number)
-    # The backward takes lse; where there will be none, it need not lie in memory.
-    learnt = (q, k, v) if sinks is None else (q, k, v, sinks)
-    differentiable = torch.is_grad_enabled() and any(not isinstance(x, Tensor) or x.requires_grad for x in learnt)
-    if alibi_slopes is None and sinks is None and dropout_p == 0:
-        # Defaults need not be passed on, which takes the host as long as other arguments.
-        steps: tuple[Any, ...] = ()
-    else:
-        steps = alibi_slopes, sinks, dropout_p, seed_of(q, dropout_p, dropout_seed)
+    # The backward takes lse; without one, lse need not lie in memory.
+    keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
+    seed = seed_of(q, dropout_p, dropout_seed)
+    # PyTorch's dispatcher takes longer with more arguments, so defaults are not passed on.
+    scored = () if alibi_slopes is None and sinks is None and dropout_p == 0 else (alibi_slopes, sinks, dropout_p, seed)
     out, lse = window_attn_op(
-        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
-        return_lse or differentiable, *steps,
+        q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic, keeps_lse,
+        *scored,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

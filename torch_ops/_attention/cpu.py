@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ops._attention.scores import NO_STEP, Scores, StepTensors
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.philox import keep_weights
 
 BLOCK_ROWS = 512
@@ -52,47 +53,46 @@ def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) 
 
 
 def _block_scores(
-    q: Tensor, k: Tensor, position: int, scores: Scores, slopes: Tensor | None
+    q: Tensor, k: Tensor, position: int, options: AttentionOptions, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Masked scores [Hk, group, M, N], and tanh where there is a softcap; slopes [H] of ALiBi."""
-    products = q @ k.transpose(-1, -2) * scores.scale
+    products = q @ k.transpose(-1, -2) * options.scale
     capped = None
-    if scores.softcap > 0:
-        capped = torch.tanh(products / scores.softcap)
-        products = capped * scores.softcap
+    if options.softcap > 0:
+        capped = torch.tanh(products / options.softcap)
+        products = capped * options.softcap
     offset = torch.arange(k.shape[-2]) - (position + torch.arange(q.shape[-2]))[:, None]
     if slopes is not None:
         products = products - slopes.to(products.dtype).view(*q.shape[:2], 1, 1) * offset.abs()
-    if scores.masked:
-        left, right = scores.bounds()
+    if options.masked:
+        left, right = options.bounds()
         products = products.masked_fill((offset < -left) | (offset > right), -torch.inf)
     return products, capped
 
 
-def _slopes(step: StepTensors, sequence: int) -> Tensor | None:
-    return step.slopes if step.slopes is None or step.slopes.dim() == 1 else step.slopes[sequence]
+def _slopes(t: Forward | Backward, sequence: int) -> Tensor | None:
+    return t.slopes if t.slopes is None or t.slopes.dim() == 1 else t.slopes[sequence]
 
 
-def _kept(step: StepTensors, sequence: int, first: int, weights: Tensor, dropout: float) -> Tensor:
+def _kept(t: Forward | Backward, sequence: int, first: int, weights: Tensor, dropout: float) -> Tensor:
     """Which of the weights [Hk, group, M, N] of rows from the segment's `first` on dropout keeps."""
-    assert step.seed is not None
+    assert t.seed is not None
     k_heads, group, num_rows, num_keys = weights.shape
     streams = sequence * k_heads * group + torch.arange(k_heads * group).view(k_heads, group)
-    return keep_weights(step.seed, streams, torch.arange(first, first + num_rows), num_keys, dropout)
+    return keep_weights(t.seed, streams, torch.arange(first, first + num_rows), num_keys, dropout)
 
 
 @torch.autocast("cpu", enabled=False)
-def attention_forward_cpu(
-    scores: Scores, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
-    step: StepTensors = NO_STEP, first_sequence: int = 0,
-) -> None:  # fmt: skip
-    """Fills out and lse, as the launch of `plan_forward` does; without lse, of no rows, what it would be is let go.
+def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int = 0) -> None:
+    """Fill out and lse; without lse, of no rows, what it would be is let go.
 
     `first_sequence` is the number of the first segment among all sequences.
     """
+    q, k, v, cu_q, cu_k, out, lse, *_ = t
+    assert cu_q is not None
     heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    plain = not scores.masked and not scores.steps and q.shape[1] == heads
+    plain = not options.masked and not options.steps and q.shape[1] == heads
     if plain:
         # PyTorch's kernel takes it that columns are contiguous, and reads past the tensor where they are not.
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
@@ -105,43 +105,40 @@ def attention_forward_cpu(
     lse.fill_(-torch.inf)
     for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
         if keys.start == keys.stop:
-            if step.sinks is not None:
-                lse[:, queries] = step.sinks.to(lse.dtype)[:, None]
+            if t.sinks is not None:
+                lse[:, queries] = t.sinks.to(lse.dtype)[:, None]
             continue
         if plain and keys.stop - keys.start >= FUSED_KEYS:
             fused, fused_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *(tensor[rows].transpose(0, 1)[None] for tensor, rows in ((q, queries), (k, keys), (v, keys))),
-                scale=scores.scale,
+                scale=options.scale,
             )
             out[queries] = fused[0].transpose(0, 1)
             lse[:, queries] = fused_lse[0]
             continue
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
         sequence = first_sequence + number
-        slopes = _slopes(step, sequence)
+        slopes = _slopes(t, sequence)
         for rows, position in _blocks(queries, keys):
-            s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, scores, slopes)
+            s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, options, slopes)
             block_lse = own_lse = torch.logsumexp(s, -1)
             # Weights add up to 1 whatever lse is rounded to.
             p = torch.softmax(s, -1)
-            if step.sinks is not None:
-                block_lse = torch.logaddexp(own_lse, step.sinks.to(dtype).view(heads, -1, 1))
+            if t.sinks is not None:
+                block_lse = torch.logaddexp(own_lse, t.sinks.to(dtype).view(heads, -1, 1))
                 p = p * torch.exp(own_lse - block_lse)[..., None]
             p = p.masked_fill((own_lse == -torch.inf)[..., None], 0.0)
-            if scores.dropout > 0:
-                kept = _kept(step, sequence, rows.start - queries.start, p, scores.dropout)
-                p = p.masked_fill(~kept, 0.0) / (1 - scores.dropout)
+            if options.dropout > 0:
+                kept = _kept(t, sequence, rows.start - queries.start, p, options.dropout)
+                p = p.masked_fill(~kept, 0.0) / (1 - options.dropout)
             out[rows] = (p @ v_segment).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
             lse[:, rows] = block_lse.flatten(0, 1)
 
 
 @torch.autocast("cpu", enabled=False)
-def attention_backward_cpu(
-    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
-    step: StepTensors = NO_STEP, first_sequence: int = 0,
-) -> None:  # fmt: skip
-    """Fills dq, dk and dv, as the launch of `plan_backward` does."""
+def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int = 0) -> None:
+    dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, *_ = t
+    assert cu_q is not None
     heads = k.shape[1]
     # In the precision that lse came from: scores of another would be off by its rounding, and P would not sum to 1.
     dtype = lse.dtype
@@ -152,10 +149,10 @@ def attention_backward_cpu(
             continue
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
         sequence = first_sequence + number
-        slopes = _slopes(step, sequence)
+        slopes = _slopes(t, sequence)
         for rows, position in _blocks(queries, keys):
             q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))
-            s, capped = _block_scores(q_block, k_segment, position, scores, slopes)
+            s, capped = _block_scores(q_block, k_segment, position, options, slopes)
             block_lse = lse[:, rows].unflatten(0, (heads, -1))
             unseen = block_lse == -torch.inf
             p = torch.exp(s - block_lse.masked_fill(unseen, 0.0)[..., None])
@@ -164,14 +161,14 @@ def attention_backward_cpu(
                 delta = delta - dlse[:, rows].unflatten(0, (heads, -1))
             dp = dout_block @ v_segment.transpose(-1, -2)
             weights = p
-            if scores.dropout > 0:
-                kept = _kept(step, sequence, rows.start - queries.start, p, scores.dropout)
-                weights, dp = (x.masked_fill(~kept, 0.0) / (1 - scores.dropout) for x in (p, dp))
+            if options.dropout > 0:
+                kept = _kept(t, sequence, rows.start - queries.start, p, options.dropout)
+                weights, dp = (x.masked_fill(~kept, 0.0) / (1 - options.dropout) for x in (p, dp))
             ds = p * (dp - delta.masked_fill(unseen, 0.0)[..., None])
             if capped is not None:
                 ds = ds * (1 - capped * capped)
-            dq[rows] = (ds @ k_segment * scores.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
-            dk_sum[keys] += (ds.transpose(-1, -2) @ q_block).sum(1).permute(1, 0, 2) * scores.scale
+            dq[rows] = (ds @ k_segment * options.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
+            dk_sum[keys] += (ds.transpose(-1, -2) @ q_block).sum(1).permute(1, 0, 2) * options.scale
             dv_sum[keys] += (weights.transpose(-1, -2) @ dout_block).sum(1).permute(1, 0, 2)
     dk.copy_(dk_sum)
     dv.copy_(dv_sum)
@@ -181,27 +178,26 @@ def _boundaries(tensor: Tensor) -> Tensor:
     return torch.tensor([0, tensor.shape[2]], dtype=torch.int32)
 
 
-def dense_forward_cpu(
-    scores: Scores, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, step: StepTensors = NO_STEP
-) -> None:
-    """The same of [B, H, S, D], sequence by sequence."""
-    cu_q, cu_k = _boundaries(q), _boundaries(k)
-    for sequence in range(q.shape[0]):
-        rows = (tensor[sequence].transpose(0, 1) for tensor in (q, k, v))
-        own = out[sequence].transpose(0, 1), lse[sequence]
-        attention_forward_cpu(scores, *rows, cu_q, cu_k, *own, step, sequence)
+def forward_cpu(options: AttentionOptions, t: Forward) -> None:
+    """Fill out and lse; dense calls sequence by sequence."""
+    if t.cu_q is not None:
+        _packed_forward(options, t)
+        return
+    cu_q, cu_k = _boundaries(t.q), _boundaries(t.k)
+    for sequence in range(t.q.shape[0]):
+        rows = {name: getattr(t, name)[sequence].transpose(0, 1) for name in ("q", "k", "v", "out")}
+        _packed_forward(options, t._replace(**rows, lse=t.lse[sequence], cu_q=cu_q, cu_k=cu_k), sequence)
 
 
-def dense_backward_cpu(
-    scores: Scores, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
-) -> None:  # fmt: skip
-    cu_q, cu_k = _boundaries(q), _boundaries(k)
-    for sequence in range(q.shape[0]):
-        own_dout, *rows, own_dq, own_dk, own_dv = (
-            tensor[sequence].transpose(0, 1) for tensor in (dout, q, k, v, out, dq, dk, dv)
-        )
-        own_dlse = None if dlse is None else dlse[sequence]
-        attention_backward_cpu(
-            scores, own_dout, own_dlse, *rows, lse[sequence], cu_q, cu_k, own_dq, own_dk, own_dv, step, sequence
-        )
+def backward_cpu(options: AttentionOptions, t: Backward) -> None:
+    """Fill dq, dk and dv; dense calls sequence by sequence."""
+    if t.cu_q is not None:
+        _packed_backward(options, t)
+        return
+    cu_q, cu_k = _boundaries(t.q), _boundaries(t.k)
+    names = ("dout", "q", "k", "v", "out", "dq", "dk", "dv")
+    for sequence in range(t.q.shape[0]):
+        rows = {name: getattr(t, name)[sequence].transpose(0, 1) for name in names}
+        dlse = None if t.dlse is None else t.dlse[sequence]
+        own = t._replace(**rows, lse=t.lse[sequence], dlse=dlse, cu_q=cu_q, cu_k=cu_k)
+        _packed_backward(options, own, sequence)

@@ -1,11 +1,7 @@
-"""The launcher of attention over a cache of keys.
+"""Attention over a KV cache: which launches a call takes, among how many programs keys are split, and the plan."""
 
-`plan_decode` looks at metadata and options alone and returns launch(q, ..., out, lse), which makes the workspaces of
-split calls and launches up to three kernels.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,24 +11,21 @@ from csrc_free_ops.attention.portable.decode import _attention_decode_combine_ke
 from csrc_free_ops.configs.attention import covered_width, split_head_dim
 from csrc_free_ops.configs.decode import INVARIANT_KEYS, decode_splits
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Launch
 from csrc_free_ops.tiles.steps import SINKS
-from torch_ops._attention.decode_calls import MOST_QUERIES, out_strides
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.decode_checks import MOST_QUERIES, out_strides
+from torch_ops._attention.decode_cpu import decode_cpu
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import capacity_of, dtype_name
-from torch_ops._core.device import INTERPRETED_GPU, gpu
-from torch_ops._core.launch import Relaunch, can_overlap, precision_of, readable, with_columns
-from torch_ops._core.registry import INTERPRET, wrap_triton
+from torch_ops._core.launch import can_overlap, current_gpu, precision_of, readable, with_columns
+from torch_ops._core.plan import Bound, Plan, reference_plan
+from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops.settings import settings
 
 
 def are_known(*sizes: int) -> bool:
     """Whether these are plain numbers; graphs of dynamic shape have symbols, which they may not branch on."""
     return not any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def _gpu() -> Gpu:
-    return INTERPRETED_GPU if INTERPRET else gpu()
 
 
 @dataclass(frozen=True)
@@ -45,20 +38,20 @@ class Share:
 
     launch: Launch
     source: str
+    is_prefix: bool
     groups: int
     samples: int
     rows: int
     splits: int
 
 
-def _share(
-    kernel: str, q: Tensor, keys: Tensor, groups: int, samples: int, capacity: int, num_splits: int,
-    batch_invariant: bool,
-) -> Share:  # fmt: skip
+def _share(kernel: str, call: Any, keys: Tensor, groups: int, capacity: int, num_splits: int) -> Share:
+    q, batch_invariant, is_prefix = call.q, call.batch_invariant, kernel.endswith("_shared")
+    samples = q.shape[0] // groups if is_prefix else 1
     # What decides about a sequence's bits must then be of that sequence alone.
     length = capacity if are_known(capacity) and not batch_invariant else None
     launch, source = pick(
-        kernel, _gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
+        kernel, current_gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
     )
     if keys.dtype.itemsize > q.dtype.itemsize:
         # Launches are for keys of q's dtype; shared memory has room for as many bytes.
@@ -67,9 +60,9 @@ def _share(
     # Numbers of heads are constants of the kernel, so a trace takes them for such in any case.
     num_k_heads, group = int(keys.shape[1]), int(q.shape[1] // keys.shape[1])
     most = samples * (q.shape[2] if are_known(q.shape[2]) else MOST_QUERIES) * group
-    if are_known(most) and not (batch_invariant and kernel.endswith("_shared")):
+    if are_known(most) and not (batch_invariant and is_prefix):
         rows = min(rows, max(16, next_power_of_2(most)))
-    if 16 < rows and not kernel.endswith("_shared"):
+    if 16 < rows and not is_prefix:
         # Beside twice the scores, registers do not hold more.
         launch = replace(launch, block_n=min(launch.block_n, 64))
     if batch_invariant:
@@ -80,31 +73,26 @@ def _share(
     else:
         programs = groups * num_k_heads * cdiv(most, rows) if are_known(groups, most) else None
         row_bytes = 2 * covered_width(q.shape[3], q.dtype.itemsize) * keys.dtype.itemsize
-        splits = decode_splits(_gpu(), launch, programs, capacity if are_known(capacity) else None, row_bytes)
-    return Share(launch, source, groups, samples, rows, splits)
+        splits = decode_splits(current_gpu(), launch, programs, capacity if are_known(capacity) else None, row_bytes)
+    return Share(launch, source, is_prefix, groups, samples, rows, splits)
 
 
-def shares_of(
-    q: Tensor, k_cache: Tensor, block_table: Tensor | None, prefix_k: Tensor | None, num_splits: int,
-    batch_invariant: bool,
-) -> dict[str, Share]:  # fmt: skip
+def shares_of(call: Any) -> dict[str, Share]:
     """By kernel, as launch rows have it: that of the prefix first if there is one, that of the cache last.
 
     Where a program sees all keys of a row, its launch is that of "attention_decode", else of "attention_decode_split".
     """
     shares: dict[str, Share] = {}
-    if prefix_k is not None:
-        prefixes = prefix_k.shape[0]
-        shares["attention_decode_shared"] = _share(
-            "attention_decode_shared", q, prefix_k, prefixes, q.shape[0] // prefixes, prefix_k.shape[2], num_splits,
-            batch_invariant,
-        )  # fmt: skip
-    capacity = capacity_of(k_cache, block_table)
+    num_splits, k_cache = call.num_splits, call.k_cache
+    if call.prefix_k is not None:
+        name, prefix_k = "attention_decode_shared", call.prefix_k
+        shares[name] = _share(name, call, prefix_k, prefix_k.shape[0], prefix_k.shape[2], num_splits)
+    capacity = capacity_of(k_cache, call.block_table)
     for kernel in ("attention_decode", "attention_decode_split"):
-        own = _share(kernel, q, k_cache, q.shape[0], 1, capacity, num_splits, batch_invariant)
+        own = _share(kernel, call, k_cache, call.q.shape[0], capacity, num_splits)
         # By splits that follow from the first launch.
-        num_splits = 0 if batch_invariant else own.splits
-        if not shares and not batch_invariant and are_known(own.splits) and own.splits == 1:
+        num_splits = 0 if call.batch_invariant else own.splits
+        if not shares and not call.batch_invariant and are_known(own.splits) and own.splits == 1:
             break
     return {**shares, kernel: own}
 
@@ -121,104 +109,125 @@ def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
     return unit, tuple(stride // unit for stride in strides)
 
 
-def plan_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    alibi_slopes: Tensor | None, sinks: Tensor | None,
-    prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None,
-    scores: Scores, num_splits: int, batch_invariant: bool,
-) -> Callable[..., None]:  # fmt: skip
+class Decode(NamedTuple):
+    """out and lse are filled."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+    slopes: Tensor | None
+    sinks: Tensor | None
+    prefix_k: Tensor | None
+    prefix_v: Tensor | None
+    prefix_seqlens: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def of(call: Any, made: tuple[Tensor, Tensor]) -> "Decode":
+        return Decode._make((*call[:5], *call[10:15], *made))
+
+
+def plan_decode(t: Decode, call: Any) -> Plan:
+    """Plan up to three kernels: keys of a prefix, keys of the cache, and adding up the parts of split keys."""
+    options = AttentionOptions.of(call)
+    if not runs_kernels(t.q):
+        return reference_plan(lambda t: decode_cpu(options, t), t.q)
+    q = t.q
     batch, num_heads, queries, head_dim = q.shape
     total_rows = batch * num_heads * queries
-    main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    columns = {"HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail}
-    overlap = can_overlap()
-    early = {"launch_pdl": True} if overlap else {}
-    shares = shares_of(q, k_cache, block_table, prefix_k, num_splits, batch_invariant)
+    shares = shares_of(call)
     own, before = list(shares.values())[-1], shares.get("attention_decode_shared")
     splits = own.splits + (0 if before is None else before.splits)
     # Whether one program sees all keys of a row; symbols may not be branched on.
     whole = before is None and are_known(splits) and splits == 1
-    strides = out_strides(q)[:3]
-    q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
-    slope_stride = num_heads if scores.alibi == 2 else 0
-
-    def launcher(share: Share, k: Tensor, v: Tensor, shared: bool, first_split: int) -> Callable[..., None]:
-        group = num_heads // k.shape[1]
-        table = None if shared else block_table
-        unit, key_strides = _key_strides(k, v)
-        tiles = (share.samples * queries * group + share.rows - 1) // share.rows
-        grid = (share.groups * share.splits * k.shape[1] * tiles,)
-        scalars = (
-            *q_strides, *key_strides, 0 if table is None else table.shape[1], slope_stride, *strides,
-            share.samples, queries, capacity_of(k_cache, block_table), k.shape[2] if shared else 0, k.shape[0],
-            share.splits, first_split, total_rows, scores.scale, scores.softcap, *scores.bounds(),
-        )  # fmt: skip
-        constants = {
-            "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "UNIT": unit, **columns,
-            "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": scores.left >= 0,
-            # A single query is the last, behind which nothing is.
-            "HAS_RIGHT": scores.right >= 0 and not shared and not (are_known(queries) and queries == 1),
-            "STEPS": scores.steps if whole else scores.steps & ~SINKS.value,
-            "SHARED": shared, "HAS_KEY_LENGTHS": shared and prefix_seqlens is not None, "PARTIAL": not whole,
-            "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if batch_invariant else 0,
-            "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
-            "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages, **early,
-        }  # fmt: skip
-        relaunch = Relaunch(grid, scalars)
-
-        def launch(precision: str, *tensors: Tensor) -> None:
-            if not relaunch(precision, tensors):
-                options = {"PRECISION": precision, **constants}
-                compiled = wrap_triton(_attention_decode_kernel)[grid](*tensors, *scalars, **options)
-                relaunch.keep(precision, tensors, options, compiled)
-
-        return launch
-
-    attend_before = None
-    if before is not None and prefix_k is not None and prefix_v is not None:
-        attend_before = launcher(before, prefix_k, prefix_v, True, 0)
-    attend = launcher(own, k_cache, v_cache, False, 0 if before is None else before.splits)
-    combine_grid = (batch, num_heads, queries)
+    attend_before = None if before is None else _bind_attend(t, call, before, whole, 0)
+    attend = _bind_attend(t, call, own, whole, 0 if before is None else before.splits)
     combine = combining(covered_width(head_dim, q.dtype.itemsize))
-    combine_scalars = (*strides, total_rows, splits)
+    overlap = can_overlap()
     combine_constants = {
-        **columns, "NATURAL": q.dtype is torch.float32, "STEPS": scores.steps,
-        "OVERLAPS": overlap, "num_warps": combine.num_warps, "num_stages": combine.num_stages, **early,
+        **_columns(q), "NATURAL": q.dtype is torch.float32, "STEPS": options.steps, "OVERLAPS": overlap,
+        "num_warps": combine.num_warps, "num_stages": combine.num_stages, **({"launch_pdl": True} if overlap else {}),
     }  # fmt: skip
-    relaunch_combine = Relaunch(combine_grid, combine_scalars)
-    vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
-    ready = readable(q) and all(tensor is None or tensor.is_contiguous() for tensor in vectors)
+    add_up = Bound(
+        wrap_triton(_attention_decode_combine_kernel), (batch, num_heads, queries),
+        (*out_strides(q)[:3], total_rows, splits), combine_constants,
+    )  # fmt: skip
+    ready = readable(q) and all(x is None or x.is_contiguous() for x in _vectors(t))
 
-    def launch_decode(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-        alibi_slopes: Tensor | None, sinks: Tensor | None,
-        prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None, out: Tensor, lse: Tensor,
-    ) -> None:  # fmt: skip
-        vectors = (cache_seqlens, block_table, alibi_slopes, sinks, prefix_seqlens)
+    def launch_decode(t: Decode) -> None:
+        q, out, lse = t.q, t.out, t.lse
         # Kernels want a tensor in every place, and read what is there only if it was given.
-        lengths, table, slopes, sinks, key_lengths = (cache_seqlens if each is None else each for each in vectors)
+        lengths, table, slopes, sinks, key_lengths = (t.cache_seqlens if x is None else x for x in _vectors(t))
         if not ready:
             q = with_columns(q)
             lengths, table, slopes, sinks, key_lengths = (
                 each.contiguous() for each in (lengths, table, slopes, sinks, key_lengths)
             )
-        precision = precision_of(q)
+        setting = precision_of(q)
         parts, exponents = out, lse
         if not whole:
             parts = q.new_empty((splits, total_rows, head_dim), dtype=torch.float32)
             exponents = q.new_empty((splits, total_rows), dtype=torch.float32)
         if attend_before is not None:
-            attend_before(
-                precision, q, prefix_k, prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
+            attend_before[setting](
+                q, t.prefix_k, t.prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
             )
-        attend(precision, q, k_cache, v_cache, lengths, lengths, table, slopes, sinks, parts, exponents)
-        if whole:
-            return
-        tensors = (parts, exponents, sinks, out, lse)
-        if not relaunch_combine(None, tensors):
-            compiled = wrap_triton(_attention_decode_combine_kernel)[combine_grid](
-                *tensors, *combine_scalars, **combine_constants
-            )
-            relaunch_combine.keep(None, tensors, combine_constants, compiled)
+        attend[setting](q, t.k_cache, t.v_cache, lengths, lengths, table, slopes, sinks, parts, exponents)
+        if not whole:
+            add_up(parts, exponents, sinks, out, lse)
 
-    return launch_decode
+    kernels = {name: (share.launch, share.source) for name, share in shares.items()}
+    if not whole:
+        kernels["attention_decode_combine"] = combine, "by the head"
+    why, extra = "stock Triton on every GPU", {"splits": {name: share.splits for name, share in shares.items()}}
+    return Plan(launch_decode, kernels, why=why, extra=extra)
+
+
+def _vectors(t: Decode) -> tuple[Tensor | None, ...]:
+    return t.cache_seqlens, t.block_table, t.slopes, t.sinks, t.prefix_seqlens
+
+
+def _columns(q: Tensor) -> dict[str, int]:
+    main, tail = split_head_dim(q.shape[3], q.dtype.itemsize)
+    return {"HEAD_DIM": q.shape[3], "MAIN": main, "TAIL": tail}
+
+
+def _bind_attend(t: Decode, call: Any, share: Share, whole: bool, first_split: int) -> dict[str, Bound]:
+    """Bind the kernel that attends to a share, for each of PyTorch's settings of fp32 products."""
+    q, options = t.q, AttentionOptions.of(call)
+    shared = share.is_prefix
+    k, v = (t.prefix_k, t.prefix_v) if shared else (t.k_cache, t.v_cache)
+    assert k is not None and v is not None
+    batch, num_heads, queries, head_dim = q.shape
+    group, table = num_heads // k.shape[1], None if shared else t.block_table
+    unit, key_strides = _key_strides(k, v)
+    q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
+    tiles = (share.samples * queries * group + share.rows - 1) // share.rows
+    grid = (share.groups * share.splits * k.shape[1] * tiles,)
+    scalars = (
+        *q_strides, *key_strides, 0 if table is None else table.shape[1], num_heads if options.alibi == 2 else 0,
+        *out_strides(q)[:3], share.samples, queries, capacity_of(t.k_cache, t.block_table),
+        k.shape[2] if shared else 0, k.shape[0], share.splits, first_split, batch * num_heads * queries,
+        options.scale, options.softcap, *options.bounds(),
+    )  # fmt: skip
+    overlap = can_overlap()
+    constants = {
+        "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "UNIT": unit, **_columns(q),
+        "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": options.left >= 0,
+        # A single query is the last, behind which nothing is.
+        "HAS_RIGHT": options.right >= 0 and not shared and not (are_known(queries) and queries == 1),
+        "STEPS": options.steps if whole else options.steps & ~SINKS.value,
+        "SHARED": shared, "HAS_KEY_LENGTHS": shared and t.prefix_seqlens is not None, "PARTIAL": not whole,
+        "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if call.batch_invariant else 0,
+        "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,
+        "num_warps": share.launch.num_warps, "num_stages": share.launch.num_stages,
+        **({"launch_pdl": True} if overlap else {}),
+    }  # fmt: skip
+    settings_of = ("ieee", "tf32") if q.dtype is torch.float32 else ("ieee",)
+    return {
+        setting: Bound(wrap_triton(_attention_decode_kernel), grid, scalars, {"PRECISION": setting, **constants})
+        for setting in settings_of
+    }

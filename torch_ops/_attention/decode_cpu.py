@@ -3,10 +3,12 @@
 fp64 computes in fp64, all else in fp32 and rounds once. Autocast casts what the op takes, and nothing in here.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import capacity_of
 
 
@@ -20,12 +22,9 @@ def _of_sequence(cache: Tensor, block_table: Tensor | None, index: int, length: 
 
 
 @torch.autocast("cpu", enabled=False)
-def decode_cpu(
-    scores: Scores, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    alibi_slopes: Tensor | None, sinks: Tensor | None,
-    prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None, out: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    """Fills out and lse, as the launch of `plan_decode` does."""
+def decode_cpu(options: AttentionOptions, t: Any) -> None:
+    """Fill out and lse."""
+    q, k_cache, v_cache, cache_seqlens, block_table, slopes, sinks, prefix_k, prefix_v, prefix_seqlens, out, lse = t
     batch, num_heads, queries, _ = q.shape
     heads = k_cache.shape[1]
     dtype = lse.dtype
@@ -36,7 +35,7 @@ def decode_cpu(
         whole = torch.full((prefix_k.shape[0],), prefix_k.shape[2])
         found = whole if prefix_seqlens is None else prefix_seqlens.clamp(0, prefix_k.shape[2])
         before = found.repeat_interleave(samples).tolist()
-    left, right = scores.bounds()
+    left, right = options.bounds()
     for index, (length, skipped) in enumerate(zip(lengths, before, strict=True)):
         k = _of_sequence(k_cache, block_table, index, length).to(q.dtype)
         v = _of_sequence(v_cache, block_table, index, length).to(q.dtype)
@@ -48,13 +47,12 @@ def decode_cpu(
         first = min(max(skipped + length - queries - left, 0), skipped + length)
         k, v = k[:, first:], v[:, first:]
         rows = q[index].to(dtype).unflatten(0, (heads, -1)).contiguous()
-        s = rows @ k.to(dtype)[:, None].transpose(-1, -2) * scores.scale
-        if scores.softcap > 0:
-            s = torch.tanh(s / scores.softcap) * scores.softcap
+        s = rows @ k.to(dtype)[:, None].transpose(-1, -2) * options.scale
+        if options.softcap > 0:
+            s = torch.tanh(s / options.softcap) * options.softcap
         offset = torch.arange(first, skipped + length) - (skipped + length - queries + torch.arange(queries))[:, None]
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.expand(batch, num_heads)[index].to(dtype).view(heads, -1, 1, 1)
-            s = s - slopes * offset.abs()
+        if slopes is not None:
+            s = s - slopes.expand(batch, num_heads)[index].to(dtype).view(heads, -1, 1, 1) * offset.abs()
         # All that comes before the cache comes before the queries.
         unseen = (offset < -left) | ((offset > right) & (torch.arange(first, skipped + length) >= skipped))
         s = s.masked_fill(unseen, -torch.inf)

@@ -1,27 +1,29 @@
-"""The launcher of the attention core's Hopper kernels (Gluon), which no compiler of PyTorch's can take apart.
+"""The attention core's Hopper forward (Gluon), which no compiler of PyTorch's can take apart.
 
-`refusal` says from metadata alone why a call cannot take this path; `plan_forward_hopper` returns the function that
-launches, as the plans of `plan` do.
+`refusal` says from metadata alone why a call cannot take this path.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
+from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE_CUT, DENSE_ENDS, IN_PLACE, RANKED, SINGLE
 from csrc_free_ops.configs.rows import Gpu, Launch
-from torch_ops._attention.choose import choose, mean_length
-from torch_ops._attention.scores import Scores
-from torch_ops._core.counters import tickets
+from torch_ops._attention.choose import choose
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Forward, mean_length, num_segments
+from torch_ops._core.counters import block_size, work_counters
+from torch_ops._core.device import gpu
 from torch_ops._core.hopper import Descriptors, hopper_refusal, programs
-from torch_ops._core.launch import Relaunch
+from torch_ops._core.plan import Bound, Plan, addressable
 from torch_ops.settings import settings
 
 LOG2E = 1.4426950408889634
@@ -29,23 +31,22 @@ LOG2E = 1.4426950408889634
 PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
 # By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
 REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
+# Registers of a thread where warps cast: those need more than a producer.
+CAST_REGISTERS = 224, 56
 # How long a round of tiles of so many warpgroups takes, by that of two; other head dimensions take the last. By 2048
 # and 16 x 1024 rows on an H200.
 ROUND = {64: {1: 0.5, 2: 1.0, 3: 1.2}, 0: {1: 0.8, 2: 1.0, 3: 1.35}}
 
 
-def refusal(gpu: Gpu, scores: Scores, dtype: torch.dtype | None = None, /, **tensors: Tensor) -> str:
-    """Why a call with these, of which q is one, cannot take the Hopper path, or nothing.
-
-    `dtype` is what it computes in, where that is not the tensors' own.
-    """
+def refusal(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -> str:
+    """Why a call with these, of which q is one, cannot take the Hopper path, or nothing."""
     q = tensors["q"]
-    if reason := hopper_refusal(gpu, dtype or q.dtype):
+    if reason := hopper_refusal(gpu, options.compute_dtype or q.dtype):
         return reason
     # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
     if all(q.shape[-1] != head_dim for head_dim in PARTS):
         return f"the Hopper path takes head dimensions {', '.join(map(str, PARTS))}"
-    for name, is_on in (("softcap", scores.softcap), ("ALiBi", scores.alibi), ("dropout", scores.dropout)):
+    for name, is_on in (("softcap", options.softcap), ("ALiBi", options.alibi), ("dropout", options.dropout)):
         if is_on:
             return f"the Hopper path has no {name}"
     for name, tensor in tensors.items():
@@ -64,9 +65,8 @@ def has_tiles(tensor: Tensor) -> bool:
     )
 
 
-def addressable(*tensors: Tensor) -> bool:
-    """Whether TMA can start at these addresses, and there is anything to address."""
-    return all(tensor.data_ptr() % 16 == 0 and tensor.numel() > 0 for tensor in tensors)
+def fits_hopper(t: Forward) -> bool:
+    return addressable(t.q, t.k, t.v)
 
 
 def _layout(columns: int, rank: int, bits: int) -> NVMMASharedLayout:
@@ -123,18 +123,18 @@ def order_of(num_segments: int, of_one: int) -> int:
 
 
 def constants_of(
-    q: Tensor, k: Tensor, launch: Launch, scores: Scores, registers: tuple[int, int, int]
+    q: Tensor, k: Tensor, launch: Launch, options: AttentionOptions, registers: tuple[int, int, int]
 ) -> dict[str, Any]:
     """What both directions are built for."""
     consumer, producer, at_launch = registers
     return {
         "HEAD_DIM": q.shape[-1], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STAGES": launch.num_stages,
+        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "STAGES": launch.num_stages,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
     }  # fmt: skip
 
 
-def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch, str]:
+def forward_launch(q: Tensor, options: AttentionOptions, num_segments: int) -> tuple[Launch, str]:
     """The forward's launch, and where it comes from.
 
     Shipped rows were measured with many segments. One segment's tiles, and those of a batch [B, H, S, D], whose heads
@@ -143,15 +143,15 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     head dimension 72 they are faster in any.
     """
     rows, heads = (q.shape[2], q.shape[0] * q.shape[1]) if q.dim() == 4 else (q.shape[0], q.shape[1])
-    launch, source = choose("attention_fwd_hopper", q, scores, mean_length(rows, num_segments))
+    launch, source = choose("attention_fwd_hopper", q, options, mean_length(rows, num_segments))
     if num_segments != 1 or any(row.launch is launch for row in settings.rows):
         return launch, source
-    launch, source = choose("attention_fwd_hopper", q, scores, None, ())
+    launch, source = choose("attention_fwd_hopper", q, options, None, ())
     if launch.block_m != 192:
         return launch, source
     head_dim = q.shape[-1]
     each = -(-rows // 64) * heads / programs(q.device.index)
-    if q.dim() == 4 and head_dim == 64 and scores.masked and each > 2:
+    if q.dim() == 4 and head_dim == 64 and options.masked and each > 2:
         # 4 x 32 x 1024 causal rows take 54.7 us on an H200, with tiles of three warpgroups 58.0.
         return Launch(128, 128, 8, 3), source
     rounds, rest = divmod(each, 3)
@@ -163,53 +163,91 @@ def forward_launch(q: Tensor, scores: Scores, num_segments: int) -> tuple[Launch
     return Launch(128, columns, 8, 3 if head_dim <= 80 else launch.num_stages), source
 
 
-def forward_constants(
-    q: Tensor,
-    k: Tensor,
-    launch: Launch,
-    scores: Scores,
-    order: int,
-    out_row: int,
-    has_lse: bool,
-    folded: int = 0,
-) -> dict[str, Any]:
+def _forward_constants(t: Forward, options: AttentionOptions, launch: Launch, folded: int) -> dict[str, Any]:
     # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
-    overlap = launch.block_m == 128 or q.shape[-1] <= 72
+    overlap = launch.block_m == 128 or t.q.shape[-1] <= 72
     groups = launch.block_m // 64
     return {
-        **constants_of(q, k, launch, scores, REGISTERS[groups, overlap]),
-        "GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": order, "HAS_LSE": has_lse,
-        "HAS_SINKS": scores.has_sinks, "OUT_STRIDE": out_row, "FOLDED": folded, "launch_pdl": True,
+        **constants_of(t.q, t.k, launch, options, REGISTERS[groups, overlap]),
+        "GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": _forward_order(t, launch, options),
+        "HAS_LSE": options.has_lse, "HAS_SINKS": options.has_sinks,
+        "OUT_STRIDE": t.out.stride(0 if t.cu_q is not None else 2), "FOLDED": folded, "launch_pdl": True,
     }  # fmt: skip
 
 
-def forward_descriptors(head_dim: int, columns: int) -> Descriptors:
-    """Of q, q, k, k, v, out, out: main and tail of each but v."""
-    main, tail, width = PARTS[head_dim]
+def _forward_order(t: Forward, launch: Launch, options: AttentionOptions) -> int:
+    """The scheduler's order of tiles.
+
+    Rows that see more keys the later they are make tiles of one round end at very different times.
+    """
+    if t.cu_q is not None:
+        return order_of(num_segments(t), SINGLE.value)
+    units = -(-t.q.shape[2] // 64)
+    rounds = units * t.q.shape[0] * t.q.shape[1] / programs(t.q.device.index)
+    pairs = launch.block_m == 128 and units % 2 == 0 and 1 < rounds <= 2
+    return (DENSE_ENDS if pairs and options.left < 0 <= options.right else DENSE_CUT).value
+
+
+def _forward_scalars(t: Forward, options: AttentionOptions) -> tuple[Any, ...]:
+    scale_and_bounds = options.scale * LOG2E, *options.bounds()
+    if t.cu_q is not None:
+        return 0, 0, t.q.shape[0], t.k.shape[0], num_segments(t), *scale_and_bounds
+    return *t.out.stride()[:2], t.q.shape[2], t.k.shape[2], t.q.shape[0], *scale_and_bounds
+
+
+def plan_forward_hopper(t: Forward, options: AttentionOptions) -> Plan:
+    """Plan tensors that `addressable` allows."""
+    launch, source = forward_launch(t.q, options, num_segments(t))
+    bits = 0 if t.cu_q is not None else folded(t.q, t.k, t.v, t.out)
+    # Main and tail of each but v.
+    main, tail, width = PARTS[t.q.shape[-1]]
+    columns = launch.block_n
     tiles = ((64, main), (64, tail), (columns, main), (columns, tail), (columns, width), (64, main), (64, tail))
-    return Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
+    descriptors_of = Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
+    device = t.q.device
+    bound = Bound(
+        _attention_fwd_hopper_kernel, (programs(device.index), 1), _forward_scalars(t, options),
+        _forward_constants(t, options, launch, bits),
+    )  # fmt: skip
 
-
-def plan_forward_hopper(
-    q: Tensor, k: Tensor, num_segments: int, launch: Launch, scores: Scores, has_lse: bool = True
-) -> Callable[..., None]:
-    """launch(q, k, v, cu_q, cu_k, out, lse, sinks) on tensors that `addressable` allows; no lse without `has_lse`."""
-    order = order_of(num_segments, SINGLE.value)
-    constants = forward_constants(q, k, launch, scores, order, q.shape[1] * q.shape[2], has_lse)
-    scalars = (0, 0, q.shape[0], k.shape[0], num_segments, scores.scale * LOG2E, *scores.bounds())
-    descriptors_of = forward_descriptors(q.shape[2], launch.block_n)
-    device = q.device
-    grid = (programs(device.index), 1)
-    relaunch = Relaunch(grid, scalars)
-
-    def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, out: Tensor, lse: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def launch_forward(t: Forward) -> None:
+        q, k, v, cu_q, cu_k, out, lse, _, sinks, _ = t
+        if cu_q is not None:
+            cu_q = cu_q.contiguous()
+            cu_k = cu_q if cu_k is None else cu_k.contiguous()
         descriptors = descriptors_of(q, q, k, k, v, out, out)
-        tensors = (out, lse, cu_q.contiguous(), cu_k.contiguous(), sinks, tickets(device).take())
-        if not relaunch(None, tensors, descriptors):
-            compiled = _attention_fwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
+        bound(out, lse, cu_q, cu_k, sinks, work_counters(device).acquire(), descriptors=descriptors)
 
-    return launch_forward
+    return Plan(launch_forward, {"attention_fwd_hopper": (launch, source)})
+
+
+def fp32_launch(head_dim: int) -> Launch:
+    """The launch of the forward that casts as it goes, whose stages leave room for no more keys."""
+    return Launch(128, 128 if head_dim == 64 else 64, 8, 2 if head_dim == 96 else 3)
+
+
+def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
+    """Plan dense fp32 inputs that one kernel casts to `compute_dtype` as it goes; out is not rounded."""
+    launch, dtype = fp32_launch(t.q.shape[3]), options.compute_dtype
+    halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (t.k, t.v)]
+    constants = _forward_constants(t, options, launch, folded(t.q, *halves, t.out))
+    constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), CAST_REGISTERS, strict=True))
+    constants |= {"K_STRIDE": t.k.stride(2), "V_STRIDE": t.v.stride(2)}
+    scalars = (*t.k.stride()[:2], *t.v.stride()[:2], *_forward_scalars(t, options))
+    device, block = t.q.device, launch.block_n
+    main, tail, width = PARTS[t.q.shape[3]]
+    # q comes in one part, of whole columns.
+    tiles = ((64, int(next_power_of_2(t.q.shape[3]))), (block, main), (block, tail), (block, width))
+    descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])
+    num_counts = block_size(t.k.shape[0] * t.k.shape[1] + 1)
+    bound = Bound(_attention_fwd_cast_hopper_kernel, (programs(device.index), 1), scalars, constants)
+
+    def launch_forward(t: Forward) -> None:
+        k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (t.k, t.v))
+        counts = work_counters(device).acquire(num_counts)
+        descriptors = descriptors_of(t.q, k_half, k_half, v_half)
+        counter = work_counters(device).acquire()
+        bound(t.k, t.v, k_half, v_half, t.out, t.lse, t.sinks, counts, counter, descriptors=descriptors)
+
+    source = f"rule for {gpu().backend} {gpu().arch}: casts inputs as it goes"
+    return Plan(launch_forward, {"attention_fwd_cast_hopper": (launch, source)})

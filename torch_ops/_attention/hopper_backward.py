@@ -1,6 +1,5 @@
-"""The launcher of the attention core's Hopper backward: what plans of `hopper` are for the forward."""
+"""The attention core's Hopper backward, for packed and dense calls: what `hopper` is for the forward."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper.bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
+    _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
     _attention_bwd_round_kernel,
     _attention_bwd_round_lanes_kernel,
@@ -18,13 +18,18 @@ from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
 )
 from csrc_free_ops.attention.hopper.bwd_protocol import lane_count, tile_columns
 from csrc_free_ops.attention.hopper.bwd_small import STAGES, _attention_bwd_apart_kernel
-from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, EVEN, SINGLE
+from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE, EVEN, SINGLE
 from csrc_free_ops.configs.attention import split_head_dim
 from csrc_free_ops.configs.rows import Launch
-from torch_ops._attention.hopper import REGISTERS, Descriptors, constants_of, describe, order_of, programs
-from torch_ops._attention.scores import Scores
-from torch_ops._core.counters import tickets
-from torch_ops._core.launch import Relaunch, head_strides, row_stride
+from torch_ops._attention.choose import choose
+from torch_ops._attention.hopper import REGISTERS, constants_of, describe, folded, has_tiles, order_of
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.parts import parts_of, plan_parts
+from torch_ops._attention.tensors import Backward, num_segments, query_length
+from torch_ops._core.counters import work_counters
+from torch_ops._core.hopper import Descriptors, programs
+from torch_ops._core.launch import dense_like, dense_strides, head_strides, row_stride
+from torch_ops._core.plan import Bound, Plan, addressable
 
 # Query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
 SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
@@ -60,7 +65,7 @@ def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(part, shape, strides, [1, rows, 2, width], NVMMASharedLayout(0, 32, rank=4))
 
 
-def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> int:
+def _tiles_together(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -> int:
     """How many tiles begin at blocks of their own, with a second lane of sums (`tiles.lanes`), or 1 for none.
 
     Those of one segment that run side by side, where they are few: the last would wait for all others at the end. With
@@ -71,11 +76,11 @@ def _tiles_together(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> 
     tiles = -(-k.shape[0] // PASS_KEYS)
     counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
     has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
-    few = num_segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
-    return together if few and has_room and not scores.masked else 1
+    few = segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
+    return together if few and has_room and not options.masked else 1
 
 
-def fits_apart(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> bool:
+def fits_apart(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -> bool:
     """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once.
 
     q and k are [T, H, D], or [B, H, S, D], whose heads are all one segment's. Beside wide heads there are no registers
@@ -83,94 +88,103 @@ def fits_apart(q: Tensor, k: Tensor, num_segments: int, scores: Scores) -> bool:
     """
     batch, row = (q.shape[0], 2) if q.dim() == 4 else (1, 0)
     tiles = sum(-(-tensor.shape[row] // PASS_KEYS) * tensor.shape[1] for tensor in (q, k)) * batch
-    has_registers = q.shape[-1] <= 96 or not scores.masked
-    return num_segments == 1 and has_registers and tiles <= programs(q.device.index)
+    has_registers = q.shape[-1] <= 96 or not options.masked
+    return segments == 1 and has_registers and tiles <= programs(q.device.index)
 
 
-def _keeps_order(q: Tensor, k: Tensor, num_segments: int, deterministic: bool) -> bool:
+def _keeps_order(q: Tensor, k: Tensor, segments: int, deterministic: bool) -> bool:
     """Whether dq is added up in a fixed order. Sums begin at 0, so of two tiles any order gives the same.
 
     Of several segments and many rounds of tiles there is hardly anything to wait for, and in order the first part is
     written, not added to zeros.
     """
     rounds = k.shape[0] // PASS_KEYS * k.shape[1] / programs(q.device.index)
-    return k.shape[0] > 2 * PASS_KEYS and (deterministic or (num_segments > 1 and rounds > MANY_ROUNDS))
+    return k.shape[0] > 2 * PASS_KEYS and (deterministic or (segments > 1 and rounds > MANY_ROUNDS))
 
 
-def _plan_delta(
-    dout: Tensor, out: Tensor, total_k: int, num_segments: int, scores: Scores, has_dlse: bool, ordered: bool,
-    lanes: int,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)."""
-    total_q, num_heads, head_dim = out.shape
-    main, tail = split_head_dim(head_dim, out.dtype.itemsize)
-    unit, head_stride = head_strides(out, dout)
-    scalars = (*head_stride, total_q, total_k, num_segments, *scores.bounds())
+def _members_apart(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
+    """How many query heads of a dense call's group have programs of their own, or 1; their dk and dv are then added up.
+
+    All of them, where programs for key heads alone would leave multiprocessors without work: at the end too, with
+    bounds, since tiles then take unequally long.
+    """
+    group = q.shape[1] // k.shape[1]
+    rounds = -(-k.shape[2] // PASS_KEYS) * k.shape[0] * k.shape[1] / programs(q.device.index)
+    return group if rounds <= (2 if options.masked else 0.5) else 1
+
+
+def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, lanes: int = 0) -> Bound:
+    """Bind what makes delta of out and dout, and sets sums and counters to 0.
+
+    Packed: (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts); dense: (out, lse, dout, dlse, delta, dq, counts),
+    where counts are None if dq is not added up.
+    """
+    is_dense, head_dim = t.cu_q is None, t.q.shape[-1]
+    main, tail = split_head_dim(head_dim, t.q.dtype.itemsize)
     constants = {
-        "STRIDE_OT": row_stride(out), "STRIDE_DOT": row_stride(dout), "UNIT": unit, "HAS_DLSE": has_dlse,
-        "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0,
-        "ORDERED": ordered, "LANES": lanes, "ONE": num_segments == 1, "OVERLAPPED": True,
+        "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_DLSE": t.dlse is not None,
+        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0,
         "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8, "launch_pdl": True,
     }  # fmt: skip
-    grid = (total_q // SENT_ROWS + num_segments + 2, num_heads)
-    relaunch = Relaunch(grid, scalars)
+    if is_dense:
+        batch, heads, length, _ = t.q.shape
+        unit, outer, rows = dense_strides(t.out, t.dout, t.dq)
+        constants |= {**dict(zip(("STRIDE_OT", "STRIDE_DOT", "STRIDE_DQT"), rows, strict=True)), "UNIT": unit}
+        scalars = (*outer, heads, length, t.k.shape[2], *options.bounds())
+        return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // SENT_ROWS)), scalars, constants)
+    segments, total_q = num_segments(t), t.q.shape[0]
+    unit, head_stride = head_strides(t.out, t.dout)
+    constants |= {
+        "STRIDE_OT": row_stride(t.out), "STRIDE_DOT": row_stride(t.dout), "UNIT": unit,
+        "ORDERED": ordered, "LANES": lanes, "ONE": segments == 1, "OVERLAPPED": True,
+    }  # fmt: skip
+    scalars = (*head_stride, total_q, t.k.shape[0], segments, *options.bounds())
+    grid = (total_q // SENT_ROWS + segments + 2, t.q.shape[1])
+    return Bound(_attention_bwd_delta_kernel, grid, scalars, constants)
 
-    def launch_delta(*tensors: Tensor) -> None:
-        if not relaunch(None, tensors):
-            compiled = _attention_bwd_delta_kernel[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
 
-    return launch_delta
+def _tile_descriptors(head_dim: int) -> list[Any]:
+    """Those of q, k, v and dout."""
+    return [partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))] * 4
 
 
-def apart_constants(
-    q: Tensor, k: Tensor, scores: Scores, order: int, rows: tuple[int, int, int], folded: int = 0
-) -> dict[str, Any]:
-    """`rows` are the row strides of dk, dv and dq."""
-    constants = constants_of(q, k, APART, scores, _registers(q.shape[-1]))
+def _row_strides(t: Backward) -> dict[str, int]:
+    row = 2 if t.cu_q is None else 0
+    return {"STRIDE_DKT": t.dk.stride(row), "STRIDE_DVT": t.dv.stride(row), "STRIDE_DQT": t.dq.stride(row)}
+
+
+def _scalars(t: Backward, options: AttentionOptions) -> tuple[Any, ...]:
+    """Strides between batches and heads of dk, dv and dq, sizes, scale and bounds."""
+    if t.cu_q is None:
+        gradients = t.dk, t.dv, t.dq
+        strides = (*(x.stride(0) for x in gradients), *(x.stride(1) for x in gradients))
+        sizes = t.q.shape[2], t.k.shape[2], t.q.shape[0]
+    else:
+        head = t.q.shape[2] if fits_apart(t.q, t.k, num_segments(t), options) else 0
+        strides = (0, 0, 0, head, head, head)
+        sizes = t.q.shape[0], t.k.shape[0], num_segments(t)
+    return *strides, *sizes, options.scale, *options.bounds()
+
+
+def _folded(t: Backward) -> int:
+    return folded(t.q, t.k, t.v, t.dout) if t.cu_q is None else 0
+
+
+def apart_constants(t: Backward, options: AttentionOptions) -> dict[str, Any]:
+    constants = constants_of(t.q, t.k, APART, options, _registers(t.q.shape[-1]))
     del constants["STAGES"]
-    strides = dict(zip(("STRIDE_DKT", "STRIDE_DVT", "STRIDE_DQT"), rows, strict=True))
-    return {**constants, "ORDER": order, **strides, "FOLDED": folded, "launch_pdl": True}
-
-
-def _plan_apart(dout: Tensor, q: Tensor, k: Tensor, out: Tensor, scores: Scores, has_dlse: bool) -> Callable[..., None]:
-    """What `plan_backward_hopper` gives, where `fits_apart`."""
-    total_q, num_heads, head_dim = q.shape
-    total_k, num_k_heads, _ = k.shape
-    constants = apart_constants(q, k, scores, SINGLE.value, (num_k_heads * head_dim,) * 2 + (num_heads * head_dim,))
-    scalars = (0, 0, 0, head_dim, head_dim, head_dim, total_q, total_k, 1, scores.scale, *scores.bounds())
-    launch_delta = _plan_delta(dout, out, total_k, 1, scores, has_dlse, ordered=False, lanes=0)
-    tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
-    descriptors_of = Descriptors(*[tile] * 4)
-    grid = (-(-total_q // PASS_KEYS) * num_heads + -(-total_k // PASS_KEYS) * num_k_heads, 1)
-    relaunch = Relaunch(grid, scalars)
-
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
-        delta = torch.empty_like(lse)
-        # In place of sums and counters, of which there are none.
-        launch_delta(out, lse, dout, lse if dlse is None else dlse.contiguous(), cu_q, cu_k, delta, delta, delta)
-        descriptors, tensors = descriptors_of(q, k, v, dout), (lse, delta, cu_q, cu_k, dk, dv, dq)
-        if not relaunch(None, tensors, descriptors):
-            compiled = _attention_bwd_apart_kernel[grid](*descriptors, *tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_backward
+    order = DENSE.value if t.cu_q is None else SINGLE.value
+    return {**constants, "ORDER": order, **_row_strides(t), "FOLDED": _folded(t), "launch_pdl": True}
 
 
 def pass_constants(
-    q: Tensor, k: Tensor, launch: Launch, scores: Scores, ordered: bool, order: int, together: int,
-    rows: tuple[int, int, int], folded: int = 0, members: int = 1,
+    t: Backward, options: AttentionOptions, launch: Launch, *, ordered: bool, order: int, together: int = 1,
+    members: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """`rows` are the row strides of dk, dv and dq."""
-    head_dim = q.shape[-1]
+    head_dim = t.q.shape[-1]
     return {
-        **constants_of(q, k, launch, scores, _registers(head_dim)),
-        "ORDERED": ordered, "ORDER": order, "ROUND": together,
-        **dict(zip(("STRIDE_DKT", "STRIDE_DVT", "STRIDE_DQT"), rows, strict=True)), "FOLDED": folded,
+        **constants_of(t.q, t.k, launch, options, _registers(head_dim)),
+        "ORDERED": ordered, "ORDER": order, "ROUND": together, **_row_strides(t), "FOLDED": _folded(t),
         "MEMBERS": members,
         # Keys of as many tiles as there is shared memory for.
         "OWN_STAGES": 2 if head_dim <= 80 else 1,
@@ -179,34 +193,78 @@ def pass_constants(
     }  # fmt: skip
 
 
-def plan_backward_hopper(
-    dout: Tensor, q: Tensor, k: Tensor, out: Tensor, num_segments: int, launch: Launch, scores: Scores,
-    has_dlse: bool, deterministic: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv) on tensors that `addressable` allows.
+def fits_hopper_backward(t: Backward) -> bool:
+    # A dout without tiles is copied.
+    return addressable(t.q, t.k, t.v, t.out, *((t.dout,) if has_tiles(t.dout) else ()))
 
-    Unless `deterministic`, dq may be added up in any order.
-    """
-    if fits_apart(q, k, num_segments, scores):
-        return _plan_apart(dout, q, k, out, scores, has_dlse)
-    ordered = _keeps_order(q, k, num_segments, deterministic)
+
+def plan_backward_hopper(t: Backward, options: AttentionOptions) -> Plan:
+    """Plan tensors that `addressable` allows. Unless deterministic, dq may be added up in any order."""
+    if has_tiles(t.dout):
+        return _plan_for_tiles(t, options)
+    # An expanded one, of a sum's backward, is copied.
+    layout = torch.empty(t.dout.shape, dtype=t.dout.dtype, device="meta")
+    plan = _plan_for_tiles(t._replace(dout=layout), options)
+    return Plan(lambda t: plan.launch(t._replace(dout=t.dout.contiguous())), plan.kernels)
+
+
+def _plan_for_tiles(t: Backward, options: AttentionOptions) -> Plan:
+    if fits_apart(t.q, t.k, num_segments(t), options):
+        return _plan_apart(t, options)
+    return _plan_dense(t, options) if t.cu_q is None else _plan_packed(t, options)
+
+
+def _plan_apart(t: Backward, options: AttentionOptions) -> Plan:
+    """Plan dq, and dk and dv, by programs of their own, where `fits_apart`."""
+    is_dense = t.cu_q is None
+    batch, row = (t.q.shape[0], 2) if is_dense else (1, 0)
+    grid = (batch * sum(-(-x.shape[row] // PASS_KEYS) * x.shape[1] for x in (t.q, t.k)), 1)
+    bound_delta = _bind_delta(t, options)
+    descriptors_of = Descriptors(*_tile_descriptors(t.q.shape[-1]))
+    bound = Bound(_attention_bwd_apart_kernel, grid, _scalars(t, options), apart_constants(t, options))
+
+    def launch_backward(t: Backward) -> None:
+        lse = t.lse.contiguous()
+        dlse = lse if t.dlse is None else t.dlse.contiguous()
+        delta = torch.empty_like(lse)
+        cu_q = cu_k = None
+        if is_dense:
+            bound_delta(t.out, lse, t.dout, dlse, delta, t.dq, None)
+        else:
+            cu_q, cu_k = _boundaries(t)
+            # delta stands in for sums and counters, of which there are none.
+            bound_delta(t.out, lse, t.dout, dlse, cu_q, cu_k, delta, delta, delta)
+        bound(lse, delta, cu_q, cu_k, t.dk, t.dv, t.dq, descriptors=descriptors_of(t.q, t.k, t.v, t.dout))
+
+    source = "one segment that leaves room for dq beside dk and dv"
+    if is_dense:
+        source = "so few tiles that there is room for dq beside dk and dv"
+    return Plan(launch_backward, {"attention_bwd_apart": (APART, source)})
+
+
+def _boundaries(t: Backward) -> tuple[Tensor, Tensor]:
+    assert t.cu_q is not None
+    cu_q = t.cu_q.contiguous()
+    return cu_q, cu_q if t.cu_k is None else t.cu_k.contiguous()
+
+
+def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
+    q, k, segments = t.q, t.k, num_segments(t)
+    launch, source = choose("attention_bwd_hopper", q, options, query_length(t))
+    ordered = _keeps_order(q, k, segments, options.deterministic)
     total_q, num_heads, head_dim = q.shape
     main, tail = split_head_dim(head_dim, q.dtype.itemsize)
-    together = _tiles_together(q, k, num_segments, scores) if ordered else 1
+    together = _tiles_together(q, k, segments, options) if ordered else 1
     # The producer of wider heads lacks registers for EVEN.
-    order = order_of(num_segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
-    row = k.shape[1] * head_dim
-    constants = pass_constants(q, k, launch, scores, ordered, order, together, (row, row, num_heads * head_dim))
-    tiles = total_q // SENT_ROWS + num_segments + 2
+    order = order_of(segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
+    tiles = total_q // SENT_ROWS + segments + 2
     lanes = lane_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize
-    launch_delta = _plan_delta(dout, out, k.shape[0], num_segments, scores, has_dlse, ordered, lanes)
-    scalars = (0,) * 6 + (total_q, k.shape[0], num_segments, scores.scale, *scores.bounds())
+    bound_delta = _bind_delta(t, options, ordered, lanes)
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
     has_rest = widths[1] > 0
-    tile = partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))
     round_constants = {
         "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "BLOCK_M": ROUNDED_ROWS, "OVERLAPS": True,
         "num_warps": 4, "launch_pdl": True,
@@ -214,51 +272,82 @@ def plan_backward_hopper(
     rounded_rows = total_q
     if lanes == 1:
         round_kernel = _attention_bwd_round_kernel
-        round_scalars: tuple[Any, ...] = (total_q, scores.scale)
+        round_scalars: tuple[Any, ...] = (total_q, options.scale)
         round_constants |= {"MAIN": main, "TAIL": tail, "num_stages": 1}
-        descriptors_of = Descriptors(*[tile] * 4)
+        descriptors_of = Descriptors(*_tile_descriptors(head_dim))
     else:
         round_kernel = _attention_bwd_round_lanes_kernel
         # The rows before those are rounded with them.
         rounded_rows -= _rows_back(total_q)
-        round_scalars = (total_q, k.shape[0], scores.scale)
+        round_scalars = (total_q, k.shape[0], options.scale)
         round_constants |= {"ROUND": together, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS}
         in_lane = [partial(_describe_lane, rows=rows) for rows in (LANE_ROWS, LANE_REST_ROWS)]
-        descriptors_of = Descriptors(*[tile] * 4, *in_lane[: 2 if has_rest else 1])
+        descriptors_of = Descriptors(*_tile_descriptors(head_dim), *in_lane[: 2 if has_rest else 1])
     device = q.device
-    grid = (programs(device.index), 1)
-    round_grid = (-(-rounded_rows // ROUNDED_ROWS), num_heads)
-    relaunch, relaunch_round = Relaunch(grid, scalars), Relaunch(round_grid, round_scalars)
+    constants = pass_constants(t, options, launch, ordered=ordered, order=order, together=together)
+    bound = Bound(_attention_bwd_hopper_kernel, (programs(device.index), 1), _scalars(t, options), constants)
+    bound_round = Bound(round_kernel, (-(-rounded_rows // ROUNDED_ROWS), num_heads), round_scalars, round_constants)
 
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        lse, cu_q, cu_k = lse.contiguous(), cu_q.contiguous(), cu_k.contiguous()
-        dlse = lse if dlse is None else dlse.contiguous()
+    def launch_backward(t: Backward) -> None:
+        lse, (cu_q, cu_k) = t.lse.contiguous(), _boundaries(t)
+        dlse = lse if t.dlse is None else t.dlse.contiguous()
         # Before the kernel that the main one overlaps: it may be made of zeros here.
-        ticket = tickets(device).take()
+        counter = work_counters(device).acquire()
         delta = torch.empty_like(lse)
         sums = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
         if counts_fit:
-            counts = dq.view(torch.int32)
+            counts = t.dq.view(torch.int32)
         else:
             counts = torch.empty(num_counts, dtype=torch.int32, device=device)
-        launch_delta(out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts)
+        bound_delta(t.out, lse, t.dout, dlse, cu_q, cu_k, delta, sums, counts)
         if lanes == 1:
-            descriptors = (*descriptors_of(q, k, v, dout), None, None)
-            rounded: tuple[Tensor, ...] = (sums, dq)
+            descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout), None, None)
+            rounded: tuple[Tensor, ...] = (sums, t.dq)
         else:
-            lane = dq.view(torch.float32)
+            lane = t.dq.view(torch.float32)
             in_parts = lane.split(widths, 2) if has_rest else (lane,)
-            descriptors = (*descriptors_of(q, k, v, dout, *in_parts), *(None,) * (not has_rest))
-            rounded = (sums, lane, dq, cu_q, cu_k)
-        tensors = (lse, delta, cu_q, cu_k, sums, counts, ticket, dk, dv, None)
-        if not relaunch(None, tensors, descriptors):
-            compiled = _attention_bwd_hopper_kernel[grid](*descriptors, *tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-        if not relaunch_round(None, rounded):
-            compiled = round_kernel[round_grid](*rounded, *round_scalars, **round_constants)
-            relaunch_round.keep(None, rounded, round_constants, compiled)
+            descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout, *in_parts), *(None,) * (not has_rest))
+            rounded = (sums, lane, t.dq, cu_q, cu_k)
+        bound(lse, delta, cu_q, cu_k, sums, counts, counter, t.dk, t.dv, None, descriptors=descriptors)
+        bound_round(*rounded)
 
-    return launch_backward
+    return Plan(launch_backward, {"attention_bwd_hopper": (launch, source)})
+
+
+def _plan_dense(t: Backward, options: AttentionOptions) -> Plan:
+    """Plan a batch as one segment, whose heads are those of all sequences.
+
+    dq is added up in order in any case: who adds last to a row rounds it, and knows so by the order.
+    """
+    launch, source = choose("attention_bwd_hopper", t.q, options, query_length(t))
+    batch, heads, length, head_dim = t.q.shape
+    lines, tiles = batch * heads, -(-length // SENT_ROWS)
+    members = _members_apart(t.q, t.k, options)
+    # Parts of dk and dv are as those of as many key heads as there are query heads.
+    own = t
+    if members > 1:
+        part = dense_like(t.q.new_empty((batch, heads, t.k.shape[2], head_dim), device="meta"))
+        own = t._replace(k=part, dk=part, dv=part)
+    constants = pass_constants(own, options, launch, ordered=True, order=DENSE.value, members=members)
+    constants["FOLDED"] = _folded(t)
+    device = t.q.device
+    bound_delta = _bind_delta(t, options)
+    descriptors_of = Descriptors(*_tile_descriptors(head_dim))
+    bound = Bound(_attention_bwd_hopper_kernel, (programs(device.index), 1), _scalars(own, options), constants)
+    add_members = plan_parts(t[9:12], 1, members) if members > 1 else None
+
+    def launch_backward(t: Backward) -> None:
+        lse = t.lse.contiguous()
+        delta = torch.empty_like(lse)
+        # Before the kernel that the main one overlaps: it may be made of zeros here.
+        counter = work_counters(device).acquire()
+        sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
+        counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
+        dk, dv = parts_of(t.dk, members), parts_of(t.dv, members)
+        descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout), None, None)
+        bound_delta(t.out, lse, t.dout, lse if t.dlse is None else t.dlse.contiguous(), delta, t.dq, counts)
+        bound(lse, delta, None, None, sums, counts, counter, dk, dv, t.dq, descriptors=descriptors)
+        if add_members is not None:
+            add_members(t.dq, dk, dv, t.dq, t.dk, t.dv)
+
+    return Plan(launch_backward, {"attention_bwd_hopper": (launch, source)})

@@ -1,33 +1,40 @@
-"""The launcher of the attention core: from tensors and options to the kernels' arguments.
+"""Which path a call of the attention core takes: packed and dense calls alike, forward and backward.
 
-Ops that stand on the core call `plan_forward` and `plan_backward` by bare name. A plan depends on metadata alone, never
-on values on the device; it returns the function that launches, which writes into tensors that the op allocated.
+Ops call `plan_forward` and `plan_backward` by bare name. A plan depends on metadata alone, never on values on the
+device.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ops._attention.choose import choose, mean_length
-from torch_ops._attention.hopper import addressable, forward_launch, has_tiles, plan_forward_hopper, refusal
-from torch_ops._attention.hopper_backward import plan_backward_hopper
+from torch_ops._attention.cpu import backward_cpu, forward_cpu
+from torch_ops._attention.hopper import fits_hopper, plan_forward_fp32_hopper, plan_forward_hopper, refusal
+from torch_ops._attention.hopper_backward import fits_hopper_backward, plan_backward_hopper
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.portable import plan_backward_portable, plan_forward_portable
-from torch_ops._attention.scores import NO_STEP, Scores, StepTensors
 from torch_ops._attention.short import plan_backward_short, plan_forward_short, short_launch
+from torch_ops._attention.tensors import Backward, Forward, query_length
 from torch_ops._core.device import gpu
-from torch_ops._core.hopper import is_packaged
-from torch_ops._core.registry import INTERPRET, is_eager, opaque_launch, remembered
+from torch_ops._core.launch import dense_like
+from torch_ops._core.plan import Plan, either, reference_plan
+from torch_ops._core.planned_op import opaque_plan
+from torch_ops._core.registry import INTERPRET, Mode, current_mode, runs_kernels
 from torch_ops.settings import settings
 
-# Of shorter segments the Hopper kernels' tiles would be half empty.
+# A Hopper tile has 128 query rows; shorter segments would leave it half empty.
 HOPPER_ROWS = 128
+NOT_ADDRESSABLE = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
+
+# The method of tensors asks for their device, which traces of fake ones need not have.
+_copy = torch.ops.aten.copy_.default
 
 
-def why_portable(scores: Scores, length: int | None, dtype: torch.dtype | None = None, /, **tensors: Tensor) -> str:
-    """Why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
+def why_portable(options: AttentionOptions, length: int | None, **tensors: Tensor) -> str:
+    """Return why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
 
-    `length` is `mean_length` of its queries, `dtype` what it computes in, where that is not the tensors' own.
+    `length` is the mean length of its queries, None if it is a symbol.
     """
     if INTERPRET:
         return "TRITON_INTERPRET=1"
@@ -35,151 +42,133 @@ def why_portable(scores: Scores, length: int | None, dtype: torch.dtype | None =
         return "settings.path is 'portable'"
     if settings.path == "auto" and length is not None and length < HOPPER_ROWS:
         return f"segments have {length} rows on average, and under {HOPPER_ROWS} the portable path is faster"
-    return refusal(gpu(), scores, dtype, **tensors)
+    return refusal(gpu(), options, **tensors)
 
 
-def plan_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool = True
-) -> Callable[..., None]:
-    """launch(q, k, v, cu_q, cu_k, out, lse, step) fills out [Tq, H, D] and, with `has_lse`, lse [H, Tq], contiguous.
-
-    cu_k is None where the keys have the boundaries of the queries; `step` is a StepTensors, or left out.
-    """
-    num_segments = cu_q.shape[0] - 1
-    length = mean_length(q.shape[0], num_segments)
-    if why_portable(scores, length, q=q, k=k, v=v) or is_packaged():
-        return _plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse)
-    if not is_eager():
-
-        def launch_opaque(
-            q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
-            step: StepTensors = NO_STEP,
-        ) -> None:  # fmt: skip
-            bounds = scores.scale, scores.left, scores.right
-            _launch_forward_opaque(q, k, v, cu_q, cu_k, step.sinks, out, lse, *bounds)
-
-        return launch_opaque
-    launch, _ = forward_launch(q, scores, num_segments)
-    hopper = plan_forward_hopper(q, k, num_segments, launch, scores, has_lse)
-    portable: list[Callable[..., None]] = []
-
-    def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
-        step: StepTensors = NO_STEP,
-    ) -> None:  # fmt: skip
-        if addressable(q, k, v):
-            hopper(q, k, v, cu_q, cu_q if cu_k is None else cu_k, out, lse, step.sinks)
-            return
-        if not portable:
-            portable.append(_plan_forward_stock(q, k, v, cu_q, cu_k, scores, has_lse))
-        portable[0](q, k, v, cu_q, cu_k, out, lse, step)
-
-    return launch_forward
+def _hopper_reason() -> str:
+    return f"{gpu().name} is a Hopper GPU"
 
 
-def _plan_forward_stock(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool = True
-) -> Callable[..., None]:
-    short = short_launch("attention_fwd_short", q, k, cu_k, scores, mean_length(q.shape[0], cu_q.shape[0] - 1))
+def plan_forward(t: Forward, options: AttentionOptions) -> Plan:
+    """Plan what fills out and lse."""
+    if not runs_kernels(t.q):
+        if options.compute_dtype is not None:
+            return _plan_forward_on_copies(t, options)
+        return reference_plan(lambda t: forward_cpu(options, t), t.q)
+    why, mode = why_portable(options, query_length(t), q=t.q, k=t.k, v=t.v), current_mode()
+    if why or mode is Mode.PACKAGED:
+        return _plan_forward_portable(t, options).because(why)
+    if mode is Mode.TRACED:
+        return _plan_forward_opaque(options)
+    if options.compute_dtype is None:
+        hopper = plan_forward_hopper(t, options)
+    else:
+        hopper = plan_forward_fp32_hopper(t, options)
+    hopper.because(_hopper_reason(), "hopper")
+    return either(t, hopper, fits_hopper, lambda t: _plan_forward_portable(t, options), NOT_ADDRESSABLE)
+
+
+def _plan_forward_portable(t: Forward, options: AttentionOptions) -> Plan:
+    if options.compute_dtype is not None:
+        return _plan_forward_on_copies(t, options)
+    short = short_launch("attention_fwd_short", t, options)
     if short is None:
-        return plan_forward_portable(q, k, v, cu_q, cu_k, scores, has_lse)
-    return plan_forward_short(q, k, v, cu_q, scores, short[0], has_lse)
+        return plan_forward_portable(t, options)
+    return plan_forward_short(t, options, *short)
 
 
-@opaque_launch("_attention_fwd", writes=("out", "lse"))
-def _launch_forward_opaque(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float, left: int, right: int,
-) -> None:  # fmt: skip
-    scores = Scores(scale, left, right, has_sinks=sinks is not None)
-    plan = _prepare_forward(q, k, v, cu_q, cu_k, scores, lse.shape[1] == q.shape[0], sinks)
-    plan(q, k, v, cu_q, cu_k, out, lse, StepTensors(sinks=sinks))
+def _cast(t: Forward, dtype: torch.dtype) -> Forward:
+    q, k, v = t.q.to(dtype), t.k.to(dtype), t.v.to(dtype)
+    return t._replace(q=q, k=k, v=v, out=dense_like(q))
 
 
-@remembered
-def _prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool,
-    sinks: Tensor | None,
-) -> Callable[..., None]:  # fmt: skip
-    """For each type of sinks a plan: the kernel that it keeps is built for one."""
-    return plan_forward(q, k, v, cu_q, cu_k, scores, has_lse)
+def _plan_forward_on_copies(t: Forward, options: AttentionOptions) -> Plan:
+    """Plan fp32 inputs that are computed in a half type, by a call on copies in that type."""
+    dtype, own = options.compute_dtype, options._replace(compute_dtype=None)
+    assert dtype is not None
+    # A trace would keep the copies that a plan looks at.
+    inner = None if _is_traced() else plan_forward(_cast(t, dtype), own)
+
+    def launch(t: Forward) -> None:
+        copies = _cast(t, dtype)
+        (plan_forward(copies, own) if inner is None else inner).launch(copies)
+        _copy(t.out, copies.out)
+
+    return Plan(launch) if inner is None else Plan(launch, inner.kernels, inner.path, inner.why)
 
 
-def plan_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor | None,
-    scores: Scores,
-    deterministic: bool = True,
-) -> Callable[..., None]:
-    """launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, step) fills the gradients, contiguous.
+def _is_traced() -> bool:
+    return current_mode() in (Mode.TRACED, Mode.PACKAGED)
 
-    out and lse come from anywhere, so that a context-parallel caller can pass merged ones. Unless `deterministic`, dq
-    may be added up in any order.
+
+_plan_forward_opaque = opaque_plan(
+    "_attention_fwd", Forward, AttentionOptions, writes=("out", "lse"), plan=plan_forward
+)
+
+
+def plan_backward(t: Backward, options: AttentionOptions) -> Plan:
+    """Plan what fills dq, dk and dv.
+
+    out and lse come from anywhere, so that a context-parallel caller can pass merged ones. Unless deterministic, dq may
+    be added up in any order.
     """
-    num_segments = cu_q.shape[0] - 1
-    length = mean_length(q.shape[0], num_segments)
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    if why_portable(scores, length, **tensors) or is_packaged():
-        return _plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
-    if not is_eager():
-        bounds = scores.scale, scores.left, scores.right
-
-        def launch_opaque(
-            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-            cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
-        ) -> None:  # fmt: skip
-            tensors = dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv
-            _launch_backward_opaque(*tensors, *bounds, deterministic)
-
-        return launch_opaque
-    launch, _ = choose("attention_bwd_hopper", q, scores, length)
-    # An expanded one, of a sum's backward, is copied.
-    copied = not has_tiles(dout)
-    layout = torch.empty(dout.shape, dtype=dout.dtype, device="meta") if copied else dout
-    hopper = plan_backward_hopper(layout, q, k, out, num_segments, launch, scores, dlse is not None, deterministic)
-    portable: list[Callable[..., None]] = []
-
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
-    ) -> None:  # fmt: skip
-        dout = dout.contiguous() if copied else dout
-        if addressable(q, k, v, out, dout):
-            hopper(dout, dlse, q, k, v, out, lse, cu_q, cu_q if cu_k is None else cu_k, dq, dk, dv)
-            return
-        if not portable:
-            portable.append(_plan_backward_stock(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores))
-        portable[0](dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, step)
-
-    return launch_backward
+    if options.compute_dtype is not None:
+        return _plan_backward_on_copies(t, options)
+    if not runs_kernels(t.q):
+        return reference_plan(lambda t: backward_cpu(options, t), t.q)
+    why, mode = why_portable(options, query_length(t), q=t.q, k=t.k, v=t.v, out=t.out), current_mode()
+    if why or mode is Mode.PACKAGED:
+        return _plan_backward_portable(t, options).because(why)
+    if mode is Mode.TRACED:
+        return _plan_backward_opaque(options)
+    hopper = plan_backward_hopper(t, options).because(_hopper_reason(), "hopper")
+    return either(t, hopper, fits_hopper_backward, lambda t: _plan_backward_portable(t, options), NOT_ADDRESSABLE)
 
 
-def _plan_backward_stock(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor | None, scores: Scores,
-) -> Callable[..., None]:  # fmt: skip
-    short = short_launch("attention_bwd_short", q, k, cu_k, scores, mean_length(q.shape[0], cu_q.shape[0] - 1))
+def _plan_backward_portable(t: Backward, options: AttentionOptions) -> Plan:
+    short = short_launch("attention_bwd_short", t, options)
     if short is None:
-        return plan_backward_portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores)
-    return plan_backward_short(dout, dlse, q, k, v, out, lse, cu_q, scores, short[0])
+        return plan_backward_portable(t, options)
+    return plan_backward_short(t, options, *short)
 
 
-@opaque_launch("_attention_bwd", writes=("dq", "dk", "dv"))
-def _launch_backward_opaque(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, scale: float, left: int, right: int,
-    deterministic: bool,
-) -> None:  # fmt: skip
-    scores = Scores(scale, left, right)
-    plan = _prepare_backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, scores, deterministic)
-    plan(dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv)
+def _cast_backward(t: Backward, dtype: torch.dtype) -> Backward:
+    # out is only summed up, which fp32 does.
+    dout, q, k, v = t.dout.to(dtype), t.q.to(dtype), t.k.to(dtype), t.v.to(dtype)
+    return t._replace(dout=dout, q=q, k=k, v=v, dq=dense_like(q), dk=dense_like(k), dv=dense_like(v))
 
 
-_prepare_backward = remembered(plan_backward)
+def _plan_backward_on_copies(t: Backward, options: AttentionOptions) -> Plan:
+    dtype, own = options.compute_dtype, options._replace(compute_dtype=None)
+    assert dtype is not None
+    inner = None if _is_traced() else plan_backward(_cast_backward(t, dtype), own)
+
+    def launch(t: Backward) -> None:
+        copies = _cast_backward(t, dtype)
+        (plan_backward(copies, own) if inner is None else inner).launch(copies)
+        for gradient, half in zip(t[9:12], copies[9:12], strict=True):
+            _copy(gradient, half)
+
+    return Plan(launch) if inner is None else Plan(launch, inner.kernels, inner.path, inner.why)
+
+
+_plan_backward_opaque = opaque_plan(
+    "_attention_bwd", Backward, AttentionOptions, writes=("dq", "dk", "dv"), plan=plan_backward
+)
+
+
+def forward_tensors(call: Any, made: tuple[Tensor, Tensor]) -> Forward:
+    """Gather the tensors of a packed or dense call, in which scores have tensors of their own."""
+    slopes, sinks = call.alibi_slopes, call.sinks
+    return Forward(
+        call.q, call.k, call.v, getattr(call, "cu_seqlens", None), getattr(call, "cu_seqlens_k", None), *made,
+        slopes if slopes is None else slopes.contiguous(), sinks if sinks is None else sinks.contiguous(),
+        call.dropout_seed,
+    )  # fmt: skip
+
+
+def backward_tensors(call: Any, made: tuple[Tensor, Tensor, Tensor]) -> Backward:
+    boundaries = getattr(call, "cu_seqlens", None), getattr(call, "cu_seqlens_k", None)
+    slopes = call.alibi_slopes
+    slopes = slopes if slopes is None else slopes.contiguous()
+    return Backward._make((*call[:7], *boundaries, *made, slopes, call.dropout_seed))

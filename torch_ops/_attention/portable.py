@@ -1,112 +1,182 @@
-"""The launcher of the attention core's kernels in stock Triton, for packed calls; `plan` chooses among the paths."""
+"""The attention core's kernels in stock Triton, for packed and dense calls; `plan` chooses among the paths."""
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton import cdiv
 
-from csrc_free_ops.attention.portable.bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
-from csrc_free_ops.attention.portable.fwd import _attention_fwd_kernel
-from torch_ops._attention.choose import choose, constants_of, for_each_precision, mean_length, slopes_stride
-from torch_ops._attention.scores import NO_STEP, Scores, StepTensors
-from torch_ops._core.launch import Relaunch, contiguous_row, head_strides, readable, row_stride, with_columns
+from csrc_free_ops.attention.portable.bwd import (
+    _attention_bwd_dkdv_dense_kernel,
+    _attention_bwd_dkdv_kernel,
+    _attention_bwd_dq_dense_kernel,
+    _attention_bwd_dq_kernel,
+)
+from csrc_free_ops.attention.portable.fwd import _attention_fwd_dense_kernel, _attention_fwd_kernel
+from csrc_free_ops.configs.rows import Launch
+from torch_ops._attention.choose import choose, constants_of, planned_by_precision, slopes_stride
+from torch_ops._attention.hopper_dkdv import Keys, plan_dense_keys, takes_hopper_keys
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.parts import launches_beside, parts_of, plan_few, plan_parts, splits_of
+from torch_ops._attention.tensors import (
+    Backward,
+    Forward,
+    is_readable,
+    key_length,
+    made_readable,
+    num_segments,
+    query_length,
+)
+from torch_ops._core.launch import can_overlap, dense_strides, head_strides, row_stride
+from torch_ops._core.plan import Bound, Kernels, Plan
 from torch_ops._core.registry import wrap_triton
 
 
-@for_each_precision
-def plan_forward_portable(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, scores: Scores, has_lse: bool, precision: str
-) -> Callable[..., None]:
-    total_q, num_heads, _ = q.shape
-    num_segments = cu_q.shape[0] - 1
-    launch, _ = choose("attention_fwd", q, scores, mean_length(total_q, num_segments), precision=precision)
-    unit, strides = head_strides(q, k, v)
-    scalars = (
-        *strides, slopes_stride(q, scores), total_q, k.shape[0], num_segments,
-        scores.scale, scores.softcap, scores.dropout, *scores.bounds(),
-    )  # fmt: skip
-    constants = {
-        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse,
-        **constants_of(q, k, scores, launch, unit, scores.steps, precision),
-    }  # fmt: skip
-    ready = readable(q, k, v) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
+def _packed_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
+    """Return UNIT, head strides in it, and row strides."""
+    unit, heads = head_strides(*tensors)
+    return unit, list(heads), [row_stride(tensor) for tensor in tensors]
+
+
+def _sizes(t: Forward | Backward) -> tuple[int, ...]:
+    if t.cu_q is None:
+        return t.q.shape[2], t.k.shape[2]
+    return t.q.shape[0], t.k.shape[0], num_segments(t)
+
+
+def _tiles(t: Forward | Backward, rows: Tensor, block: int) -> int:
+    if t.cu_q is None:
+        return cdiv(rows.shape[2], block) * rows.shape[0]
     # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
-    grid = (total_q // launch.block_m + num_segments + 2, num_heads)
-    relaunch = Relaunch(grid, scalars)
-
-    def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
-        step: StepTensors = NO_STEP,
-    ) -> None:  # fmt: skip
-        cu_k = cu_q if cu_k is None else cu_k
-        if not ready:
-            q, k, v = with_columns(q), with_columns(k), with_columns(v)
-            cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-        tensors = (q, k, v, out, lse, cu_q, cu_k, *step)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_attention_fwd_kernel)[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-
-    return launch_forward
+    return rows.shape[0] // block + num_segments(t) + 2
 
 
-@for_each_precision
-def plan_backward_portable(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor, cu_k: Tensor | None, scores: Scores, precision: str,
-) -> Callable[..., None]:  # fmt: skip
-    total_q, num_heads, _ = q.shape
-    total_k, num_k_heads, _ = k.shape
-    num_segments = cu_q.shape[0] - 1
-    unit, (q_head, k_head, v_head, out_head, dout_head) = head_strides(q, k, v, out, dout)
-    sizes = (
-        slopes_stride(q, scores), total_q, total_k, num_segments,
-        scores.scale, scores.softcap, scores.dropout, *scores.bounds(),
+def _scalars(t: Forward | Backward, options: AttentionOptions) -> tuple[Any, ...]:
+    return (
+        slopes_stride(t.q, options), *_sizes(t), options.scale, options.softcap, options.dropout, *options.bounds()
     )  # fmt: skip
-    strides = {
-        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_DOT": row_stride(dout),
+
+
+@planned_by_precision
+def plan_forward_portable(t: Forward, options: AttentionOptions, precision: str) -> Plan:
+    is_dense = t.cu_q is None
+    launch, source = choose("attention_fwd", t.q, options, query_length(t), precision=precision)
+    if is_dense:
+        unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out)
+    else:
+        unit, outer, rows = _packed_strides(t.q, t.k, t.v)
+        rows.append(row_stride(t.out))
+    constants = {
+        **dict(zip(("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_OT"), rows, strict=True)),
+        "HAS_LSE": options.has_lse,
+        **constants_of(t, options, launch, unit, options.steps, precision),
     }  # fmt: skip
+    kernel = wrap_triton(_attention_fwd_dense_kernel) if is_dense else wrap_triton(_attention_fwd_kernel)
+    grid = (_tiles(t, t.q, launch.block_m), t.q.shape[1])
+    bound = Bound(kernel, grid, (*outer, *_scalars(t, options)), constants)
+    ready = is_readable(t)
 
-    dq_launch, _ = choose("attention_bwd_dq", q, scores, mean_length(total_q, num_segments), precision=precision)
-    dq_scalars = (q_head, k_head, v_head, out_head, dout_head, *sizes)
-    dq_constants = {
-        **strides, "STRIDE_OT": row_stride(out), "STRIDE_DQT": contiguous_row(q), "HAS_DLSE": dlse is not None,
-        **constants_of(q, k, scores, dq_launch, unit, scores.backward_steps, precision),
-    }  # fmt: skip
-    dq_grid = (total_q // dq_launch.block_m + num_segments + 2, num_heads)
+    def launch_forward(t: Forward) -> None:
+        q, k, v, cu_q, cu_k, out, lse, slopes, sinks, seed = t if ready else made_readable(t)
+        if is_dense:
+            bound(q, k, v, out, lse, slopes, sinks, seed)
+        else:
+            bound(q, k, v, out, lse, cu_q, cu_q if cu_k is None else cu_k, slopes, sinks, seed)
 
-    dkdv_launch, _ = choose("attention_bwd_dkdv", q, scores, mean_length(total_k, num_segments), precision=precision)
-    dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
-    dkdv_constants = {
-        **strides, "STRIDE_DKT": contiguous_row(k),
-        **constants_of(q, k, scores, dkdv_launch, unit, scores.backward_steps, precision),
-    }  # fmt: skip
-    dkdv_grid = (total_k // dkdv_launch.block_n + num_segments + 2, num_k_heads)
+    return Plan(launch_forward, {"attention_fwd": (launch, source)})
 
-    relaunch_dq = Relaunch(dq_grid, dq_scalars)
-    relaunch_dkdv = Relaunch(dkdv_grid, dkdv_scalars)
-    vectors = (lse, lse if dlse is None else dlse, cu_q, cu_q if cu_k is None else cu_k)
-    ready = readable(q, k, v, out, dout) and all(tensor.is_contiguous() for tensor in vectors)
 
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
-    ) -> None:  # fmt: skip
+@planned_by_precision
+def plan_backward_portable(t: Backward, options: AttentionOptions, precision: str) -> Plan:
+    """Plan dq, with delta on the way, and then dk and dv.
+
+    A dense fp32 call may take other kernels: one for all gradients where programs are few, and on Hopper GPUs one for
+    dk and dv.
+    """
+    is_dense, q, k = t.cu_q is None, t.q, t.k
+    dq_launch, dq_source = choose("attention_bwd_dq", q, options, query_length(t), precision=precision)
+    dkdv_launch, dkdv_source = choose("attention_bwd_dkdv", q, options, key_length(t), precision=precision)
+    kernels: Kernels = {"attention_bwd_dq": (dq_launch, dq_source), "attention_bwd_dkdv": (dkdv_launch, dkdv_source)}
+    beside = launches_beside(t, options, precision)
+    takes_keys = takes_hopper_keys(t, options, precision, beside is not None)
+    if beside is not None and not takes_keys:
+        return plan_few(t, options, precision, beside, (dq_source, dkdv_source))
+    # A kernel that runs by itself has half as many programs as two that run beside each other.
+    dq_tiles, dkdv_tiles = _tiles(t, q, dq_launch.block_m), _tiles(t, k, dkdv_launch.block_n)
+    dq_splits = dkdv_splits = 1
+    if is_dense:
+        dq_splits = splits_of(q, 2 * dq_tiles * q.shape[1], cdiv(k.shape[2], dq_launch.block_n))
+        dkdv_splits = splits_of(q, 2 * dkdv_tiles * k.shape[1], cdiv(q.shape[2], dkdv_launch.block_m))
+    keys = plan_dense_keys(Keys(q, k, t.v, t.lse, t.dout, t.lse, t.dk, t.dv), options) if takes_keys else None
+    if keys is not None:
+        del kernels["attention_bwd_dkdv"]
+        kernels |= keys.kernels
+        dkdv_splits = 1
+    bound_dq, bound_dkdv = _bind_gradients(t, options, precision, dq_launch, dkdv_launch, dq_splits, dkdv_splits)
+    add_parts = plan_parts(t[9:12], dq_splits, dkdv_splits) if max(dq_splits, dkdv_splits) > 1 else None
+    ready = is_readable(t)
+
+    def launch_backward(t: Backward) -> None:
+        dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, slopes, seed = t if ready else made_readable(t)
         dlse = lse if dlse is None else dlse
-        cu_k = cu_q if cu_k is None else cu_k
-        if not ready:
-            q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
-            lse, dlse, cu_q, cu_k = (tensor.contiguous() for tensor in (lse, dlse, cu_q, cu_k))
         delta = torch.empty_like(lse)
-        tensors = (q, k, v, out, lse, dout, dlse, cu_q, cu_k, step.slopes, step.seed, delta, dq)
-        if not relaunch_dq(None, tensors):
-            compiled = wrap_triton(_attention_bwd_dq_kernel)[dq_grid](*tensors, *dq_scalars, **dq_constants)
-            relaunch_dq.keep(None, tensors, dq_constants, compiled)
-        after = (q, k, v, lse, dout, delta, cu_q, cu_k, step.slopes, step.seed, dk, dv)
-        if not relaunch_dkdv(None, after):
-            compiled = wrap_triton(_attention_bwd_dkdv_kernel)[dkdv_grid](*after, *dkdv_scalars, **dkdv_constants)
-            relaunch_dkdv.keep(None, after, dkdv_constants, compiled)
+        if not is_dense:
+            cu_k = cu_q if cu_k is None else cu_k
+            bound_dq(q, k, v, out, lse, dout, dlse, cu_q, cu_k, slopes, seed, delta, dq)
+            bound_dkdv(q, k, v, lse, dout, delta, cu_q, cu_k, slopes, seed, dk, dv)
+            return
+        dq_parts, dk_parts, dv_parts = parts_of(dq, dq_splits), parts_of(dk, dkdv_splits), parts_of(dv, dkdv_splits)
+        bound_dq(q, k, v, out, lse, dout, dlse, slopes, seed, delta, dq_parts)
+        if keys is not None:
+            keys.launch(Keys(q, k, v, lse, dout, delta, dk, dv))
+        else:
+            bound_dkdv(q, k, v, lse, dout, delta, slopes, seed, dk_parts, dv_parts)
+        if add_parts is not None:
+            add_parts(dq_parts, dk_parts, dv_parts, dq, dk, dv)
 
-    return launch_backward
+    return Plan(launch_backward, kernels)
+
+
+def _bind_gradients(
+    t: Backward, options: AttentionOptions, precision: str, dq_launch: Launch, dkdv_launch: Launch,
+    dq_splits: int, dkdv_splits: int,
+) -> tuple[Bound, Bound]:  # fmt: skip
+    """The kernels of dq, and of dk and dv, with so many parts of each gradient."""
+    is_dense = t.cu_q is None
+    made = [parts_of(x, n) for x, n in zip(t[9:12], (dq_splits, dkdv_splits, dkdv_splits), strict=True)]
+    if is_dense:
+        unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out, t.dout, *made)
+        read, dq_outer, dkdv_outer = outer[:10], outer[10:12], outer[12:]
+        dkdv_read = (*read[:6], *read[8:])
+    else:
+        unit, read, rows = _packed_strides(t.q, t.k, t.v, t.out, t.dout)
+        rows += [row_stride(x) for x in made]
+        dq_outer, dkdv_outer = [], []
+        dkdv_read = (*read[:3], *read[4:])
+    q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row, dv_row = rows
+    scalars = _scalars(t, options)
+    strides = {"STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row}
+    overlaps = can_overlap()
+    early = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
+    of_dq = {"SPLITS": dq_splits, **early} if is_dense else {}
+    of_dkdv = {"STRIDE_DVT": dv_row, "SPLITS": dkdv_splits, **early} if is_dense else {}
+    dq_constants = {
+        **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": t.dlse is not None, **of_dq,
+        **constants_of(t, options, dq_launch, unit, options.backward_steps, precision),
+    }  # fmt: skip
+    dkdv_constants = {
+        **strides, "STRIDE_DKT": dk_row, **of_dkdv,
+        **constants_of(t, options, dkdv_launch, unit, options.backward_steps, precision),
+    }  # fmt: skip
+    dq_grid: tuple[int, ...] = (_tiles(t, t.q, dq_launch.block_m), t.q.shape[1])
+    dkdv_grid: tuple[int, ...] = (_tiles(t, t.k, dkdv_launch.block_n), t.k.shape[1])
+    if is_dense:
+        dq_grid, dkdv_grid = (*dq_grid, dq_splits), (*dkdv_grid, dkdv_splits)
+        dq_kernel = wrap_triton(_attention_bwd_dq_dense_kernel)
+        dkdv_kernel = wrap_triton(_attention_bwd_dkdv_dense_kernel)
+    else:
+        dq_kernel, dkdv_kernel = wrap_triton(_attention_bwd_dq_kernel), wrap_triton(_attention_bwd_dkdv_kernel)
+    return (
+        Bound(dq_kernel, dq_grid, (*read, *dq_outer, *scalars), dq_constants),
+        Bound(dkdv_kernel, dkdv_grid, (*dkdv_read, *dkdv_outer, *scalars), dkdv_constants),
+    )

@@ -1,10 +1,7 @@
-"""The launcher of the rotary embedding of q and k.
+"""The rotary embedding of q and k as a pass of its own. Ops call `plan_rotation` by bare name."""
 
-Ops call `plan_rotation` by bare name. A plan depends on metadata alone; it returns the function that
-launches, which writes into tensors that its caller allocated.
-"""
-
-from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,26 +11,42 @@ from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Launch
 from csrc_free_ops.rope import _rope_kernel
 from torch_ops._core.checks import dtype_name
-from torch_ops._core.device import INTERPRETED_GPU, gpu
 from torch_ops._core.launch import (
-    Relaunch,
     blocks_of,
     can_overlap,
     contiguous_like,
+    current_gpu,
     head_strides,
     readable,
     row_stride,
     with_columns,
 )
-from torch_ops._core.registry import INTERPRET, wrap_triton
+from torch_ops._core.plan import Bound, Plan, reference_plan
+from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._core.rotation_cpu import rotate_cpu
 from torch_ops.settings import settings
 
 
-def rotation_launch(q: Tensor) -> tuple[Launch, str]:
+class Rotation(NamedTuple):
+    """q_out and k_out, contiguous, are filled from q and k or in their place.
+
+    Without `cu_k` keys have the boundaries of queries.
+    """
+
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    cu_q: Tensor
+    cu_k: Tensor | None
+    q_out: Tensor
+    k_out: Tensor
+
+
+def _rotation_launch(q: Tensor) -> tuple[Launch, str]:
     """The launch for this dtype, head dimension and, where it is known, number of rows, and where it comes from."""
-    device = INTERPRETED_GPU if INTERPRET else gpu()
     rows = None if isinstance(q.shape[0], torch.SymInt) else q.shape[0]
-    return pick("rope", device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], False, rows, settings.rows)
+    return pick("rope", current_gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], False, rows, settings.rows)
 
 
 def workspaces(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,16 +54,14 @@ def workspaces(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return contiguous_like(q), contiguous_like(k)
 
 
-def plan_rotation(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, back: bool
-) -> Callable[..., None]:
-    """launch(q, k, cos, sin, cu_q, cu_k, q_out, k_out) fills the results, contiguous, from q and k or in their place.
-
-    With `back` they are turned back, as gradients are. cu_k is None where the keys have the boundaries of the queries.
-    """
+def plan_rotation(t: Rotation, back: bool) -> Plan:
+    """Plan a rotation, or with `back` the rotation back, as gradients are."""
+    q, k, cos, sin, cu_q, cu_k, *_ = t
+    if not runs_kernels(q):
+        return reference_plan(partial(rotate_cpu, back), q)
     total, num_heads, head_dim = q.shape
     half = head_dim // 2
-    launch, _ = rotation_launch(q)
+    launch, source = _rotation_launch(q)
     unit, strides = head_strides(q, k)
     overlaps = can_overlap()
     constants = {
@@ -63,20 +74,15 @@ def plan_rotation(
     # One tile more than there may be pairs for: so there is one of no rows too, and none asks whether there are any.
     tiles = total * half // launch.block_n + 1
     grid = (tiles, cdiv(num_heads, launch.block_m) + cdiv(k.shape[1], launch.block_m))
-    scalars = (*strides, total, cu_q.shape[0] - 1)
-    relaunch = Relaunch(grid, scalars)
+    bound = Bound(wrap_triton(_rope_kernel), grid, (*strides, total, cu_q.shape[0] - 1), constants)
     ready = readable(q, k, cos, sin) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
 
-    def launch_rotation(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None, q_out: Tensor, k_out: Tensor
-    ) -> None:
+    def launch_rotation(t: Rotation) -> None:
+        q, k, cos, sin, cu_q, cu_k, q_out, k_out = t
         cu_k = cu_q if cu_k is None else cu_k
         if not ready:
             q, k, cos, sin = with_columns(q), with_columns(k), with_columns(cos), with_columns(sin)
             cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-        tensors = (q, k, cos, sin, cu_q, cu_k, q_out, k_out)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_rope_kernel)[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
+        bound(q, k, cos, sin, cu_q, cu_k, q_out, k_out)
 
-    return launch_rotation
+    return Plan(launch_rotation, {"rope": (launch, source)})

@@ -1,13 +1,11 @@
-"""The launcher of the attention core's kernels for short segments, windows above all.
+"""The attention core's kernels for short segments, windows above all.
 
-`short_launch` says from metadata alone whether a call takes them; plans are as those of `plan`.
+`short_launch` says from metadata alone whether a call takes them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from csrc_free_ops.attention.portable.short_bwd import (
     _attention_bwd_dkdv_rest_kernel,
@@ -17,17 +15,12 @@ from csrc_free_ops.attention.portable.short_bwd import (
 from csrc_free_ops.attention.portable.short_fwd import _attention_fwd_rest_kernel, _attention_fwd_short_kernel
 from csrc_free_ops.configs.attention import split_head_dim
 from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.tiles.steps import SOFTCAP
 from torch_ops._attention.choose import choose
-from torch_ops._attention.scores import NO_STEP, Scores, StepTensors
-from torch_ops._core.launch import (
-    Relaunch,
-    can_overlap,
-    contiguous_row,
-    head_strides,
-    readable,
-    row_stride,
-    with_columns,
-)
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Backward, Forward, is_readable, made_readable, num_segments, query_length
+from torch_ops._core.launch import blocks_of, can_overlap, head_strides, row_stride
+from torch_ops._core.plan import Bound, Plan
 from torch_ops._core.registry import wrap_triton
 
 # Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
@@ -36,132 +29,100 @@ REST_PROGRAMS = 264
 WIDEST = 128
 
 
-def short_launch(kernel: str, q: Tensor, k: Tensor, cu_k: Tensor | None, scores: Scores, length: int | None) -> Any:
-    """The launch of `kernel` if segments of `length` rows on average should take it, and where it comes from; or None.
+def short_launch(kernel: str, t: Forward | Backward, options: AttentionOptions) -> tuple[Launch, str] | None:
+    """The launch of `kernel` if segments of that mean length should take it, and where it comes from; or None.
 
     Whether single segments are longer is known on the device alone; those are right too, and slower.
     """
-    own_boundaries = cu_k is not None or q.shape[1] != k.shape[1]
-    steps = scores.alibi or scores.dropout or scores.has_sinks
-    if length is None or own_boundaries or q.dtype.itemsize != 2 or q.shape[2] > WIDEST or q.shape[0] == 0 or steps:
+    q, k, length = t.q, t.k, query_length(t)
+    if t.cu_q is None or t.cu_k is not None or q.shape[1] != k.shape[1] or options.steps & ~SOFTCAP.value:
         return None
-    launch, source = choose(kernel, q, scores, length)
+    if length is None or q.dtype.itemsize != 2 or q.shape[2] > WIDEST or q.shape[0] == 0:
+        return None
+    launch, source = choose(kernel, q, options, length)
     return (launch, source) if length <= launch.block_m else None
 
 
-def _constants(q: Tensor, num_segments: int, scores: Scores, unit: int) -> dict[str, Any]:
-    main, tail = split_head_dim(q.shape[2], q.dtype.itemsize)
+def _constants(t: Forward | Backward, options: AttentionOptions, unit: int) -> dict[str, Any]:
+    main, tail = split_head_dim(t.q.shape[2], t.q.dtype.itemsize)
     return {
-        "UNIT": unit, "HEAD_DIM": q.shape[2], "MAIN": main, "TAIL": tail,
-        "HAS_LEFT": scores.left >= 0, "HAS_RIGHT": scores.right >= 0, "STEPS": scores.steps,
-        "PRECISION": "ieee", "NUM_HEADS": q.shape[1], "OVERLAPS": can_overlap() and num_segments > 0,
+        "UNIT": unit, "HEAD_DIM": t.q.shape[2], "MAIN": main, "TAIL": tail,
+        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "STEPS": options.steps,
+        "PRECISION": "ieee", "NUM_HEADS": t.q.shape[1], "OVERLAPS": can_overlap() and num_segments(t) > 0,
     }  # fmt: skip
 
 
 def _rest(short: Launch, launch: Launch, shared: dict[str, Any]) -> dict[str, Any]:
-    """Its options beside those of `shared`."""
+    """Options of the kernel for longer segments, beside those of `shared`."""
     early = {"launch_pdl": True} if shared["OVERLAPS"] else {}
-    return {
-        "SHORT": short.block_m, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
-        "num_warps": launch.num_warps, "num_stages": launch.num_stages, **early,
-    }  # fmt: skip
+    return {**shared, "SHORT": short.block_m, **blocks_of(launch), **early}
 
 
-def _programs(total: int, num_segments: int, num_heads: int, rows: int) -> int:
-    return min(REST_PROGRAMS, (total // rows + num_segments + 2) * num_heads)
+def _rest_grid(t: Forward | Backward, rows: int) -> tuple[int, ...]:
+    return (min(REST_PROGRAMS, (t.q.shape[0] // rows + num_segments(t) + 2) * t.q.shape[1]), 1)
 
 
-def plan_forward_short(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, scores: Scores, launch: Launch, has_lse: bool
-) -> Callable[..., None]:
-    total, num_heads, _ = q.shape
-    num_segments = cu_q.shape[0] - 1
-    unit, strides = head_strides(q, k, v)
-    scalars = (*strides, total, num_segments, scores.scale, scores.softcap, *scores.bounds())
+def _grid(t: Forward | Backward) -> tuple[int, ...]:
+    return (num_segments(t) * t.q.shape[1], 1)
+
+
+def _warps(launch: Launch) -> dict[str, int]:
+    return {"BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
+
+
+def plan_forward_short(t: Forward, options: AttentionOptions, launch: Launch, source: str) -> Plan:
+    unit, strides = head_strides(t.q, t.k, t.v)
+    scalars = (*strides, t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {
-        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_OT": contiguous_row(q), "HAS_LSE": has_lse, **_constants(q, num_segments, scores, unit),
+        "STRIDE_QT": row_stride(t.q), "STRIDE_KT": row_stride(t.k), "STRIDE_VT": row_stride(t.v),
+        "STRIDE_OT": row_stride(t.out), "HAS_LSE": options.has_lse, **_constants(t, options, unit),
     }  # fmt: skip
-    constants = {**shared, "BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    rest, _ = choose("attention_fwd_rest", q, scores, None)
-    rest_constants = {**shared, **_rest(launch, rest, shared)}
-    grid = (num_segments * num_heads,)
-    rest_grid = (_programs(total, num_segments, num_heads, rest.block_m),)
-    relaunch = Relaunch((*grid, 1), scalars)
-    relaunch_rest = Relaunch((*rest_grid, 1), scalars)
-    ready = readable(q, k, v) and cu_q.is_contiguous()
+    rest, _ = choose("attention_fwd_rest", t.q, options, None)
+    short = Bound(wrap_triton(_attention_fwd_short_kernel), _grid(t), scalars, {**shared, **_warps(launch)})
+    longer = Bound(
+        wrap_triton(_attention_fwd_rest_kernel), _rest_grid(t, rest.block_m), scalars, _rest(launch, rest, shared)
+    )
+    ready = is_readable(t)
 
-    def launch_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, out: Tensor, lse: Tensor,
-        step: StepTensors = NO_STEP,
-    ) -> None:  # fmt: skip
-        if not ready:
-            q, k, v, cu_q = with_columns(q), with_columns(k), with_columns(v), cu_q.contiguous()
-        tensors = (q, k, v, out, lse, cu_q)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_attention_fwd_short_kernel)[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-        if not relaunch_rest(None, tensors):
-            compiled = wrap_triton(_attention_fwd_rest_kernel)[rest_grid](*tensors, *scalars, **rest_constants)
-            relaunch_rest.keep(None, tensors, rest_constants, compiled)
+    def launch_forward(t: Forward) -> None:
+        q, k, v, cu_q, _, out, lse, *_ = t if ready else made_readable(t)
+        short(q, k, v, out, lse, cu_q)
+        longer(q, k, v, out, lse, cu_q)
 
-    return launch_forward
+    return Plan(launch_forward, {"attention_fwd_short": (launch, source)})
 
 
-def plan_backward_short(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor,
-    scores: Scores, launch: Launch,
-) -> Callable[..., None]:  # fmt: skip
-    total, num_heads, _ = q.shape
-    num_segments = cu_q.shape[0] - 1
-    unit, strides = head_strides(q, k, v, out, dout)
-    sizes = (total, num_segments, scores.scale, scores.softcap, *scores.bounds())
+def plan_backward_short(t: Backward, options: AttentionOptions, launch: Launch, source: str) -> Plan:
+    unit, strides = head_strides(t.q, t.k, t.v, t.out, t.dout)
+    sizes = (t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {
-        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k), "STRIDE_VT": row_stride(v),
-        "STRIDE_DOT": row_stride(dout), **_constants(q, num_segments, scores, unit),
+        "STRIDE_QT": row_stride(t.q), "STRIDE_KT": row_stride(t.k), "STRIDE_VT": row_stride(t.v),
+        "STRIDE_DOT": row_stride(t.dout), **_constants(t, options, unit),
     }  # fmt: skip
     of_queries = {
-        **shared, "STRIDE_OT": row_stride(out), "STRIDE_DQT": contiguous_row(q), "HAS_DLSE": dlse is not None
+        **shared, "STRIDE_OT": row_stride(t.out), "STRIDE_DQT": row_stride(t.dq), "HAS_DLSE": t.dlse is not None
     }  # fmt: skip
-    constants = {**of_queries, "BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    dq_rest, _ = choose("attention_bwd_dq_rest", q, scores, None)
-    dq_constants = {**of_queries, **_rest(launch, dq_rest, shared)}
-    dkdv_rest, _ = choose("attention_bwd_dkdv_rest", q, scores, None)
-    dkdv_constants = {**shared, "STRIDE_DKT": contiguous_row(k), **_rest(launch, dkdv_rest, shared)}
-    grid = (num_segments * num_heads,)
-    dq_grid = (_programs(total, num_segments, num_heads, dq_rest.block_m),)
-    dkdv_grid = (_programs(total, num_segments, num_heads, dkdv_rest.block_n),)
+    of_keys = {**shared, "STRIDE_DKT": row_stride(t.dk)}
+    dq_rest, _ = choose("attention_bwd_dq_rest", t.q, options, None)
+    dkdv_rest, _ = choose("attention_bwd_dkdv_rest", t.q, options, None)
     scalars = (*strides, *sizes)
-    q_head, k_head, v_head, _, dout_head = strides
-    dkdv_scalars = (q_head, k_head, v_head, dout_head, *sizes)
-    relaunch = Relaunch((*grid, 1), scalars)
-    relaunch_dq = Relaunch((*dq_grid, 1), scalars)
-    relaunch_dkdv = Relaunch((*dkdv_grid, 1), dkdv_scalars)
-    vectors = (lse, lse if dlse is None else dlse, cu_q)
-    ready = readable(q, k, v, out, dout) and all(tensor.is_contiguous() for tensor in vectors)
+    short = Bound(wrap_triton(_attention_bwd_short_kernel), _grid(t), scalars, {**of_queries, **_warps(launch)})
+    longer_dq = Bound(
+        wrap_triton(_attention_bwd_dq_rest_kernel), _rest_grid(t, dq_rest.block_m), scalars,
+        _rest(launch, dq_rest, of_queries),
+    )  # fmt: skip
+    longer_dkdv = Bound(
+        wrap_triton(_attention_bwd_dkdv_rest_kernel), _rest_grid(t, dkdv_rest.block_n),
+        (*strides[:3], strides[4], *sizes), _rest(launch, dkdv_rest, of_keys),
+    )  # fmt: skip
+    ready = is_readable(t)
 
-    def launch_backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor, cu_k: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, step: StepTensors = NO_STEP,
-    ) -> None:  # fmt: skip
+    def launch_backward(t: Backward) -> None:
+        dout, dlse, q, k, v, out, lse, cu_q, _, dq, dk, dv, *_ = t if ready else made_readable(t)
         dlse = lse if dlse is None else dlse
-        if not ready:
-            q, k, v, out, dout = (with_columns(tensor) for tensor in (q, k, v, out, dout))
-            lse, dlse, cu_q = (tensor.contiguous() for tensor in (lse, dlse, cu_q))
         delta = torch.empty_like(lse)
-        tensors = (q, k, v, out, lse, dout, dlse, cu_q, dq, dk, dv)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_attention_bwd_short_kernel)[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-        of_dq = (q, k, v, out, lse, dout, dlse, cu_q, delta, dq)
-        if not relaunch_dq(None, of_dq):
-            compiled = wrap_triton(_attention_bwd_dq_rest_kernel)[dq_grid](*of_dq, *scalars, **dq_constants)
-            relaunch_dq.keep(None, of_dq, dq_constants, compiled)
-        of_dkdv = (q, k, v, lse, dout, delta, cu_q, dk, dv)
-        if not relaunch_dkdv(None, of_dkdv):
-            compiled = wrap_triton(_attention_bwd_dkdv_rest_kernel)[dkdv_grid](
-                *of_dkdv, *dkdv_scalars, **dkdv_constants
-            )
-            relaunch_dkdv.keep(None, of_dkdv, dkdv_constants, compiled)
+        short(q, k, v, out, lse, dout, dlse, cu_q, dq, dk, dv)
+        longer_dq(q, k, v, out, lse, dout, dlse, cu_q, delta, dq)
+        longer_dkdv(q, k, v, lse, dout, delta, cu_q, dk, dv)
 
-    return launch_backward
+    return Plan(launch_backward, {"attention_bwd_short": (launch, source)})

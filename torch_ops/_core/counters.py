@@ -19,7 +19,7 @@ def block_size(count: int) -> int:
     return max(SMALLEST_BLOCK, next_power_of_2(count))
 
 
-class Tickets:
+class WorkCounters:
     """Counters of launches, int32, 0 between them: one that programs draw their tiles from, or a block. Per stream.
 
     Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
@@ -37,7 +37,7 @@ class Tickets:
         self._fresh: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._captured: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    def take(self, size: int = 1) -> Tensor:
+    def acquire(self, size: int = 1) -> Tensor:
         """One counter, or a block of this `block_size`."""
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         if torch.cuda.is_current_stream_capturing():
@@ -56,7 +56,7 @@ class Tickets:
 
     @contextlib.contextmanager
     def lending(self, counters: list[Tensor]) -> Iterator[None]:
-        """What a capture on this stream takes within is noted in `counters`, for `give_back`."""
+        """What a capture on this stream takes within is noted in `counters`, for `release`."""
         for size in {size for _, size in list(self._of_stream)}:
             if not self._fresh[size]:
                 self._fill(size)
@@ -68,7 +68,7 @@ class Tickets:
             counters += taken[others:]
             del taken[others:]
 
-    def give_back(self, counters: list[Tensor]) -> None:
+    def release(self, counters: list[Tensor]) -> None:
         """Of graphs that are done, and never replayed again."""
         for each in counters:
             self._fresh[each.numel()].append(each)
@@ -85,4 +85,4 @@ class Tickets:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
 
-tickets = lru_cache(Tickets)
+work_counters = lru_cache(WorkCounters)

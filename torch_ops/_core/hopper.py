@@ -1,6 +1,5 @@
 """What launchers of Hopper kernels (Gluon) share: when there can be any, TMA descriptors, memory that is kept."""
 
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs.rows import Gpu
-from torch_ops._core.registry import is_eager
+from torch_ops._core.device import gpu
 
 # The versions that kernels were built and measured with. They rely on where Triton puts shared memory, see
 # csrc_free_ops/tiles/hopper/warpgroup.py.
@@ -37,15 +36,13 @@ def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
     return ""
 
 
-def is_packaged() -> bool:
-    """Whether AOTInductor makes a package of this, which runs without Python and so without opaque launches."""
-    if is_eager() or "torch._inductor.virtualized" not in sys.modules:
-        return False
-    return bool(sys.modules["torch._inductor.virtualized"].V.aot_compilation)
+def programs(index: int) -> int:
+    """Return the number of multiprocessors, each of which runs one program of a persistent kernel."""
+    return _multiprocessors(index) if torch.cuda.is_available() else gpu().multiprocessors
 
 
 @lru_cache
-def programs(index: int) -> int:
+def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 

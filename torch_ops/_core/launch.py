@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from csrc_free_ops.configs.rows import Gpu, Launch
 from torch_ops._core.device import INTERPRETED_GPU, gpu
+from torch_ops._core.plan import Plan
 from torch_ops._core.registry import INTERPRET, is_eager
 
 
@@ -58,11 +58,6 @@ def can_overlap() -> bool:
     return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
 
 
-def length_of(q: Tensor) -> int | None:
-    """Its rows where they are a plain number; None in graphs of dynamic shape, which may not branch on it."""
-    return None if isinstance(q.shape[2], torch.SymInt) else q.shape[2]
-
-
 def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
     """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
 
@@ -74,47 +69,6 @@ def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
     return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
 
 
-class Relaunch:
-    """A plan's launch kept as compiled, for the calls after the first.
-
-    Triton looks some forty arguments over at each launch, which is most of its host time; a plan fixes them all but the
-    addresses, and `mode`, whatever else the kernel depends on. Kept are launches on aligned tensors only: for a pointer
-    off 16 bytes Triton builds other code. What a debugger or profiler sets in `triton.knobs` for the compiler therefore
-    counts before the first call; hooks on launches are called each time.
-    """
-
-    def __init__(self, grid: tuple[int, ...], scalars: tuple[Any, ...]) -> None:
-        self._grid = (*grid, 1, 1)[:3]
-        self._scalars = scalars
-        self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
-
-    def __call__(self, mode: Any, tensors: tuple[Tensor | None, ...], descriptors: tuple[Any, ...] = ()) -> bool:
-        """Launches if a launch in this mode was kept and the tensors are aligned; says whether it did.
-
-        `descriptors`, of tensors that are aligned, are the kernel's first arguments.
-        """
-        kept = self._kept.get(mode)
-        if kept is None or not self._aligned(tensors):
-            return False
-        launch, rest = kept
-        launch(*descriptors, *tensors, *rest)
-        return True
-
-    def keep(self, mode: Any, tensors: tuple[Tensor | None, ...], constants: dict[str, Any], compiled: Any) -> None:
-        """`compiled` is what the launch returned: nothing in traces and in the interpreter, and nothing is kept."""
-        if isinstance(compiled, CompiledKernel) and self._aligned(tensors):
-            in_order = (constants[name] for name in compiled.src.fn.arg_names if name in constants)
-            self._kept[mode] = compiled[self._grid], (*self._scalars, *in_order)
-
-    @staticmethod
-    def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
-        addresses = 0
-        for tensor in tensors:
-            if tensor is not None:
-                addresses |= tensor.data_ptr()
-        return addresses % 16 == 0
-
-
 def current_gpu() -> Gpu:
     return INTERPRETED_GPU if INTERPRET else gpu()
 
@@ -124,8 +78,21 @@ def precision_of(q: Tensor) -> str:
     return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def contiguous_row(tensor: Tensor) -> int:
-    return tensor.shape[1] * tensor.shape[2]
+def for_each_precision(tensor: Tensor, plan: Callable[[str], Plan]) -> Plan:
+    """Plan an fp32 call for each setting of PyTorch's products, since it may change between calls.
+
+    The first tensor of a launch has the dtype of the call; the setting is read at each launch.
+    """
+    if tensor.dtype is not torch.float32:
+        return plan("ieee")
+    plans = {precision: plan(precision) for precision in ("ieee", "tf32")}
+    current = plans[precision_of(tensor)]
+    launches = {precision: each.launch for precision, each in plans.items()}
+
+    def launch(tensors: Any) -> None:
+        launches[precision_of(tensors[0])](tensors)
+
+    return Plan(launch, current.kernels, current.path, current.why, current.extra)
 
 
 def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -23,8 +23,10 @@ enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_ker
 """
 
 import contextlib
+import enum
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +43,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_ops._core.autocast import install_autocast
 from torch_ops._core.device import run_where_tensors_are
-from torch_ops.settings import settings
 
 INTERPRET = triton.knobs.runtime.interpret
 NAMESPACE = "vk"
-REMEMBERED = 4096
 
 _library = Library(NAMESPACE, "FRAGMENT")
 _CUDA = torch._C.DispatchKey.CUDA
@@ -67,7 +67,10 @@ class Op:
 class KernelOp(Op):
     """One whose body launches kernels, with a gradient of its own."""
 
-    register_autograd: Callable[..., None]
+    definition: Any
+
+    def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None) -> None:
+        self.definition.register_autograd(backward, setup_context=setup_context)
 
     def refuse_autograd(self, why: str = "there are no second derivatives") -> None:
         """For the gradient of another op, or one that is for inference: a derivative is refused by name."""
@@ -81,80 +84,56 @@ class KernelOp(Op):
 OPS: dict[str, Op] = {}
 
 
-def wrap_triton(kernel: Any) -> Any:
-    """`torch.library.wrap_triton` where a trace is under way; the kernel itself in eager calls and the interpreter."""
-    if INTERPRET or not torch._C._len_torch_dispatch_stack():
-        return kernel
-    return _torch_wrap_triton(kernel)
+class Mode(enum.Enum):
+    """The world that a plan is made for. Each plan asks once."""
+
+    EAGER = "real tensors"
+    TRACED = "fake tensors: a compiler follows"
+    PACKAGED = "fake tensors: AOTInductor makes a package, which runs without Python"
+    EXPLAINED = "fake tensors: `explain` asks for the plan of an eager call"
+
+
+_explained: dict[int, Tensor] | None = None
+
+
+def current_mode() -> Mode:
+    if _explained is not None:
+        return Mode.EXPLAINED
+    if not torch._C._len_torch_dispatch_stack():
+        return Mode.EAGER
+    inductor = sys.modules.get("torch._inductor.virtualized")
+    return Mode.PACKAGED if inductor is not None and inductor.V.aot_compilation else Mode.TRACED
+
+
+@contextlib.contextmanager
+def explaining(real: dict[int, Tensor]) -> Iterator[None]:
+    """Plan as eager calls do, although tensors are fake; `real` holds an argument by the id of its fake."""
+    global _explained
+    before, _explained = _explained, real
+    try:
+        yield
+    finally:
+        _explained = before
+
+
+def recorded_tensor(tensor: Tensor) -> Tensor | None:
+    """Return a tensor with an address: itself, or where `explain` asks the argument behind a fake one, if any."""
+    return tensor if _explained is None else _explained.get(id(tensor))
 
 
 def is_eager() -> bool:
-    """Whether the body runs on real tensors that may be looked at, rather than in a trace."""
-    return not torch._C._len_torch_dispatch_stack()
+    """Whether a call may look at its tensors, or is planned as if it may."""
+    return current_mode() in (Mode.EAGER, Mode.EXPLAINED)
 
 
-def remembered(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs `prepare(*args)` once per signature in eager calls: what it returns may depend on metadata and options only.
-
-    Checks and launch plans cost more host time than a launch. Traces, whose sizes may be symbols, run it every time.
-    """
-    memory: dict[Any, Any] = {}
-
-    @functools.wraps(prepare)
-    def remembering(*args: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
-            return prepare(*args)
-        try:
-            signature = (
-                settings.generation,
-                *[
-                    (arg.shape, arg.stride(), arg.dtype, arg.device, arg.layout) if isinstance(arg, Tensor) else arg
-                    for arg in args
-                ],
-            )
-        except RuntimeError:
-            # Of a tensor without strides, which no op takes.
-            return prepare(*args)
-        prepared = memory.get(signature)
-        if prepared is None:
-            if len(memory) >= REMEMBERED:
-                memory.clear()
-            prepared = memory[signature] = prepare(*args)
-        return prepared
-
-    return remembering
-
-
-def needs_of(ctx: Any, count: int) -> tuple[bool, ...]:
-    """Which of an op's first inputs want a gradient; arguments that were left to their defaults do not."""
-    needs = tuple(ctx.needs_input_grad[:count])
-    return needs + (False,) * (count - len(needs))
+def wrap_triton(kernel: Any) -> Any:
+    """`torch.library.wrap_triton` in a trace; the kernel itself in eager calls and the interpreter."""
+    return kernel if INTERPRET or is_eager() else _torch_wrap_triton(kernel)
 
 
 def runs_kernels(tensor: Tensor) -> bool:
     """Whether this tensor's op launches kernels: on a GPU, or under the interpreter, which computes in numpy."""
     return tensor.is_cuda or (INTERPRET and tensor.dtype in (torch.float16, torch.float32))
-
-
-def opaque_launch(name: str, *, writes: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers the decorated launch as `vk::<name>`, a private op that fills the tensors in `writes`.
-
-    For kernels that cannot pass through `wrap_triton` (Gluon): no compiler looks into it. Ops call it in traces alone,
-    with outputs of their own.
-    """
-
-    def register(launch: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(launch)
-        def launch_there(*args: Any) -> None:
-            run_where_tensors_are(launch, *args)
-
-        definition = torch.library.custom_op(
-            f"{NAMESPACE}::{name}", launch_there, mutates_args=writes, device_types="cuda"
-        )
-        definition.register_fake(lambda *args, **kwargs: None)
-        return functools.wraps(launch)(definition)
-
-    return register
 
 
 def vk_op(
@@ -194,7 +173,7 @@ def vk_op(
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
             )
-        op = OPS[name] = KernelOp(name, overload, body, definition.register_autograd)
+        op = OPS[name] = KernelOp(name, overload, body, definition)
         return op
 
     return register

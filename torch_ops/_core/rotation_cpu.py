@@ -1,5 +1,7 @@
 """The rotary embedding on the CPU, in ATen: of the halves of whole heads, in fp32 or more."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,9 @@ def _inside(x: Tensor, cu: Tensor) -> slice:
 
 
 @torch.autocast("cpu", enabled=False)
-def rotate_cpu(
-    back: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, cu_q: Tensor, cu_k: Tensor | None,
-    q_out: Tensor, k_out: Tensor,
-) -> None:  # fmt: skip
-    """Fills q_out and k_out, as the launch of `plan_rotation` does."""
+def rotate_cpu(back: bool, tensors: Any) -> None:
+    """Fill q_out and k_out of (q, k, cos, sin, cu_q, cu_k, q_out, k_out)."""
+    q, k, cos, sin, cu_q, cu_k, q_out, k_out = tensors
     for x, out, cu in ((q, q_out, cu_q), (k, k_out, cu_q if cu_k is None else cu_k)):
         rows = _inside(x, cu)
         # Before out is written, which may be x itself.

@@ -1,15 +1,16 @@
 """Products of the GEMM core that are PyTorch's: alone, with GELU within, or with an elementwise kernel behind.
 
-Plans are as those of `plan`, which chooses among the paths.
+`plan` chooses among the paths.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from csrc_free_ops.configs.rows import ATEN
+from torch_ops._core.plan import Plan
 from torch_ops._gemm.elementwise import new_sums, plan_activate, plan_activation_backward, plan_rotate
-from torch_ops._gemm.portable import Rows, product_size, to_columns
+from torch_ops._gemm.portable import Rows, product_kernel, product_name, product_size, to_columns
+from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -26,32 +27,35 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
             torch.addmm(bias, x, weight.t(), out=out)
 
 
-def has_gelu_within(weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int) -> bool:
+def has_gelu_within(t: Linear, activation: str) -> bool:
     """Whether `gelu_into` can make this layer."""
-    return activation == "gelu_tanh" and has_bias and not keeps_pre and width == weight.shape[0]
+    whole = t.out.shape[1] == t.weight.shape[0]
+    return activation == "gelu_tanh" and t.bias is not None and t.pre is None and whole
 
 
-def gelu_into(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *nothing: Tensor | None) -> None:
+def gelu_into(t: Linear) -> None:
     """out = GELU(x weight^T + bias), the tanh form, by cuBLAS's epilogue, of sums that are not rounded before.
 
     Of one row PyTorch itself launches GELU behind a product that is rounded. So it would of a bias in other strides.
     """
+    assert t.bias is not None
     with torch._C._DisableAutocast():
-        torch._addmm_activation(bias.contiguous(), x, weight.t(), use_gelu=True, out=out)
+        torch._addmm_activation(t.bias.contiguous(), t.x, t.weight.t(), use_gelu=True, out=t.out)
 
 
-def plan_linear_aten(
-    rows: Rows, weight: Tensor, activation: str, keeps_pre: bool, width: int, up: Tensor | None = None
-) -> Callable[..., None]:
-    n, _ = product_size(weight, up)
+def plan_linear_aten(source: str, t: Linear, activation: str, within: bool = False) -> Plan:
+    """`source` says why PyTorch makes this product; `within`, whether GELU too."""
+    kernels = {product_name(product_kernel(activation), t.weight, t.up): (ATEN, source)}
+    if within:
+        return Plan(gelu_into, kernels, "aten")
+    n, _ = product_size(t.weight, t.up)
+    width, keeps_pre = t.out.shape[1], t.pre is not None
     if activation == "none" and width == n and not keeps_pre:
-        return lambda x, weight, bias, out, *nothing: linear_into(x, weight, bias, out)
-    activate = plan_activate(rows, weight, activation, width, up)
+        return Plan(lambda t: linear_into(*t[:4]), kernels, "aten")
+    activate, beside = plan_activate(Rows.of(t.x), t.weight, activation, width, t.up)
 
-    def launch_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
-        up: Tensor | None = None, up_bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def launch_linear(t: Linear) -> None:
+        x, weight, bias, out, pre, up, up_bias = t
         if pre is None:
             pre = x.new_empty((x.shape[0], n))
         if up is None:
@@ -62,35 +66,32 @@ def plan_linear_aten(
             linear_into(x, up, up_bias, pre.narrow(1, half, half))
         activate(pre, out)
 
-    return launch_linear
+    return Plan(launch_linear, {**kernels, **beside}, "aten")
 
 
-def plan_gradient_aten(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
-    width = weight.shape[1]
-    columns = (0, width, width)
-    differentiate = plan_activation_backward(Rows(rows.count, 0), weight.t(), activation, columns, True, sums)
+def plan_gradient_aten(t: Gradient, options: GradientOptions) -> Plan:
+    activation, sums = options
+    rows, width = Rows(Rows.of(t.dout).count, 0), t.weight.shape[1]
+    slope, kernels = plan_activation_backward(rows, t.weight.t(), activation, (0, width, width), True, sums)
 
-    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
+    def launch_gradient(t: Gradient) -> None:
+        dout, weight, pre, dpre, h, partial = t
         found = new_sums(dout, dout.shape[0] if sums else 0, width)
-        differentiate(torch.mm(dout, weight), pre, dpre, h, found)
+        slope(torch.mm(dout, weight), pre, dpre, h, found)
         if sums:
             partial.zero_()
             partial[:1] = found.sum(0)
 
-    return launch_gradient
+    return Plan(launch_gradient, kernels, "aten")
 
 
-def plan_rotary_aten(
-    rows: Rows, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
-) -> Callable[..., None]:
-    rotate = plan_rotate(rows, weight, cos, sin, num_heads, num_k_heads)
-    n = weight.shape[0]
+def plan_rotary_aten(source: str, t: Rotary) -> Plan:
+    rotate, kernels = plan_rotate(t)
+    n = t.weight.shape[0]
 
-    def launch_rotary(
-        x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        packed = x.new_empty((x.shape[0], n))
-        linear_into(x, weight, bias, packed)
-        rotate(packed, cos, sin, q, k, v)
+    def launch_rotary(t: Rotary) -> None:
+        packed = t.x.new_empty((t.x.shape[0], n))
+        linear_into(t.x, t.weight, t.bias, packed)
+        rotate(packed, t)
 
-    return launch_rotary
+    return Plan(launch_rotary, {product_name("gemm_pair", t.weight): (ATEN, source), **kernels}, "aten")

@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_ops._core.rotation_cpu import turned
+from torch_ops._gemm.tensors import Linear, Rotary, RotaryBackward
 
 QUICK = 1.702
 
 
 @torch.autocast("cpu", enabled=False)
-def qkv_rope_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> None:
-    """Fills q, k and v, as the launch of `plan_rotary` does."""
+def qkv_rope_cpu(t: Rotary) -> None:
+    x, weight, bias, cos, sin, q, k, v = t
     packed = functional.linear(x, weight, bias).unflatten(1, (-1, q.shape[2]))
     of_q, of_k, of_v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
     q.copy_(turned(False, of_q, cos, sin))
@@ -27,10 +26,9 @@ def qkv_rope_cpu(
 
 
 @torch.autocast("cpu", enabled=False)
-def rotary_backward_cpu(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, packed: Tensor, partial: Tensor
-) -> None:
-    """Fills packed and partial, a row of sums, unless they have no rows, as the launch of `plan_rotary_backward`."""
+def rotary_backward_cpu(t: RotaryBackward) -> None:
+    """Fill packed and partial, a row of sums, unless they have no rows."""
+    dq, dk, dv, cos, sin, packed, partial = t
     wide = [turned(True, dq, cos, sin), turned(True, dk, cos, sin), dv.to(partial.dtype)]
     gradient = torch.cat([each.flatten(1) for each in wide], 1)
     if partial.shape[0]:
@@ -53,11 +51,8 @@ def _activated(pre: Tensor, activation: str) -> Tensor:
 
 
 @torch.autocast("cpu", enabled=False)
-def linear_cpu(
-    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
-    up: Tensor | None = None, up_bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fills out and, where it is given, pre, as the launch of `plan_linear` does."""
+def linear_cpu(activation: str, t: Linear) -> None:
+    x, weight, bias, out, pre, up, up_bias = t
     product = functional.linear(x[:, : weight.shape[1]], weight, bias)
     if up is not None:
         product = torch.cat([product, functional.linear(x, up, up_bias)], 1)
@@ -68,6 +63,11 @@ def linear_cpu(
         return
     activated = _activated(product.to(torch.promote_types(x.dtype, torch.float32)), activation)
     out.copy_(_padded(activated, out.shape[1]))
+
+
+def mlp_cpu(activation: str, layers: tuple[Linear, Linear]) -> None:
+    linear_cpu(activation, layers[0])
+    linear_cpu("none", layers[1])
 
 
 def _padded(rows: Tensor, columns: int) -> Tensor:

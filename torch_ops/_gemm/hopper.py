@@ -1,12 +1,11 @@
 """The launcher of the GEMM core's Hopper kernel (Gluon), which no compiler of PyTorch's can take apart.
 
-`refusal` says from metadata alone why a call cannot take this path; the plans are as those of `plan`.
+`refusal` says from metadata alone why a call cannot take this path.
 
-Their `tensors` are the kernel's pointers in its order: bias, up_bias, out, second, third, pre, cos and sin.
-In the place of one that is not read stands another of the call.
+Launches take the kernel's pointers in its order: bias, up_bias, out, second, third, pre, cos and sin. In the place of
+one that is not read stands another of the call.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,19 @@ from csrc_free_ops.configs.gemm_hopper import WIDEST_ROTATED, finishing_warps, g
 from csrc_free_ops.configs.rows import Gpu, Launch
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
 from torch_ops._core.hopper import Descriptors, hopper_refusal, programs
-from torch_ops._core.launch import Relaunch
-from torch_ops._gemm.portable import GATED, Rows, angle_constants, padded, partner_rows, product_size, rows_of
+from torch_ops._core.plan import Bound, Plan
+from torch_ops._gemm.portable import (
+    GATED,
+    Chosen,
+    Rows,
+    angle_constants,
+    padded,
+    partner_rows,
+    product_name,
+    product_size,
+    rows_of,
+)
+from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
 # By consumer warpgroups and finishing warps: registers of a consumer's thread, of a finisher's, of the producer's, and
 # at launch.
@@ -42,11 +52,6 @@ def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor 
     return ""
 
 
-def addressable(*tensors: Tensor) -> bool:
-    """Whether TMA can start at these addresses."""
-    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
 def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows and 64 columns; what lies outside of the tensor reads as zero."""
     # The stride of a single row may be anything.
@@ -60,74 +65,64 @@ _NOT_ROTATED = {
 }  # fmt: skip
 
 
-def _constants(
-    weight: Tensor, launch: Launch, epilogue: str, has_bias: bool, up: Tensor | None = None
-) -> dict[str, Any]:
+def _binding(
+    launch: Launch, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
+) -> tuple[Descriptors, tuple[tuple[int], tuple[int, int], dict[str, Any]]]:
+    """What describes the operands of a launch, and its grid, scalars and constants. Given are the epilogue's own."""
     groups, finishers = launch.block_m // 64, finishing_warps(launch)
     consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
     n, k = product_size(weight, up)
-    return {
-        "N": n, "K": k, "PARTNER": partner_rows(weight, up) if epilogue == GATED else 0, "GROUPS": groups,
-        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE": epilogue, "HAS_BIAS": has_bias,
-        "FINISHERS": finishers, "CONSUMER_REGISTERS": consumer, "FINISHER_REGISTERS": finisher,
-        "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
+    grid = (programs(weight.device.index),)
+    if constants["EPILOGUE"] == "rotary":
+        tall = whole_tiles(rows.count, launch.block_m)
+    else:
+        tall = tall_tiles(launch.tile, rows.count, n, grid[0])
+    constants = {
+        "N": n, "K": k, "PARTNER": partner_rows(weight, up) if constants["EPILOGUE"] == GATED else 0, "GROUPS": groups,
+        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "FINISHERS": finishers, "CONSUMER_REGISTERS": consumer,
+        "FINISHER_REGISTERS": finisher, "PRODUCER_REGISTERS": producer, "KEEPS_PRE": False, "SUMS": False,
+        "STRIDE_OUT": 0, **_NOT_ROTATED, **constants, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
     }  # fmt: skip
-
-
-def _descriptors(launch: Launch) -> Descriptors:
     tail = launch.block_n % 64
     makers = (64, 64, max(8, next_power_of_2(tail)) if tail else 64)
-    return Descriptors(*[partial(_describe, rows=rows) for rows in makers])
+    descriptors = Descriptors(*[partial(_describe, rows=rows) for rows in makers])
+    return descriptors, (grid, (rows.count, tall), constants)
 
 
-def plan_linear_hopper(
-    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int,
-    up: Tensor | None = None,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(x, weight, bias, out, pre, up, up_bias) on tensors that `addressable` allows, x of one row at least."""
-    constants = _constants(weight, launch, activation, has_bias, up)
-    constants |= {"KEEPS_PRE": keeps_pre, "SUMS": False, "STRIDE_OUT": width, **_NOT_ROTATED}
-    descriptors_of = _descriptors(launch)
-    grid = (programs(weight.device.index),)
-    sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
-    relaunch = Relaunch(grid, sizes)
+def plan_linear_hopper(chosen: Chosen, t: Linear, activation: str) -> Plan:
+    """For tensors that TMA can address, x of one row at least."""
+    constants = {
+        "EPILOGUE": activation, "HAS_BIAS": t.bias is not None, "KEEPS_PRE": t.pre is not None,
+        "STRIDE_OUT": t.out.shape[1],
+    }  # fmt: skip
+    descriptors_of, binding = _binding(chosen[0], Rows.of(t.x), t.weight, constants, t.up)
+    bound = Bound(_gemm_hopper_kernel, *binding)
 
-    def launch_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
-        up: Tensor | None = None, up_bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def launch_linear(t: Linear) -> None:
+        x, weight, bias, out, pre, up, up_bias = t
         bias = weight if bias is None else bias.contiguous()
         up_bias = bias if up_bias is None else up_bias.contiguous()
-        up = weight if up is None else up
+        descriptors = descriptors_of(x, weight, weight if up is None else up)
         pre = out if pre is None else pre
-        descriptors = descriptors_of(x, weight, up)
-        tensors = (bias, up_bias, out, out, out, pre, weight, weight)
-        if not relaunch(None, tensors, descriptors):
-            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
-            relaunch.keep(None, tensors, constants, compiled)
+        bound(bias, up_bias, out, out, out, pre, weight, weight, descriptors=descriptors)
 
-    return launch_linear
+    return Plan(launch_linear, {product_name("gemm_hopper", t.weight, t.up): chosen}, "hopper")
 
 
-def plan_gradient_hopper(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
-    """launch(dout, weight, pre, dpre, h, partial), as of `plan_gradient`, on tensors that `addressable` allows, dout of
-    one row at least."""
+def plan_gradient_hopper(t: Gradient, options: GradientOptions) -> Plan:
+    """For tensors that TMA can address, dout of one row at least."""
     launch = gradient_launch()
-    constants = _constants(weight.t(), launch, f"{activation}_gradient", False)
-    constants |= {"KEEPS_PRE": False, "SUMS": sums, "STRIDE_OUT": 0, **_NOT_ROTATED}
-    descriptors_of = _descriptors(launch)
-    grid = (programs(weight.device.index),)
-    sizes = (rows.count, tall_tiles(launch.tile, rows.count, constants["N"], grid[0]))
-    relaunch = Relaunch(grid, sizes)
+    constants = {"EPILOGUE": f"{options.activation}_gradient", "HAS_BIAS": False, "SUMS": options.sums}
+    descriptors_of, binding = _binding(launch, Rows.of(t.dout), t.weight.t(), constants)
+    bound = Bound(_gemm_hopper_kernel, *binding)
 
-    def launch_gradient(dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor) -> None:
+    def launch_gradient(t: Gradient) -> None:
+        dout, weight, pre, dpre, h, partial = t
         descriptors = descriptors_of(dout, weight, pre)
-        tensors = (weight, weight, dpre, h, partial, weight, weight, weight)
-        if not relaunch(None, tensors, descriptors):
-            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
-            relaunch.keep(None, tensors, constants, compiled)
+        bound(weight, weight, dpre, h, partial, weight, weight, weight, descriptors=descriptors)
 
-    return launch_gradient
+    kernels = {product_name("gemm_hopper_gradient", t.weight): (launch, "the one tile of gradients")}
+    return Plan(launch_gradient, kernels, "hopper")
 
 
 def count_of_sums(rows: int) -> int:
@@ -135,31 +130,21 @@ def count_of_sums(rows: int) -> int:
     return (rows + 63) // 64 * 4
 
 
-def plan_rotary_hopper(
-    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int,
-    num_k_heads: int,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(x, weight, bias, cos, sin, q, k, v), as above."""
-    angles = angle_constants(cos, sin, weight.shape[0], num_heads, num_k_heads)
-    constants = _constants(weight, launch, "rotary", has_bias)
-    constants |= {
-        "KEEPS_PRE": False, "SUMS": False, "STRIDE_OUT": 0, "HEAD_DIM": 2 * angles["HALF"], "NUM_HEADS": num_heads,
-        "NUM_K_HEADS": num_k_heads, "STRIDE_COS": angles["STRIDE_CT"], "STRIDE_SIN": angles["STRIDE_ST"],
-        "SHARED_ANGLES": angles["SHARED_ANGLES"],
+def plan_rotary_hopper(chosen: Chosen, t: Rotary) -> Plan:
+    """For tensors that TMA can address, x of one row at least."""
+    angles = angle_constants(t.cos, t.sin, t.q, t.k)
+    constants = {
+        "EPILOGUE": "rotary", "HAS_BIAS": t.bias is not None, "HEAD_DIM": t.q.shape[2],
+        "NUM_HEADS": angles["NUM_HEADS"], "NUM_K_HEADS": angles["NUM_K_HEADS"], "STRIDE_COS": angles["STRIDE_CT"],
+        "STRIDE_SIN": angles["STRIDE_ST"], "SHARED_ANGLES": angles["SHARED_ANGLES"],
     }  # fmt: skip
-    descriptors_of = _descriptors(launch)
-    grid = (programs(weight.device.index),)
-    sizes = (rows.count, whole_tiles(rows.count, launch.block_m))
-    relaunch = Relaunch(grid, sizes)
+    descriptors_of, binding = _binding(chosen[0], Rows.of(t.x), t.weight, constants)
+    bound = Bound(_gemm_hopper_kernel, *binding)
 
-    def launch_rotary(
-        x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
+    def launch_rotary(t: Rotary) -> None:
+        x, weight, bias, cos, sin, q, k, v = t
         bias = weight if bias is None else bias.contiguous()
         descriptors = descriptors_of(x, weight, weight)
-        tensors = (bias, bias, q, k, v, q, rows_of(cos), rows_of(sin))
-        if not relaunch(None, tensors, descriptors):
-            compiled = _gemm_hopper_kernel[grid](*descriptors, *tensors, *sizes, **constants, launch_pdl=True)
-            relaunch.keep(None, tensors, constants, compiled)
+        bound(bias, bias, q, k, v, q, rows_of(cos), rows_of(sin), descriptors=descriptors)
 
-    return launch_rotary
+    return Plan(launch_rotary, {product_name("gemm_hopper", t.weight): chosen}, "hopper")

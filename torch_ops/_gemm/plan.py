@@ -1,28 +1,29 @@
 """The launcher of the GEMM core: from tensors and options to the kernels' arguments.
 
-Ops that stand on the core call `plan_linear`, `plan_gradient` and `plan_rotary` by bare name. A plan depends on
-metadata alone, never on values on the device; it returns the function that launches, which writes into tensors that the
-op allocated. Here the path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a row
-or the rule says so, PyTorch's own product (`aten`).
+Ops that stand on the core call `plan_linear`, `plan_gradient` and `plan_rotary` by bare name, and launch on tensors of
+their own. Here the path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a
+row or the rule says so, PyTorch's own product (`aten`).
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from csrc_free_ops.configs.gemm import product_row
 from csrc_free_ops.configs.gemm_hopper import few_for_gelu, linear_launch, rotary_launch, too_few
-from csrc_free_ops.configs.rows import ATEN, Launch
+from csrc_free_ops.configs.rows import ATEN
 from torch_ops._core.checks import dtype_name
 from torch_ops._core.device import gpu
-from torch_ops._core.hopper import is_packaged, programs
-from torch_ops._core.registry import INTERPRET, is_eager, opaque_launch, remembered
-from torch_ops._gemm.aten import gelu_into, has_gelu_within, plan_gradient_aten, plan_linear_aten, plan_rotary_aten
-from torch_ops._gemm.hopper import addressable, plan_gradient_hopper, plan_linear_hopper, plan_rotary_hopper, refusal
+from torch_ops._core.hopper import programs
+from torch_ops._core.plan import Plan, addressable, either, merged
+from torch_ops._core.planned_op import opaque_plan
+from torch_ops._core.registry import INTERPRET, Mode, current_mode, is_eager
+from torch_ops._gemm.aten import has_gelu_within, plan_gradient_aten, plan_linear_aten, plan_rotary_aten
+from torch_ops._gemm.hopper import plan_gradient_hopper, plan_linear_hopper, plan_rotary_hopper, refusal
 from torch_ops._gemm.portable import (
     GATED,
+    Chosen,
     Rows,
     choose_product,
     plan_linear_portable,
@@ -30,12 +31,14 @@ from torch_ops._gemm.portable import (
     product_kernel,
     product_size,
 )
+from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, LinearOptions, Rotary, RotaryOptions
 from torch_ops.settings import settings
 
 # Why a product that could take the Hopper path is PyTorch's, whatever rows say of the portable kernels.
 NOTHING_FOLLOWS = "PyTorch's products are as fast where nothing follows them"
 FEW_ROWS = "PyTorch's products are faster where rows are few"
 GELU_WITHIN = "PyTorch's products make tanh GELU too, and are faster where rows are few"
+ADDRESSES = "TMA cannot start at these addresses"
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 
 
@@ -45,114 +48,105 @@ def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | Non
         return "TRITON_INTERPRET=1"
     if settings.path == "portable":
         return "settings.path is 'portable'"
-    if is_packaged():
+    if current_mode() is Mode.PACKAGED:
         return "a package runs without opaque launches"
     if rows.known == 0:
         return "there are no rows"
     return refusal(gpu(), rows, weight, head_dim, up)
 
 
-def plan_linear(
-    rows: Rows, weight: Tensor, has_bias: bool, activation: str = "none", keeps_pre: bool = False,
-    width: int | None = None, up: Tensor | None = None,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(x, weight, bias, out, pre, up, up_bias) fills out with activation(x weight^T + bias).
-
-    x is [M, K] with contiguous columns, its layout `rows`; weight [n, K] in any strides; bias [n], None without
-    `has_bias`. out is contiguous, rows of `width` columns: n, or of "swiglu" n / 2, and zeros behind where they are
-    `padded`. Without an activation x may be such an out. With `keeps_pre` pre, contiguous [M, n], is filled with what
-    the activation is of; else it is None.
-
-    A gated layer may have two weights: then weight and bias are of the gates, up and up_bias, as large, of what they
-    gate, and n is the rows of both. up and up_bias may be left out where there are none.
-    """
-    n, _ = product_size(weight, up)
-    width = n if width is None else width
-
-    # A function within is one call less: torch finds an op's kernels five calls deep (`get_inner_triton_kernels`). It
-    # is given its tensors since a plan is remembered, and would keep those of its own call.
-    def plan_stock(weight: Tensor, up: Tensor | None = None) -> Callable[..., None]:
-        launch, _ = choose_product(product_kernel(activation), rows, weight, up)
-        if launch == ATEN:
-            return plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
-        return plan_linear_portable(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
-
-    if why_portable(rows, weight, up=up):
-        return plan_stock(weight, up)
+def plan_linear(t: Linear, options: LinearOptions) -> Plan:
+    rows, activation = Rows.of(t.x), options.activation
+    if why_portable(rows, t.weight, up=t.up):
+        return _plan_linear_stock(t, activation)
     if activation == "none":
         # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/configs/gemm_hopper.py).
-        return plan_linear_aten(rows, weight, activation, keeps_pre, width)
+        return plan_linear_aten(NOTHING_FOLLOWS, t, activation)
     if not is_eager():
-        return partial(_launch_linear_in_graph, activation)
-    within = has_gelu_within(weight, has_bias, activation, keeps_pre, width)
-    launch, _ = hopper_launch(rows, weight, activation, up, within=within)
-    if launch == ATEN:
-        return gelu_into if within else plan_linear_aten(rows, weight, activation, keeps_pre, width, up)
-    hopper = plan_linear_hopper(launch, rows, weight, has_bias, activation, keeps_pre, width, up)
-    if up is None:
-        return _where_addressable(hopper, lambda args: plan_stock(args[1]), (0, 1))
-    return _where_addressable(hopper, lambda args: plan_stock(args[1], args[5]), (0, 1, 5))
+        return _linear_opaque(options)
+    within = has_gelu_within(t, activation)
+    chosen = hopper_launch(rows, t.weight, activation, t.up, within=within)
+    if chosen[0] == ATEN:
+        return plan_linear_aten(chosen[1], t, activation, within)
+    hopper = plan_linear_hopper(chosen, t, activation)
+    fits = _are_addressable if t.up is None else _are_addressable_with_up
+    return either(t, hopper, fits, lambda t: _plan_linear_stock(t, activation), ADDRESSES)
 
 
-def plan_gradient(rows: Rows, weight: Tensor, activation: str, sums: bool) -> Callable[..., None] | None:
-    """launch(dout, weight, pre, dpre, h, partial): the gradient of a layer [n, k] and of the activation f before it.
+def _plan_linear_stock(t: Linear, activation: str) -> Plan:
+    chosen = choose_product(product_kernel(activation), Rows.of(t.x), t.weight, t.up)
+    if chosen[0] == ATEN:
+        return plan_linear_aten(chosen[1], t, activation)
+    return plan_linear_portable(chosen, t, activation)
 
-    dpre = (dout weight) f'(pre) and h = f(pre); with `sums` partial, fp32 [count_of_sums(M), k], takes parts of the sum
-    of dpre's rows. dout is [M, n], its layout `rows`; pre, dpre and h are contiguous [M, k]. None where the product and
-    what follows it are to be apart, as where rows of pre do not all begin at 16 bytes.
-    """
-    if activation == GATED or weight.shape[1] % 8 or why_portable(rows, weight):
-        return None
+
+def _are_addressable(t: Linear | Rotary) -> bool:
+    return addressable(t.x, t.weight)
+
+
+def _are_addressable_with_up(t: Linear) -> bool:
+    return t.up is not None and addressable(t.x, t.weight, t.up)
+
+
+def takes_whole_gradient(rows: Rows, weight: Tensor, activation: str) -> bool:
+    """Whether one launch makes a product and its slope; not where rows of pre do not all begin at 16 bytes."""
+    return not (activation == GATED or weight.shape[1] % 8 or why_portable(rows, weight))
+
+
+def plan_gradient(t: Gradient, options: GradientOptions) -> Plan:
+    """With `sums` partial is [count_of_sums(M), k]."""
+    if not takes_whole_gradient(Rows.of(t.dout), t.weight, options.activation):
+        # There are no rows, or the setting is another by now: a graph has what it was traced for.
+        return plan_gradient_aten(t, options)
     if not is_eager():
-        return partial(_launch_gradient_opaque, activation=activation, sums=sums)
-    hopper = plan_gradient_hopper(rows, weight, activation, sums)
-    return _where_addressable(hopper, lambda args: plan_gradient_aten(rows, args[1], activation, sums), (0, 1, 2))
+        return _gradient_opaque(options)
+    hopper = plan_gradient_hopper(t, options)
+    return either(
+        t, hopper, lambda t: addressable(t.dout, t.weight, t.pre), lambda t: plan_gradient_aten(t, options), ADDRESSES
+    )
 
 
-def plan_rotary(
-    rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
-) -> Callable[..., None]:
-    """launch(x, weight, bias, cos, sin, q, k, v) fills q, k and v, contiguous; x, weight and bias as above."""
-    head_dim = weight.shape[0] // (num_heads + 2 * num_k_heads)
-
-    def plan_stock(weight: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., None]:
-        launch, _ = choose_product("gemm_pair", rows, weight)
-        if launch == ATEN:
-            return plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
-        return plan_rotary_portable(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
-
-    if why_portable(rows, weight, head_dim):
-        return plan_stock(weight, cos, sin)
+def plan_rotary(t: Rotary, options: RotaryOptions) -> Plan:
+    rows, head_dim = Rows.of(t.x), t.q.shape[2]
+    if why_portable(rows, t.weight, head_dim):
+        return _plan_rotary_stock(t)
     if not is_eager():
-        return partial(_launch_rotary_opaque, num_heads=num_heads, num_k_heads=num_k_heads)
-    launch, _ = hopper_launch(rows, weight, "rotary", head_dim=head_dim)
-    if launch == ATEN:
-        return plan_rotary_aten(rows, weight, cos, sin, num_heads, num_k_heads)
-    hopper = plan_rotary_hopper(launch, rows, weight, has_bias, cos, sin, num_heads, num_k_heads)
-    return _where_addressable(hopper, lambda args: plan_stock(args[1], *args[3:5]), (0, 1))
+        return _rotary_opaque(options)
+    chosen = hopper_launch(rows, t.weight, "rotary", head_dim=head_dim)
+    if chosen[0] == ATEN:
+        return plan_rotary_aten(chosen[1], t)
+    return either(t, plan_rotary_hopper(chosen, t), _are_addressable, _plan_rotary_stock, ADDRESSES)
 
 
-def _where_addressable(
-    hopper: Callable[..., None], plan_stock: Callable[[tuple[Any, ...]], Callable[..., None]],
-    operands: tuple[int, ...],
-) -> Callable[..., None]:  # fmt: skip
-    """The Hopper launch; for calls whose `operands`, by place, TMA cannot address, `plan_stock` of the first such."""
-    stock: list[Callable[..., None]] = []
+def _plan_rotary_stock(t: Rotary) -> Plan:
+    chosen = choose_product("gemm_pair", Rows.of(t.x), t.weight)
+    if chosen[0] == ATEN:
+        return plan_rotary_aten(chosen[1], t)
+    return plan_rotary_portable(chosen, t)
 
-    def launch_either(*args: Any) -> None:
-        if addressable(*[args[place] for place in operands]):
-            hopper(*args)
-            return
-        if not stock:
-            stock.append(plan_stock(args))
-        stock[0](*args)
 
-    return launch_either
+_linear_opaque = opaque_plan("_linear", Linear, LinearOptions, writes=("out", "pre"), plan=plan_linear)
+_gradient_opaque = opaque_plan(
+    "_gradient", Gradient, GradientOptions, writes=("dpre", "h", "partial"), plan=plan_gradient
+)
+_rotary_opaque = opaque_plan("_rotary", Rotary, RotaryOptions, writes=("q", "k", "v"), plan=plan_rotary)
+
+
+def plan_of(launch: Callable[[Any], Any], *products: Plan) -> Plan:
+    """The plan of an op that is made of these products; its path is "aten" where all of them are PyTorch's."""
+    kernels = merged(*(plan.kernels for plan in products))
+    paths = {plan.path for plan in products}
+    path = next((each for each in ("hopper", "portable") if each in paths), "aten")
+    left = [name for name, (chosen, _) in kernels.items() if chosen == ATEN]
+    words = [f"{gpu().name} is a Hopper GPU"] if path == "hopper" else []
+    if left:
+        words.append(f"left to PyTorch: {', '.join(left)}")
+    return Plan(launch, kernels, path, "; ".join(words) or "every product has a launch of its own")
 
 
 def hopper_launch(
     rows: Rows, weight: Tensor, epilogue: str, up: Tensor | None = None, head_dim: int = 0, within: bool = False
-) -> tuple[Launch, str]:
+) -> Chosen:
     """The tile of a product that may take the Hopper path, its rows known, or ATEN where PyTorch is to make it; and
     where that comes from. `within`: whether PyTorch's makes the activation too (`has_gelu_within`)."""
     kernel = "gemm_pair" if epilogue == "rotary" else product_kernel(epilogue)
@@ -170,57 +164,3 @@ def hopper_launch(
     if epilogue == "rotary":
         return rotary_launch(head_dim), "as many whole heads as a tile has room for"
     return linear_launch(rows.count, n, busy), "the tile whose rounds take the least time"
-
-
-def _launch_linear_in_graph(
-    activation: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
-    up: Tensor | None = None, up_bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    kept = x.new_empty(0) if pre is None else pre
-    _launch_linear_opaque(x, weight, bias, up, up_bias, out, kept, activation, pre is not None)
-
-
-@opaque_launch("_linear", writes=("out", "pre"))
-def _launch_linear_opaque(
-    x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    pre: Tensor, activation: str, keeps_pre: bool,
-) -> None:  # fmt: skip
-    plan = _prepare_linear(x, weight, bias, up, out, activation, keeps_pre)
-    plan(x, weight, bias, out, pre if keeps_pre else None, up, up_bias)
-
-
-@remembered
-def _prepare_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, up: Tensor | None, out: Tensor, activation: str, keeps_pre: bool
-) -> Callable[..., None]:
-    return plan_linear(Rows.of(x), weight, bias is not None, activation, keeps_pre, out.shape[1], up)
-
-
-@opaque_launch("_gradient", writes=("dpre", "h", "partial"))
-def _launch_gradient_opaque(
-    dout: Tensor, weight: Tensor, pre: Tensor, dpre: Tensor, h: Tensor, partial: Tensor, activation: str, sums: bool
-) -> None:
-    _prepare_gradient(dout, weight, activation, sums)(dout, weight, pre, dpre, h, partial)
-
-
-@remembered
-def _prepare_gradient(dout: Tensor, weight: Tensor, activation: str, sums: bool) -> Callable[..., None]:
-    rows = Rows.of(dout)
-    plan = plan_gradient(rows, weight, activation, sums)
-    # There are no rows, or the setting is another by now: the graph has what it was traced for.
-    return plan_gradient_aten(rows, weight, activation, sums) if plan is None else plan
-
-
-@opaque_launch("_rotary", writes=("q", "k", "v"))
-def _launch_rotary_opaque(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    num_heads: int, num_k_heads: int,
-) -> None:  # fmt: skip
-    _prepare_rotary(x, weight, bias, cos, sin, num_heads, num_k_heads)(x, weight, bias, cos, sin, q, k, v)
-
-
-@remembered
-def _prepare_rotary(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, num_heads: int, num_k_heads: int
-) -> Callable[..., None]:
-    return plan_rotary(Rows.of(x), weight, bias is not None, cos, sin, num_heads, num_k_heads)

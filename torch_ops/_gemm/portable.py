@@ -3,7 +3,6 @@
 Plans are as those of `plan`, which chooses among the paths.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,14 @@ from csrc_free_ops.configs.gemm import pick_product
 from csrc_free_ops.configs.rows import Launch
 from csrc_free_ops.gemm.portable import _gemm_kernel, _gemm_pair_kernel
 from torch_ops._core.checks import dtype_name
-from torch_ops._core.device import INTERPRETED_GPU, gpu
-from torch_ops._core.launch import Relaunch, precision_of
-from torch_ops._core.registry import INTERPRET, wrap_triton
+from torch_ops._core.launch import current_gpu, for_each_precision
+from torch_ops._core.plan import Bound, Plan
+from torch_ops._core.registry import wrap_triton
+from torch_ops._gemm.tensors import Linear, Rotary
 from torch_ops.settings import settings
+
+# A launch, and where it comes from.
+Chosen = tuple[Launch, str]
 
 GATED = "swiglu"
 # Tiles of rows that take turns at a tile of columns, so that both stay in the L2 cache.
@@ -72,14 +75,19 @@ def product_size(weight: Tensor, up: Tensor | None) -> tuple[int, int]:
     return n if up is None else 2 * n, k
 
 
-def choose_product(kernel: str, rows: Rows, weight: Tensor, up: Tensor | None = None) -> tuple[Launch, str]:
+def product_name(kernel: str, weight: Tensor, up: Tensor | None = None) -> str:
+    """Its kernel and the size of its weight, as in "gemm 4304x1152": what `explain` calls it."""
+    n, k = product_size(weight, up)
+    return f"{kernel} {n}x{k}"
+
+
+def choose_product(kernel: str, rows: Rows, weight: Tensor, up: Tensor | None = None) -> Chosen:
     """The launch of a kernel of the core for this weight, ATEN where PyTorch is to make the product, and its source."""
-    device = INTERPRETED_GPU if INTERPRET else gpu()
     aten = settings.path != "portable"
     n, k = product_size(weight, up)
     dtype, copies = weight.dtype, _Weight.of(weight, rows, up).pads
     return pick_product(
-        kernel, device, dtype_name(dtype), dtype.itemsize, n, k, rows.known, settings.rows, aten, copies
+        kernel, current_gpu(), dtype_name(dtype), dtype.itemsize, n, k, rows.known, settings.rows, aten, copies
     )  # fmt: skip
 
 
@@ -92,7 +100,7 @@ def product_kernel(activation: str) -> str:
     return "gemm_pair" if activation == GATED else "gemm"
 
 
-def nothing_to_do(*tensors: Tensor | None) -> None:
+def nothing_to_do(*tensors: Any) -> None:
     """The launch where there are no rows."""
 
 
@@ -135,91 +143,86 @@ class _Weight:
         return to_columns(weight, self.strides[0]) if self.pads else weight.contiguous()
 
 
-def plan_linear_portable(
-    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, activation: str, keeps_pre: bool, width: int,
-    up: Tensor | None = None,
-) -> Callable[..., None]:  # fmt: skip
-    n, k = product_size(weight, up)
+def plan_linear_portable(chosen: Chosen, t: Linear, activation: str) -> Plan:
+    launch, rows = chosen[0], Rows.of(t.x)
+    n, k = product_size(t.weight, t.up)
+    gated = activation == GATED
+    kernels = {product_name(product_kernel(activation), t.weight, t.up): chosen}
     if rows.known == 0:
-        return nothing_to_do
-    operand = _Weight.of(weight, rows, up)
+        return Plan(nothing_to_do, kernels)
+    operand = _Weight.of(t.weight, rows, t.up)
     constants = {
-        "STRIDE_OM": width, "HAS_BIAS": has_bias, "KEEPS_PRE": keeps_pre,
+        "STRIDE_OM": t.out.shape[1], "HAS_BIAS": t.bias is not None, "KEEPS_PRE": t.pre is not None,
         **_constants(launch, rows, operand.strides, k),
     }  # fmt: skip
-    gated = activation == GATED
     if gated:
         constants |= {
-            "HALF": n // 2, "PARTNER": partner_rows(weight, up), "NUM_HEADS": 1, "NUM_K_HEADS": 0,
+            "HALF": n // 2, "PARTNER": partner_rows(t.weight, t.up), "NUM_HEADS": 1, "NUM_K_HEADS": 0,
             "STRIDE_CT": 0, "STRIDE_ST": 0, "ROTARY": False, "SHARED_ANGLES": True,
         }  # fmt: skip
     else:
         constants |= {"N": n, "ACTIVATION": activation}
     grid = (cdiv(rows.count, launch.block_m) * cdiv(n // 2 if gated else n, launch.block_n), 1)
-    relaunch = Relaunch(grid, (rows.count,))
 
-    def launch_linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None,
-        up: Tensor | None = None, up_bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        weight = operand(weight)
-        pre = weight if pre is None else pre
-        bias = weight if bias is None else bias.contiguous()
-        if gated:
-            up = weight if up is None else operand(up)
-            up_bias = bias if up_bias is None else up_bias.contiguous()
-            tensors: tuple[Tensor, ...] = (x, weight, up, bias, up_bias, weight, weight, out, pre, weight)
-        else:
-            tensors = (x, weight, bias, out, pre)
-        precision = precision_of(x)
-        if not relaunch(precision, tensors):
-            options = {"PRECISION": precision, **constants}
+    def plan(precision: str) -> Plan:
+        function = wrap_triton(_gemm_pair_kernel) if gated else wrap_triton(_gemm_kernel)
+        bound = Bound(function, grid, (rows.count,), {"PRECISION": precision, **constants})
+
+        def launch_linear(t: Linear) -> None:
+            x, weight, bias, out, pre, up, up_bias = t
+            weight = operand(weight)
+            pre = weight if pre is None else pre
+            bias = weight if bias is None else bias.contiguous()
             if gated:
-                compiled = wrap_triton(_gemm_pair_kernel)[grid](*tensors, rows.count, **options)
+                up = weight if up is None else operand(up)
+                up_bias = bias if up_bias is None else up_bias.contiguous()
+                bound(x, weight, up, bias, up_bias, weight, weight, out, pre, weight)
             else:
-                compiled = wrap_triton(_gemm_kernel)[grid](*tensors, rows.count, **options)
-            relaunch.keep(precision, tensors, options, compiled)
+                bound(x, weight, bias, out, pre)
 
-    return launch_linear
+        return Plan(launch_linear, kernels)
+
+    return for_each_precision(t.x, plan)
 
 
-def plan_rotary_portable(
-    launch: Launch, rows: Rows, weight: Tensor, has_bias: bool, cos: Tensor, sin: Tensor, num_heads: int,
-    num_k_heads: int,
-) -> Callable[..., None]:  # fmt: skip
-    n, k = weight.shape
+def plan_rotary_portable(chosen: Chosen, t: Rotary) -> Plan:
+    launch, rows = chosen[0], Rows.of(t.x)
+    kernels = {product_name("gemm_pair", t.weight): chosen}
     if rows.known == 0:
-        return nothing_to_do
-    operand = _Weight.of(weight, rows)
-    angles = angle_constants(cos, sin, n, num_heads, num_k_heads)
+        return Plan(nothing_to_do, kernels)
+    operand = _Weight.of(t.weight, rows)
+    angles = angle_constants(t.cos, t.sin, t.q, t.k)
     half = angles["HALF"]
     constants = {
-        **angles, "PARTNER": half, "STRIDE_OM": 0, "ROTARY": True, "HAS_BIAS": has_bias, "KEEPS_PRE": False,
-        **_constants(launch, rows, operand.strides, k),
+        **angles, "PARTNER": half, "STRIDE_OM": 0, "ROTARY": True, "HAS_BIAS": t.bias is not None, "KEEPS_PRE": False,
+        **_constants(launch, rows, operand.strides, t.weight.shape[1]),
     }  # fmt: skip
-    tiles = cdiv(num_heads * half, launch.block_n) + 2 * cdiv(num_k_heads * half, launch.block_n)
-    grid = (cdiv(rows.count, launch.block_m) * tiles, 1)
-    relaunch = Relaunch(grid, (rows.count,))
+    grid = (cdiv(rows.count, launch.block_m) * pair_tiles(angles, launch), 1)
 
-    def launch_rotary(
-        x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> None:
-        weight = operand(weight)
-        bias = weight if bias is None else bias.contiguous()
-        tensors = (x, weight, weight, bias, bias, rows_of(cos), rows_of(sin), q, k, v)
-        precision = precision_of(x)
-        if not relaunch(precision, tensors):
-            options = {"PRECISION": precision, **constants}
-            compiled = wrap_triton(_gemm_pair_kernel)[grid](*tensors, rows.count, **options)
-            relaunch.keep(precision, tensors, options, compiled)
+    def plan(precision: str) -> Plan:
+        bound = Bound(wrap_triton(_gemm_pair_kernel), grid, (rows.count,), {"PRECISION": precision, **constants})
 
-    return launch_rotary
+        def launch_rotary(t: Rotary) -> None:
+            x, weight, bias, cos, sin, q, k, v = t
+            weight = operand(weight)
+            bias = weight if bias is None else bias.contiguous()
+            bound(x, weight, weight, bias, bias, rows_of(cos), rows_of(sin), q, k, v)
+
+        return Plan(launch_rotary, kernels)
+
+    return for_each_precision(t.x, plan)
 
 
-def angle_constants(cos: Tensor, sin: Tensor, n: int, num_heads: int, num_k_heads: int) -> dict[str, Any]:
-    """Of heads packed as n rows or columns, and of the tables, as `rows_of` them lies."""
-    half = n // (num_heads + 2 * num_k_heads) // 2
+def angle_constants(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Of the heads of q and k, or of their gradients, and of the tables, as `rows_of` them lies."""
+    half = q.shape[2] // 2
     return {
-        "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": num_k_heads,
+        "HALF": half, "NUM_HEADS": q.shape[1], "NUM_K_HEADS": k.shape[1],
         "STRIDE_CT": Rows.of(cos).stride, "STRIDE_ST": Rows.of(sin).stride, "SHARED_ANGLES": cos.shape[1] == half,
     }  # fmt: skip
+
+
+def pair_tiles(angles: dict[str, Any], launch: Launch) -> int:
+    """How many tiles of pairs the heads of q, k and v take."""
+    of_q, of_k = (cdiv(angles[heads] * angles["HALF"], launch.block_n) for heads in ("NUM_HEADS", "NUM_K_HEADS"))
+    return int(of_q + 2 * of_k)

@@ -1,15 +1,14 @@
-"""The launcher of `vk::kv_cache_append`, what it refuses, and what it allocates."""
+"""The plan of `vk::kv_cache_append`, what it refuses, and what it allocates."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import cdiv
 
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch
 from csrc_free_ops.kv_cache_append import _kv_cache_append_kernel
 from torch_ops._core.checks import (
     capacity_of,
@@ -25,10 +24,10 @@ from torch_ops._core.checks import (
     dtype_name,
     refuse,
 )
-from torch_ops._core.device import INTERPRETED_GPU, gpu
-from torch_ops._core.launch import Relaunch, blocks_of, contiguous_like, with_columns
-from torch_ops._core.registry import INTERPRET, is_eager, runs_kernels, wrap_triton
-from torch_ops._core.report import by_reference, called_on_fakes, describe
+from torch_ops._core.launch import blocks_of, contiguous_like, current_gpu, with_columns
+from torch_ops._core.plan import Bound, Plan, reference_plan
+from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._kv_cache.cpu import append_cpu, turned_columns
 from torch_ops.settings import settings
 
 # Of a grid's second dimension.
@@ -60,14 +59,8 @@ def check_counts(op: str, argument: str, counts: Tensor, size: int, like_name: s
     check_device(op, argument, counts, like_name, like)
 
 
-def turned_columns(cos: Tensor | None, head_dim: int) -> int:
-    """Of a head, how many tables of this width turn: all, or twice as many as they have columns."""
-    if cos is None:
-        return 0
-    return head_dim if cos.shape[1] == head_dim else 2 * cos.shape[1]
-
-
-def _check_caches(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
+def _check_caches(op: str, call: Any) -> None:
+    k, v, k_cache, v_cache, block_table = call.k, call.v, call.k_cache, call.v_cache, call.block_table
     check_sizes(op, "k", k, "[B, Hk, Sn, D]", (None,) * 4)
     batch, num_heads, tokens, head_dim = k.shape
     check_float(op, "k", k)
@@ -127,24 +120,19 @@ def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, si
         check_count(op, "the number of tokens of q", tokens, MOST_ROWS // q.shape[1])
 
 
-def check_append(
-    op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor,
-    block_table: Tensor | None, q: Tensor | None, cos: Tensor | None, sin: Tensor | None, lengths: Tensor | None,
-) -> None:  # fmt: skip
-    _check_caches(op, k, v, k_cache, v_cache, block_table)
-    check_counts(op, "cache_seqlens", cache_seqlens, k.shape[0], "k", k)
-    if lengths is not None:
-        check_counts(op, "lengths", lengths, k.shape[0], "k", k)
-    _check_rotation(op, k, q, cos, sin)
+def check_append(op: str, call: Any) -> None:
+    k = call.k
+    _check_caches(op, call)
+    check_counts(op, "cache_seqlens", call.cache_seqlens, k.shape[0], "k", k)
+    if call.lengths is not None:
+        check_counts(op, "lengths", call.lengths, k.shape[0], "k", k)
+    _check_rotation(op, k, call.q, call.cos, call.sin)
 
 
-def check_append_values(
-    op: str, k: Tensor, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, cos: Tensor | None,
-    lengths: Tensor | None,
-) -> None:  # fmt: skip
-    """What only the device knows, where settings ask for it: costs a synchronisation."""
-    if not (settings.checked and is_eager()):
-        return
+def check_append_values(op: str, call: Any) -> None:
+    """Refuse what only the device knows; costs a synchronisation."""
+    k, k_cache, cache_seqlens, block_table = call.k, call.k_cache, call.cache_seqlens, call.block_table
+    cos, lengths = call.cos, call.lengths
     tokens, page_size = k.shape[2], k_cache.shape[2]
     capacity = capacity_of(k_cache, block_table)
     counts = [tokens] * k.shape[0] if lengths is None else lengths.tolist()
@@ -172,13 +160,6 @@ def new_queries(k: Tensor, q: Tensor | None) -> Tensor:
     return out if out.stride(3) == 1 else contiguous_like(q)
 
 
-def append_launch(k: Tensor) -> tuple[Launch, str]:
-    """The launch for this dtype and head dimension, and where it comes from."""
-    device = INTERPRETED_GPU if INTERPRET else gpu()
-    name = dtype_name(k.dtype)
-    return pick("kv_cache_append", device, name, k.dtype.itemsize, k.shape[3], False, None, settings.rows)
-
-
 def _stride(tensor: Tensor, dimension: int) -> int:
     """As `with_columns(tensor)` has it; 0 of a single row, head or sequence, by whose stride nothing is reached."""
     if tensor.shape[dimension] == 1:
@@ -186,63 +167,61 @@ def _stride(tensor: Tensor, dimension: int) -> int:
     return tensor.stride(dimension) if tensor.stride(-1) == 1 else math.prod(tensor.shape[dimension + 1 :])
 
 
-def plan_append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None, q: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, interleaved: bool, lengths: Tensor | None,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, lengths, out) fills caches and out."""
+class Append(NamedTuple):
+    """The caches are written in their place, and out is filled with q as it is rotated."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+    q: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    lengths: Tensor | None
+    out: Tensor
+
+
+def plan_append(t: Append, interleaved: bool) -> Plan:
+    k, q, cos, sin, block_table = t.k, t.q, t.cos, t.sin, t.block_table
+    # The interpreter has neither bf16 nor fp64, in k or in its cache.
+    if not (runs_kernels(k) and runs_kernels(t.k_cache)):
+        return reference_plan(partial(append_cpu, interleaved), k)
     batch, num_k_heads, tokens, head_dim = k.shape
-    launch, _ = append_launch(k)
+    name = "kv_cache_append"
+    launch, source = pick(
+        name, current_gpu(), dtype_name(k.dtype), k.dtype.itemsize, head_dim, False, None, settings.rows
+    )
     num_heads = 0 if q is None else q.shape[1]
-    out = k if q is None else new_queries(k, q)
-    moved = (k, v, k if q is None else q, out, k_cache, v_cache)
+    moved = (k, t.v, k if q is None else q, k if q is None else t.out, t.k_cache, t.v_cache)
     strides = [_stride(tensor, dimension) for tensor in moved for dimension in (0, 1)]
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     scalars = (
         *(stride // unit for stride in strides), 0 if block_table is None else _stride(block_table, 0),
-        tokens, capacity_of(k_cache, block_table), k_cache.shape[0], 1 if cos is None else cos.shape[0],
+        tokens, capacity_of(t.k_cache, block_table), t.k_cache.shape[0], 1 if cos is None else cos.shape[0],
     )  # fmt: skip
     constants = {
         **{
-            f"STRIDE_{name}S": _stride(tensor, 2)
-            for name, tensor in zip(("K", "V", "Q", "O", "KC", "VC"), moved, strict=True)
+            f"STRIDE_{letters}S": _stride(tensor, 2)
+            for letters, tensor in zip(("K", "V", "Q", "O", "KC", "VC"), moved, strict=True)
         },
         "STRIDE_CS": 0 if cos is None else _stride(cos, 0), "STRIDE_SS": 0 if sin is None else _stride(sin, 0),
         "UNIT": unit,
         "NUM_HEADS": num_heads, "NUM_K_HEADS": num_k_heads, "HEAD_DIM": head_dim,
-        "TURNED": turned_columns(cos, head_dim), "PAGE_SIZE": 0 if block_table is None else k_cache.shape[2],
+        "TURNED": turned_columns(cos, head_dim), "PAGE_SIZE": 0 if block_table is None else t.k_cache.shape[2],
         "SHARED_ANGLES": cos is None or cos.shape[1] != head_dim, "INTERLEAVED": interleaved,
-        "HAS_LENGTHS": lengths is not None, **blocks_of(launch),
+        "HAS_LENGTHS": t.lengths is not None, **blocks_of(launch),
     }  # fmt: skip
     grid = (2 * cdiv(num_k_heads * tokens, launch.block_m) + cdiv(num_heads * tokens, launch.block_m), batch)
-    relaunch = Relaunch(grid, scalars)
+    bound = Bound(wrap_triton(_kv_cache_append_kernel), grid, scalars, constants)
 
-    def launch_append(
-        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-        q: Tensor | None, cos: Tensor | None, sin: Tensor | None, lengths: Tensor | None, out: Tensor,
-    ) -> None:  # fmt: skip
+    def launch_append(t: Append) -> None:
         # What is absent is not read: anything stands in for it.
-        k, cache_seqlens = with_columns(k), cache_seqlens.contiguous()
-        given = (q, cos, sin)
-        q, cos, sin = (k if tensor is None else with_columns(tensor) for tensor in given)
-        lengths = cache_seqlens if lengths is None else lengths.contiguous()
-        table = cache_seqlens if block_table is None else with_columns(block_table)
-        tensors = (k, with_columns(v), q, cos, sin, cache_seqlens, lengths, table, k_cache, v_cache, out)
-        if not relaunch(None, tensors):
-            compiled = wrap_triton(_kv_cache_append_kernel)[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
+        k, cache_seqlens = with_columns(t.k), t.cache_seqlens.contiguous()
+        q, cos, sin = (k if tensor is None else with_columns(tensor) for tensor in (t.q, t.cos, t.sin))
+        lengths = cache_seqlens if t.lengths is None else t.lengths.contiguous()
+        table = cache_seqlens if t.block_table is None else with_columns(t.block_table)
+        bound(k, with_columns(t.v), q, cos, sin, cache_seqlens, lengths, table, t.k_cache, t.v_cache, t.out)
 
-    return launch_append
-
-
-def launches_append(k: Tensor, k_cache: Tensor) -> bool:
-    """Whether kernels are launched; the interpreter has neither bf16 nor fp64, in k or in its cache."""
-    return runs_kernels(k) and runs_kernels(k_cache)
-
-
-def explain_append(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    called_on_fakes(op, *args, **kwargs)
-    k, _, k_cache = (*args, *(kwargs[name] for name in ("k", "v", "k_cache")[len(args) :]))[:3]
-    if not launches_append(k, k_cache):
-        return by_reference(op, k.device)
-    return describe(op, k.device, "portable", "it is the only one", {"kv_cache_append": append_launch(k)})
+    return Plan(launch_append, {name: (launch, source)}, why="it is the only one")

@@ -1,11 +1,19 @@
 """Appending to a cache on the CPU, in ATen."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torch_ops._core.checks import capacity_of
 from torch_ops._core.rotation_cpu import turned
-from torch_ops._kv_cache.append import turned_columns
+
+
+def turned_columns(cos: Tensor | None, head_dim: int) -> int:
+    """Of a head, how many tables of this width turn: all, or twice as many as they have columns."""
+    if cos is None:
+        return 0
+    return head_dim if cos.shape[1] == head_dim else 2 * cos.shape[1]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -25,11 +33,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 @torch.autocast("cpu", enabled=False)
-def append_cpu(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, lengths: Tensor | None, out: Tensor, interleaved: bool,
-) -> None:  # fmt: skip
-    """Fills the caches and out, as the launch of `plan_append` does."""
+def append_cpu(interleaved: bool, tensors: Any) -> None:
+    """Fill the caches and out."""
+    k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, lengths, out = tensors
     batch, _, tokens, _ = k.shape
     capacity, page_size = capacity_of(k_cache, block_table), k_cache.shape[2]
     before, token = cache_seqlens.long()[:, None], torch.arange(tokens, device=k.device)

@@ -6,6 +6,8 @@ fp64 computes in fp64, all else in fp32 and rounds once, as the kernels do. Auto
 import torch
 from torch import Tensor
 
+from torch_ops._norms.tensors import Backward, Forward
+
 
 def _widened(tensor: Tensor) -> Tensor:
     """Contiguous, so that equal values give equal bits in whatever strides they come."""
@@ -24,11 +26,8 @@ def _standardized(x: Tensor, eps: float, has_mean: bool) -> tuple[Tensor, Tensor
 
 
 @torch.autocast("cpu", enabled=False)
-def norm_forward_cpu(
-    eps: float, has_mean: bool, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    out: Tensor, total: Tensor | None,
-) -> None:  # fmt: skip
-    """Fills out and total, as the launch of `prepare_forward` does."""
+def norm_forward_cpu(eps: float, has_mean: bool, tensors: Forward) -> None:
+    x, residual, weight, bias, out, total = tensors
     if residual is not None and total is not None:
         x = total.copy_(x + residual)
     result, _ = _standardized(x, eps, has_mean)
@@ -40,11 +39,10 @@ def norm_forward_cpu(
 
 
 @torch.autocast("cpu", enabled=False)
-def norm_backward_cpu(
-    eps: float, has_mean: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
-    dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, dx: Tensor, dweight: Tensor, dbias: Tensor,
-) -> None:  # fmt: skip
-    """Fills the gradients that are needed, as the launch of `prepare_backward` does."""
+def norm_backward_cpu(eps: float, has_mean: bool, needs: tuple[bool, bool, bool], tensors: Backward) -> None:
+    needs_dx, needs_dweight, needs_dbias = needs
+    dout, dsum, x, weight, dx, dweight, dbias = tensors
+    assert dout is not None
     xhat, rstd = _standardized(x, eps, has_mean)
     dout = _widened(dout)
     if needs_dweight:
@@ -60,12 +58,9 @@ def norm_backward_cpu(
         dx.copy_(result if dsum is None else result + dsum)
 
 
-def pass_on(
-    needs_dx: bool,
-    dout: None, dsum: Tensor, x: Tensor, weight: Tensor | None, dx: Tensor, dweight: Tensor, dbias: Tensor,
-) -> None:  # fmt: skip
-    """Gradients where the norm itself got none, only the sum before it; on any device."""
-    if needs_dx:
-        dx.copy_(dsum)
-    dweight.zero_()
-    dbias.zero_()
+def pass_on(needs_dx: bool, tensors: Backward) -> None:
+    """Pass on the gradient of the sum where the norm itself got none; on any device."""
+    if needs_dx and tensors.dsum is not None:
+        tensors.dx.copy_(tensors.dsum)
+    tensors.dweight.zero_()
+    tensors.dbias.zero_()

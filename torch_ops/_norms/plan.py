@@ -1,9 +1,5 @@
-"""What the four norms share: checks, allocation, and the choice between kernels and ATen.
+"""What the four norms share: registration with its gradient, checks, and the choice between kernels and ATen."""
 
-The ops call `prepare_forward` and `prepare_backward` by bare name.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +9,14 @@ from torch import Tensor
 
 from torch_ops._core.checks import check_dense, check_device, check_eps, check_float, check_like, dtype_name, refuse
 from torch_ops._core.launch import contiguous_like
-from torch_ops._core.registry import remembered, runs_kernels
-from torch_ops._core.report import by_reference, called_on_fakes, describe
+from torch_ops._core.plan import Plan, reference_plan
+from torch_ops._core.planned_op import gradient, planned_op
+from torch_ops._core.registry import KernelOp, runs_kernels
 from torch_ops._norms.cpu import norm_backward_cpu, norm_forward_cpu, pass_on
-from torch_ops._norms.portable import norm_launches, plan_backward, plan_forward
+from torch_ops._norms.portable import plan_backward_portable, plan_forward_portable
+from torch_ops._norms.tensors import Backward, Forward
+
+ONE_PATH = "norms have one path"
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,99 @@ class Norm:
         """What its backward calls the tensor that was normed."""
         return "sum" if self.has_residual else "x"
 
+    @property
+    def grads(self) -> tuple[str, ...]:
+        """The first arguments of its backward."""
+        return ("dnormed", "dsum") if self.has_residual else ("dout",)
 
-def check_norm(
-    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> None:
-    _check_normed(norm.op, "x", x, weight, bias, eps)
+    def normed_of(self, call: Any) -> Tensor:
+        tensor: Tensor = call.sum if self.has_residual else call.x
+        return tensor
+
+    def bias_of(self, call: Any) -> Tensor | None:
+        bias: Tensor | None = call.bias if self.has_mean else None
+        return bias
+
+
+def register_norm(norm: Norm, arguments: Any, backward_arguments: Any) -> tuple[KernelOp, KernelOp]:
+    """Register an op and its backward, and the one as the gradient of the other.
+
+    `arguments` are x, residual, weight, bias and eps, those of them that the norm has. `backward_arguments` are its
+    `grads`, the tensor that was normed, weight, bias, eps, and which gradients are wanted.
+    """
+
+    def outputs(call: Any) -> Any:
+        return (contiguous_like(call.x), contiguous_like(call.x)) if norm.has_residual else contiguous_like(call.x)
+
+    def tensors(call: Any, made: Any) -> Forward:
+        if norm.has_residual:
+            return Forward(call.x, call.residual, call.weight, norm.bias_of(call), *made)
+        return Forward(call.x, None, call.weight, norm.bias_of(call), made, None)
+
+    def plan(t: Forward, call: Any) -> Plan:
+        return plan_norm(norm.has_mean, t, call.eps)
+
+    op = planned_op(
+        norm.op,
+        arguments,
+        tuple[Tensor, Tensor] if norm.has_residual else Tensor,
+        check=partial(_check_forward, norm),
+        outputs=outputs,
+        tensors=tensors,
+        plan=plan,
+    )
+
+    def gradients(call: Any) -> tuple[Tensor, ...]:
+        """dx, dweight and dbias, empty [0] where none is wanted."""
+        x = norm.normed_of(call)
+        wanted = [(x, call.needs_dx), (call.weight, call.needs_dweight)]
+        if norm.has_mean:
+            wanted.append((call.bias, call.needs_dbias))
+        return tuple(
+            contiguous_like(tensor) if needed and tensor is not None else x.new_empty(0) for tensor, needed in wanted
+        )
+
+    def backward_tensors(call: Any, made: tuple[Tensor, ...]) -> Backward:
+        dsum = call.dsum if norm.has_residual else None
+        # Without a bias dbias is neither wanted nor written.
+        return Backward(call[0], dsum, norm.normed_of(call), call.weight, made[0], made[1], made[-1])
+
+    def plan_backward(t: Backward, call: Any) -> Plan:
+        needs = call.needs_dx, call.needs_dweight, norm.has_mean and call.needs_dbias
+        return plan_norm_backward(norm.has_mean, t, call.eps, needs)
+
+    backward = planned_op(
+        f"{norm.op}_backward",
+        backward_arguments,
+        tuple[Tensor, Tensor, Tensor] if norm.has_mean else tuple[Tensor, Tensor],
+        check=partial(_check_backward, norm),
+        outputs=gradients,
+        tensors=backward_tensors,
+        plan=plan_backward,
+    )
+    backward.refuse_autograd()
+    parameters = ("weight", "bias") if norm.has_mean else ("weight",)
+    inputs = ("x", "residual") if norm.has_residual else ("x",)
+
+    def differentiate(call: Any, results: Any, grads: Any, needed: frozenset[str]) -> dict[str, Tensor | None]:
+        if grads[0] is None:
+            # The norm itself got no gradient, only the sum before it.
+            return dict.fromkeys(inputs, grads[1])
+        normed = results[1] if norm.has_residual else call.x
+        vectors = [getattr(call, name) for name in parameters]
+        wanted = (not needed.isdisjoint(inputs), *(name in needed for name in parameters))
+        dx, *rest = backward(*grads, normed, *vectors, call.eps, *wanted)
+        return {**dict.fromkeys(inputs, dx), **dict(zip(parameters, rest, strict=True))}
+
+    saved = parameters if norm.has_residual else ("x", *parameters)
+    gradient(op, arguments, differentiate, saves=saved, saves_results=(1,) if norm.has_residual else ())
+    return op, backward
+
+
+def _check_forward(norm: Norm, call: Any) -> None:
+    _check_normed(norm.op, "x", call.x, call.weight, norm.bias_of(call), call.eps)
     if norm.has_residual:
-        _check_same(norm.op, "residual", residual, "x", x)
+        _check_same(norm.op, "residual", call.residual, "x", call.x)
 
 
 def _check_normed(op: str, name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
@@ -67,70 +153,31 @@ def _check_same(op: str, argument: str, tensor: Tensor | None, name: str, x: Ten
         refuse(op, argument, f"of shape {list(x.shape)} as {name} is", list(tensor.shape))
 
 
-def check_norm_backward(
-    norm: Norm, dout: Tensor | None, dsum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, needs_dweight: bool, needs_dbias: bool,
-) -> None:  # fmt: skip
-    """Of a residual sum's gradients one at least must be there."""
-    op = f"{norm.op}_backward"
-    _check_normed(op, norm.normed, x, weight, bias, eps)
-    grads = {"dnormed": dout, "dsum": dsum} if norm.has_residual else {"dout": dout}
+def _check_backward(norm: Norm, call: Any) -> None:
+    """Of a residual sum's two gradients one at least must be there."""
+    op, x = f"{norm.op}_backward", norm.normed_of(call)
+    vectors = {"weight": call.weight, **({"bias": call.bias} if norm.has_mean else {})}
+    _check_normed(op, norm.normed, x, call.weight, norm.bias_of(call), call.eps)
+    grads = dict(zip(norm.grads, call, strict=False))
     if all(grad is None for grad in grads.values()):
         refuse(op, " or ".join(grads), "a dense tensor", "None")
     for name, grad in grads.items():
         if grad is not None:
             _check_same(op, name, grad, norm.normed, x)
-    for name, vector, needed in (("weight", weight, needs_dweight), ("bias", bias, needs_dbias)):
-        if needed and vector is None:
+    for name, vector in vectors.items():
+        if getattr(call, f"needs_d{name}") and vector is None:
             refuse(op, f"needs_d{name}", f"False without a {name}", True)
 
 
-def result_of(x: Tensor) -> Tensor:
-    return contiguous_like(x)
+def plan_norm(has_mean: bool, t: Forward, eps: float) -> Plan:
+    if not runs_kernels(t.x):
+        return reference_plan(partial(norm_forward_cpu, eps, has_mean), t.x)
+    return plan_forward_portable(has_mean, t, eps).because(ONE_PATH)
 
 
-def results_of_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    return contiguous_like(x), contiguous_like(x)
-
-
-def gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, needs_dx: bool, needs_dweight: bool, needs_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias, empty [0] where none is needed."""
-
-    def allocate(tensor: Tensor | None, needed: bool) -> Tensor:
-        return x.new_empty(0) if tensor is None or not needed else contiguous_like(tensor)
-
-    return allocate(x, needs_dx), allocate(weight, needs_dweight), allocate(bias, needs_dbias)
-
-
-@remembered
-def prepare_forward(
-    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Callable[..., None]:
-    """launch(x, residual, weight, bias, out, total) fills out and, of a residual, total = x + residual, contiguous."""
-    check_norm(norm, x, residual, weight, bias, eps)
-    if runs_kernels(x):
-        return plan_forward(norm.has_mean, x, residual, weight, bias, eps)
-    return partial(norm_forward_cpu, eps, norm.has_mean)
-
-
-@remembered
-def prepare_backward(
-    norm: Norm, dout: Tensor | None, dsum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """launch(dout, dsum, x, weight, dx, dweight, dbias) fills the gradients that are needed, contiguous."""
-    check_norm_backward(norm, dout, dsum, x, weight, bias, eps, needs_dweight, needs_dbias)
-    if dout is None:
-        return partial(pass_on, needs_dx)
-    if runs_kernels(x):
-        return plan_backward(norm.has_mean, dout, dsum, x, weight, eps, needs_dx, needs_dweight, needs_dbias)
-    return partial(norm_backward_cpu, eps, norm.has_mean, needs_dx, needs_dweight, needs_dbias)
-
-
-def explain_norm(op: str, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    called_on_fakes(op, x, *args, **kwargs)
-    if not runs_kernels(x):
-        return by_reference(op, x.device)
-    return describe(op, x.device, "portable", "norms have one path", norm_launches(x))
+def plan_norm_backward(has_mean: bool, t: Backward, eps: float, needs: tuple[bool, bool, bool]) -> Plan:
+    if t.dout is None:
+        return Plan(partial(pass_on, needs[0]))
+    if not runs_kernels(t.x):
+        return reference_plan(partial(norm_backward_cpu, eps, has_mean, needs), t.x)
+    return plan_backward_portable(has_mean, t, eps, needs).because(ONE_PATH)

@@ -1,11 +1,6 @@
-"""The launcher of the norms' kernels: a plan for each direction.
-
-A plan depends on metadata alone; it returns the function that launches, which writes into tensors that the op
-allocated.
-"""
+"""The plans of the norms' kernels, one for each direction."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,7 +8,7 @@ from triton import cdiv
 
 from csrc_free_ops.configs.norms import norm_kernel, norm_programs, norm_tail, parameters_early
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Launch
 from csrc_free_ops.norms import (
     _norm_bwd_kernel,
     _norm_bwd_sums_kernel,
@@ -22,26 +17,17 @@ from csrc_free_ops.norms import (
     _norm_fwd_wide_kernel,
 )
 from torch_ops._core.checks import dtype_name
-from torch_ops._core.device import INTERPRETED_GPU, gpu
-from torch_ops._core.launch import Relaunch, can_overlap
-from torch_ops._core.registry import INTERPRET, wrap_triton
+from torch_ops._core.launch import can_overlap, current_gpu
+from torch_ops._core.plan import Bound, Plan
+from torch_ops._core.registry import wrap_triton
+from torch_ops._norms.tensors import Backward, Forward
 from torch_ops.settings import settings
 
 
 def norm_launch(kernel: str, x: Tensor) -> tuple[Launch, str]:
     """The launch of `kernel` for this dtype, width and, where it is known, number of rows, and where it comes from."""
     rows = _known(_num_rows(x))
-    return pick(kernel, _gpu(), dtype_name(x.dtype), x.dtype.itemsize, x.shape[-1], False, rows, settings.rows)
-
-
-def norm_launches(x: Tensor) -> dict[str, tuple[Launch, str]]:
-    """By kernel, forward and backward, what `norm_launch` gives."""
-    kernels = (*(norm_kernel(kernel, x.shape[-1]) for kernel in ("norm_fwd", "norm_bwd")), "norm_bwd_sums")
-    return {kernel: norm_launch(kernel, x) for kernel in kernels}
-
-
-def _gpu() -> Gpu:
-    return INTERPRETED_GPU if INTERPRET else gpu()
+    return pick(kernel, current_gpu(), dtype_name(x.dtype), x.dtype.itemsize, x.shape[-1], False, rows, settings.rows)
 
 
 def _num_rows(x: Tensor) -> int:
@@ -100,16 +86,14 @@ def _options(launch: Launch) -> dict[str, int]:
     return {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
 
 
-def plan_forward(
-    has_mean: bool, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Callable[..., None]:
+def plan_forward_portable(has_mean: bool, t: Forward, eps: float) -> Plan:
+    x, residual, weight, bias, *_ = t
     width, num_rows = x.shape[-1], _num_rows(x)
     kernel = norm_kernel("norm_fwd", width)
     wide = kernel != "norm_fwd"
-    launch, _ = norm_launch(kernel, x)
+    launch, source = norm_launch(kernel, x)
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
     ready = folded and _compact(weight) and _compact(bias)
-    scalars = (num_rows, eps)
     overlaps = can_overlap()
     # One parameter's registers are few enough, and beside a residual what is under way is enough.
     early = residual is not None or weight is None or bias is None
@@ -118,75 +102,68 @@ def plan_forward(
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "OVERLAPS": overlaps,
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)), **_options(launch),
         **({"launch_pdl": True} if overlaps else {}),
-        **({} if wide else {"EARLY": early or parameters_early(_gpu(), launch, _known(num_rows))}),
+        **({} if wide else {"EARLY": early or parameters_early(current_gpu(), launch, _known(num_rows))}),
     }  # fmt: skip
-    grid = (cdiv(num_rows, launch.block_m),)
-    relaunch = Relaunch(grid, scalars)
+    function = wrap_triton(_norm_fwd_wide_kernel) if wide else wrap_triton(_norm_fwd_kernel)
+    bound = Bound(function, (cdiv(num_rows, launch.block_m),), (num_rows, eps), constants)
 
-    def launch_forward(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, out: Tensor,
-        total: Tensor | None,
-    ) -> None:  # fmt: skip
+    def launch_forward(t: Forward) -> None:
         if num_rows == 0:
             return
-        if not ready:
-            x, residual = _foldable(x), None if residual is None else _foldable(residual)
-            weight, bias = (None if vector is None else vector.contiguous() for vector in (weight, bias))
+        x, residual, weight, bias, out, total = t if ready else _compacted(t)
         # For what is absent any tensor stands in.
-        tensors = (
+        bound(
             x, x if residual is None else residual, x if weight is None else weight, x if bias is None else bias,
             out, x if total is None else total,
         )  # fmt: skip
-        if relaunch(None, tensors):
-            return
-        if wide:
-            compiled = wrap_triton(_norm_fwd_wide_kernel)[grid](*tensors, *scalars, **constants)
-        else:
-            compiled = wrap_triton(_norm_fwd_kernel)[grid](*tensors, *scalars, **constants)
-        relaunch.keep(None, tensors, constants, compiled)
 
-    return launch_forward
+    return Plan(launch_forward, {kernel: (launch, source)})
 
 
-def plan_backward(
-    has_mean: bool, dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float,
-    needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
-) -> Callable[..., None]:  # fmt: skip
+def _compacted(t: Forward) -> Forward:
+    residual = None if t.residual is None else _foldable(t.residual)
+    weight, bias = (None if vector is None else vector.contiguous() for vector in (t.weight, t.bias))
+    return Forward(_foldable(t.x), residual, weight, bias, t.out, t.total)
+
+
+def plan_backward_portable(has_mean: bool, t: Backward, eps: float, needs: tuple[bool, bool, bool]) -> Plan:
+    dout, dsum, x, weight, *_ = t
+    assert dout is not None
+    needs_dx, needs_dweight, needs_dbias = needs
     width, num_rows = x.shape[-1], _num_rows(x)
     kernel = norm_kernel("norm_bwd", width)
     wide = kernel != "norm_bwd"
-    launch, _ = norm_launch(kernel, x)
+    launch, source = norm_launch(kernel, x)
     sums = needs_dweight or needs_dbias
     strides, folded = _strides(dout, x if dsum is None else dsum, x)
     ready = folded and _compact(weight)
-    scalars = (num_rows, eps)
-    needs = {"NEEDS_DWEIGHT": needs_dweight, "NEEDS_DBIAS": needs_dbias}
+    wanted = {"NEEDS_DWEIGHT": needs_dweight, "NEEDS_DBIAS": needs_dbias}
     overlaps = can_overlap()
     launched_early = {"launch_pdl": True} if overlaps else {}
     constants = {
         **dict(zip(("STRIDE_DO", "STRIDE_DS", "STRIDE_X"), strides, strict=True)),
         "HAS_MEAN": has_mean, "HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None,
-        "NEEDS_DX": needs_dx, **needs, **_options(launch),
+        "NEEDS_DX": needs_dx, **wanted, **_options(launch),
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)),
         **({} if wide else {"OVERLAPS": overlaps, "STAGES": launch.num_stages, **launched_early}),
     }  # fmt: skip
-    programs = norm_programs(_gpu(), launch, _known(num_rows), sums)
-    grid = (programs,)
-    relaunch = Relaunch(grid, scalars)
+    programs = norm_programs(current_gpu(), launch, _known(num_rows), sums)
+    function = wrap_triton(_norm_bwd_wide_kernel) if wide else wrap_triton(_norm_bwd_kernel)
+    bound = Bound(function, (programs,), (num_rows, eps), constants)
 
-    sums_launch, _ = norm_launch("norm_bwd_sums", x)
+    sums_launch, sums_source = norm_launch("norm_bwd_sums", x)
     sums_constants = {
-        "WIDTH": width, **needs, "OVERLAPS": overlaps,
+        "WIDTH": width, **wanted, "OVERLAPS": overlaps,
         "BLOCK_M": sums_launch.block_m, "BLOCK_N": sums_launch.block_n, **_options(sums_launch), **launched_early,
     }  # fmt: skip
     sums_grid = (cdiv(width, sums_launch.block_n), needs_dweight + needs_dbias)
-    relaunch_sums = Relaunch(sums_grid, (programs,))
+    bound_sums = Bound(wrap_triton(_norm_bwd_sums_kernel), sums_grid, (programs,), sums_constants)
 
-    def launch_backward(
-        dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, dx: Tensor, dweight: Tensor, dbias: Tensor
-    ) -> None:
+    def launch_backward(t: Backward) -> None:
         if not (sums or (needs_dx and num_rows != 0)):
             return
+        dout, dsum, x, weight, dx, dweight, dbias = t
+        assert dout is not None
         if not ready:
             dout, x, dsum = _foldable(dout), _foldable(x), None if dsum is None else _foldable(dsum)
             weight = None if weight is None else weight.contiguous()
@@ -194,21 +171,12 @@ def plan_backward(
             torch.empty((programs, width), dtype=torch.float32, device=x.device) if needed else x
             for needed in (needs_dweight, needs_dbias)
         )
-        tensors = (
+        bound(
             dout, x if dsum is None else dsum, x, x if weight is None else weight, dx if needs_dx else x,
             dweights, dbiases,
         )  # fmt: skip
-        if not relaunch(None, tensors):
-            if wide:
-                compiled = wrap_triton(_norm_bwd_wide_kernel)[grid](*tensors, *scalars, **constants)
-            else:
-                compiled = wrap_triton(_norm_bwd_kernel)[grid](*tensors, *scalars, **constants)
-            relaunch.keep(None, tensors, constants, compiled)
-        if not sums:
-            return
-        summed = (dweights, dbiases, dweight if needs_dweight else x, dbias if needs_dbias else x)
-        if not relaunch_sums(None, summed):
-            compiled = wrap_triton(_norm_bwd_sums_kernel)[sums_grid](*summed, programs, **sums_constants)
-            relaunch_sums.keep(None, summed, sums_constants, compiled)
+        if sums:
+            bound_sums(dweights, dbiases, dweight if needs_dweight else x, dbias if needs_dbias else x)
 
-    return launch_backward
+    kernels = {kernel: (launch, source), **({"norm_bwd_sums": (sums_launch, sums_source)} if sums else {})}
+    return Plan(launch_backward, kernels)

@@ -9,85 +9,106 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import Row, shipped_rows
-from torch_ops._attention.decode_explain import explain_decode
-from torch_ops._attention.explain import explain_attention, explain_dense_attention, explain_turned_attention
 from torch_ops._attention.hopper import refusal
-from torch_ops._attention.scores import Scores
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.device import gpu
-from torch_ops._core.registry import INTERPRET, OPS
-from torch_ops._core.report import describe
+from torch_ops._core.plan import Plan, merged
+from torch_ops._core.planned_op import RECORD, Planned
+from torch_ops._core.registry import INTERPRET, OPS, explaining
 from torch_ops._core.versions import __version__
-from torch_ops._gemm.explain import Product, explain_mlp, explain_mlp_operator, explain_products, explain_qkv_rope
-from torch_ops._gemm.portable import Rows, padded
-from torch_ops._grids import GRID_KERNELS, explain_on_grids
-from torch_ops._kv_cache.append import explain_append
-from torch_ops._norms.plan import explain_norm
-from torch_ops._norms.portable import norm_launches
 from torch_ops.settings import settings
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Says how `op(*args, **kwargs)` would run: which path, which launch of each kernel, and where that comes from.
+    """Say how `op(*args, **kwargs)` would run: which path, which launch of each kernel, and where that comes from.
 
-    `op` is a public function or the operator, such as `torch_ops.window_attn` or `torch.ops.vk.window_attn`. Nothing
-    is launched, but bad arguments are refused as the op itself would.
+    `op` is a public function or the operator, such as `torch_ops.window_attn` or `torch.ops.vk.window_attn`. Kernels
+    are those of the call and of its gradient. Nothing is launched, but bad arguments are refused as by the op itself.
+
+    Raises:
+        ValueError: `op` is none of the library's; or an argument that the op itself refuses.
+        TypeError: the arguments do not fit the function's signature.
     """
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
-    if name not in EXPLAINERS:
-        raise ValueError(f"explain: op must be one of {', '.join(EXPLAINERS)}, got {name!r}")
-    if isinstance(op, FunctionType):
-        try:
-            inspect.signature(op).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from None
-    explainers = EXPLAINERS if isinstance(op, FunctionType) else EXPLAINERS | OPERATOR_EXPLAINERS
-    return explainers[name](name, *args, **kwargs)
+    if name not in OPS:
+        names = ", ".join(sorted(each for each in OPS if not each.endswith("_backward")))
+        raise ValueError(f"explain: op must be one of {names}, got {name!r}")
+    try:
+        inspect.signature(op if isinstance(op, FunctionType) else OPS[name].body).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    # Arguments may be fake already.
+    modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    real: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake = mode.from_tensor(tensor, static_shapes=True)
+        real[id(fake)] = tensor
+        return fake
+
+    args, kwargs = tree_map_only(Tensor, faked, (args, kwargs))
+    RECORD.clear()
+    with mode, explaining(real):
+        op(*args, **kwargs)
+        calls = list(RECORD)
+        for call in calls:
+            _plan_gradient(call)
+        plans = [call.plan for call in calls], [call.plan for call in RECORD[len(calls) :]]
+    RECORD.clear()
+    return _report(name, given[0].device, *plans)
 
 
-def _explain_patch_merger(
-    op: str, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor | None, fc2_bias: Tensor | None,
-    merge_size: int = 2, norm_after: bool = False, eps: float = 1e-6, rms: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Of its norm and its products; one projection is PyTorch's own."""
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        OPS["patch_merger"](
-            x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
-        )  # fmt: skip
-        merged = x.new_empty((x.shape[0] // merge_size**2, fc1_weight.shape[1]))
-        normed = merged if norm_after else x.new_empty(x.shape)
-    products = []
-    if fc2_weight is not None:
-        rows = Rows(merged.shape[0], merged.shape[1])
-        between = Rows(rows.count, padded(fc2_weight.shape[1], x.dtype))
-        products = [
-            Product("gemm", rows, fc1_weight, "gelu"), Product("gemm", between, fc2_weight, "none")
-        ]  # fmt: skip
-    report = explain_products(op, merged, products)
-    if report["path"] == "reference" or norm_weight is None:
-        return report
-    norms = describe(op, x.device, report["path"], report["why"], norm_launches(normed))
-    return {**report, "kernels": norms["kernels"] | report["kernels"]}
+class _Context:
+    """Stands in for autograd's own: a gradient's formula runs on it, so that it plans what it calls."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.needs_input_grad = tuple(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
 
 
-# By op, what says it of a call, given the op's name and the call's arguments.
-EXPLAINERS: dict[str, Callable[..., dict[str, Any]]] = {
-    **dict.fromkeys(("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"), explain_norm),
-    **dict.fromkeys(GRID_KERNELS, explain_on_grids),
-    "attention": explain_dense_attention,
-    "attention_decode": explain_decode,
-    "kv_cache_append": explain_append,
-    "qkv_rope": explain_qkv_rope,
-    "mlp": explain_mlp,
-    "rope_window_attn": explain_turned_attention,
-    "patch_merger": _explain_patch_merger,
-    "window_attn": explain_attention,
-}
-# Of operators whose arguments are not the public function's.
-OPERATOR_EXPLAINERS = {"mlp": explain_mlp_operator}
+def _plan_gradient(call: Planned) -> None:
+    setup, backward = call.op.definition._setup_context_fn, call.op.definition._backward_fn
+    if setup is None or backward is None:
+        return
+    context = _Context(call.args)
+    results = call.results if isinstance(call.results, tuple) else (call.results,)
+    setup(context, call.args, call.results)
+    backward(context, *[torch.empty_like(each) if each.numel() else None for each in results])
+
+
+def _report(name: str, device: torch.device, plans: list[Plan], gradients: list[Plan]) -> dict[str, Any]:
+    kernels = merged(*(plan.kernels for plan in (*plans, *gradients)))
+    paths = [plan.path for plan in plans]
+    # A call of several ops or products takes the Hopper path where one of them does.
+    path = next((each for each in ("hopper", "portable", "aten", "reference") if each in paths), "aten")
+    reasons = dict.fromkeys(plan.why for plan in plans if plan.why and plan.path in (path, "aten"))
+    extra = {key: value for plan in plans for key, value in plan.extra.items()}
+    return {
+        "op": f"vk::{name}",
+        "device": str(device),
+        "path": path,
+        "why": "; ".join(reasons),
+        "kernels": {key: {"launch": launch.entry(), "source": source} for key, (launch, source) in kernels.items()},
+        **extra,
+    }
 
 
 def info() -> dict[str, Any]:
@@ -111,7 +132,7 @@ def info() -> dict[str, Any]:
             "kernels": {kernel: _rows_of(kernel, (*settings.rows, *shipped)) for kernel in CANDIDATES},
         }
         example = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
-        paths = {"portable": "yes", "hopper": refusal(device, Scores(1.0), q=example) or "yes"}
+        paths = {"portable": "yes", "hopper": refusal(device, AttentionOptions(1.0), q=example) or "yes"}
     else:
         rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes", "kernels": {}}
     return {

@@ -1,48 +1,68 @@
 """flash-attn's `flash_attn_with_kvcache` on `vk::kv_cache_append` and `vk::attention_decode`."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from torch_ops._attention.decode_calls import MOST_QUERIES
+from torch_ops._attention.decode_checks import MOST_QUERIES
 from torch_ops._core.checks import check_matrix, refuse
-from torch_ops._core.registry import opaque_launch
+from torch_ops._core.plan import Plan
+from torch_ops._core.planned_op import opaque_plan
 from torch_ops.attention_decode import attention_decode
 from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
 from torch_ops.kv_cache_append import kv_cache_append
 
 
-def _append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """`kv_cache_append` of tensors in flash-attn's layout; q, turned, in the op's."""
-    new, caches = (k.transpose(1, 2), v.transpose(1, 2)), (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    queries = None if q is None else q.transpose(1, 2)
-    return kv_cache_append(*new, *caches, cache_seqlens, block_table, queries, cos, sin, interleaved)
+class NewKeys(NamedTuple):
+    """The tensors of an append in flash-attn's layout; `turned` is filled with q as it is rotated, in the op's."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+    q: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    turned: Tensor | None = None
 
 
-@opaque_launch("_flash_attn_append", writes=("k_cache", "v_cache", "turned"))
-def _append_opaque(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, turned: Tensor | None,
-) -> None:  # fmt: skip
-    out = _append(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved)
-    if turned is not None:
-        turned.copy_(out)
+class AppendOptions(NamedTuple):
+    """How the rotary embedding pairs columns."""
+
+    interleaved: bool
 
 
-def _append_compiled(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """The same in a graph, in which nothing copies a cache.
+def _append(t: NewKeys, interleaved: bool) -> Tensor:
+    """Append, and return q as it is rotated, in the op's layout."""
+    new, caches = (t.k.transpose(1, 2), t.v.transpose(1, 2)), (t.k_cache.transpose(1, 2), t.v_cache.transpose(1, 2))
+    queries = None if t.q is None else t.q.transpose(1, 2)
+    return kv_cache_append(*new, *caches, t.cache_seqlens, t.block_table, queries, t.cos, t.sin, interleaved)
+
+
+def _plan_append(t: NewKeys, options: AppendOptions) -> Plan:
+    def launch(t: NewKeys) -> None:
+        out = _append(t, options.interleaved)
+        if t.turned is not None:
+            t.turned.copy_(out)
+
+    return Plan(launch)
+
+
+opaque_plan("_flash_attn_append", NewKeys, AppendOptions, writes=("k_cache", "v_cache", "turned"), plan=_plan_append)
+
+
+def _append_compiled(t: NewKeys, interleaved: bool) -> Tensor:
+    """Append in a graph, in which nothing copies a cache.
 
     Where a kernel writes to a view of an input, as to a transposed cache, Inductor has it write to a clone of all.
     An opaque op is given the input itself.
     """
-    turned = None if q is None else torch.empty_like(q.transpose(1, 2))
-    _append_opaque(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, turned)
-    return k if turned is None else turned
+    turned = None if t.q is None else torch.empty_like(t.q.transpose(1, 2))
+    torch.ops.vk._flash_attn_append(*t[:9], turned, interleaved)
+    return t.k if turned is None else turned
 
 
 def _check_new_keys(
@@ -148,9 +168,8 @@ def flash_attn_with_kvcache(
         is_graph = q.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         append = _append_compiled if is_graph else _append
         turning = None if rotary_cos is None else q
-        turned = append(
-            k, v, k_cache, v_cache, cache_seqlens, block_table, turning, rotary_cos, rotary_sin, rotary_interleaved
-        )
+        tensors = NewKeys(k, v, k_cache, v_cache, cache_seqlens, block_table, turning, rotary_cos, rotary_sin)
+        turned = append(tensors, rotary_interleaved)
         queries = queries if rotary_cos is None else turned
         cache_seqlens = cache_seqlens + k.shape[1]
     result = attention_decode(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_ops._core.counters import tickets
+from torch_ops._core.counters import work_counters
 from torch_ops.models._capture import OwnStream, own_stream
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
@@ -50,7 +50,7 @@ def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[],
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.stream(own.stream),
-        tickets(statics.pixels.device).lending(statics.counters),
+        work_counters(statics.pixels.device).lending(statics.counters),
         # Other threads may go on using the device.
         torch.cuda.graph(graph, pool=own.pool, stream=own.stream, capture_error_mode="thread_local"),
     ):
@@ -211,7 +211,7 @@ class Statics:
 
 def _settle(done: torch.cuda.Event, counters: list[Tensor], device: torch.device) -> None:
     done.synchronize()
-    tickets(device).give_back(counters)
+    work_counters(device).release(counters)
 
 
 __all__ = ["Recording", "Statics", "Weights"]

@@ -3,12 +3,13 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
+from torch_ops._core.plan import Bound
 from torch_ops.bench.measure.results import HostTime
 from torch_ops.bench.measure.room import HostCall
 
@@ -19,39 +20,27 @@ REPETITIONS = 30
 CPU_CALLS, CPU_REPETITIONS = 10, 3
 
 
-class Launches(list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]):
-    """Launches as their launcher made them: kernel, grid, arguments, keyword arguments."""
+class Launches(list[tuple[Bound, tuple[Any, ...]]]):
+    """Launches as a call made them: each bound kernel with its descriptors and tensors."""
 
     def replay(self) -> None:
-        for kernel, grid, args, options in self:
-            kernel[grid](*args, **options)
+        """Launch all of them through Triton, which inspects every argument."""
+        for bound, arguments in self:
+            bound.launch_anew(*arguments)
 
 
 @contextlib.contextmanager
-def recorded_launches(launchers: Sequence[ModuleType]) -> Iterator[Launches]:
-    """Collects what these launchers launch within; all of them launch by the same `wrap_triton`."""
+def recorded_launches() -> Iterator[Launches]:
+    """Collect what is launched within."""
     launches = Launches()
-    modules: Sequence[Any] = launchers
-    wrap = modules[0].wrap_triton
+    launch = Bound.__call__
 
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+    def record(self: Bound, *tensors: Any, descriptors: tuple[Any, ...] = ()) -> None:
+        launches.append((self, (*descriptors, *tensors)))
+        launch(self, *tensors, descriptors=descriptors)
 
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **options: Any) -> Any:
-                launches.append((self.kernel, grid, args, options))
-                return wrap(self.kernel)[grid](*args, **options)
-
-            return launch
-
-    for launcher in modules:
-        launcher.wrap_triton = Recorder
-    try:
+    with mock.patch.object(Bound, "__call__", record):
         yield launches
-    finally:
-        for launcher in modules:
-            launcher.wrap_triton = wrap
 
 
 def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tuple[HostTime, ...]:

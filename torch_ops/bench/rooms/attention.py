@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from torch_ops._attention import dense_portable as attention_dense_portable
-from torch_ops._attention.dense import plan_dense_forward
-from torch_ops._attention.scores import Scores
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
 from torch_ops.bench.measure.room import Call, Contender, HostCall, Room, Trial, TunedKernel
@@ -149,16 +146,11 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
 
 
 def _raw_launch(inputs: DenseInputs) -> tuple[Callable[[], object] | None, str]:
-    """That of a forward's kernel, or why there is none."""
-    path = attention_path(inputs)
-    if path != "portable":
-        return None, "there is none on this device" if path == "reference" else "Hopper's launcher keeps it to itself"
-    q, k, v = inputs.q, inputs.k, inputs.v
-    out, lse = torch.ops.vk.attention(q, k, v)
-    # A plan of its own: one that launched before goes around its launcher.
-    planned = plan_dense_forward(q, k, v, Scores.of(q.shape[3], None, False, -1, -1, 0.0))
-    with recorded_launches((attention_dense_portable,)) as launches:
-        planned(q, k, v, out, lse)
+    """The launch of a forward's kernel, or why there is none."""
+    if attention_path(inputs) == "reference":
+        return None, "there is none on this device"
+    with recorded_launches() as launches:
+        torch.ops.vk.attention(inputs.q, inputs.k, inputs.v)
     return launches.replay, ""
 
 

@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torch_ops
 from csrc_free_ops.attention.portable import decode
-from torch_ops._attention import decode as attention_decode
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
 from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
@@ -148,7 +147,7 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     op = torch.ops.vk.attention_decode
     launch, why = None, "there is none on this device"
     if _explained(inputs)["path"] != "reference":
-        with recorded_launches((attention_decode,)) as launches:
+        with recorded_launches() as launches:
             op(inputs.q, inputs.k_cache, inputs.v_cache, inputs.cache_seqlens, num_splits=1)
         launch, why = launches.replay, ""
     few = partial(op, inputs.q, inputs.k_cache, inputs.v_cache, inputs.cache_seqlens)

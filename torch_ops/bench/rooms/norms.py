@@ -11,8 +11,6 @@ from torch import Tensor
 
 import torch_ops
 from csrc_free_ops import norms as kernels
-from torch_ops._norms import portable as norms_portable
-from torch_ops._norms.portable import norm_launches, plan_forward
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
 from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
@@ -126,9 +124,12 @@ def _trials(op: str, case: NormCase, dtype: torch.dtype, device: torch.device, b
     return [Trial(_shape(reduced), reduced, inputs, lambda name, tensor: tensor, *truths)]
 
 
+def _report(op: str, inputs: NormInputs) -> dict[str, Any]:
+    return torch_ops.explain(getattr(torch_ops, op), **inputs.tensors, eps=inputs.eps)
+
+
 def _path(op: str, inputs: NormInputs) -> str:
-    report = torch_ops.explain(getattr(torch_ops, op), **inputs.tensors, eps=inputs.eps)
-    return str(report["path"])
+    return str(_report(op, inputs)["path"])
 
 
 def _kernels(op: str, case: NormCase, inputs: NormInputs) -> list[TunedKernel]:
@@ -137,7 +138,7 @@ def _kernels(op: str, case: NormCase, inputs: NormInputs) -> list[TunedKernel]:
     dtype = str(inputs.x.dtype).removeprefix("torch.")
     width = inputs.x.shape[-1]
     rows = inputs.x.numel() // width
-    return [TunedKernel(name, "bwd" in name, dtype, width, False, rows) for name in norm_launches(inputs.x)]
+    return [TunedKernel(name, "bwd" in name, dtype, width, False, rows) for name in _report(op, inputs)["kernels"]]
 
 
 def _host_calls(op: str, dtype: torch.dtype, device: torch.device) -> list[HostCall]:
@@ -160,11 +161,8 @@ def _host_calls(op: str, dtype: torch.dtype, device: torch.device) -> list[HostC
 def _raw_launch(op: str, inputs: NormInputs) -> tuple[Callable[[], object] | None, str]:
     if _path(op, inputs) == "reference":
         return None, "there is none on this device"
-    out = inputs.call(getattr(torch_ops, op))
-    total = out[1] if len(out) > 1 else None
-    tensors = (inputs.x, inputs.residual, inputs.weight, inputs.bias)
-    with recorded_launches((norms_portable,)) as launches:
-        plan_forward("layer" in op, *tensors, inputs.eps)(*tensors, out[0], total)
+    with recorded_launches() as launches:
+        inputs.call(getattr(torch_ops, op))
     return launches.replay, ""
 
 

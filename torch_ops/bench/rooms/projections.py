@@ -1,7 +1,6 @@
 """What the bench rooms of the projections share: cases by name, calls, what is right, kernels, host time."""
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torch.utils.flop_counter import flop_registry
 import torch_ops
 from csrc_free_ops.configs.rows import PRODUCTS
 from csrc_free_ops.gemm import activations, portable, rotary
-from torch_ops._gemm import elementwise as gemm_elementwise
-from torch_ops._gemm import portable as gemm_portable
 from torch_ops._gemm.plan import FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
@@ -20,7 +17,6 @@ from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, 
 from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, VisionAttentionInputs, outcome
 
 Inputs = QkvRopeInputs | MlpInputs | MergerInputs | VisionAttentionInputs
-LAUNCHERS: tuple[ModuleType, ...] = (gemm_portable, gemm_elementwise)
 JITS = tuple(
     kernel
     for module in (portable, activations, rotary)
@@ -70,15 +66,16 @@ def linear_cost(count: Callable[..., int], inputs: Inputs, backward: bool) -> Co
     return Cost(2 * flops, read + written) if backward else Cost(flops, read)
 
 
-def _explained(function: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
-    report: dict[str, Any] = inputs.call(lambda *args: torch_ops.explain(function, *args))
+def _explained(function: Callable[..., Any], inputs: Inputs, **leaves: Tensor) -> dict[str, Any]:
+    report: dict[str, Any] = inputs.call(lambda *args, **up: torch_ops.explain(function, *args, **up), **leaves)
     return report
 
 
 def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[TunedKernel]:
     found = []
-    report = _explained(function, inputs)
-    for described, choice in report["kernels"].items():
+    # As in training, whose gradient makes no product again.
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
+    for described, choice in _explained(function, inputs, **leaves)["kernels"].items():
         name, _, size = described.partition(" ")
         # Beside products there may be kernels that have a room of their own, and on the Hopper path no row decides.
         if name not in PRODUCTS or {FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS}.issuperset(choice["source"].split("; ")):
@@ -95,11 +92,7 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
     launch, why = None, "there is none on this device"
     taken = _explained(function, inputs)["path"]
     if op is not None and taken == "portable":
-        path = torch_ops.settings.path
-        # Plans, and the launches that they keep, are made anew after a change of settings.
-        torch_ops.settings.update(path="auto" if path == "hopper" else "hopper")
-        torch_ops.settings.update(path=path)
-        with recorded_launches(LAUNCHERS) as launches:
+        with recorded_launches() as launches:
             inputs.call(op)
         launch, why = launches.replay, ""
     elif inputs.x.is_cuda:

@@ -8,10 +8,6 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from torch_ops._attention import portable as attention_portable
-from torch_ops._attention import short as attention_short
-from torch_ops._attention.plan import plan_forward
-from torch_ops._attention.scores import Scores
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
 from torch_ops.bench.measure.room import Call, Contender, HostCall, Room
@@ -73,11 +69,10 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     leaf = q.detach().clone().requires_grad_()
     op = torch.ops.vk.window_attn
     number = torch.ones(16, device=device)
-    launch, launcher, why = _raw_calls(inputs)
+    launch, why = _raw_launch(inputs)
     return [
         HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("raw Triton launch of the forward kernel", launch, raw=True, note=why),
-        HostCall("launcher, its plan made", launcher, note="" if launcher else why),
         HostCall("torch.ops.vk.window_attn", lambda: op(q, k, v, cu_seqlens), target=1.8),
         HostCall("torch_ops.window_attn", lambda: torch_ops.window_attn(q, k, v, cu_seqlens), target=1.8),
         HostCall(
@@ -93,26 +88,13 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     ]
 
 
-def _raw_calls(
-    inputs: WindowAttnInputs,
-) -> tuple[Callable[[], object] | None, Callable[[], object] | None, str]:
-    """The kernel's launch and the launcher's call, or why there are none."""
-    path = attention_path(inputs)
-    if path == "reference":
-        return None, None, "there is none on this device"
-    q, k, v, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
-    out, lse = torch.ops.vk.window_attn(q, k, v, cu_seqlens)
-    scores = Scores.of(q.shape[2], None, False, -1, -1, 0.0)
-    planned = plan_forward(q, k, v, cu_seqlens, None, scores)
-
-    def launcher() -> None:
-        planned(q, k, v, cu_seqlens, None, out, lse)
-
-    if path == "hopper":
-        return None, launcher, "Hopper's launcher keeps its launches to itself"
-    with recorded_launches((attention_portable, attention_short)) as launches:
-        launcher()
-    return launches.replay, launcher, ""
+def _raw_launch(inputs: WindowAttnInputs) -> tuple[Callable[[], object] | None, str]:
+    """The launch of a forward's kernels, or why there is none."""
+    if attention_path(inputs) == "reference":
+        return None, "there is none on this device"
+    with recorded_launches() as launches:
+        torch.ops.vk.window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
+    return launches.replay, ""
 
 
 ROOM = Room(

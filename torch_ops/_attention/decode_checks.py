@@ -1,12 +1,12 @@
 """What attention over a cache of keys checks and allocates."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ops._attention.calls import lse_dtype
-from torch_ops._attention.steps import check_steps
+from torch_ops._attention.calls import check_options, check_score_tensors, lse_dtype
 from torch_ops._core.checks import (
     capacity_of,
     check_dense,
@@ -15,28 +15,18 @@ from torch_ops._core.checks import (
     check_head_dim,
     check_int,
     check_num_heads,
-    check_scale,
-    check_softcap,
     check_vector,
-    check_window,
     dtype_name,
     refuse,
 )
-from torch_ops._core.registry import is_eager
-from torch_ops.settings import settings
 
 MOST_QUERIES = 16
 PAGE_UNIT = 16
 MOST_SPLITS = 1024
 
 
-def check_decode(
-    op: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    scale: float | None, causal: bool, window_left: int, window_right: int, softcap: float,
-    alibi_slopes: Tensor | None, sinks: Tensor | None,
-    prefix_k: Tensor | None, prefix_v: Tensor | None, prefix_seqlens: Tensor | None,
-    num_splits: int, batch_invariant: bool,
-) -> None:  # fmt: skip
+def check_decode(op: str, call: Any) -> None:
+    q, k_cache, v_cache, cache_seqlens, block_table = call[:5]
     _check_four(op, "q", q, "[B, H, Sq, D]")
     check_float(op, "q", q)
     batch, num_heads, queries, head_dim = q.shape
@@ -60,16 +50,14 @@ def check_decode(
             refuse(op, "k_cache", "of one page or more", list(k_cache.shape))
         if k_cache.shape[2] == 0 or k_cache.shape[2] % PAGE_UNIT != 0:
             refuse(op, "the page size of k_cache", f"a multiple of {PAGE_UNIT}", k_cache.shape[2])
-    check_scale(op, scale)
-    check_window(op, "window_left", window_left)
-    check_window(op, "window_right", window_right)
-    check_softcap(op, softcap)
-    check_steps(op, q, batch, alibi_slopes, sinks, 0.0, None)
-    _check_prefix(op, q, k_cache, prefix_k, prefix_v, prefix_seqlens)
+    check_options(op, call)
+    check_score_tensors(op, call, batch)
+    _check_prefix(op, q, k_cache, call.prefix_k, call.prefix_v, call.prefix_seqlens)
+    num_splits = call.num_splits
     check_int(op, "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
         refuse(op, "num_splits", f"0 (chosen) or up to {MOST_SPLITS}", num_splits)
-    if batch_invariant and num_splits:
+    if call.batch_invariant and num_splits:
         refuse(op, "num_splits", "0 where batch_invariant is set, which has splits of its own", num_splits)
 
 
@@ -130,17 +118,14 @@ def _check_prefix(
         _check_lengths(op, "prefix_seqlens", prefix_seqlens, prefix_k.shape[0], q)
 
 
-def check_decode_values(
-    op: str, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    prefix_k: Tensor | None, prefix_seqlens: Tensor | None, num_queries: int, window_left: int,
-) -> None:  # fmt: skip
-    """What only the device knows; costs a synchronisation, and is looked at in checked mode alone.
+def check_decode_values(op: str, call: Any) -> None:
+    """Refuse what only the device knows.
 
-    Pages that lie before every query's window are not asked for: they may have been given to others.
+    Pages that lie before every query's window are not looked at: they may have been given to others.
     """
-    if not settings.checked or not is_eager():
-        return
-    lengths = cache_seqlens.tolist()
+    k_cache, block_table, window_left = call.k_cache, call.block_table, call.window_left
+    prefix_k, prefix_seqlens, num_queries = call.prefix_k, call.prefix_seqlens, call.q.shape[2]
+    lengths = call.cache_seqlens.tolist()
     _check_within(op, "cache_seqlens", lengths, capacity_of(k_cache, block_table))
     if prefix_k is not None and prefix_seqlens is not None:
         _check_within(op, "prefix_seqlens", prefix_seqlens.tolist(), prefix_k.shape[2])

@@ -1,9 +1,9 @@
-"""What stands between q k^T and softmax, for every launcher of the attention core."""
+"""What stands between q k^T and softmax, for every plan of the attention core."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -13,28 +13,14 @@ from csrc_free_ops.tiles import steps
 UNBOUNDED = 2**30
 
 
-class StepTensors(NamedTuple):
-    """What a step (`csrc_free_ops.tiles.steps`) reads: slopes of ALiBi, sinks, the seed of dropout; None where off."""
+class AttentionOptions(NamedTuple):
+    """What a call of the attention core computes, but for its tensors.
 
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    seed: Tensor | None = None
-
-    @staticmethod
-    def of(slopes: Tensor | None, sinks: Tensor | None, seed: Tensor | None) -> "StepTensors":
-        """As kernels read them, without a look at strides."""
-        slopes = slopes if slopes is None else slopes.contiguous()
-        return StepTensors(slopes, sinks if sinks is None else sinks.contiguous(), seed)
-
-
-NO_STEP = StepTensors()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What stands between q k^T and softmax; `left` and `right` bound the keys around a query, -1 is unbounded.
-
-    `alibi` is how many dimensions the slopes have, 0 for none; `dropout` is the probability.
+    left, right: keys that a query sees before and after its position, -1 for all
+    alibi:       number of dimensions of the slopes, 0 for none
+    dropout:     probability
+    has_lse:     whether lse is filled
+    compute_dtype: half type that fp32 inputs are computed in, None for their own
     """
 
     scale: float
@@ -44,18 +30,27 @@ class Scores:
     alibi: int = 0
     has_sinks: bool = False
     dropout: float = 0.0
+    has_lse: bool = True
+    deterministic: bool = True
+    compute_dtype: torch.dtype | None = None
 
     @staticmethod
-    def of(
-        head_dim: int, scale: float | None, causal: bool, left: int, right: int, softcap: float,
-        step: StepTensors = NO_STEP, dropout: float = 0.0,
-    ) -> "Scores":  # fmt: skip
-        """From an op's arguments; causal order is a right bound of 0."""
-        scale = head_dim**-0.5 if scale is None else scale
-        alibi = 0 if step.slopes is None else step.slopes.dim()
-        # Rounded once, for what computes in fp32 and what does not.
-        dropout = float(np.float32(dropout)) if dropout else 0.0
-        return Scores(scale, left, 0 if causal else right, softcap, alibi, step.sinks is not None, dropout)
+    def of(call: Any) -> "AttentionOptions":
+        """Read the options off an op's call, whatever of them it has. Causal order is a right bound of 0."""
+        slopes, dropout = getattr(call, "alibi_slopes", None), getattr(call, "dropout_p", 0.0)
+        return AttentionOptions(
+            scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale,
+            left=call.window_left,
+            right=0 if call.causal else call.window_right,
+            softcap=call.softcap,
+            alibi=0 if slopes is None else slopes.dim(),
+            has_sinks=getattr(call, "sinks", None) is not None,
+            # Rounded once, for what computes in fp32 and what does not.
+            dropout=float(np.float32(dropout)) if dropout else 0.0,
+            has_lse=getattr(call, "return_lse", True),
+            deterministic=getattr(call, "deterministic", True),
+            compute_dtype=getattr(call, "compute_dtype", None),
+        )
 
     @property
     def steps(self) -> int:
