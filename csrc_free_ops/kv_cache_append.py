@@ -1,18 +1,19 @@
-"""Keys and values of new tokens into a cache, behind those that a sequence has, and the rotary embedding on the way.
+"""Append keys and values of new tokens to a KV cache, with the rotary embedding on the way.
 
-Token i of sequence b, which has n_b keys, goes to position p = n_b + i:
+Token i of sequence b, which has n_b keys so far, goes to position p = n_b + i:
 
     k_cache[b, h, p] = R_p(k[b, h, i])        v_cache[b, h, p] = v[b, h, i]        q'[b, h, i] = R_p(q[b, h, i])
 
-of a paged cache to row p % PAGE_SIZE of page table[b, p // PAGE_SIZE]. R_p turns pairs of the first TURNED columns of a
-head by row p of the tables (tiles/rope.py), in fp32 and rounded once, to the dtype that is stored; the other columns
-pass. Pairs are columns i and i + TURNED / 2 (GPT-NeoX's order), or 2 i and 2 i + 1 (GPT-J's, INTERLEAVED).
+In a paged cache position p is row p % PAGE_SIZE of page table[b, p // PAGE_SIZE]. R_p rotates pairs of the first TURNED
+columns of a head by row p of the tables (tiles/rope.py). It is computed in fp32 and rounded once to the stored dtype.
+The other columns are copied. Pairs are columns i and i + TURNED / 2 (order of GPT-NeoX), or 2 i and 2 i + 1 (GPT-J,
+INTERLEAVED).
 
-A program moves BLOCK_M rows of k, of v or of q: a row is a head of a token, and the heads of a token are neighbours.
-All are pairs of columns, BLOCK_N at a time, whether turned or not. Memory-bound.
+A program moves BLOCK_M rows of k, of v or of q; a row is a head of a token, and the heads of a token are neighbours. It
+treats all columns as pairs, BLOCK_N at a time, whether they are rotated or not. The kernel is memory-bound.
 
-Nothing is written for a sequence of negative length, past the capacity, or to a page that is not there. Of the tables
-the row nearest to p is read.
+Nothing is written for a sequence of negative length, past the capacity, or to a page that does not exist. Positions
+past the tables read their last row.
 """
 
 import triton
@@ -24,21 +25,21 @@ SIZES = ("num_tokens", "capacity", "num_pages", "num_angles")
 
 
 @triton.jit
-def _place_rows(tile, num_tokens, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(token, head, whether there is such a token) of each row."""
+def _locate_rows(tile, num_tokens, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(token, head, whether the token exists) of each row."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows // NUM_HEADS, (rows % NUM_HEADS).to(tl.int64), rows // NUM_HEADS < num_tokens
 
 
 @triton.jit
 def _column_pairs(pairs, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr):
-    """The columns of each pair: first those of what is turned, then those of the rest."""
+    """The two columns of each pair: first the rotated pairs, then the columns that are copied."""
     first = pairs
     second = pairs + HEAD_DIM // 2
     if TURNED > 0 and TURNED < HEAD_DIM:
-        turned = pairs < TURNED // 2
-        first = tl.where(turned, first, pairs + TURNED // 2)
-        second = tl.where(turned, pairs + TURNED // 2, second)
+        rotated = pairs < TURNED // 2
+        first = tl.where(rotated, first, pairs + TURNED // 2)
+        second = tl.where(rotated, pairs + TURNED // 2, second)
     return first, second
 
 
@@ -47,7 +48,7 @@ def _load_pairs(
     rows, inside, begin,
     HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The first and the second of each pair, in fp32: [BLOCK_M, BLOCK_N] both."""
+    """The first and the second elements of pairs in fp32, [BLOCK_M, BLOCK_N] each."""
     if INTERLEAVED:
         columns = 2 * begin + tl.arange(0, 2 * BLOCK_N)
         mask = inside[:, None] & (columns < HEAD_DIM)[None, :]
@@ -86,7 +87,7 @@ def _load_angles(
     rows, inside, begin,
     TURNED: tl.constexpr, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A table's entries for the first and the second of each pair; SHARED: one for both."""
+    """A table's entries for the first and the second element of each pair; with SHARED one serves both."""
     if SHARED:
         pairs = begin + tl.arange(0, BLOCK_N)
         mask = inside[:, None] & (pairs < TURNED // 2)[None, :]
@@ -103,17 +104,20 @@ def _move_rows(
     HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """source, cos, sin, target: where each row begins, [BLOCK_M]; cos and sin are read where TURNED > 0."""
+    """Move rows from `source` to `target`, rotated if TURNED > 0.
+
+    source, cos, sin and target are the addresses of the rows, [BLOCK_M]; cos and sin are read only if TURNED > 0.
+    """
     for begin in tl.static_range(0, HEAD_DIM // 2, BLOCK_N):
         a, b = _load_pairs(source, inside, begin, HEAD_DIM, TURNED, INTERLEAVED, BLOCK_N)
         if TURNED > 0:
             cos_of = _load_angles(cos, inside, begin, TURNED, SHARED_ANGLES, INTERLEAVED, BLOCK_N)
             sin_of = _load_angles(sin, inside, begin, TURNED, SHARED_ANGLES, INTERLEAVED, BLOCK_N)
-            turned_a, turned_b = rotate(a, b, cos_of, sin_of)
-            # By a select, since products by 0 would not pass what is infinite.
-            turned = (begin + tl.arange(0, BLOCK_N) < TURNED // 2)[None, :]
-            a = tl.where(turned, turned_a, a)
-            b = tl.where(turned, turned_b, b)
+            rotated_a, rotated_b = rotate(a, b, cos_of, sin_of)
+            # A select, because columns that are copied may be infinite, and products by 0 would make them NaN.
+            rotated = (begin + tl.arange(0, BLOCK_N) < TURNED // 2)[None, :]
+            a = tl.where(rotated, rotated_a, a)
+            b = tl.where(rotated, rotated_b, b)
         _store_pairs(target, a, b, inside, begin, HEAD_DIM, TURNED, INTERLEAVED, BLOCK_N)
 
 
@@ -121,7 +125,7 @@ def _move_rows(
 def _rows_of(
     ptr, outer, head, row, stride_outer, stride_head, STRIDE: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Where rows begin; outer and head strides arrive in units of UNIT elements, so that their alignment is known."""
+    """The addresses of rows. Outer and head strides count UNIT elements, so that the compiler knows their alignment."""
     of_outer = outer * tl.cast(stride_outer, tl.int64) * UNIT
     return ptr + of_outer + head * tl.cast(stride_head, tl.int64) * UNIT + row.to(tl.int64) * STRIDE
 
@@ -138,10 +142,10 @@ def _kv_cache_append_kernel(
     TURNED: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of k's rows, as many of v's, then those of q's; sequences).
+    """Grid (tiles of k's rows, then as many of v's, then those of q's; sequences).
 
-    NUM_HEADS is 0 where there is no q, TURNED where nothing is turned, PAGE_SIZE where the cache is contiguous: there a
-    sequence has the page of its number.
+    NUM_HEADS is 0 without q, TURNED is 0 without a rotation, PAGE_SIZE is 0 for a contiguous cache. In a contiguous
+    cache sequence b has page b.
     """
     tile = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -150,7 +154,7 @@ def _kv_cache_append_kernel(
     before = tl.load(seqlens_ptr + sequence).to(tl.int64)
     last_angle = tl.cast(num_angles, tl.int64) - 1
     if tile < 2 * k_tiles:
-        token, head, inside = _place_rows(tile % k_tiles, num_tokens, NUM_K_HEADS, BLOCK_M)
+        token, head, inside = _locate_rows(tile % k_tiles, num_tokens, NUM_K_HEADS, BLOCK_M)
         position = before + token
         inside &= (before >= 0) & (position < tl.cast(capacity, tl.int64))
         if HAS_LENGTHS:
@@ -178,7 +182,7 @@ def _kv_cache_append_kernel(
                 HEAD_DIM, 0, True, False, BLOCK_N,
             )  # fmt: skip
     elif NUM_HEADS > 0:
-        token, head, inside = _place_rows(tile - 2 * k_tiles, num_tokens, NUM_HEADS, BLOCK_M)
+        token, head, inside = _locate_rows(tile - 2 * k_tiles, num_tokens, NUM_HEADS, BLOCK_M)
         angle = tl.minimum(tl.maximum(before + token, 0), last_angle)
         _move_rows(
             _rows_of(q_ptr, sequence, head, token, stride_qb, stride_qh, STRIDE_QS, UNIT),

@@ -1,39 +1,42 @@
-"""LayerNorm and RMSNorm over the last dimension, with or without a residual sum before them, forward and backward.
+"""LayerNorm and RMSNorm over the last dimension, with or without a residual sum first, forward and backward.
 
-A row x of C columns; with a residual r first x = round(x + r) to the dtype, which is a result of its own:
+For a row x of C columns; with a residual r first x = round(x + r) to the dtype, which is a result of its own:
 
     mean_i = 1/C sum_c x_ic                        RMSNorm: 0
     rstd_i = 1 / sqrt(1/C sum_c (x_ic - mean_i)^2 + eps)
     xhat   = (x - mean) rstd
     out    = xhat weight + bias
 
-LayerNorm: arXiv 1607.06450; RMSNorm: arXiv 1910.07467. The variance is taken of differences, after the mean: the
-difference of E[x^2] and E[x]^2 cancels. Everything is fp32, and out is rounded once. Of fp32 rows the mean of x - mean
-is taken off too: where all values are equal, what the mean was rounded by would be all that is left, times 1000 by
-rstd. Equal values of a half type add up exactly. Backward, for upstream dout and, of the residual sum, dsum, with
-g = dout weight:
+LayerNorm: arXiv 1607.06450; RMSNorm: arXiv 1910.07467. The variance is that of differences from the mean, because
+E[x^2] - E[x]^2 cancels. Everything is fp32, and out is rounded once.
+
+fp32 rows also subtract the mean of x - mean. If all values of a row are equal, only the rounding error of the mean
+would be left, and rstd would multiply it by 1000. Equal values of a half type add up exactly.
+
+Backward, for upstream gradients dout of out and dsum of the residual sum, with g = dout weight:
 
     dx      = rstd (g - xhat mean_c(g xhat) - mean_c(g)) + dsum      RMSNorm: without mean_c(g)
     dweight = sum_i dout xhat
     dbias   = sum_i dout
 
-Nothing is saved but the inputs: a row is in registers anyway, so its statistics are made again. dx is the gradient of x
-and of the residual alike. Each program of the backward takes every num_programs-th tile of rows, while the next ones
-are on their way to shared memory, and keeps fp32 sums of its own for dweight and dbias, which the sums kernel adds in a
-fixed order: the same bits every time.
+Only the inputs are saved: a row is in registers anyway, so its statistics are recomputed. x and the residual have one
+gradient, dx. Each program of the backward takes every num_programs-th tile of rows and prefetches the next ones to
+shared memory. It accumulates dweight and dbias in fp32, and the sums kernel adds the accumulators of all programs in a
+fixed order: results have the same bits every time.
 
-A row is held as parts of MAIN columns (`tiles/rows.py`, with WIDTH for HEAD_DIM): 1152 columns are five parts of 256,
-the last of them half empty, where one power of two would be 2048. Parts are alike, whatever of the last is empty, so
-that a thread holds the same place in each; where a warp spans a part, nothing is exchanged between warps. The wide
-kernels are for rows that registers cannot hold: they pass over blocks of columns several times, and keep their sums of
-columns in memory.
+A row is held as chunks of MAIN columns (`tiles/rows.py`, with WIDTH for HEAD_DIM). 1152 columns are five chunks of 256,
+and the last one is half empty. One power of two would be 2048. All chunks have one shape, so that a thread holds the
+same columns of each. If a warp spans a chunk, warps exchange nothing.
+
+The wide kernels are for rows that registers cannot hold. They pass over blocks of columns several times and keep their
+column sums in memory.
 """
 
 import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import add_rows, load_part, load_rows, scale_rows, store_part, store_rows, zero_rows
+from csrc_free_ops.tiles.rows import add_rows, load_chunk, load_rows, scale_rows, store_chunk, store_rows, zero_rows
 
 SIZES = ("num_rows", "num_programs")
 
@@ -56,47 +59,47 @@ def _add_rounded(a, b):
 
 
 @triton.jit
-def _row_sums(parts, BLOCK_M: tl.constexpr):
-    """[BLOCK_M], or of a single row a scalar, which no layout of threads ties to one of the parts."""
-    total = parts[0].to(tl.float32)
-    for index in tl.static_range(1, len(parts)):
-        total += parts[index].to(tl.float32)
+def _row_sums(chunks, BLOCK_M: tl.constexpr):
+    """The sum of each row, [BLOCK_M]. A single row gives a scalar, whose layout suits every chunk."""
+    total = chunks[0].to(tl.float32)
+    for index in tl.static_range(1, len(chunks)):
+        total += chunks[index].to(tl.float32)
     return tl.sum(total) if BLOCK_M == 1 else tl.sum(total, 1)
 
 
 @triton.jit
 def _along_rows(value, BLOCK_M: tl.constexpr):
-    """What `_row_sums` gives, as a factor of parts."""
+    """A result of `_row_sums` as a factor of chunks."""
     return value if BLOCK_M == 1 else value[:, None]
 
 
 @triton.jit
-def _center_part(part, mean, VALID: tl.constexpr, HAS_MEAN: tl.constexpr):
-    centered = part.to(tl.float32)
+def _center_chunk(chunk, mean, VALID: tl.constexpr, HAS_MEAN: tl.constexpr):
+    centered = chunk.to(tl.float32)
     if HAS_MEAN:
         centered -= mean
-        if VALID < part.shape[1]:
-            # What pads a row must not count in its variance.
-            centered = tl.where((tl.arange(0, part.shape[1]) < VALID)[None, :], centered, 0.0)
+        if VALID < chunk.shape[1]:
+            # Padding must not count in the variance.
+            centered = tl.where((tl.arange(0, chunk.shape[1]) < VALID)[None, :], centered, 0.0)
     return centered
 
 
 @triton.jit
-def _center(parts, mean, WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr):
-    centered = (_center_part(parts[0], mean, WIDTH, HAS_MEAN),)
-    for index in tl.static_range(1, len(parts)):
-        centered += (_center_part(parts[index], mean, WIDTH - index * MAIN, HAS_MEAN),)
+def _center(chunks, mean, WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr):
+    centered = (_center_chunk(chunks[0], mean, WIDTH, HAS_MEAN),)
+    for index in tl.static_range(1, len(chunks)):
+        centered += (_center_chunk(chunks[index], mean, WIDTH - index * MAIN, HAS_MEAN),)
     return centered
 
 
 @triton.jit
-def _mean_of_rows(parts, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
-    return _along_rows(tl.div_rn(_row_sums(parts, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+def _mean_of_rows(chunks, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    return _along_rows(tl.div_rn(_row_sums(chunks, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
 
 
 @triton.jit
 def _reciprocal_deviation(squares, eps, WIDTH: tl.constexpr):
-    """1 / sqrt(squares / WIDTH + eps), exactly rounded at each step: a row has one, and every column takes it."""
+    """1 / sqrt(squares / WIDTH + eps), correctly rounded at each step, because its error would reach every column."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * WIDTH) + eps))
 
 
@@ -105,7 +108,7 @@ def _standardize(
     x, eps, rows, num_rows,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """x minus its mean, in fp32, and rstd as a factor of it: 0 for rows from num_rows on, which hold only zeros."""
+    """(x minus its mean in fp32, rstd as a factor); rstd is 0 for rows from num_rows on, which hold only zeros."""
     mean = 0.0
     if HAS_MEAN:
         mean = _mean_of_rows(x, WIDTH, BLOCK_M)
@@ -119,16 +122,16 @@ def _standardize(
 
 
 @triton.jit
-def _parameter_part(
-    ptr, parts, index: tl.constexpr, rows,
+def _parameter_chunk(
+    ptr, chunks, index: tl.constexpr, rows,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Part `index` of weight or bias in fp32. For every row of the tile, from rows that are 0 apart: in x's layout."""
+    """Chunk `index` of weight or bias in fp32, [BLOCK_M, MAIN]. A row stride of 0 repeats it in the layout of x."""
     if EARLY:
-        part = parts[index]
+        chunk = chunks[index]
     else:
-        part = load_part(ptr, index * MAIN, rows, BLOCK_M, 0, MAIN, WIDTH - index * MAIN, False)
-    return part.to(tl.float32)
+        chunk = load_chunk(ptr, index * MAIN, rows, BLOCK_M, 0, MAIN, WIDTH - index * MAIN, False)
+    return chunk.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -138,8 +141,11 @@ def _norm_fwd_kernel(
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M rows). See the module for the maths. With EARLY weight and bias are on their way while x
-    is; else they come part by part when the row's statistics are there, and registers hold half as much."""
+    """Grid (tiles of BLOCK_M rows). The module's docstring has the maths.
+
+    With EARLY weight and bias are loaded together with x. Else they are loaded chunk by chunk after the row's
+    statistics, which needs half the registers.
+    """
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
@@ -164,15 +170,15 @@ def _norm_fwd_kernel(
     for index in tl.static_range(0, len(centered)):
         out = centered[index] * rstd
         if HAS_WEIGHT:
-            out *= _parameter_part(weight_ptr, weight, index, rows, WIDTH, MAIN, BLOCK_M, EARLY)
+            out *= _parameter_chunk(weight_ptr, weight, index, rows, WIDTH, MAIN, BLOCK_M, EARLY)
         if HAS_BIAS:
-            out += _parameter_part(bias_ptr, bias, index, rows, WIDTH, MAIN, BLOCK_M, EARLY)
-        store_part(out_ptr, index * MAIN, rows, remaining, out, WIDTH, MAIN, WIDTH - index * MAIN)
+            out += _parameter_chunk(bias_ptr, bias, index, rows, WIDTH, MAIN, BLOCK_M, EARLY)
+        store_chunk(out_ptr, index * MAIN, rows, remaining, out, WIDTH, MAIN, WIDTH - index * MAIN)
 
 
 @triton.jit
-def _differentiate_part(g, xhat, rstd, mean_gx, mean_g, HAS_MEAN: tl.constexpr):
-    """mean_gx and mean_g are a row's means of g xhat and, with HAS_MEAN, of g."""
+def _differentiate_chunk(g, xhat, rstd, mean_gx, mean_g, HAS_MEAN: tl.constexpr):
+    """A chunk of dx, without dsum. mean_gx and mean_g are the row's means of g xhat and, with HAS_MEAN, of g."""
     centered = g - xhat * mean_gx
     if HAS_MEAN:
         centered -= mean_g
@@ -180,11 +186,11 @@ def _differentiate_part(g, xhat, rstd, mean_gx, mean_g, HAS_MEAN: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(parts):
-    """[1, WIDTH]"""
-    total = (tl.sum(parts[0], 0)[None, :],)
-    for index in tl.static_range(1, len(parts)):
-        total += (tl.sum(parts[index], 0)[None, :],)
+def _sum_rows(chunks):
+    """Column sums over the rows of a tile, [1, WIDTH]."""
+    total = (tl.sum(chunks[0], 0)[None, :],)
+    for index in tl.static_range(1, len(chunks)):
+        total += (tl.sum(chunks[index], 0)[None, :],)
     return total
 
 
@@ -197,7 +203,7 @@ def _norm_bwd_kernel(
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs), any number. dweight and dbias are [programs, WIDTH], fp32: what each program has summed."""
+    """Grid (programs), any number. dweight and dbias are [programs, WIDTH] in fp32: the column sums of each program."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
     program = tl.program_id(0)
@@ -233,28 +239,28 @@ def _norm_bwd_kernel(
             mean_g = mean_gx
             if HAS_MEAN:
                 mean_g = _along_rows(_row_sums(g, BLOCK_M) * (1.0 / WIDTH), BLOCK_M)
-            dx = (_differentiate_part(g[0], xhat[0], rstd, mean_gx, mean_g, HAS_MEAN),)
+            dx = (_differentiate_chunk(g[0], xhat[0], rstd, mean_gx, mean_g, HAS_MEAN),)
             for index in tl.static_range(1, len(g)):
-                dx += (_differentiate_part(g[index], xhat[index], rstd, mean_gx, mean_g, HAS_MEAN),)
+                dx += (_differentiate_chunk(g[index], xhat[index], rstd, mean_gx, mean_g, HAS_MEAN),)
             if HAS_DSUM:
-                # Last, so that registers need not hold it meanwhile; it is on its way with the rest.
+                # Added last, so that registers need not hold it before; the pipeline has prefetched it.
                 dsum = load_rows(
                     dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
                 )
                 dx = add_rows(dx, dsum)
             store_rows(dx_ptr + first * WIDTH, starts, rows, remaining, dx, WIDTH, WIDTH, MAIN, TAIL)
-    own = program.to(tl.int64) * WIDTH
+    offset = program.to(tl.int64) * WIDTH
     if NEEDS_DWEIGHT:
-        store_rows(dweight_ptr + own, starts, tl.arange(0, 1), 1, _sum_rows(dweight), WIDTH, WIDTH, MAIN, TAIL)
+        store_rows(dweight_ptr + offset, starts, tl.arange(0, 1), 1, _sum_rows(dweight), WIDTH, WIDTH, MAIN, TAIL)
     if NEEDS_DBIAS:
-        store_rows(dbias_ptr + own, starts, tl.arange(0, 1), 1, _sum_rows(dbias), WIDTH, WIDTH, MAIN, TAIL)
+        store_rows(dbias_ptr + offset, starts, tl.arange(0, 1), 1, _sum_rows(dbias), WIDTH, WIDTH, MAIN, TAIL)
 
 
 @triton.jit
 def _add_programs(
     ptr, out_ptr, num_programs, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """out = sums of [num_programs, WIDTH] over programs, of this program's columns."""
+    """out = the sums of [num_programs, WIDTH] over programs, for this program's BLOCK_N columns."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
@@ -270,8 +276,7 @@ def _norm_bwd_sums_kernel(
     WIDTH: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of BLOCK_N columns, those of dweight and dbias that are needed): what the programs of the backward
-    have summed, added up."""
+    """Grid (blocks of BLOCK_N columns, those of dweight and dbias that are needed): add up the sums of all programs."""
     await_before(OVERLAPS)
     if NEEDS_DWEIGHT:
         if tl.program_id(1) == 0:
@@ -299,7 +304,7 @@ def _wide_statistics(
     x_ptr, residual_ptr, eps,
     WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """mean and rstd of one row."""
+    """(mean, rstd) of one row, of x plus the residual if there is one."""
     local = tl.arange(0, BLOCK_N)
     mean = 0.0
     if HAS_MEAN:
@@ -308,11 +313,11 @@ def _wide_statistics(
             total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
         mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
         if x_ptr.dtype.element_ty == tl.float32:
-            rest = tl.zeros((BLOCK_N,), tl.float32)
+            correction = tl.zeros((BLOCK_N,), tl.float32)
             for start in tl.range(0, WIDTH, BLOCK_N):
                 centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
-                rest += tl.where(start + local < WIDTH, centered, 0.0)
-            mean += tl.div_rn(tl.sum(rest), 1.0 * WIDTH)
+                correction += tl.where(start + local < WIDTH, centered, 0.0)
+            mean += tl.div_rn(tl.sum(correction), 1.0 * WIDTH)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_N):
         centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
@@ -362,7 +367,7 @@ def _norm_bwd_wide_kernel(
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs), any number, as `_norm_bwd_kernel`; a program's sums stay in memory, where only it comes."""
+    """Grid (programs), any number, as `_norm_bwd_kernel`; a program keeps its column sums in its own row of memory."""
     eps = tl.cast(eps, tl.float32)
     program = tl.program_id(0)
     local = tl.arange(0, BLOCK_N)
@@ -377,7 +382,7 @@ def _norm_bwd_wide_kernel(
         row = tl.cast(index, tl.int64)
         dout_row = dout_ptr + row * STRIDE_DO
         x_row = x_ptr + row * STRIDE_X
-        # Other threads may add to a column in this row than in the one before.
+        # Another thread may have added to a column for the previous row.
         tl.debug_barrier()
         if NEEDS_DX or NEEDS_DWEIGHT:
             mean, rstd = _wide_statistics(x_row, x_row, eps, WIDTH, HAS_MEAN, False, BLOCK_N)

@@ -1,20 +1,20 @@
-"""Learned positions, resampled to image grids, and their gradient. Memory-bound.
+"""Learned position embeddings, resampled to image grids, and their gradient. Memory-bound.
 
-Rows, images, merge-block order, and one launch for all images: `tiles/images.py`.
+`tiles/images.py` explains rows and images, merge-block order, and why one launch serves all images.
 
 A table of S x S entries is resampled to each h x w frame, bilinearly and separably. Along an axis of `size` patches,
 patch i lies at
 
-    src = i (S - 1) / max(size - 1, 1)    or, of half-pixel centres,    src = (i + 1/2) S / size - 1/2
+    src = i (S - 1) / max(size - 1, 1)    or, for half-pixel centres,    src = (i + 1/2) S / size - 1/2
 
-and takes entry floor(src) by 1 - frac(src) and the next by frac(src), once src is clamped to the table. With weights
-and sums in fp32, out = sum w_i w_j table, rounded once.
+src is clamped to the table. The patch takes entry floor(src) with weight 1 - frac(src) and the next entry with
+frac(src). Weights and sums are fp32, and out = sum w_i w_j table is rounded once.
 
-Its gradient is gathered. Entry r gets something along an axis from those i for which |src(i) - r| < 1 (the first and
-the last also from all that were clamped to them), which is an interval of i with bounds in integers. So an entry's
-addends from an image are frames x (rows of an interval) x (columns of an interval), their number is known, and with a
-running sum over images the k-th addend of all is found by its number: BLOCK_M of them are added at a time, into fp32
-accumulators that are summed at the end. No atomics, and the order depends on the grid alone.
+The gradient is gathered without atomics. Along an axis, entry r gets a share from every i with |src(i) - r| < 1; the
+first and the last entry also get one from every clamped i. These i are an interval with integer bounds. An entry's
+addends from an image are therefore frames x (rows of an interval) x (columns of an interval), and their number is
+known. A running sum over images finds the k-th addend by its number. A program adds BLOCK_M addends at a time to fp32
+accumulators, in an order that depends on the grid alone.
 """
 
 import triton
@@ -33,7 +33,7 @@ from csrc_free_ops.tiles.images import (
 
 @triton.jit
 def _source(index, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
-    """Where patch `index` of an axis lies among the entries."""
+    """src of patch `index` of an axis."""
     index = index.to(tl.float32)
     if ALIGN_CORNERS:
         src = tl.div_rn(index * (SIDE - 1), tl.maximum(size - 1, 1).to(tl.float32))
@@ -44,7 +44,7 @@ def _source(index, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
 
 @triton.jit
 def _taps(index, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
-    """(entry, next entry, weight of the next) that patch `index` of an axis takes."""
+    """(entry, next entry, weight of the next entry) of patch `index` of an axis."""
     src = _source(index, size, SIDE, ALIGN_CORNERS)
     floor = tl.floor(src)
     entry = floor.to(tl.int32)
@@ -53,7 +53,7 @@ def _taps(index, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
 
 @triton.jit
 def _weight(entry, index, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
-    """By how much patch `index` of an axis takes this entry; to the bit what `_taps` says."""
+    """The weight of this entry for patch `index` of an axis, bit for bit that of `_taps`."""
     return tl.maximum(1.0 - tl.abs(_source(index, size, SIDE, ALIGN_CORNERS) - entry), 0.0)
 
 
@@ -61,7 +61,8 @@ def _weight(entry, index, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr)
 def _span(entry, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
     """(first, number) of the patches of an axis that take this entry.
 
-    Exact in integers, and in fp32 too: rounding keeps order, and the bounds are numbers that it does not change.
+    The bounds are exact in integers. They agree with fp32, because rounding keeps the order of numbers, and the bounds
+    themselves are fp32 numbers.
     """
     if ALIGN_CORNERS:
         # (entry - 1) (size - 1) < i (SIDE - 1) < (entry + 1) (size - 1)
@@ -69,7 +70,7 @@ def _span(entry, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
         steps = tl.maximum(size - 1, 0)
         first = tl.maximum(entry - 1, 0) * steps // whole + 1
         last = ((entry + 1) * steps + (whole - 1)) // whole - 1
-        # All of an axis of one patch lies at 0.
+        # The only patch of an axis of one patch lies at 0.
         last = tl.where(steps == 0, tl.where(entry == 0, 0, -1), last)
     else:
         # (2 entry - 1) size < (2 i + 1) SIDE < (2 entry + 3) size
@@ -110,8 +111,8 @@ def _pos_embed_fwd_kernel(
     out = a * ((1.0 - down) * (1.0 - over))[:, None] + b * ((1.0 - down) * over)[:, None]
     out += c * (down * (1.0 - over))[:, None]
     out += d * (down * over)[:, None]
-    place = out_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=(rows < total)[:, None] & (cols < WIDTH)[None, :])
+    pointers = out_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=(rows < total)[:, None] & (cols < WIDTH)[None, :])
 
 
 @triton.jit
@@ -119,10 +120,10 @@ def _box(
     row_entry, col_entry, h, w, frame, start, end,
     SIDE: tl.constexpr, MERGE: tl.constexpr, ALIGN_CORNERS: tl.constexpr,
 ):  # fmt: skip
-    """Which patches of an image take an entry of the table: (first row, rows, first column, columns, frames)."""
+    """The patches of an image that take an entry of the table: (first row, rows, first column, columns, frames)."""
     first_row, num_rows = _span(row_entry, h, SIDE, ALIGN_CORNERS)
     first_col, num_cols = _span(col_entry, w, SIDE, ALIGN_CORNERS)
-    # Of an image that is cut off, what is not there is not looked at: it may be a billion patches.
+    # Clamp to existing rows, because the grid of a truncated image may describe a billion patches.
     rows_there = (end - start) // tl.maximum(w // MERGE * MERGE, 1) + MERGE
     cols_there = (end - start) // MERGE + MERGE
     num_rows = tl.maximum(tl.minimum(num_rows, rows_there - first_row), 0)
@@ -136,7 +137,7 @@ def _count(
     row_entry, col_entry, h, w, frame, start, end,
     SIDE: tl.constexpr, MERGE: tl.constexpr, ALIGN_CORNERS: tl.constexpr,
 ):  # fmt: skip
-    """How many patches of an image take an entry of the table, over all frames."""
+    """The number of patches of an image that take an entry of the table, over all frames."""
     _, rows, _, cols, frames = _box(row_entry, col_entry, h, w, frame, start, end, SIDE, MERGE, ALIGN_CORNERS)
     return frames.to(tl.int64) * rows * cols
 
@@ -189,5 +190,5 @@ def _pos_embed_bwd_kernel(
             acc += tl.where(taken, weight, 0.0)[:, None] * dout.to(tl.float32)
         before = tl.max(ends, 0)
         index += IMAGES
-    place = dtable_ptr + tl.cast(entry, tl.int64) * WIDTH + cols
-    tl.store(place, tl.sum(acc, 0).to(dtable_ptr.dtype.element_ty), mask=cols < WIDTH)
+    pointers = dtable_ptr + tl.cast(entry, tl.int64) * WIDTH + cols
+    tl.store(pointers, tl.sum(acc, 0).to(dtable_ptr.dtype.element_ty), mask=cols < WIDTH)

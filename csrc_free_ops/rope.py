@@ -1,14 +1,12 @@
 """The rotary embedding of q and k as a pass of its own, and its gradient (maths: tiles/rope.py).
 
-Products of fp32 angles and of q and k in fp32, rounded once to the dtype of q and k, as Transformers'
-`apply_rotary_pos_emb_vision` rounds before q k^T. The gradient of a rotation is the rotation back, with the sign of sin
-reversed; it too is fp32 and rounded once, which is what eager PyTorch does: the gradient of the rounding is that of its
-input as it is, the sums of the two products are made in fp32, and the cast to fp32 rounds them where it is undone.
+The rotation is computed in fp32 and rounded once to the dtype of q and k, like Transformers'
+`apply_rotary_pos_emb_vision` before q k^T. The gradient of a rotation is the rotation back: sin changes its sign. It is
+fp32 and rounded once too, exactly as eager PyTorch computes it.
 
-A head is D / 2 pairs of columns. Pairs are counted over rows, D / 2 to a row, whatever D is, so that no lane is idle:
-of BLOCK_N pairs, one after the other, a program turns BLOCK_M heads, of q or of k, by angles that it reads once. A
-thread has neighbouring columns, as many as divide D / 2: eight (16 bytes of a half type) at D = 64, 80 and 128, four
-at 72.
+A head is D / 2 pairs of columns. Pairs are counted over rows, D / 2 to a row, so that no lane is idle for any D. A
+program rotates BLOCK_N neighbouring pairs of BLOCK_M heads of q or of k, and loads their angles once. A thread has as
+many neighbouring columns as divide D / 2: eight (16 bytes of a half type) at D = 64, 80 and 128, four at D = 72.
 
 Rows outside all segments become zeros, whatever q, k and the tables hold there.
 """
@@ -32,7 +30,7 @@ def _row_offsets(rows, STRIDE: tl.constexpr):
 
 @triton.jit
 def _load_angles(base, rows, pairs, valid, STRIDE: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr):
-    """[1, BLOCK_N] in fp32 for the first and the second of each pair; SHARED: one for both."""
+    """Angles in fp32 for the first and the second element of pairs, [1, BLOCK_N] each; with SHARED one serves both."""
     pointers = (base + _row_offsets(rows, STRIDE) + pairs)[None, :]
     of_first = tl.load(pointers, mask=valid[None, :], other=0.0).to(tl.float32)
     if SHARED:
@@ -43,23 +41,23 @@ def _load_angles(base, rows, pairs, valid, STRIDE: tl.constexpr, HALF: tl.conste
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x_ptr, out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_head,
     STRIDE_X: tl.constexpr, STRIDE_OUT: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr,
     NUM_HEADS: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of heads [BLOCK_M, BLOCK_N]; every element is read before it is written, so out may be x."""
+    """Rotate one tile of heads [BLOCK_M, BLOCK_N]. Every element is read before it is written, so out may be x."""
     heads = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (heads < NUM_HEADS)[:, None] & valid[None, :]
     from_heads = heads.to(tl.int64) * tl.cast(stride_head, tl.int64) * UNIT
     source = x_ptr + first * STRIDE_X + from_heads[:, None] + (_row_offsets(rows, STRIDE_X) + pairs)[None, :]
-    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     if BACK:
         a, b = rotate_back(a, b, cos, sin)
     else:
         a, b = rotate(a, b, cos, sin)
-    # By a select, since 0 times what the tables hold there may be NaN.
+    # A select, because 0 times an angle outside of all segments may be NaN.
     a = tl.where(inside[None, :], a, 0.0).to(out_ptr.dtype.element_ty)
     b = tl.where(inside[None, :], b, 0.0).to(out_ptr.dtype.element_ty)
     to = (
@@ -78,12 +76,12 @@ def _rope_kernel(
     SHARED_ANGLES: tl.constexpr, BACK: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of pairs, tiles of q's heads and then of k's); the results are contiguous."""
+    """Grid (tiles of pairs, tiles of q's heads and then of k's); results are contiguous."""
     await_before(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * BLOCK_N
     first = begin // HALF
     local = (begin % HALF).to(tl.int32) + tl.arange(0, BLOCK_N)
-    # The compiler does not see that tiles begin, and rows end, at whole runs of columns.
+    # Tiles begin and rows end at multiples of RUN columns, which the compiler cannot derive.
     RUN: tl.constexpr = tl.constexpr(HALF & -HALF)
     rows = tl.max_constancy(local // HALF, RUN)
     pairs = tl.max_contiguous(tl.multiple_of(local % HALF, RUN), RUN)
@@ -94,13 +92,13 @@ def _rope_kernel(
     q_tiles = (NUM_HEADS + BLOCK_M - 1) // BLOCK_M
     if tile < q_tiles:
         inside = (first + rows >= tl.load(cu_q_ptr)) & (first + rows < tl.load(cu_q_ptr + num_segments))
-        _turn_heads(
+        _rotate_heads(
             q_ptr, q_out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_qh,
             STRIDE_QT, 2 * HALF * NUM_HEADS, UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
         )  # fmt: skip
     else:
         inside = (first + rows >= tl.load(cu_k_ptr)) & (first + rows < tl.load(cu_k_ptr + num_segments))
-        _turn_heads(
+        _rotate_heads(
             k_ptr, k_out_ptr, cos, sin, tile - q_tiles, first, rows, pairs, valid, inside, stride_kh,
             STRIDE_KT, 2 * HALF * NUM_K_HEADS, UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,
         )  # fmt: skip

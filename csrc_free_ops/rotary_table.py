@@ -1,14 +1,14 @@
 """Rotary tables of image grids: cos and sin of the angles of every patch of a batch. Memory-bound.
 
-Rows, images, merge-block order, and one launch for all images: `tiles/images.py`.
+`tiles/images.py` explains rows and images, merge-block order, and why one launch serves all images.
 
 The patch at (i, j) (Qwen2-VL, arXiv 2409.12191, section 2.1; `rotary_pos_emb` of Transformers) has
 
     cos, sin of [i f_0 .. i f_(D/4-1) | j f_0 .. j f_(D/4-1)],    f_k = 1 / theta^(2k / (D/2))
 
-with powers, reciprocals and angles rounded to fp32 where Transformers rounds them. Each is worked out in fp64 before,
-and so is the angle's remainder by pi/2, exactly enough for any position that fp32 holds; polynomials in fp32 then give
-both (S. L. Moshier, Cephes, sinf.c). The device functions that Triton's sin and cos call would take local memory.
+Powers, reciprocals and angles are computed in fp64 and rounded to fp32 where Transformers rounds them. The angle's
+remainder by pi/2 is fp64 too, which is exact enough for any position that fp32 holds. fp32 polynomials then give cos
+and sin (S. L. Moshier, Cephes, sinf.c). The device functions behind Triton's sin and cos would need local memory.
 """
 
 import triton
@@ -19,13 +19,13 @@ from csrc_free_ops.tiles.images import COUNTS, from_merged, place_rows_in_frames
 
 @triton.jit
 def _cos_sin(angle):
-    """cos and sin of fp32 angles, each within about an ulp."""
+    """(cos, sin) of fp32 angles, each within about one unit in the last place."""
     exact = angle.to(tl.float64)
-    turns = tl.floor(exact * tl.full((), 0.6366197723675814, tl.float64) + tl.full((), 0.5, tl.float64))
-    rest = (exact - turns * tl.full((), 1.5707963267948966, tl.float64)).to(tl.float32)
-    quadrant = turns.to(tl.int64) & 3
-    square = rest * rest
-    sin = ((-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1) * square * rest + rest
+    quarters = tl.floor(exact * tl.full((), 0.6366197723675814, tl.float64) + tl.full((), 0.5, tl.float64))
+    remainder = (exact - quarters * tl.full((), 1.5707963267948966, tl.float64)).to(tl.float32)
+    quadrant = quarters.to(tl.int64) & 3
+    square = remainder * remainder
+    sin = ((-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1) * square * remainder + remainder
     cos = ((2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2) * square * square
     cos = cos - 0.5 * square + 1.0
     swapped = (quadrant & 1) == 1

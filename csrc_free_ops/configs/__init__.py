@@ -1,1 +1,1 @@
-"""Launch choice: measured rows, one rule file a family, and `pick`."""
+"""Launch choice: measured rows, one rule file for each family of kernels, and `pick`."""

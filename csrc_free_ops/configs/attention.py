@@ -1,4 +1,4 @@
-"""Tiles of the attention core's kernels where no row was measured."""
+"""Launches of the attention kernels for which no row was measured."""
 
 from triton import next_power_of_2
 
@@ -6,40 +6,43 @@ from csrc_free_ops.configs.rows import Gpu, Launch
 
 
 def split_head_dim(head_dim: int, itemsize: int, products: str = "ieee") -> tuple[int, int]:
-    """(main, tail), powers of two: head_dim is read as all whole mains that it holds and one tail (tiles/rows.py).
+    """Widths (main, tail) of the column chunks that hold head_dim (tiles/rows.py). Both are powers of two.
 
-    72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0). In fp32 no part is wider than 32, so that no sum is longer:
-    72 is (32, 16), and 128 four parts, (32, 0). "bf16x6" takes parts of 64 where they divide it, for speed.
+    72 and 80 are (64, 16), 96 is (64, 32), 128 is (128, 0). In fp32 no chunk is wider than 32, because a longer chain
+    of additions rounds more. 72 is (32, 16) then, and 128 is four chunks, (32, 0). "bf16x6" uses chunks of 64 if they
+    divide head_dim, for speed.
     """
     widest = 256 if itemsize < 4 else 64 if products == "bf16x6" and head_dim % 64 == 0 else 32
     main = min(widest, max(16, next_power_of_2(head_dim + 1) // 2))
-    rest = head_dim % main if head_dim > main else 0
-    # Beside 128 columns a tail of 16 or 32 leaves a gradient kernel with thousands of spilled bytes; one of 64 none.
-    tail = max(64 if main == 128 else 16, next_power_of_2(rest)) if rest else 0
+    remainder = head_dim % main if head_dim > main else 0
+    # With a main chunk of 128 a tail of 16 or 32 makes a gradient kernel spill thousands of bytes; a tail of 64 does
+    # not.
+    tail = max(64 if main == 128 else 16, next_power_of_2(remainder)) if remainder else 0
     return (2 * main, 0) if tail == main < widest else (main, tail)
 
 
 def covered_width(head_dim: int, itemsize: int) -> int:
-    """Columns of a tile: head_dim and what the parts of `split_head_dim` pad."""
+    """Columns of a tile: head_dim with the padding of `split_head_dim`."""
     main, tail = split_head_dim(head_dim, itemsize)
     return max(1, head_dim // main) * main + tail
 
 
 def attention_products(gpu: Gpu, head_dim: int, setting: str) -> str:
-    """How attention multiplies fp32 numbers where PyTorch's setting is "ieee" or "tf32".
+    """The input precision of fp32 products in attention, for PyTorch's setting "ieee" or "tf32".
 
-    "ieee" asks for errors no larger than those of fp32's own products. On Hopper "bf16x6" has them, on tensor cores: a
-    number is the sum of three bfloat16 ones, and of their nine products the six largest are summed. Against fp64, RMS
-    errors of out and its gradients were 0.3 to 0.7 of those of PyTorch's maths in fp32 (H200).
+    "ieee" asks for errors no larger than those of fp32 products. On Hopper "bf16x6" meets that on tensor cores: a
+    number is the sum of three bfloat16 numbers, and the six largest of their nine products are summed. On an H200 RMS
+    errors against fp64 were 0.3 to 0.7 of PyTorch's in fp32.
     """
     width = covered_width(head_dim, 4)
-    # Of 48 columns results did not keep the rule; of 96 and a narrow tail gradients of keys spill with any tile.
+    # Results at 48 columns broke the tolerance rule. With more than 96 columns, except 128, gradients of keys spill
+    # with any tile.
     fits = gpu.backend == "cuda" and int(gpu.arch) == 90 and (width <= 96 or width == 128) and width != 48
     return "bf16x6" if setting == "ieee" and fits else setting
 
 
 def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> int:
-    """An upper estimate of the pipeline's shared memory, by the tensors a kernel streams and holds."""
+    """An upper estimate of the pipeline's shared memory, from the tensors that a kernel holds and streams."""
     width = covered_width(head_dim, itemsize)
     held, streamed, rows, cols = {
         "attention_fwd": (1, 2, launch.block_m, launch.block_n),
@@ -54,23 +57,23 @@ def attention_rule(
     kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False, busy: bool = False,
     precision: str = "ieee",
 ) -> Launch:  # fmt: skip
-    """Not measured. Of general kernels the largest of a ladder of tiles that fits the shared memory, or the smallest.
+    """An unmeasured launch: the first of a ladder of tiles that fits the shared memory, or the last of them.
 
-    The ladders hold tiles that spill no registers on any target that compile_tests/test_aot.py builds for.
+    The ladders hold tiles that spill no registers on any target of compile_tests/test_aot.py.
     """
     if gpu.backend == "interpreter":
-        # Small, so that short segments in tests still take several blocks.
+        # Small tiles, so that short segments in tests still have several blocks.
         if kernel.endswith("_short"):
             return Launch(16, 16, 4, 1)
         return Launch(16, 32, 4, 1) if "dkdv" in kernel else Launch(32, 16, 4, 1)
     width = covered_width(head_dim, itemsize)
     wide = width > 128
     if kernel.endswith("_short"):
-        # Without wgmma, which only Hopper has, operands lie in registers too; 4 warps spill on the oldest.
+        # Only Hopper has wgmma; elsewhere operands take registers too, and 4 warps spill on the oldest GPUs.
         warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
         return Launch(32, 32, 4, 1) if gpu.backend == "hip" else Launch(64, 64, warps, 1)
     if kernel.endswith("_rest"):
-        # They also hold what tells them their tile, and are not there to be fast.
+        # These kernels also hold their search for tiles in registers, and they run rarely.
         if gpu.backend == "hip":
             return Launch(16, 16, 4, 1)
         arch = int(gpu.arch)
@@ -80,13 +83,14 @@ def attention_rule(
     if kernel == "attention_bwd_hopper":
         return Launch(64, 128, 8, 2 if width > 96 else 3)
     if kernel == "attention_fwd_hopper":
-        # Warpgroups share K and V, so the tallest is best; a third one leaves no registers for masks or wider heads.
+        # Warpgroups share K and V, so a taller tile reads less. A third warpgroup leaves no registers for masks or for
+        # wider heads.
         stages = 2 if width > 80 else 3
         return Launch(128, 128, 8, stages) if masked or width > 96 else Launch(192, 128, 12, stages)
     if itemsize == 4 and (launch := _tensor_core_launch(kernel, gpu, width, precision, busy)):
         ladder = [launch]
     elif itemsize == 4:
-        # fp32 products hold whole operands in registers.
+        # fp32 products keep whole operands in registers.
         if gpu.backend == "hip":
             return Launch(16, 16, 4, 1)
         if kernel == "attention_bwd_dkdv" and width > 96:
@@ -98,7 +102,8 @@ def attention_rule(
     elif gpu.backend == "hip":
         ladder = [Launch(16, 32, 4, 1)] if busy and "dkdv" in kernel else [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
     elif busy and kernel == "attention_fwd":
-        # Sums in tensor memory leave registers for more keys, of which narrower heads spill.
+        # Blackwell's accumulators are in tensor memory, which leaves registers for 64 keys; narrower heads spill with
+        # 64.
         cols = 64 if width > 96 and 100 <= int(gpu.arch) < 120 else 32
         ladder = [Launch(64, 16, 8, 1)] if wide else [Launch(64, cols, 8, 2)]
     elif busy and kernel == "attention_bwd_dq" and wide:
@@ -120,10 +125,10 @@ def attention_rule(
 
 
 def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: bool) -> Launch | None:
-    """That of attention's fp32 products on tensor cores, by figures of an H200 or an H100, or None.
+    """The launch for fp32 products on tensor cores, measured on an H200 or an H100, or None.
 
-    Where something spills, tiles that do not took longer: of 8 x 32 x 2048 causal rows and 128 columns the forward took
-    5.2 ms with 88 bytes and 6.3 without any, gradients of keys 13.4 with 608 and 16.7 with 264, which was the least.
+    Some of these tiles spill, because tiles without spills were slower. The forward of 8 x 32 x 2048 causal rows of 128
+    columns took 5.2 ms with 88 bytes spilled and 6.3 ms with none.
     """
     if products == "bf16x6":
         if "dkdv" in kernel:
@@ -134,11 +139,11 @@ def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: 
         if busy or width < 128:
             return Launch(128, 16 if busy else 32, 8, 1)
         return Launch(128, 64, 8, 1) if kernel == "attention_fwd" else Launch(64, 32, 4, 1)
-    # wgmma leaves more registers.
+    # Only wgmma leaves registers for more than 64 columns.
     hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
     if products != "tf32" or gpu.backend == "hip" or busy or width > 128 or (width > 64 and not hopper):
         return None
     if "dkdv" in kernel:
         return Launch(32, 64, 4, 1) if hopper and width <= 64 else Launch(32, 128 if hopper else 64, 8, 1)
-    # On an H100, of 8 x 32 x 2048 causal rows and 128 columns, dq took 4.0 ms, and 5.9 of 128 rows by 16 keys.
+    # On an H100 dq of 8 x 32 x 2048 causal rows of 128 columns takes 4.0 ms; a tile of 128 x 16 took 5.9 ms.
     return Launch(64, 64 if width <= 64 or "dq" not in kernel else 32, 4, 1) if hopper else Launch(64, 32, 4, 2)

@@ -1,4 +1,4 @@
-"""The launches that `vk bench tune` tries for each kernel. Measuring decides; nothing here is thought to be good."""
+"""The launches that `vk bench tune` measures for each kernel. Being listed here says nothing about their speed."""
 
 from dataclasses import replace
 from itertools import product
@@ -6,29 +6,28 @@ from itertools import product
 from csrc_free_ops.configs.grids import GRID_TILES
 from csrc_free_ops.configs.rows import ATEN, HOPPER_LAUNCHES, Launch
 
-# Among them the lists that the project's reports started from: 128 x 64, 128 x 128, 64 x 64, 64 x 32 and 32 x 32 with
-# 4 or 8 warps, at 2 stages or at Triton's own 3.
+# They include the tiles of common attention kernels.
 _SQUARE = tuple(
     Launch(rows, cols, warps, stages)
     for rows, cols, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
 )
 _SMALL = tuple(Launch(32, 32, 4, stages) for stages in (2, 3))
 
-# Of each part of a norm's rows a thread loads up to 16 elements, and 16 bytes at least where it can.
+# A thread loads 4 to 16 elements of each chunk of a row.
 _NORM = tuple(
     Launch(rows, cols, warps, 1)
     for rows, cols, warps in product((1, 2, 4, 8), (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16))
     if 4 <= rows * cols // (32 * warps) <= 16
 )
 
-# Of each half of its heads a thread has 4 to 32 elements.
+# A thread has 4 to 32 elements of each half of its heads.
 _ROPE = tuple(
     Launch(heads, pairs, warps, 1)
     for heads, pairs, warps in product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (2, 4, 8))
     if 4 <= heads * pairs // (32 * warps) <= 32
 )
 
-# Of each half of its heads a thread has 4 to 16 elements.
+# A thread has 4 to 16 elements of each half of its heads.
 _APPEND = tuple(
     Launch(rows, pairs, warps, 1)
     for rows, pairs, warps in product((4, 8, 16, 32), (32, 64, 128), (1, 2, 4, 8))
@@ -45,7 +44,7 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     + _SMALL,
     "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
-    # Tiles have no more rows than there are: the first of the four sizes is a bound.
+    # block_m is a bound here: a tile has no more rows than the call.
     **{
         kernel: tuple(
             Launch(32, cols, warps, stages)
@@ -69,7 +68,7 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
     + (ATEN,),
     **HOPPER_LAUNCHES,
     "norm_fwd": _NORM,
-    # Which may have its next rows on their way.
+    # With 3 stages the backward prefetches its next rows.
     "norm_bwd": tuple(replace(launch, num_stages=stages) for launch in _NORM for stages in (1, 3)),
     **dict.fromkeys(
         GRID_TILES,

@@ -1,4 +1,4 @@
-"""Tiles of the GEMM core's kernels: measured rows, or a rule."""
+"""Launches of the GEMM kernels: measured rows, or a rule."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Gpu, Launch, Row, shipped
 def product_row(
     of: Iterable[Row], kernel: str, gpu: Gpu, dtype: str, n: int, k: int, rows: int | None
 ) -> Row | None:  # fmt: skip
-    """The first that fits a product, as `pick_product` says it."""
+    """The first row of `of` that fits a product (arguments as in `pick_product`), or None."""
     fitting = (row for row in of if row.gpu in ("", gpu.name) and row.fits_product(kernel, dtype, n, k, rows))
     return next(fitting, None)
 
@@ -25,10 +25,10 @@ def pick_product(
     aten: bool = True,
     copies: bool = False,
 ) -> tuple[Launch, str]:
-    """The launch of a kernel of the GEMM core, and where it comes from; only with `aten` may it be ATEN.
+    """(launch of a GEMM kernel, where it comes from). The launch may be ATEN only with `aten`.
 
-    n x k is the weight, `rows` how many rows x has, None if unknown. `copies`: whether kernels read a padded copy of
-    the weight.
+    The weight is n x k. x has `rows` rows, None if unknown. `copies` says that the kernels read a padded copy of the
+    weight.
     """
     usable = (row for row in (*user_rows, *shipped_rows(gpu.name)) if aten or row.launch != ATEN)
     if row := product_row(usable, kernel, gpu, dtype, n, k, rows):
@@ -37,11 +37,11 @@ def pick_product(
     return launch, f"rule for {gpu.backend} {gpu.arch}, unmeasured"
 
 
-# Tiles of the kernels around products, which only read and write, and their warps.
+# (rows, columns, warps) of the elementwise kernels around products, which are memory-bound.
 _ELEMENTWISE = {
     "rotate": (32, 64, 4),
-    # As wide as all heads of q, which share their angles: with short runs of rows 18 to 37 % less time than narrow
-    # tiles took on an H200, of 784 and 25088 rows of 16 heads of 64 and 72.
+    # As wide as all heads of q, because these share their angles: on an H200 it took 18 to 37 % less time than narrow
+    # tiles.
     "qkv_rope_bwd": (1, 1024, 4),
     "activate": (16, 256, 4),
     "mlp_bwd": (8, 64, 2),
@@ -49,21 +49,22 @@ _ELEMENTWISE = {
 
 
 def product_rule(kernel: str, gpu: Gpu, itemsize: int, aten: bool = True, copies: bool = False) -> Launch:
-    """Not measured. Tiles that spill no registers, and fit, on any target that compile_tests builds for."""
+    """An unmeasured launch that fits and spills no registers on any target of compile_tests."""
     if gpu.backend == "interpreter":
         return Launch(32, 16, 4, 1, 16 if kernel in PRODUCTS else 0)
     if kernel in _ELEMENTWISE:
         return Launch(*_ELEMENTWISE[kernel], 1)
     if copies and aten:
-        # Made anew on each call, and PyTorch's products need none.
+        # Each call would copy the weight again; PyTorch's products need no copy.
         return ATEN
     cols = 128 // (2 if kernel == "gemm_pair" else 1)
     if itemsize == 4:
-        # Exact fp32 products take no tensor cores, and hold whole operands in registers: PyTorch's are faster.
+        # Exact fp32 products use no tensor cores and keep whole operands in registers, so PyTorch's are faster.
         return ATEN if aten else Launch(cols // 2, cols // 2, 8, 1, 16)
     if gpu.backend == "hip":
         return Launch(128, cols, 8, 2, 64)
     if int(gpu.arch) == 90:
-        # Three stages leave room for a second block on each SM; two accumulators leave no registers for one.
+        # Three stages leave room for a second block on each multiprocessor. The pair kernel's two accumulators leave no
+        # registers for a second block, so it takes a fourth stage.
         return Launch(128, cols, 8, 3 if kernel == "gemm" else 4, 64)
     return Launch(128, cols, 8, 3 if gpu.shared_memory > 2**17 else 2, 64)

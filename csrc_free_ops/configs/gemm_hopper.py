@@ -1,18 +1,13 @@
-"""The tiles of linear layers on Hopper.
+"""Launches of GEMMs on Hopper: a model of the time that a tile takes for all of its waves.
 
-A tile has two or three warpgroups of 64 rows, and 128 columns or whole heads; a program has one at a time, and all
-programs side by side make a round. How long a round takes is measured, and how many there are follows from the sizes.
+A tile has two or three warpgroups of 64 rows each, and 128 columns or whole heads. A program computes one tile at a
+time; the tiles of all programs at one time are a wave. The time of a wave is measured, and the number of waves
+follows from the sizes.
 
-What the kernel gains is what it does behind the product. Alone, one of 784 rows by 4304 x 1152 takes it 16.4 us on an
-H200 and cuBLAS, whose tile makes one round of it, 13.6; of 3136 rows 47 and 54. Left to PyTorch are products that
-nothing follows, narrow ones in an encoder, and of few rows most (`too_few`, `few_for_gelu`): then most programs have
-nothing to do.
-
-Either is bound by what a processor takes in, 85 to 105 bytes a nanosecond: programs two by two that shared what they
-load (clusters, multicast) were as fast, 17.0 us of 784 rows and 48 of 3136. One tile of 192 x 168 for each program, a
-single round of a third fewer bytes, took 20.4 us of 784 rows with GELU, 17.1 these: nothing hides behind a last tile.
-Clusters of two programs that each add up half of a long sum and trade halves through shared memory took 26.4 us of 784
-rows of 1152 x 4304 on an H100, weights not in the L2 cache, and cuBLAS 24.5.
+The kernel gains by its epilogue, which hides behind the products. A bare product is often faster in cuBLAS: 784 rows by
+4304 x 1152 take 13.6 us there and 16.4 us here (H200). PyTorch therefore gets products without an epilogue and narrow
+ones in an encoder. It also gets most products with few rows (`too_few`, `few_for_gelu`), which would leave most
+programs without work. docs/experiments/launches.md lists the tiles and clusters that were slower.
 """
 
 import functools
@@ -20,123 +15,126 @@ import math
 
 from csrc_free_ops.configs.rows import Launch
 
-# How long a round of tiles takes, by their rows and columns, beside one of 192 x 128. By weights of 4304 x 1152,
-# 4096 x 1024, 6912 x 1280 and 4608 x 4608 on an H200, of 784 to 25088 rows. Tiles of 192 and 256 columns were at
-# best 1.3 % faster, but for 784 x 4608 (4 %), where PyTorch's product is faster than any.
-ROUND = {(128, 128): 0.72, (192, 128): 1.0}
-# What tiles of 64 rows take of the time of those of 128: .65 to .70, by 25088 rows.
+# (rows, columns) of a tile, and the time of a wave of such tiles relative to 192 x 128. Measured on an H200 with
+# weights of 4304 x 1152, 4096 x 1024, 6912 x 1280 and 4608 x 4608 and 784 to 25088 rows.
+WAVE = {(128, 128): 0.72, (192, 128): 1.0}
+ROUND = WAVE  # the name that tests still import
+# Time of a tile of 64 rows relative to one of 128: 0.65 to 0.70 with 25088 rows.
 SHORT = 0.67
-# Of a tile that is rotated, at most: it holds as many whole heads as there is room for.
+# Most columns of a rotated tile, which holds as many whole heads as fit.
 WIDEST_ROTATED = 240
-# Units of 8 KiB that stages, a finished tile and what a slope is of share, beside one for barriers; stages that there
-# are barriers for.
-UNITS, MOST_STAGES = 27, 6
-# Of the time of whole tiles alone, what short ones may leave of it to be worth taking.
+# Sub-tiles of 8 KiB in shared memory, without the one for mbarriers: stages, a finished tile and a gradient's pre share
+# them. Named barriers suffice for MOST_STAGES stages.
+SUBTILES, MOST_STAGES = 27, 6
+# Short tiles are used if the time falls below this fraction of the time with whole tiles alone.
 LEAST_GAIN = 0.98
-# How much of a product's rounds must be work for it to be as fast as PyTorch's and a kernel behind it: a short sum is
-# over before that begins. By sums of 1152, 1280, 4608 and 5120 products, of 49 to 1764 rows, on an H200.
-SHORT_SUM, LEAST_WORK = 2048, {True: 0.4, False: 0.8}
+# The kernel is faster than PyTorch's product with an elementwise kernel if at least this fraction of its waves is
+# work. With K < SHORT_K the fraction is lower, because the product ends before the elementwise kernel can start.
+# Measured on an H200 with K of 1152, 1280, 4608 and 5120 and 49 to 1764 rows.
+SHORT_K, LEAST_WORK = 2048, {True: 0.4, False: 0.8}
 
-# Rounds of 192 x 128 up to which PyTorch's product that makes tanh GELU too is faster, whatever K: by 5 to 26 % of 196
-# to 1176 rows of 4304 x 1152, 4096 x 1024 and 3072 x 3072 on H100s. Of 2.0 to 2.1 rounds it was 8 % faster and 10 %
-# slower, of 4.2 10 % slower.
+# Up to this number of waves of 192 x 128, PyTorch's product with a fused tanh GELU is faster for any K: by 5 to 26 %
+# with 196 to 1176 rows on H100s. At 2.0 to 2.1 waves results were mixed.
 MOST_WITHIN = 1.6
 
 
-def tile_launch(rows: int, columns: int, finishers: int = 4, tiles: int = 1) -> Launch:
-    """The launch of a tile of this size, of as many stages as there is room for beside so many tiles.
+def tile_launch(rows: int, columns: int, epilogue_warps: int = 4, tiles: int = 1) -> Launch:
+    """The launch of a tile of this size, with as many stages as shared memory holds next to `tiles` tiles.
 
-    Warps come by four: those that multiply, and the finishing ones with the one that loads.
+    Warps are counted in warpgroups: the consumers, and the epilogue warps together with the producer warp.
     """
-    groups, parts = rows // 64, -(-columns // 64)
-    stages = (UNITS - tiles * groups * parts) // (groups + parts)
-    return Launch(rows, columns, 4 * groups + (4 if finishers == 2 else 8), min(stages, MOST_STAGES))
+    groups, subtiles = rows // 64, -(-columns // 64)
+    stages = (SUBTILES - tiles * groups * subtiles) // (groups + subtiles)
+    return Launch(rows, columns, 4 * groups + (4 if epilogue_warps == 2 else 8), min(stages, MOST_STAGES))
 
 
 def finishing_warps(launch: Launch) -> int:
+    """The number of epilogue warps."""
     return 2 if launch.num_warps - launch.block_m // 16 == 4 else 4
 
 
 def linear_launch(total: int, n: int, programs: int) -> Launch:
-    """The tile whose rounds take the least time."""
-    return tile_launch(*min(ROUND, key=lambda tile: shared_out(tile, total, n, programs)[0]))
+    """The launch of the tile whose waves take the least time in total."""
+    return tile_launch(*min(WAVE, key=lambda tile: shared_out(tile, total, n, programs)[0]))
 
 
 def gradient_launch() -> Launch:
-    """What the slope is of lies beside the tile. Of 192 rows, with a stage less, tiles were at best 2 % faster on an
-    H200, and slower of few rows and of short sums: 467 us of 25088 x 4096 by 1024, 441 by these."""
+    """The launch of a gradient, whose pre takes as much shared memory as the tile.
+
+    Tiles of 192 rows would have one stage less; they were slower with few rows and with short K.
+    """
     return tile_launch(128, 128, tiles=2)
 
 
 def whole_tiles(total: int, rows: int) -> int:
-    """Tiles of rows, without a last one that may have 64 less."""
+    """The number of tiles of rows that need all of their rows; a last one with 64 fewer is not counted."""
     return total // rows + (total % rows > rows - 64)
 
 
 def tall_tiles(tile: tuple[int, int], total: int, n: int, programs: int) -> int:
-    """How many tiles of rows are whole. The others have 64 rows less, and come last."""
+    """The number of whole tiles of rows. The others have 64 rows fewer and come last."""
     return shared_out(tile, total, n, programs)[1]
 
 
 @functools.cache
 def shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tuple[float, int]:
-    """The time of the best way to share out the rows, in rounds of 192 x 128, and how many of its tiles are whole."""
+    """(time in waves of 192 x 128, number of whole tiles of rows) of the fastest mix of whole and short tiles."""
     rows, columns = tile
     across = -(-n // columns)
 
     def shared(tall: int) -> tuple[float, int]:
-        rest = max(0, -(-(total - tall * rows) // (rows - 64)))
-        return _time(tile, tall * across, rest * across, programs), tall
+        short = max(0, -(-(total - tall * rows) // (rows - 64)))
+        return _time(tile, tall * across, short * across, programs), tall
 
     most = whole_tiles(total, rows)
     uniform = shared(most)
-    # As many whole tiles as so many rounds have room for, or are begun there.
-    filling = (rounds * programs / across for rounds in range(most * across // programs + 1))
+    # For each number of waves, as many whole tiles as fill it, rounded down and up.
+    filling = (waves * programs / across for waves in range(most * across // programs + 1))
     best = min(shared(min(most, tall)) for tiles in filling for tall in (math.floor(tiles), math.ceil(tiles)))
-    # Of a small gain nothing may be left.
+    # A smaller gain may vanish in practice.
     return best if best[0] < LEAST_GAIN * uniform[0] else uniform
 
 
 def _time(tile: tuple[int, int], whole: int, short: int, programs: int) -> float:
-    """Until the last program is done, of tiles that are dealt out as the kernel does (`_place`)."""
-    of_whole = ROUND[tile]
-    of_short = ROUND.get((tile[0] - 64, tile[1]), SHORT * of_whole)
-    rounds, begun = divmod(whole, programs)
-    if not begun:
-        return rounds * of_whole + -(-short // programs) * of_short
-    left = short - (programs - begun)
+    """The time at which the last program ends, with the tile order of the kernel's `TileScheduler`."""
+    of_whole = WAVE[tile]
+    of_short = WAVE.get((tile[0] - 64, tile[1]), SHORT * of_whole)
+    waves, started = divmod(whole, programs)
+    if not started:
+        return waves * of_whole + -(-short // programs) * of_short
+    left = short - (programs - started)
     if left <= 0:
-        return (rounds + 1) * of_whole
+        return (waves + 1) * of_whole
     more, over = divmod(left, programs)
-    # Of the programs that had a whole tile in the last round of them, and of those that had a short one there.
-    late = of_whole + (more + (over > programs - begun)) * of_short
+    # `late` is for programs with a whole tile in the mixed wave, `early` for those with a short one.
+    late = of_whole + (more + (over > programs - started)) * of_short
     early = (1 + more + (over > 0)) * of_short
-    return rounds * of_whole + max(late, early)
+    return waves * of_whole + max(late, early)
 
 
 def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: int) -> bool:
-    """Whether there are so few rows that PyTorch's product and a kernel behind it are faster."""
+    """Whether PyTorch's product and an elementwise kernel are faster, because there are too few rows."""
     if epilogue == "rotary":
         tile = rotary_launch(head_dim).tile
         return -(-total // tile[0]) * -(-n // tile[1]) <= programs // 2
-    short = k < SHORT_SUM
+    short = k < SHORT_K
     if short and epilogue == "swiglu":
-        # Gates and what they gate are twice what a kernel behind the product would have to read.
+        # An elementwise kernel would have to read gates and values, which is twice as much.
         return False
-    counts = {tile: -(-total // tile[0]) * -(-n // tile[1]) for tile in ROUND}
-    # As measured, of whole tiles.
-    takes = min(-(-count // programs) * ROUND[tile] for tile, count in counts.items())
+    counts = {tile: -(-total // tile[0]) * -(-n // tile[1]) for tile in WAVE}
+    # With whole tiles, as measured.
+    takes = min(-(-count // programs) * WAVE[tile] for tile, count in counts.items())
     return total * n / (192 * 128 * programs) < LEAST_WORK[short] * takes
 
 
 def few_for_gelu(total: int, n: int, programs: int) -> bool:
-    """Whether there are so few rows that PyTorch's product is faster where it makes the activation too.
+    """Whether PyTorch's product with a fused activation is faster, because there are few rows.
 
-    Fewer than columns: nothing was measured of narrower layers.
+    Rows must not outnumber columns, because narrower layers were not measured.
     """
     return total <= n and total * n <= MOST_WITHIN * 192 * 128 * programs
 
 
 def rotary_launch(head_dim: int) -> Launch:
-    """More finishing warps would leave too few registers for more than 192 columns."""
-    return tile_launch(128, WIDEST_ROTATED // head_dim * head_dim, finishers=2)
+    """The launch of a rotated tile. Four epilogue warps would leave too few registers for more than 192 columns."""
+    return tile_launch(128, WIDEST_ROTATED // head_dim * head_dim, epilogue_warps=2)

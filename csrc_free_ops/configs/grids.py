@@ -1,11 +1,11 @@
-"""Tiles of the kernels that work row by row on image grids."""
+"""Launches of the kernels that work row by row on image grids."""
 
 from triton import next_power_of_2
 
 from csrc_free_ops.configs.rows import Gpu, Launch
 
-# Of kernels that work row by row on image grids: elements of a tile, its most columns, and warps. The head dimension of
-# their rows is the width of what they write, of merges that of x. Tiles that spill somewhere were left out.
+# (elements of a tile, its maximum of columns, warps); no tile spills on any target. In measured rows `head_dim` is the
+# width of the result, for merges the width of x.
 GRID_TILES = {
     "rotary_table": (2048, 128, 4),
     "pos_embed_fwd": (4096, 256, 8),
@@ -16,7 +16,7 @@ GRID_TILES = {
 
 
 def grid_rule(kernel: str, gpu: Gpu, width: int) -> Launch:
-    """The most columns, or half of 256 where those pad by much less."""
+    """An unmeasured launch with as many columns as GRID_TILES allows, or 128 instead of 256 if that pads much less."""
     if gpu.backend == "interpreter":
         return Launch(16, 64, 4, 1)
     elements, most, warps = GRID_TILES[kernel]

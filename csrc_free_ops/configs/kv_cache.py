@@ -1,4 +1,4 @@
-"""Tiles of the kernel that appends to a cache of keys and values, where no row was measured."""
+"""The launch of the kernel that appends to a KV cache, if no row was measured."""
 
 from triton import next_power_of_2
 
@@ -6,9 +6,9 @@ from csrc_free_ops.configs.rows import Gpu, Launch
 
 
 def append_rule(gpu: Gpu, head_dim: int) -> Launch:
-    """A thread has eight of each half of a head's columns, 16 bytes of a half type; the interpreter few rows.
+    """An unmeasured launch: a thread has eight columns of each half of a head, which are 16 bytes of a half type.
 
-    Twice as large, programs that take neighbours for pairs have a stack on sm_90.
+    With twice as many, the kernel for interleaved pairs needs local memory on sm_90. The interpreter gets few rows.
     """
     pairs = min(64, max(16, next_power_of_2(head_dim // 2)))
     return Launch(4 if gpu.backend == "interpreter" else 512 // pairs, pairs, 2, 1)

@@ -1,14 +1,15 @@
-"""Launch configurations: one `pick` chooses, nothing is timed at run time.
+"""Launch configurations: `pick` chooses one, and nothing is timed at run time.
 
-The order is: the user's measured rows, the shipped rows of this GPU (`configs/<gpu>.json`), a rule that launches
-anywhere. A row belongs to a kernel, a dtype and a head dimension, and may be bound to flags ("causal"; "masked", causal
-or by a window) and to a range of mean segment lengths; lengths are known to eager calls and to graphs of fixed shape,
-and are None elsewhere, where the row of the longest segments counts. Of a norm's kernel the head dimension is the width
-of its rows and the length their number; of the rotary embedding's ("rope") the length is the number of rows too. That
-of "kv_cache_append" is unknown: its rows and columns are heads of tokens and pairs.
+The order is: measured rows of the user, shipped rows of this GPU (`configs/<gpu>.json`), a rule that works anywhere. A
+row belongs to a kernel, a dtype and a head dimension. It may be bound to flags ("causal"; "masked" for causal or a
+window) and to a range of mean segment lengths. Eager calls and graphs of fixed shape know the lengths. Elsewhere the
+length is None, and the row of the longest segments counts.
 
-Rows of the GEMM core have no head dimension; they belong to the sizes of a weight, n x k, or to any, and their lengths
-are rows of x. Their launch has a third block, and may be another path's: {"path": "aten"}.
+For norms, `head_dim` is the row width and `length` the number of rows. For "rope" the length is the number of rows too.
+For "kv_cache_append" the length is unknown; rows of a tile are heads of tokens, columns are pairs.
+
+Rows of the GEMM kernels have no head dimension. They belong to the sizes of a weight, n x k, or to any weight; their
+lengths are rows of x. Their launch has a third block, or another path: {"path": "aten"}.
 """
 
 from csrc_free_ops.configs.attention import attention_rule
@@ -24,7 +25,7 @@ def rule(
     kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False, busy: bool = False,
     precision: str = "ieee", length: int | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch by the rule of the kernel's family."""
+    """The launch that the rule of the kernel's family gives."""
     if kernel.startswith("norm_"):
         return norm_rule(kernel, gpu, itemsize, head_dim, length)
     if kernel == "rope":
@@ -51,11 +52,12 @@ def pick(
     busy: bool = False,
     precision: str = "ieee",
 ) -> tuple[Launch, str]:
-    """The launch of `kernel`, and where it comes from.
+    """(launch of `kernel`, where it comes from).
 
-    `length` is the mean segment length, of a norm the number of rows, None if unknown; `masked` whether there are
-    bounds on keys, causal or not. `busy`: attention does more between its products than what shipped rows were measured
-    with, which takes registers. `precision` is that of fp32 products.
+    `length` is the mean segment length or, for norms, the number of rows; None if unknown. `masked` says whether keys
+    are bounded, causally or by a window (default: `causal`). `busy` says that attention computes more between its
+    products than when the shipped rows were measured, which takes registers; shipped rows do not count then.
+    `precision` is that of fp32 products.
     """
     masked = causal if masked is None else masked
     for row in user_rows if busy else (*user_rows, *shipped_rows(gpu.name)):

@@ -1,4 +1,4 @@
-"""Launches, GPUs and the files of measured rows."""
+"""Launches, GPUs, and the files of measured rows."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,10 +11,10 @@ ROWS_DIR = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: rows and columns of a tile, warps, pipeline stages; of products also what a step takes of K.
+    """A tile's rows and columns, warps and pipeline stages; block_k is a product's step over K.
 
-    Of a norm's kernel columns are those of the main parts of its rows, of the rotary embedding's rows are heads and
-    columns are pairs. With a `path` it is not of these kernels: "aten" leaves the product to PyTorch and the rest to
+    For norms, columns are those of a main chunk. For the rotary embedding, rows are heads and columns are pairs. A
+    launch with a `path` uses none of these kernels: "aten" leaves the product to PyTorch and the epilogue to
     elementwise kernels.
     """
 
@@ -30,14 +30,14 @@ class Launch:
         return self.block_m, self.block_n
 
     def entry(self) -> dict[str, Any]:
-        """What a file holds of it."""
+        """The launch as a rows' file stores it."""
         if self.path:
             return {"path": self.path}
         return {name: value for name, value in asdict(self).items() if name not in ("block_k", "path") or value}
 
     @staticmethod
     def of(entry: dict[str, Any]) -> "Launch":
-        """From what a file holds; ValueError for a path that there is not."""
+        """Read a launch from a rows' file. Raises ValueError for an unknown path."""
         if "path" not in entry:
             return Launch(**entry)
         if entry != ATEN.entry():
@@ -48,11 +48,11 @@ class Launch:
 ATEN = Launch(0, 0, 0, 0, path="aten")
 
 
-# Kernels of the GEMM core that PyTorch can stand in for.
+# GEMM kernels that PyTorch can replace.
 PRODUCTS = ("gemm", "gemm_pair")
 
 
-# All that the Hopper kernels are written for: 64 rows to a warpgroup, and of the backward one tile.
+# All launches that the Hopper kernels support: a warpgroup has 64 rows, and the backward has one tile.
 HOPPER_LAUNCHES = {
     "attention_fwd_hopper": tuple(
         Launch(rows, cols, rows // 16, stages) for rows in (128, 192) for cols in (64, 128) for stages in (2, 3)
@@ -63,7 +63,7 @@ HOPPER_LAUNCHES = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the choice may depend on: `name` as in the rows' file ("h200"), backend and arch as Triton says them."""
+    """The GPU that a choice depends on. `name` is that of a rows' file ("h200"), backend and arch are Triton's."""
 
     name: str
     backend: str
@@ -74,7 +74,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured launch and what it was measured on: `gpu` as `Gpu.name` says it, or nothing, which is any."""
+    """A measured launch and the calls that it is for. `gpu` is a `Gpu.name`, or empty for any GPU."""
 
     kernel: str
     dtype: str
@@ -95,8 +95,8 @@ class Row:
         return self.min_length <= length and (self.max_length is None or length < self.max_length)
 
     def fits_product(self, kernel: str, dtype: str, n: int, k: int, rows: int | None) -> bool:
-        own = (self.kernel, self.dtype) == (kernel, dtype) and self.n in (None, n) and self.k in (None, k)
-        return own and self._reaches(rows)
+        matches = (self.kernel, self.dtype) == (kernel, dtype) and self.n in (None, n) and self.k in (None, k)
+        return matches and self._reaches(rows)
 
     def fits(self, kernel: str, dtype: str, head_dim: int, causal: bool, masked: bool, length: int | None) -> bool:
         if (self.kernel, self.dtype, self.head_dim) != (kernel, dtype, head_dim):
@@ -107,14 +107,14 @@ class Row:
 
 
 def gpu_name(name: str) -> str:
-    """The GPU's name as rows and their files have it: "NVIDIA H200" is "h200"."""
+    """The GPU's name as rows and their files spell it: "NVIDIA H200" is "h200"."""
     return name.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """The rows of one JSON file, as `as_document` makes it. A GPU called "any" is any.
+    """The rows of a JSON file that `as_document` made. The GPU "any" stands for all.
 
-    Raises ValueError, which names the file, where it holds something else.
+    Raises ValueError, which names the file, if the file holds something else.
     """
     try:
         document = json.loads(path.read_text())
@@ -158,7 +158,7 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
     ):
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: rows, columns and warps are powers of two")
     if entry["kernel"] == "rope" and launch.block_m * launch.block_n < 32 * launch.num_warps:
-        # What two threads hold, one would read after the other has turned it in its place.
+        # Two threads would hold one element, and q may be rotated in place: the second would read a rotated element.
         raise ValueError(f"rope: {launch} is no launch: its tile has less than an element for each thread")
     if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
@@ -172,7 +172,7 @@ def shipped_rows(gpu_name: str) -> tuple[Row, ...]:
 
 
 def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
-    """What `read_rows` reads back."""
+    """The document that `read_rows` reads."""
     entries = []
     for row in rows:
         entry = {key: value for key, value in asdict(row).items() if key not in ("source", "gpu")}

@@ -1,1 +1,1 @@
-"""The GEMM core: products with their epilogues, and the elementwise kernels of their gradients."""
+"""The GEMM core: products with fused epilogues, and elementwise kernels for products without one."""

@@ -1,12 +1,12 @@
-"""What surrounds the products of `mlp` where it is not in their epilogues: the activation alone, and its gradient.
+"""Elementwise kernels of `mlp` for calls whose epilogue is not fused: the activation, and its gradient.
 
-With pre = x w1^T + b1 saved, h = act(pre) (of "swiglu", silu of the first half of the columns times the second) and
-dh = dout w2:
+pre = x w1^T + b1 is saved. h = act(pre); for "swiglu" h is silu of the first half of the columns times the second half.
+With dh = dout w2:
 
-    dpre = dh act'(pre)       h is made again, for dw2 = dout^T h
-    db1  = sum of dpre over the rows, before it is rounded
+    dpre = dh act'(pre)       h is recomputed, for dw2 = dout^T h
+    db1  = sum of dpre over the rows, before rounding
 
-A program owns ROWS rows; its sums are one row of `sums`, which are added up in a fixed order.
+A program owns ROWS rows and stores their column sums as one row of `sums`. Those rows are added in a fixed order.
 """
 
 import triton
@@ -22,9 +22,9 @@ def _activate_kernel(
     pre_ptr, out_ptr, num_rows, N: tl.constexpr, STRIDE_PM: tl.constexpr, STRIDE_OM: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of the N columns of out); of swiglu pre has 2 N.
+    """Grid (tiles of rows, tiles of the N columns of out). For "swiglu" pre has 2 N columns.
 
-    By the arithmetic of the gradients' kernel, so that h has the same bits whichever of the two makes it.
+    The arithmetic is that of `_mlp_bwd_kernel`, so that h has the same bits from either kernel.
     """
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -48,15 +48,15 @@ def _mlp_bwd_kernel(
     STRIDE_DM: tl.constexpr, STRIDE_HM: tl.constexpr, ACTIVATION: tl.constexpr, MAKES_H: tl.constexpr,
     SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H: whether h is stored; SUMS: whether sums are.
+    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H stores h; SUMS stores column sums of dpre.
 
-    UP_BEGINS: the column of dpre at which the gradient of up begins. Columns behind either gradient, up to the other or
-    to the row's end, are zero.
+    UP_BEGINS is the column of dpre at which the gradient of up begins. Columns between the gradients and behind the
+    last one are zero.
     """
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
-    # What is not read counts as zero, and so its gradients are.
+    # Columns past N read as zero, so their gradients are zero as well.
     OF_A: tl.constexpr = UP_BEGINS if ACTIVATION == "swiglu" else STRIDE_DM
     run = tl.program_id(0).to(tl.int64)
     sum_a = tl.zeros((BLOCK_N,), tl.float32)
@@ -65,8 +65,8 @@ def _mlp_bwd_kernel(
         rows = run * ROWS + start + tl.arange(0, BLOCK_M)
         inside = (rows < num_rows)[:, None]
         mask = inside & valid[None, :]
-        dh = load_block(dh_ptr, rows, cols, mask, STRIDE_GM)
-        pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)
+        dh = load_block(dh_ptr, rows, cols, mask, STRIDE_GM)  # [BLOCK_M, BLOCK_N]
+        pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)  # [BLOCK_M, BLOCK_N]
         if ACTIVATION == "swiglu":
             h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh, EXACT)
             if SUMS:

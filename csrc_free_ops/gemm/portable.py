@@ -1,18 +1,19 @@
-"""Products with their epilogues, in stock Triton: out = epilogue(x weight^T + bias).
+"""GEMMs with fused epilogues, in portable Triton: out = epilogue(x weight^T + bias).
 
-x is [M, K] with contiguous columns, weight [N, K] in any strides, sums are fp32 and rounded once, after the epilogue.
-`_gemm_kernel` makes one product; its epilogue is the bias and an activation. `_gemm_pair_kernel` makes two, of one tile
-of x and of rows of the weight that belong together, and combines their sums elementwise:
+x is [M, K] with contiguous columns, weight is [N, K] with any strides. Accumulators are fp32 and are rounded once,
+after the epilogue. `_gemm_kernel` computes one product; its epilogue is the bias and an activation. `_gemm_pair_kernel`
+multiplies one tile of x with two sets of rows of the weight and combines both accumulators elementwise:
 
-    swiglu      rows f of two weights [I, K], or rows f        out_f = silu(a_f) b_f
+    swiglu      row f of two weights [I, K], or rows f         out_f = silu(a_f) b_f
                 and I + f of one [2 I, K]
-    rotary      the rows of a pair of columns (tiles/rope.py)  (q, k) rotated by the tables of their row, v as it is
+    rotary      the two rows of a pair of columns              (q, k) rotated by the tables of their row, v unchanged
+                (tiles/rope.py)
 
-so that partners meet in registers, with no shuffle between threads and no head padded to a power of two.
+Partners meet in the registers of one thread: no shuffle between threads, no head padded to a power of two.
 
-A tile is BLOCK_M x BLOCK_N of the result. Tiles run in groups of GROUP_M rows of tiles, column by column, so that those
-in flight share their operands in the L2 cache. K is taken in steps of BLOCK_K without masks, and what is left of it in
-one last step of the next power of two (4304 = 67 * 64 + 16).
+A tile is BLOCK_M x BLOCK_N of the result. Tiles run in groups of GROUP_M rows of tiles, column by column, so that tiles
+in flight share their operands in the L2 cache. K is read in steps of BLOCK_K without masks. The remainder is one last
+step of the next power of two (4304 = 67 * 64 + 16).
 """
 
 import triton
@@ -23,28 +24,28 @@ from csrc_free_ops.tiles.blocks import store_block, store_padded
 from csrc_free_ops.tiles.rope import OF_Q, OF_V, count_tiles, first_columns, load_angles, place_pairs, rotate
 from csrc_free_ops.tiles.rows import row_offsets
 
-# A size that only counts: for one of another divisibility Triton would build the same code again.
+# Not specialized: Triton would build the same code again for sizes of another divisibility.
 COUNTS = ("num_rows",)
 
 
 @triton.jit
-def _place_tile(num_rows, column_tiles, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """(first row, tile of columns) of this program."""
+def _locate_tile(num_rows, column_tiles, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """(first row, index along N) of this program's tile."""
     program = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     group = program // (GROUP_M * column_tiles)
-    place = program % (GROUP_M * column_tiles)
+    position = program % (GROUP_M * column_tiles)
     height = tl.minimum(row_tiles - group * GROUP_M, GROUP_M)
-    tile = group * GROUP_M + place % height
-    return tile.to(tl.int64) * BLOCK_M, place // height
+    tile = group * GROUP_M + position % height
+    return tile.to(tl.int64) * BLOCK_M, position // height
 
 
 @triton.jit
 def _add_product(acc, x, w, PRECISION: tl.constexpr):
-    """acc + x w^T.
+    """acc + x w^T, [BLOCK_M, BLOCK_N].
 
-    In fp32 each step has a sum of its own, and the sums are added: the rounding of one long chain of additions would be
-    far beyond that of a matrix product. An fma adds them, since a plain addition would be folded into the dot.
+    In fp32 each step has its own accumulator, because one long chain of additions would round far more than a matrix
+    product does. An fma adds the accumulators; the compiler would fold a plain addition into the dot.
     """
     if x.dtype == tl.float32:
         acc = tl.fma(tl.dot(x, tl.trans(w), input_precision=PRECISION), 1.0, acc)
@@ -77,13 +78,13 @@ def _multiply_step(
     STRIDE_WK: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
     PAIRED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns of K, of which VALID are there."""
+    """(a, b) after one step over WIDTH columns of K, of which VALID exist."""
     depth = tl.arange(0, WIDTH)
     pointers = x_base + x_offsets + depth[None, :]
     if VALID < WIDTH:
         x = tl.load(pointers, mask=(depth < VALID)[None, :], other=0.0)
     else:
-        x = tl.load(pointers)
+        x = tl.load(pointers)  # [BLOCK_M, WIDTH]
     a = _add_product(a, x, _load_weight(a_base, a_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
     if PAIRED:
         b = _add_product(b, x, _load_weight(b_base, b_offsets, valid, STRIDE_WK, WIDTH, VALID, CHECK_ROWS), PRECISION)
@@ -97,11 +98,12 @@ def _multiply(
     CHECK_ROWS: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCK_M rows of x, from `first_row` on, the products with the rows `a_rows` of a and, PAIRED, `b_rows` of b.
+    """Multiply BLOCK_M rows of x from `first_row` on with rows `a_rows` of a and `b_rows` of b (only if PAIRED).
 
-    a and b have the same strides, and may be the same weight. Rows of x past the last read as the last, which are not
-    stored; rows of a and b that are not `valid` read as zero.
+    Returns two fp32 accumulators [BLOCK_M, BLOCK_N]. a and b have equal strides and may be one weight. Rows of x past
+    the last one repeat it and are not stored. Rows of a and b that are not `valid` read as zero.
     """
+    tl.static_assert(TAIL_K >= K % BLOCK_K, "TAIL_K must hold the remainder of K: at least K % BLOCK_K")
     rows = tl.minimum(tl.arange(0, BLOCK_M), (num_rows - first_row).to(tl.int32) - 1)
     x_offsets = row_offsets(rows, STRIDE_XM)
     a_offsets = (a_rows.to(tl.int64) * STRIDE_WN)[:, None]
@@ -130,6 +132,7 @@ def _multiply(
 
 @triton.jit
 def _add_bias(acc, bias_ptr, cols, valid):
+    """acc [BLOCK_M, BLOCK_N] plus the bias of its columns [BLOCK_N]."""
     return acc + tl.load(bias_ptr + cols, mask=valid, other=0.0).to(tl.float32)[None, :]
 
 
@@ -141,8 +144,8 @@ def _gemm_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (all tiles,). out = activation(pre), pre = x w^T + bias; pre [M, N] is stored with KEEPS_PRE."""
-    first_row, tile = _place_tile(num_rows, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
+    """Grid (all tiles,). out = activation(pre) with pre = x w^T + bias; KEEPS_PRE stores pre [M, N]."""
+    first_row, tile = _locate_tile(num_rows, tl.cdiv(N, BLOCK_N), BLOCK_M, GROUP_M)
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
     pre, _ = _multiply(
@@ -169,16 +172,18 @@ def _gemm_pair_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (all tiles,), of BLOCK_N pairs each: a row of a, and of b the one PARTNER rows further.
+    """Grid (all tiles,). A tile has BLOCK_N pairs: a row of a, and the row of b that is PARTNER rows further.
 
-    ROTARY: a is NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, of 2 HALF rows each, and b the same; their
-    results go to `first`, `second` and `third`, contiguous. No tile holds parts of two of them (`place_pairs`).
-    Otherwise a begins with HALF rows of gates, and b, PARTNER rows on, has HALF of what they gate: a weight of its own,
-    or the same where both are packed; the result goes to `first` and, with KEEPS_PRE, what it is made from to `second`.
+    ROTARY: a holds NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, with 2 HALF rows each, and b is a. q, k and
+    v go to `first`, `second` and `third`, contiguous. No tile holds columns of two of them (`place_pairs`).
+
+    Otherwise a begins with HALF rows of gates, and b has the HALF rows that they gate, PARTNER rows further. b is a
+    weight of its own or, if both are packed, a. The result goes to `first`; KEEPS_PRE stores both accumulators in
+    `second`.
     """
     tiles = count_tiles(NUM_HEADS, HALF, BLOCK_N) + 2 * count_tiles(NUM_K_HEADS, HALF, BLOCK_N)
-    first_row, tile = _place_tile(num_rows, tiles, BLOCK_M, GROUP_M)
-    part, pairs, valid, begin = place_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    first_row, tile = _locate_tile(num_rows, tiles, BLOCK_M, GROUP_M)
+    section, pairs, valid, begin = place_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
     cols = pairs
     a_rows = pairs
     if ROTARY:
@@ -197,19 +202,19 @@ def _gemm_pair_kernel(
     QUERY_COLUMNS: tl.constexpr = 2 * HALF * NUM_HEADS
     KEY_COLUMNS: tl.constexpr = 2 * HALF * NUM_K_HEADS
     if ROTARY:
-        if part == OF_V:
+        if section == OF_V:
             store_block(third_ptr, a, rows, cols, mask, KEY_COLUMNS)
             store_block(third_ptr, b, rows, cols + HALF, mask, KEY_COLUMNS)
         else:
             cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
             sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
-            turned_a, turned_b = rotate(a, b, cos, sin)
-            if part == OF_Q:
-                store_block(first_ptr, turned_a, rows, cols, mask, QUERY_COLUMNS)
-                store_block(first_ptr, turned_b, rows, cols + HALF, mask, QUERY_COLUMNS)
+            rotated_a, rotated_b = rotate(a, b, cos, sin)
+            if section == OF_Q:
+                store_block(first_ptr, rotated_a, rows, cols, mask, QUERY_COLUMNS)
+                store_block(first_ptr, rotated_b, rows, cols + HALF, mask, QUERY_COLUMNS)
             else:
-                store_block(second_ptr, turned_a, rows, cols, mask, KEY_COLUMNS)
-                store_block(second_ptr, turned_b, rows, cols + HALF, mask, KEY_COLUMNS)
+                store_block(second_ptr, rotated_a, rows, cols, mask, KEY_COLUMNS)
+                store_block(second_ptr, rotated_b, rows, cols + HALF, mask, KEY_COLUMNS)
     else:
         if KEEPS_PRE:
             store_block(second_ptr, a, rows, cols, mask, 2 * HALF)

@@ -1,9 +1,10 @@
-"""What surrounds the product of `qkv_rope` where it is not in its epilogue: the rotation alone, and the gradient's.
+"""Elementwise kernels of `qkv_rope` for calls whose epilogue is not fused: the rotation, and its gradient.
 
-The forward's product is packed [T, (H + 2 Hk) D], heads of q, of k, of v. `_rotate_kernel` splits and rotates it, where
-a plain product made it. `_qkv_rope_bwd_kernel` takes the gradients of q, k and v back to its columns, rounded once, and
-sums them for the bias before they are rounded: a program owns ROWS rows, and its sums are one row of `sums`, which are
-added up in a fixed order. Angles are those of tiles/rope.py; the gradient of a rotation is the rotation back.
+The product of the forward is packed: [T, (H + 2 Hk) D], heads of q, then of k, then of v. `_rotate_kernel` splits and
+rotates a product that another kernel computed. `_qkv_rope_bwd_kernel` maps the gradients of q, k and v back to packed
+columns and rounds them once. It also sums them for the bias before rounding: a program owns ROWS rows and stores their
+sums as one row of `sums`, and those rows are added in a fixed order. Angles are those of tiles/rope.py; the gradient of
+a rotation is the rotation back.
 """
 
 import triton
@@ -16,6 +17,7 @@ from csrc_free_ops.tiles.rope import OF_Q, OF_V, first_columns, load_angles, pla
 
 @triton.jit
 def _load_pair(ptr, rows, cols, mask, STRIDE: tl.constexpr, HALF: tl.constexpr):
+    """The first and the second elements of pairs, [rows, pairs] each."""
     return load_block(ptr, rows, cols, mask, STRIDE), load_block(ptr, rows, cols + HALF, mask, STRIDE)
 
 
@@ -35,26 +37,26 @@ def _rotate_kernel(
     """Grid (tiles of rows, tiles of pairs)."""
     Q_WIDTH: tl.constexpr = 2 * HALF * NUM_HEADS
     K_WIDTH: tl.constexpr = 2 * HALF * NUM_K_HEADS
-    part, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    section, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
     cols = first_columns(pairs, HALF)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & valid[None, :]
     a, b = _load_pair(packed_ptr, rows, begin + cols, mask, Q_WIDTH + 2 * K_WIDTH, HALF)
-    if part == OF_V:
+    if section == OF_V:
         _store_pair(v_ptr, (a, b), rows, cols, mask, K_WIDTH, HALF)
     else:
         cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
         sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
-        turned = rotate(a, b, cos, sin)
-        if part == OF_Q:
-            _store_pair(q_ptr, turned, rows, cols, mask, Q_WIDTH, HALF)
+        rotated = rotate(a, b, cos, sin)
+        if section == OF_Q:
+            _store_pair(q_ptr, rotated, rows, cols, mask, Q_WIDTH, HALF)
         else:
-            _store_pair(k_ptr, turned, rows, cols, mask, K_WIDTH, HALF)
+            _store_pair(k_ptr, rotated, rows, cols, mask, K_WIDTH, HALF)
 
 
 @triton.jit
 def _in_heads(pairs, stride_head, UNIT: tl.constexpr, HALF: tl.constexpr):
-    """Where the first of each pair lies in a row; head strides arrive in units, so that their alignment is known."""
+    """The offset of each pair in a row. Head strides count UNIT elements, so their alignment is known."""
     return (pairs // HALF).to(tl.int64) * tl.cast(stride_head, tl.int64) * UNIT + pairs % HALF
 
 
@@ -67,8 +69,8 @@ def _qkv_rope_bwd_kernel(
     STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr, SHARED_ANGLES: tl.constexpr,
     PACKS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (runs of ROWS rows, tiles of pairs). PACKS: whether packed is stored; SUMS: whether sums are."""
-    part, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    """Grid (runs of ROWS rows, tiles of pairs). PACKS stores packed; SUMS stores column sums."""
+    section, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
     cols = begin + first_columns(pairs, HALF)
     WIDTH: tl.constexpr = 2 * HALF * (NUM_HEADS + 2 * NUM_K_HEADS)
     run = tl.program_id(0).to(tl.int64)
@@ -77,10 +79,10 @@ def _qkv_rope_bwd_kernel(
     for start in tl.range(0, ROWS, BLOCK_M):
         rows = run * ROWS + start + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & valid[None, :]
-        if part == OF_V:
+        if section == OF_V:
             a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, UNIT, HALF), mask, STRIDE_VT, HALF)
         else:
-            if part == OF_Q:
+            if section == OF_Q:
                 a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, UNIT, HALF), mask, STRIDE_QT, HALF)
             else:
                 a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, UNIT, HALF), mask, STRIDE_KT, HALF)

@@ -8,9 +8,9 @@ With s(z) = 1 / (1 + exp(-z)):
     silu          x s(x)
     swiglu        silu(gate) up
 
-Hendrycks and Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. s needs one exponential and one division, neither
-cancels nor overflows: the exponential of a large number is infinite, and 1 over that is 0. EXACT, for fp32 in memory,
-takes the exponential to the last place, where half types take the GPU's own.
+Hendrycks and Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. s needs one exponential and one division, and it
+neither cancels nor overflows: an infinite exponential gives 1 / inf = 0. EXACT, for fp32 in memory, rounds the
+exponential correctly to about the last place; half types use the GPU's exp2.
 """
 
 import triton
@@ -23,7 +23,7 @@ TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 CUBE = tl.constexpr(0.044715)
 QUICK = tl.constexpr(1.702)
-# Of x squared: beyond it s is 0 or 1, and what would be infinite times 0 stays 0.
+# Bound of x^2. s is 0 or 1 beyond it; without the bound, infinity times 0 would be NaN.
 SATURATED = tl.constexpr(4096.0)
 
 
@@ -43,7 +43,7 @@ def sigmoid(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _sigmoid_slope(x, EXACT: tl.constexpr):
-    """s(x) and s(x) s(-x), of which neither is 1 minus another."""
+    """s(x) and s(x) s(-x), neither of them computed as 1 minus another number."""
     decay = _exponential(-tl.abs(x), EXACT)
     inverse = 1.0 / (1.0 + decay)
     return tl.where(x < 0, decay * inverse, inverse), decay * inverse * inverse
@@ -51,7 +51,7 @@ def _sigmoid_slope(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _inner(x, ACTIVATION: tl.constexpr):
-    """What s is taken of, and its derivative."""
+    """The argument of s for this activation, and its derivative."""
     if ACTIVATION == "gelu_tanh":
         square = tl.minimum(x * x, SATURATED)
         inner = x * TWICE_SQRT_2_OVER_PI * (1.0 + square * CUBE)
@@ -60,7 +60,7 @@ def _inner(x, ACTIVATION: tl.constexpr):
         inner = x * QUICK
         slope = QUICK
     else:
-        tl.static_assert(ACTIVATION == "silu")
+        tl.static_assert(ACTIVATION == "silu", "unknown activation; add its formula here and to the module's docstring")
         inner = x
         slope = 1.0
     return inner, slope
@@ -99,6 +99,6 @@ def swiglu(gate, up, EXACT: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients(gate, up, gradient, EXACT: tl.constexpr):
-    """swiglu(gate, up), and the gradients of gate and up."""
+    """(swiglu(gate, up), gradient of gate, gradient of up)."""
     activated, slope = activate_with_slope(gate, "silu", EXACT)
     return activated * up, gradient * up * slope, gradient * activated

@@ -1,30 +1,30 @@
-"""From a row of a packed sequence of images to its place in its image, with grids known only on the device.
+"""From a row of a packed sequence of images to its position in its image, with grids known only on the device.
 
-Image (or video) s has a grid (t, h, w): t frames of h x w patches, one row each, frame after frame, image after image.
-Within a frame rows are in merge-block order: MERGE x MERGE blocks in raster order, and in raster order the patches of
-each (block row, block column, row in it, column in it). MERGE = 1 is raster order.
+Image (or video) s has a grid (t, h, w): t frames of h x w patches, one row for each patch, frame after frame and image
+after image. Rows of a frame are in merge-block order: blocks of MERGE x MERGE patches in raster order, and within a
+block its patches in raster order. MERGE = 1 is raster order.
 
-Rows past the last image belong to none. Sizes are clamped, a frame's rows and an image's to `total`, the rows that
-there are, so that wild ones do not overflow 32 bits; where a row's address comes from them, kernels clamp it too.
+Rows past the last image belong to none. The rows of a frame and of an image are clamped to `total`, the number of rows,
+so that malformed grids cannot overflow 32 bits. Kernels also clamp an address that depends on a grid.
 
-Kernels that find their rows' images here serve all images in one launch: programs take fixed tiles of output rows, so
-the addresses they write depend on their number alone.
+One launch serves all images: a program has a fixed tile of output rows, so the addresses that it writes depend on its
+number alone.
 """
 
 import triton
 import triton.language as tl
 
-# Images whose sizes a program looks at in one step.
+# Images whose sizes a program loads at once.
 IMAGES = tl.constexpr(128)
-# No image is higher or wider.
+# Bound of an image's height and width.
 LONGEST_SIDE = tl.constexpr(2**20)
-# Sizes that only count: for those of another divisibility Triton would build the same code again.
+# Not specialized: Triton would build the same code again for sizes of another divisibility.
 COUNTS = ("total", "num_images")
 
 
 @triton.jit
 def load_sizes(grid_ptr, images, inside, total):
-    """(height, width, rows of a frame, rows of all its frames) of images; those that are not `inside` hold nothing."""
+    """(height, width, rows of a frame, rows of all frames) of images; all are 0 where not `inside`."""
     at = grid_ptr + images.to(tl.int64) * 3
     t = tl.load(at, mask=inside, other=0)
     h = tl.load(at + 1, mask=inside, other=0)
@@ -39,7 +39,7 @@ def load_sizes(grid_ptr, images, inside, total):
 
 @triton.jit
 def find_bounds(counts, before, total):
-    """First rows of images of so many rows, and where they end; the first begins at row `before`, none past `total`."""
+    """(first rows, ends) of images with `counts` rows, at most `total`; the first image begins at row `before`."""
     ends = before + tl.cumsum(counts.to(tl.int64), 0)
     most = tl.cast(total, tl.int64)
     return tl.minimum(ends - counts, most).to(tl.int32), tl.minimum(ends, most).to(tl.int32)
@@ -47,10 +47,10 @@ def find_bounds(counts, before, total):
 
 @triton.jit
 def find_images(grid_ptr, rows, last, num_images, total):
-    """(image, its first row) of each of `rows`, none of which is past row `last`; image num_images is none.
+    """(image, its first row) of each of `rows`, up to row `last`; image num_images means that a row has none.
 
-    Images are looked over in steps of IMAGES, up to the one that holds row `last`. An image of a row is the number of
-    images that end before it, empty ones among them.
+    A row's image is the number of images that end at or before it, including empty ones. Images are loaded IMAGES at a
+    time, up to the one that holds row `last`.
     """
     image = tl.zeros_like(rows)
     start = tl.zeros_like(rows)
@@ -70,7 +70,7 @@ def find_images(grid_ptr, rows, last, num_images, total):
 
 @triton.jit
 def from_merged(index, w, MERGE: tl.constexpr):
-    """(row, column) in a frame of width w of the index-th patch in merge-block order."""
+    """(row, column) of the index-th patch in merge-block order, in a frame of width w."""
     across = tl.maximum(w // MERGE, 1)
     block = index // (MERGE * MERGE)
     row = block // across * MERGE + index // MERGE % MERGE
@@ -86,7 +86,7 @@ def to_merged(row, col, w, MERGE: tl.constexpr):
 
 @triton.jit
 def place_rows_in_frames(grid_ptr, rows, last, num_images, total):
-    """(whether it belongs to an image, its frame's first row, its index in the frame, h, w) of each row."""
+    """(whether it belongs to an image, first row of its frame, its index in the frame, h, w) for each row."""
     image, start = find_images(grid_ptr, rows, last, num_images, total)
     inside = (image < num_images) & (rows < total)
     h, w, frame, _ = load_sizes(grid_ptr, image, inside, total)

@@ -1,8 +1,10 @@
 """Which keys a query sees. Causal order and sliding windows are one pair of bounds.
 
-Query row i of a segment with Lq queries and Lk keys stands at key position i + shift, shift = Lk - Lq (aligned
-bottom-right), and sees from `left` keys before it to `right` keys after it; causal is right = 0. Seen from the keys the
-same holds with shift = Lq - Lk and the bounds exchanged: key j is seen by positions j - right .. j + left.
+A segment has Lq queries and Lk keys. Its query row i has key position i + shift with shift = Lk - Lq, which aligns the
+mask bottom-right. The row sees from `left` keys before that position to `right` keys after it; causal is right = 0.
+
+Key j is seen by query positions j - right .. j + left: a key has shift = Lq - Lk and the bounds exchanged. Below, the
+resident side is the one whose rows a program holds; it streams blocks of the other side.
 """
 
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def within_bounds(mask, rows, cols, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """mask, and of query rows and key cols (which broadcast against each other) those that see each other."""
+    """mask without the pairs of query rows and key cols that do not see each other; rows and cols broadcast."""
     if HAS_LEFT:
         mask = mask & (cols >= rows + (shift - left))
     if HAS_RIGHT:
@@ -31,11 +33,11 @@ def block_span(
     HAS_AFTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The blocks of the other side that positions first .. last see, of which the inner ones need no mask.
+    """The streamed blocks that resident positions first .. last see, as (low, full_low, full_high, high).
 
-    Position p sees p + shift - before .. p + shift + after, within 0 .. length-1. Returns the positions (low, full_low,
-    full_high, high), all but the last multiples of BLOCK: what lies in low .. full_low and full_high .. high needs the
-    mask, every entry in full_low .. full_high is seen.
+    Position p sees p + shift - before .. p + shift + after, within 0 .. length-1. Blocks in low .. full_low and in
+    full_high .. high need the mask; in full_low .. full_high every entry is seen. All four but `high` are multiples of
+    BLOCK.
     """
     low = 0
     full_low = 0
@@ -56,7 +58,7 @@ def block_span(
 
 @triton.jit
 def share_of_span(low, full_low, full_high, high, share, SHARES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the blocks of such a span those of one share: SHARES, as long as each other but for the last."""
+    """The blocks of one of SHARES shares of a `block_span`. Shares are equally long; the last may be shorter."""
     blocks = (high - low + BLOCK - 1) // BLOCK
     begin = tl.minimum(low + share * ((blocks + SHARES - 1) // SHARES) * BLOCK, high)
     end = tl.minimum(begin + (blocks + SHARES - 1) // SHARES * BLOCK, high)
@@ -67,31 +69,31 @@ def share_of_span(low, full_low, full_high, high, share, SHARES: tl.constexpr, B
 
 @triton.jit
 def tiles_seeing(
-    last, other, shift, before, after,
-    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
+    last, block, shift, before, after,
+    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, RESIDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first and the last of the tiles that see the block at `other`, which one at least does.
+    """The first and the last of the resident tiles that see the streamed block at `block`; at least one must.
 
-    Tiles 0 .. last of OWNED positions see blocks of BLOCK as `block_span` says.
+    Tiles 0 .. last have RESIDENT positions each; they see blocks of BLOCK as in `block_span`.
     """
     first = 0
     if HAS_AFTER:
-        first = tl.maximum(other - shift - after, 0) // OWNED
+        first = tl.maximum(block - shift - after, 0) // RESIDENT
     if HAS_BEFORE:
-        last = tl.minimum((other + BLOCK - 1 - shift + before) // OWNED, last)
+        last = tl.minimum((block + BLOCK - 1 - shift + before) // RESIDENT, last)
     return first, last
 
 
 @triton.jit
 def is_seen(
-    other, shift, before, after, length,
-    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
+    block, shift, before, after, length,
+    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, RESIDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whether any tile of `tiles_seeing`, of `length` positions in all, sees the block at `other`."""
+    """Whether any tile of `tiles_seeing`, of `length` positions in all, sees the streamed block at `block`."""
     low = 0
     high = length - 1
     if HAS_AFTER:
-        low = tl.maximum(other - shift - after, 0)
+        low = tl.maximum(block - shift - after, 0)
     if HAS_BEFORE:
-        high = tl.minimum(other + BLOCK - 1 - shift + before, high)
-    return (high >= 0) & (low < length) & (low // OWNED <= high // OWNED)
+        high = tl.minimum(block + BLOCK - 1 - shift + before, high)
+    return (high >= 0) & (low < length) & (low // RESIDENT <= high // RESIDENT)

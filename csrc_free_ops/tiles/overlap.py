@@ -1,8 +1,8 @@
-"""Kernels that begin while the one before ends: its last programs leave room, and a launch takes its time.
+"""Kernels that start while the previous kernel ends (`launch_pdl`), which hides the time of a launch.
 
-Such a launch (`launch_pdl`) begins once every program of the kernel before has ended or said that it may. It must read
-and write nothing before that kernel is done, whose own wait was for the one before it. CUDA C++ Programming Guide,
-programmatic dependent launch.
+The kernel starts once every program of the previous kernel has ended or has called `gdc_launch_dependents`. Until its
+`gdc_wait` returns, it must not read or write memory. The previous kernel has waited for the one before it in turn. See
+CUDA C++ Programming Guide, programmatic dependent launch.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def await_before(OVERLAPS: tl.constexpr):
-    """Ahead of all reads and writes: lets the kernel behind begin, and waits for the one before."""
+    """Let the next kernel start and wait for the previous one; call this before all reads and writes."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

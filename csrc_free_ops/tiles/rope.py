@@ -1,12 +1,13 @@
-"""Rotary embedding over the halves of a head (Su et al., arXiv 2104.09864, in GPT-NeoX's order of columns).
+"""Rotary embedding over the halves of a head (Su et al., arXiv 2104.09864, with the column order of GPT-NeoX).
 
-Column i of the first half and column i of the second are a pair (a, b), turned by the angle of its row. The tables hold
-a cosine and a sine for each column of the head, or, if they have half as many columns, one for both of a pair:
+Column i of the first half and column i of the second half are a pair (a, b), which is rotated by the angle of its row:
 
     a' = a cos_i - b sin_i        b' = b cos_(i + D/2) + a sin_(i + D/2)
 
-Pairs are counted over heads: half-column f is column f % (D/2) of head f // (D/2). So a tile of pairs holds no column
-twice and none that a head does not have, whatever D is: 16 heads of 72 are 576 = 9 * 64 pairs.
+The tables have a cosine and a sine for each column of the head. Tables of D/2 columns have one for both of a pair.
+
+Pairs are counted over all heads: pair f is column f % (D/2) of head f // (D/2). A tile of pairs needs no padding to a
+head or a power of two: 16 heads of 72 are 576 = 9 * 64 pairs.
 """
 
 import triton
@@ -14,20 +15,20 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.blocks import load_block
 
-# What a tile of pairs is of.
+# Which of q, k and v a tile of pairs belongs to; 1 is k.
 OF_Q = tl.constexpr(0)
 OF_V = tl.constexpr(2)
 
 
 @triton.jit
 def first_columns(pairs, HALF: tl.constexpr):
-    """Where the first of each pair stands among the columns of all heads; the second stands HALF behind it."""
+    """The column of each pair's first element among all heads; the second element is HALF columns further."""
     return pairs + pairs // HALF * HALF
 
 
 @triton.jit
 def count_tiles(NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Of BLOCK pairs each, for so many heads."""
+    """The number of tiles of BLOCK pairs that these heads need."""
     return (NUM_HEADS * HALF + BLOCK - 1) // BLOCK
 
 
@@ -35,9 +36,10 @@ def count_tiles(NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 def place_pairs(
     tile, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Where a tile of pairs lies among the heads of q, of k and of v, each of which begins at a tile of its own.
+    """Locate a tile of pairs among the heads of q, k and v. Each of the three begins with a new tile.
 
-    Returns OF_Q, 1 for k, or OF_V; the pairs of its heads; which of them exist; the column of all where it begins.
+    Returns (OF_Q, 1 for k, or OF_V; the pairs, counted over its heads; which pairs exist; the first column of q, k or v
+    in the packed row).
     """
     q_tiles = count_tiles(NUM_HEADS, HALF, BLOCK)
     k_tiles = count_tiles(NUM_K_HEADS, HALF, BLOCK)
@@ -52,8 +54,8 @@ def place_pairs(
 
 @triton.jit
 def load_angles(table_ptr, rows, pairs, mask, STRIDE: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr):
-    """A table's entries in fp32 for the first and the second of each pair; SHARED: one for both."""
-    of_first = load_block(table_ptr, rows, pairs % HALF, mask, STRIDE)
+    """A table's entries in fp32 for the first and the second element of each pair; with SHARED one serves both."""
+    of_first = load_block(table_ptr, rows, pairs % HALF, mask, STRIDE)  # [rows, pairs]
     if SHARED:
         of_second = of_first
     else:
@@ -63,11 +65,11 @@ def load_angles(table_ptr, rows, pairs, mask, STRIDE: tl.constexpr, HALF: tl.con
 
 @triton.jit
 def rotate(a, b, cos, sin):
-    """cos and sin as `load_angles` returns them."""
+    """Rotate pairs (a, b) by cos and sin of `load_angles`."""
     return a * cos[0] - b * sin[0], b * cos[1] + a * sin[1]
 
 
 @triton.jit
 def rotate_back(a, b, cos, sin):
-    """The gradients of what `rotate` took, from those of what it returned."""
+    """The gradients of the inputs of `rotate` from the gradients of its results."""
     return a * cos[0] + b * sin[1], b * cos[1] - a * sin[0]

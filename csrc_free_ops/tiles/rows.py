@@ -1,36 +1,36 @@
 """Row blocks of a head dimension that need not be a power of two.
 
-A block of rows is a tuple of column parts: as many of MAIN columns as HEAD_DIM holds, then one of TAIL if TAIL > 0.
-`tl.dot` wants powers of two: 72 = 64 + 8 is read into parts of 64 and 16, where padding it to 128 would waste 1.8 times
-the matrix work. Columns past HEAD_DIM read as zero and are never stored.
+`tl.dot` wants powers of two, and padding D = 72 to 128 would waste 1.8 times the matrix work. A block of rows is
+therefore a tuple of column chunks: as many of MAIN columns as HEAD_DIM holds, then one of TAIL if TAIL > 0. D = 72 is
+64 + 8, read as chunks of 64 and 16. Columns past HEAD_DIM read as zero and are never stored.
 
-Addresses are `base + row * STRIDE + column`. Row strides are constants of the layout (H D, or 3 H D for views of a
-packed projection) and compile into the kernel: loads are 16 bytes wide, and the rows that one thread reads are one
-register and constants apart. Run-time strides cost D = 72 a third more registers, and with them the second
-block on each SM.
+Addresses are `base + row * STRIDE + column`. Row strides are constants of the layout: H D, or 3 H D for views of a
+packed projection. They compile into the kernel, so that loads are 16 bytes wide and the rows of a thread share one
+register. Run-time strides take a third more registers at D = 72, which costs the second block on each multiprocessor.
 """
 
 import triton
 import triton.language as tl
 
-# Beyond this, offsets inside a tile may pass 2^31 elements.
+# With a larger stride, offsets within a tile may pass 2^31 elements.
 WIDE_STRIDE = tl.constexpr(2**22)
 
 
 @triton.jit
 def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, UNIT: tl.constexpr):
-    """Where a row of a head begins. Head strides arrive in units of UNIT elements, so that their alignment is known."""
+    """The address of a row of a head. Head strides count UNIT elements, so that the compiler knows their alignment."""
     return ptr + tl.cast(row, tl.int64) * STRIDE + tl.cast(head, tl.int64) * tl.cast(stride_head, tl.int64) * UNIT
 
 
 @triton.jit
 def batch_base(ptr, batch, stride_batch, UNIT: tl.constexpr):
-    """Where a sequence of a batch begins, by a stride in the same units."""
+    """The address of a sequence of a batch. Its stride counts UNIT elements too."""
     return ptr + tl.cast(batch, tl.int64) * tl.cast(stride_batch, tl.int64) * UNIT
 
 
 @triton.jit
 def row_offsets(rows, STRIDE: tl.constexpr):
+    """rows * STRIDE as [rows, 1], in 64 bits if it might overflow 32."""
     if STRIDE > WIDE_STRIDE:
         rows = rows.to(tl.int64)
     return (rows * STRIDE)[:, None]
@@ -38,11 +38,11 @@ def row_offsets(rows, STRIDE: tl.constexpr):
 
 @triton.jit
 def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
-    """Where the main parts and the tail begin, the same for all tensors of one program.
+    """The first columns of the main chunks and of the tail, equal for all tensors of a program.
 
-    With a tail of 8 columns (D = 72) every other head begins in the middle of a 32-byte sector. There main takes
-    columns 8 .. D-1 and tail 0 .. 7: a sum over columns does not mind their order, and no sector is fetched twice.
-    Measured on an H200 at D = 72: 8 % of the forward, 10 % of the backward.
+    With a tail of 8 columns (D = 72) every other head begins in the middle of a 32-byte sector. Main then takes columns
+    8 .. D-1 and the tail 0 .. 7, so that no sector is fetched twice; the order of columns does not change a sum over
+    them. On an H200 this makes the forward 8 % faster at D = 72.
     """
     if HEAD_DIM - MAIN == 8:
         shifted = (head % 2).to(tl.int32)
@@ -53,21 +53,21 @@ def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
 
 
 @triton.jit
-def load_part(
+def load_chunk(
     base, start, rows, num_rows,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, WIDTH)
     pointers = base + row_offsets(rows, STRIDE) + (start + cols)[None, :]
     if CHECK_ROWS and VALID < WIDTH:
-        part = tl.load(pointers, mask=(rows < num_rows)[:, None] & (cols < VALID)[None, :], other=0.0)
+        chunk = tl.load(pointers, mask=(rows < num_rows)[:, None] & (cols < VALID)[None, :], other=0.0)
     elif CHECK_ROWS:
-        part = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+        chunk = tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
     elif VALID < WIDTH:
-        part = tl.load(pointers, mask=(cols < VALID)[None, :], other=0.0)
+        chunk = tl.load(pointers, mask=(cols < VALID)[None, :], other=0.0)
     else:
-        part = tl.load(pointers)
-    return part  # [BLOCK, WIDTH]
+        chunk = tl.load(pointers)
+    return chunk  # [BLOCK, WIDTH]
 
 
 @triton.jit
@@ -75,22 +75,22 @@ def load_rows(
     base, starts, rows, num_rows, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one head; with CHECK_ROWS, rows from num_rows on read as zero, else all of them must exist."""
-    parts = (load_part(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
+    """Rows of one head, [BLOCK, D]. With CHECK_ROWS rows from num_rows on read as zero, else all rows must exist."""
+    chunks = (load_chunk(base, starts[0], rows, num_rows, STRIDE, MAIN, HEAD_DIM, CHECK_ROWS),)
     for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
-        parts += (load_part(base, starts[0] + begin, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),)
+        chunks += (load_chunk(base, starts[0] + begin, rows, num_rows, STRIDE, MAIN, MAIN, CHECK_ROWS),)
     if TAIL > 0:
-        parts += (load_part(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM % MAIN, CHECK_ROWS),)
-    return parts
+        chunks += (load_chunk(base, starts[1], rows, num_rows, STRIDE, TAIL, HEAD_DIM % MAIN, CHECK_ROWS),)
+    return chunks
 
 
 @triton.jit
-def store_part(
+def store_chunk(
     base,
     start,
     rows,
     num_rows,
-    part,
+    chunk,
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     VALID: tl.constexpr,
@@ -99,39 +99,40 @@ def store_part(
     mask = (rows < num_rows)[:, None] & (cols < VALID)[None, :]
     tl.store(
         base + row_offsets(rows, STRIDE) + (start + cols)[None, :],
-        part.to(base.dtype.element_ty),
+        chunk.to(base.dtype.element_ty),
         mask=mask,
     )
 
 
 @triton.jit
 def store_rows(
-    base, starts, rows, num_rows, parts, STRIDE: tl.constexpr,
+    base, starts, rows, num_rows, chunks, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    store_part(base, starts[0], rows, num_rows, parts[0], STRIDE, MAIN, HEAD_DIM)
+    store_chunk(base, starts[0], rows, num_rows, chunks[0], STRIDE, MAIN, HEAD_DIM)
     for begin in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
-        store_part(base, starts[0] + begin, rows, num_rows, parts[begin // MAIN], STRIDE, MAIN, MAIN)
+        store_chunk(base, starts[0] + begin, rows, num_rows, chunks[begin // MAIN], STRIDE, MAIN, MAIN)
     if TAIL > 0:
-        store_part(base, starts[1], rows, num_rows, parts[len(parts) - 1], STRIDE, TAIL, HEAD_DIM % MAIN)
+        store_chunk(base, starts[1], rows, num_rows, chunks[len(chunks) - 1], STRIDE, TAIL, HEAD_DIM % MAIN)
 
 
 @triton.jit
 def zero_rows(BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    parts = (tl.zeros((BLOCK, MAIN), tl.float32),)
+    """An fp32 accumulator of zeros, [BLOCK, D]."""
+    chunks = (tl.zeros((BLOCK, MAIN), tl.float32),)
     for _ in tl.static_range(MAIN, HEAD_DIM - MAIN + 1, MAIN):
-        parts += (tl.zeros((BLOCK, MAIN), tl.float32),)
+        chunks += (tl.zeros((BLOCK, MAIN), tl.float32),)
     if TAIL > 0:
-        parts += (tl.zeros((BLOCK, TAIL), tl.float32),)
-    return parts
+        chunks += (tl.zeros((BLOCK, TAIL), tl.float32),)
+    return chunks
 
 
 @triton.jit
-def scale_rows(parts, factor):
-    """Each row times its entry of factor [BLOCK, 1], or all rows times one number."""
-    scaled = (parts[0] * factor,)
-    for index in tl.static_range(1, len(parts)):
-        scaled += (parts[index] * factor,)
+def scale_rows(chunks, factor):
+    """Rows times a factor for each row [BLOCK, 1], or times one number."""
+    scaled = (chunks[0] * factor,)
+    for index in tl.static_range(1, len(chunks)):
+        scaled += (chunks[index] * factor,)
     return scaled
 
 
@@ -145,7 +146,7 @@ def add_rows(a, b):
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):
-    """fp32 as tensor cores shall take it in tf32: they cut off what it does not hold, which is off by twice as much."""
+    """x rounded to tf32 if PRECISION is "tf32". Tensor cores would truncate fp32 instead, with twice the error."""
     if PRECISION == "tf32" and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         if tl.target_info.cuda_capability_geq(9, 0):
@@ -153,8 +154,8 @@ def rounded(x, PRECISION: tl.constexpr):
             bits = tl.inline_asm_elementwise(TEXT, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
             x = bits.to(tl.float32, bitcast=True)
         else:
-            # Half of the last place that it holds, added to the magnitude, is PTX's cvt.rna.tf32.f32 on every GPU, but
-            # for what is then cut off.
+            # Half of tf32's last place added to the magnitude, as PTX's cvt.rna.tf32.f32 does. Tensor cores cut off the
+            # bits below.
             nearest = (bits + 0x1000).to(tl.float32, bitcast=True)
             x = tl.where(tl.abs(x) < float("inf"), nearest, x)
     return x
@@ -162,10 +163,10 @@ def rounded(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_rows(a, b, PRECISION: tl.constexpr):
-    """a b^T summed over the head dimension: [BLOCK_A, BLOCK_B].
+    """a b^T over the head dimension: [BLOCK_A, BLOCK_B].
 
-    In fp32 each part has a sum of its own, and the sums are added: the rounding of one long chain of additions would
-    be far beyond that of a matrix product. An fma adds them, since a plain addition would be folded into the dot.
+    In fp32 each chunk has its own accumulator, because one long chain of additions would round far more than a matrix
+    product does. An fma adds the accumulators; the compiler would fold a plain addition into the dot.
     """
     product = tl.dot(rounded(a[0], PRECISION), tl.trans(rounded(b[0], PRECISION)), input_precision=PRECISION)
     for index in tl.static_range(1, len(a)):
@@ -179,7 +180,7 @@ def dot_rows(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def accumulate_rows(acc, weights, rows, PRECISION: tl.constexpr):
-    """acc + weights rows, with weights [BLOCK, BLOCK_ROWS]."""
+    """acc + weights rows: [BLOCK, D], from weights [BLOCK, BLOCK_ROWS] and rows [BLOCK_ROWS, D]."""
     weights = rounded(weights, PRECISION)
     total = (tl.dot(weights, rounded(rows[0], PRECISION), acc[0], input_precision=PRECISION),)
     for index in tl.static_range(1, len(rows)):
@@ -189,7 +190,7 @@ def accumulate_rows(acc, weights, rows, PRECISION: tl.constexpr):
 
 @triton.jit
 def sum_of_products(a, b):
-    """Row by row sum of a * b in fp32: [BLOCK]."""
+    """The sum of a * b over each row, in fp32: [BLOCK]."""
     total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     for index in tl.static_range(1, len(a)):
         total += tl.sum(a[index].to(tl.float32) * b[index].to(tl.float32), 1)
@@ -198,7 +199,7 @@ def sum_of_products(a, b):
 
 @triton.jit
 def delta_of_rows(out, dout, lse, dlse_ptr, inside, HAS_DLSE: tl.constexpr):
-    """sum(out dout) - dlse of each row; 0 where it saw no key and has no gradient, whatever came in for its lse."""
+    """sum(out dout) - dlse for each row: [BLOCK]; 0 for a row that saw no key, whatever its dlse is."""
     delta = sum_of_products(out, dout)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr, mask=inside, other=0.0)

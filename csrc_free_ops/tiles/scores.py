@@ -1,7 +1,7 @@
-"""The step between q k^T and softmax.
+"""From q k^T to the exponents of softmax, and back.
 
-Exponents (scores, their peak, lse while it is subtracted) are in one unit throughout a kernel: natural in fp32, base 2
-in half types. lse in memory is always natural.
+A kernel has one unit for all exponents: natural in fp32, base 2 in half types. Scores, their peak, and lse while it is
+subtracted are exponents. lse in memory is always natural.
 """
 
 import triton
@@ -17,26 +17,27 @@ LN2_LOW = tl.constexpr(-0.00021219444005469057)
 
 @triton.jit
 def tanh(x):
-    """tanh and its slope from d = exp(-2|x|): with r = 2 d / (1 + d), 1 - r and 1 - tanh^2 = r (2 - r).
+    """tanh and its slope.
 
-    Near zero 1 - r cancels, and tanh is its Taylor series; r (2 - r) cancels nowhere.
+    With d = exp(-2|x|) and r = 2 d / (1 + d), |tanh| = 1 - r and the slope 1 - tanh^2 = r (2 - r). 1 - r cancels near
+    zero, so tanh is its Taylor series there; r (2 - r) cancels nowhere.
     """
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    rest = 2.0 * decay / (1.0 + decay)
-    far = 1.0 - rest
+    gap = 2.0 * decay / (1.0 + decay)
+    far = 1.0 - gap
     square = x * x
     near = x * (1.0 + square * (-0.33333333 + square * (0.13333334 + square * (-0.05396825 + square * 0.021869488))))
-    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far)), rest * (2.0 - rest)
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far)), gap * (2.0 - gap)
 
 
 @triton.jit
-def step_scores(products, rows, cols, shift, scale, step, STEPS: tl.constexpr):
-    """Scores from q k^T and how steeply they rise with scale q.k; without a step that needs them, the products.
+def modify_scores(products, rows, cols, shift, scale, score_mod, STEPS: tl.constexpr):
+    """(scores, their slope) from products q k^T; without softcap and ALiBi the scores are the products.
 
-    With a softcap c, c tanh(scale q.k / c); with ALiBi (Press et al., arXiv 2108.12409) less slope |row + shift - col|,
-    where rows and cols broadcast against each other.
+    A softcap c gives c tanh(scale q.k / c). ALiBi (Press et al., arXiv 2108.12409) subtracts slope |row + shift - col|.
+    rows and cols broadcast. The slope is d score / d (scale q.k).
     """
-    softcap, alibi, _, _, _, _ = step
+    softcap, alibi, _, _, _, _ = score_mod
     steepness = 1.0
     if SOFTCAP & STEPS:
         capped, steepness = tanh(products * (scale / softcap))
@@ -52,10 +53,10 @@ def step_scores(products, rows, cols, shift, scale, step, STEPS: tl.constexpr):
 
 @triton.jit
 def exponent_factor(scale, STEPS: tl.constexpr, NATURAL: tl.constexpr):
-    """What turns the scores of `step_scores` into exponents, in the same step that subtracts the peak.
+    """The factor that turns scores of `modify_scores` into exponents, applied where the peak is subtracted.
 
-    Half types take base 2, where a weight is one multiply-add and one exp2. fp32 is NATURAL: a factor of log2(e) would
-    round more often than eager PyTorch does.
+    Half types use base 2, so that a weight is one multiply-add and one exp2. fp32 is NATURAL, because a factor of
+    log2(e) would round more often than eager PyTorch does.
     """
     if (SOFTCAP | ALIBI) & STEPS:
         factor = 1.0
@@ -67,11 +68,11 @@ def exponent_factor(scale, STEPS: tl.constexpr, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def exp_parts(x):
-    """(power, part) with exp(x) = power (1 + part), where it is neither denormal nor infinite.
+def exp_factors(x):
+    """(power, excess) with exp(x) = power (1 + excess), for results that are neither denormal nor infinite.
 
-    x = n ln 2 + r, with ln 2 in two parts of which n times the first is exact; power is 2^n, from its bits, and part a
-    Taylor polynomial in r, |r| <= ln(2) / 2, that is off by less than 1e-8.
+    x = n ln 2 + r with ln 2 as a sum of two numbers; n times the first is exact. power is 2^n, made from its bits.
+    excess is a Taylor polynomial in r, |r| <= ln(2) / 2, with an error below 1e-8.
     """
     within = tl.minimum(tl.maximum(x, -87.0), 88.0)
     n = tl.floor(within * LOG2E + 0.5)
@@ -83,10 +84,9 @@ def exp_parts(x):
 
 @triton.jit
 def exp(x):
-    """exp to about one unit in the last place, where a GPU's own exp2 is off by up to four. What would be denormal is
-    0."""
-    power, part = exp_parts(x)
-    result = power + power * part
+    """exp to about one unit in the last place; the GPU's own exp2 is off by up to four. Denormal results are 0."""
+    power, excess = exp_factors(x)
+    result = power + power * excess
     result = tl.where(x < -87.0, 0.0, tl.where(x > 88.0, float("inf"), result))
     return tl.where(x == x, result, x)
 
@@ -102,20 +102,20 @@ def exponential(exponent, NATURAL: tl.constexpr):
 
 @triton.jit
 def natural_lse(peak, norm, NATURAL: tl.constexpr):
-    """log of norm * exp(peak), with peak in the unit of the exponents.
+    """log(norm exp(peak)), with peak as an exponent.
 
-    In fp32 it is rounded once, at the end: all weights of a row that the backward makes are off by its error.
+    fp32 rounds once, at the end, because an error of lse changes all weights of the row in the backward.
     """
     if NATURAL:
-        # A GPU's log2 is off by more than the sum rounds; one step of Newton's makes up for it. A plain product would
-        # be folded into the sum and not be the same number elsewhere.
+        # The GPU's log2 is off by more than the sum rounds, so one Newton step corrects it. The fma keeps the product
+        # apart: a compiler would fold a plain product into the sum, and `log` would differ between its uses.
         log = tl.fma(tl.log2(norm), LN2, 0.0)
         high = peak + log
         back = high - peak
         low = (peak - (high - back)) + (log - back)
-        power, part = exp_parts(-log)
+        power, excess = exp_factors(-log)
         scaled = norm * power
-        lse = high + (low + ((scaled - 1.0) + scaled * part))
+        lse = high + (low + ((scaled - 1.0) + scaled * excess))
     else:
         lse = (peak + tl.log2(norm)) * LN2
     return lse
@@ -128,14 +128,17 @@ def exponent_of_lse(lse, NATURAL: tl.constexpr):
     return lse
 
 
-# Of fp32, far from where an lse is.
+# A finite fp32 number below every lse.
 LEAST_LSE = tl.constexpr(-3e38)
 
 
 @triton.jit
 def exponent_of_norm(lse, NATURAL: tl.constexpr):
-    """What a backward takes off scores. Of fp32, where products of finite numbers may be infinite, an lse of -inf, that
-    of scores of -inf alone, would make them NaN: they weigh nothing."""
+    """The exponent that a backward subtracts from scores.
+
+    A row whose scores are all -inf has lse -inf, and -inf minus -inf would be NaN in fp32. With a finite lse the
+    weights of that row are 0. In fp32 scores of finite q and k can be -inf, since products overflow.
+    """
     if NATURAL:
         lse = tl.maximum(lse, LEAST_LSE, propagate_nan=tl.PropagateNan.ALL)
     return exponent_of_lse(lse, NATURAL)

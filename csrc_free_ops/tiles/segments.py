@@ -1,34 +1,36 @@
 """From a program's number to its segment and rows, with lengths known only on the device.
 
-n segments own the rows from cu[0] to cu[n] of the packed tensors; one more before them and one after own the rest, and
-attend to nothing. So segment s = 1 .. n is rows cu[s-1] .. cu[s]-1, segment 0 begins at row 0, segment n+1 ends at
-`total`. The grid is an upper bound from shapes alone, `total // BLOCK + n + 2` tiles: a segment that starts at row r
-starts at tile r // BLOCK + s, a number that grows strictly with s and leaves every segment the ceil(length / BLOCK)
-tiles it needs and at most one more. Values are clamped to the tensor, so malformed cu cannot reach outside it.
+n segments own the rows from cu[0] to cu[n] of the packed tensors. The rows before and after them form two more segments
+that attend to nothing: segment s = 1 .. n has rows cu[s-1] .. cu[s]-1, segment 0 begins at row 0, segment n+1 ends at
+`total`.
 
-A kernel finds its segment, the last whose first tile is not past its own, by SEARCH_WIDTH-ary search. It loads from cu
-in its own body: torch takes a pointer that enters a function for written where an address that is stored to depends on
-what the function returns, and would clone cu and call it mutated.
+The grid is an upper bound from shapes alone: `total // BLOCK + n + 2` tiles. A segment that starts at row r gets tiles
+from r // BLOCK + s on. That number grows strictly with s, and every segment gets the ceil(length / BLOCK) tiles that it
+needs and at most one more. Values are clamped to the tensor, so that a malformed cu cannot address memory outside it.
+
+A kernel finds the last segment whose first tile is not past its own by SEARCH_WIDTH-ary search. The kernel's body must
+load from cu itself. torch's mutation analysis treats a pointer that enters a function as written if a stored-to address
+depends on the function's result; torch.compile would then clone cu and call it mutated.
 """
 
 import triton
 import triton.language as tl
 
 SEARCH_WIDTH = tl.constexpr(128)
-# Segments whose lengths a program looks at in one step.
+# Segments whose lengths a program loads at once.
 LOOK = tl.constexpr(1024)
 
 
 @triton.jit
 def probe_segments(low, high):
-    """Where one step of the search between segments low and high looks, and how far apart its probes are."""
+    """(segments to probe between low and high, the distance between probes)."""
     step = (high - low + SEARCH_WIDTH - 1) // SEARCH_WIDTH
     return low + tl.arange(0, SEARCH_WIDTH) * step, step
 
 
 @triton.jit
 def narrow_segments(cu, probe, step, low, high, total, tile, BLOCK: tl.constexpr):
-    """The segments between which the search goes on, given the first rows cu of those at its probes."""
+    """The narrower (low, high), given the first rows cu of the probed segments."""
     first_tile = tl.minimum(tl.maximum(cu, 0), total) // BLOCK + probe
     count = tl.sum(((probe < high) & (first_tile <= tile)).to(tl.int32), 0)
     low += tl.maximum(count - 1, 0) * step
@@ -37,25 +39,25 @@ def narrow_segments(cu, probe, step, low, high, total, tile, BLOCK: tl.constexpr
 
 @triton.jit
 def find_one(begin, end, total, tile, BLOCK: tl.constexpr):
-    """What the search finds where there is one segment, of rows begin .. end-1: (segment, where it begins, its end)."""
-    own_tile = tl.minimum(tl.maximum(begin, 0), total) // BLOCK + 1
-    next_tile = tl.minimum(tl.maximum(end, 0), total) // BLOCK + 2
-    segment = (own_tile <= tile).to(tl.int32) + (next_tile <= tile).to(tl.int32)
+    """(segment, its first row, its end) if there is a single segment of rows begin .. end-1; needs no search."""
+    first_tile = tl.minimum(tl.maximum(begin, 0), total) // BLOCK + 1
+    end_tile = tl.minimum(tl.maximum(end, 0), total) // BLOCK + 2
+    segment = (first_tile <= tile).to(tl.int32) + (end_tile <= tile).to(tl.int32)
     start = tl.where(segment == 0, 0, tl.where(segment == 1, begin, end))
     return segment, start, tl.where(segment == 0, begin, tl.where(segment == 1, end, total))
 
 
 @triton.jit
 def clamp_span(start, end, total):
-    """Start and length of the rows start .. end-1 as far as they are in the tensor."""
+    """(start, length) of the rows start .. end-1, clamped to the tensor."""
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.minimum(tl.maximum(end, 0), total)
     return start, tl.maximum(end - start, 0)
 
 
 @triton.jit
-def _look(cu_ptr, index, num_segments):
-    """Starts and ends of LOOK segments from `index` on; 0 and 0 past the last."""
+def _load_bounds(cu_ptr, index, num_segments):
+    """(starts, ends) of LOOK segments from `index` on; both are 0 past the last."""
     segments = index + tl.arange(0, LOOK)
     inside = segments < num_segments
     start = tl.load(cu_ptr + segments, mask=inside, other=0)
@@ -64,48 +66,52 @@ def _look(cu_ptr, index, num_segments):
 
 @triton.jit
 def longest_segment(cu_ptr, num_segments, total):
-    """Rows of the longest. It decides what is done and never where, or cu_ptr would have to stay out of functions."""
+    """The rows of the longest segment.
+
+    A function may load from cu_ptr here, because no address depends on the result (see the module's docstring).
+    """
     longest = 0
     for index in range(0, num_segments, LOOK):
-        start, end = _look(cu_ptr, index, num_segments)
+        start, end = _load_bounds(cu_ptr, index, num_segments)
         longest = tl.maximum(longest, tl.max(clamp_span(start, end, total)[1], 0))
     return longest
 
 
 @triton.jit
 def falls(cu_ptr, num_segments):
-    """1 where a boundary lies before the one before it, which no caller may pass, else 0. As `longest_segment`."""
-    fallen = 0
+    """1 if cu decreases somewhere, which callers must not pass, else 0; loads from cu_ptr like `longest_segment`."""
+    decreases = 0
     for index in range(0, num_segments, LOOK):
-        start, end = _look(cu_ptr, index, num_segments)
-        fallen = tl.maximum(fallen, tl.max((end < start).to(tl.int32), 0))
-    return fallen
+        start, end = _load_bounds(cu_ptr, index, num_segments)
+        decreases = tl.maximum(decreases, tl.max((end < start).to(tl.int32), 0))
+    return decreases
 
 
 @triton.jit
 def place_rows(start, end, segment, total, tile, BLOCK: tl.constexpr):
-    """`tile` among the tiles of BLOCK rows: (start, length, first).
+    """(start, length, first) of `tile`: the segment's rows are start .. start+length-1.
 
-    The segment's rows are start .. start+length-1, and the tile's first row is that within it; a surplus tile has
-    first >= length.
+    The tile begins at row `first` of the segment. A surplus tile has first >= length.
     """
     start, length = clamp_span(start, end, total)
     return start, length, (tile - start // BLOCK - segment) * BLOCK
 
 
 @triton.jit
-def place_tile(start, end, other_start, other_end, segment, total, total_other, tile, BLOCK: tl.constexpr):
-    """`place_rows` over cu, and the rows of the other side that belong to the segment: two more, where and how many."""
+def place_tile(
+    start, end, streamed_start, streamed_end, segment, total, total_streamed, tile, BLOCK: tl.constexpr
+):  # fmt: skip
+    """(start, length, first) of `place_rows`, and (start, length) of the segment's rows on the streamed side."""
     start, length, first = place_rows(start, end, segment, total, tile, BLOCK)
-    other_start, other_length = clamp_span(other_start, other_end, total_other)
-    return start, length, first, other_start, other_length
+    streamed_start, streamed_length = clamp_span(streamed_start, streamed_end, total_streamed)
+    return start, length, first, streamed_start, streamed_length
 
 
 @triton.jit
 def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
-    """The same for the rows before `begin` and from `end` on, which belong to no segment, by themselves.
+    """Tiles of the rows outside of all segments: those before `begin` and those from `end` on.
 
-    Returns (number of tiles, start, length, first), the latter as `place_rows` does.
+    Returns (number of such tiles, start, length, first); the last three describe `tile` as in `place_rows`.
     """
     begin = tl.minimum(tl.maximum(begin, 0), total)
     end = tl.minimum(tl.maximum(end, begin), total)
@@ -118,9 +124,10 @@ def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_dense(tile, length, LONGEST_LAST: tl.constexpr, BLOCK: tl.constexpr):
-    """`tile` among those of BLOCK rows of sequences of one length: (sequence, first row in it).
+    """(sequence, first row in it) of `tile`, for sequences of equal length.
 
-    With LONGEST_LAST, where later rows have more to do, a sequence's tiles come from the last to the first.
+    With LONGEST_LAST the tiles of a sequence come from the last to the first. Later rows have the most to compute under
+    a causal mask, and long programs should start first.
     """
     tiles = (length + BLOCK - 1) // BLOCK
     first = tile % tiles

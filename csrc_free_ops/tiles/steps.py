@@ -1,7 +1,8 @@
-"""What a call asks for beyond scale and mask: the bits of STEPS, and the numbers that go with them.
+"""Score modifications: softcap, ALiBi, dropout and sinks. STEPS has a bit for each that a call uses.
 
-The numbers of a step travel together: (softcap, slope, sink, dropout, seed, stream). ALiBi's slope and the sink are a
-head's; dropout is a probability, its numbers have a seed, and a stream for each sequence and head.
+Their numbers travel as one tuple, score_mod = (softcap, slope, sink, dropout, seed, stream). The ALiBi slope and the
+sink belong to a head. dropout is a probability; its random numbers have a seed, and a stream for each sequence and
+head.
 """
 
 import triton
@@ -14,14 +15,14 @@ SINKS = tl.constexpr(8)
 
 
 @triton.jit
-def capped_step(softcap):
-    """Of softcap alone."""
+def softcap_score_mod(softcap):
+    """score_mod with a softcap and nothing else."""
     return tl.cast(softcap, tl.float32), 0.0, 0.0, 0.0, 0, 0
 
 
 @triton.jit
-def step_of_sequence(seed_ptr, sequence, heads, softcap, dropout, STEPS: tl.constexpr):
-    """Before it is known of which of the sequence's heads."""
+def sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, STEPS: tl.constexpr):
+    """score_mod of a sequence; `head_score_mod` adds what belongs to one of its heads."""
     seed = 0
     if DROPOUT & STEPS:
         seed = tl.load(seed_ptr)
@@ -29,8 +30,9 @@ def step_of_sequence(seed_ptr, sequence, heads, softcap, dropout, STEPS: tl.cons
 
 
 @triton.jit
-def step_of_head(step, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS: tl.constexpr):
-    softcap, slope, sink, dropout, seed, stream = step
+def head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS: tl.constexpr):
+    """score_mod of one head, from the sequence's."""
+    softcap, slope, sink, dropout, seed, stream = score_mod
     if ALIBI & STEPS:
         slope = tl.load(slopes_ptr + sequence * stride_slopes + head).to(tl.float32)
     if SINKS & STEPS:
@@ -41,16 +43,16 @@ def step_of_head(step, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STE
 
 
 @triton.jit
-def without_sink(step, condition):
-    """step, and where the condition, of one value, holds a sink that weighs nothing."""
-    softcap, slope, sink, dropout, seed, stream = step
+def without_sink(score_mod, condition):
+    """score_mod, with a sink of no weight if the scalar condition holds."""
+    softcap, slope, sink, dropout, seed, stream = score_mod
     return softcap, slope, tl.where(condition, float("-inf"), sink), dropout, seed, stream
 
 
 @triton.jit
-def kept_share(step, STEPS: tl.constexpr):
-    """What weights that dropout keeps grow by, 1 / (1 - p)."""
-    growth = 1.0
+def dropout_factor(score_mod, STEPS: tl.constexpr):
+    """The factor 1 / (1 - p) of the weights that dropout keeps."""
+    factor = 1.0
     if DROPOUT & STEPS:
-        growth = 1.0 / (1.0 - step[3])
-    return growth
+        factor = 1.0 / (1.0 - score_mod[3])
+    return factor

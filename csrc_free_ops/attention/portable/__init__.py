@@ -1,1 +1,1 @@
-"""The attention core in stock Triton, for every GPU."""
+"""The attention core in portable Triton, for every GPU."""

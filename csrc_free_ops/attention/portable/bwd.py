@@ -1,26 +1,27 @@
-"""Attention backward in stock Triton, without atomics, and so with the same bits every time: two kernels.
+"""Attention backward in portable Triton: two kernels without atomics, so that results have the same bits every time.
 
-With P_ij = exp(s_ij - lse_i) recomputed from q, k and the saved lse, and for upstream gradients dout and dlse
+P_ij = exp(s_ij - lse_i) is recomputed from q, k and the saved lse. For upstream gradients dout and dlse
 (FlashAttention-2, arXiv 2307.08691, algorithm 2; dlse adds P_ij dlse_i to ds_ij):
 
     delta_i = sum_d dout_id out_id - dlse_i
-    ds_ij   = P_ij (dout_i . v_j - delta_i)        softcap: times 1 - tanh^2; a sink counts in lse_i alone
+    ds_ij   = P_ij (dout_i . v_j - delta_i)        softcap: times 1 - tanh^2; a sink counts in lse_i only
     dq_i    = scale sum_j ds_ij k_j
     dk_j    = scale sum_i ds_ij q_i                summed over the query heads of the group
     dv_j    = sum_i P_ij dout_i
 
-Under dropout, with keep_ij of 0 or 1 / (1 - p), P_ij keep_ij stands for P_ij in dv, and dout_i . v_j keep_ij in ds_ij.
+With dropout and keep_ij = 0 or 1 / (1 - p), P_ij keep_ij replaces P_ij in dv, and dout_i . v_j keep_ij replaces
+dout_i . v_j in ds_ij.
 
-STEPS leaves out sinks. The dq kernel owns query rows and leaves delta for the dkdv kernel, which owns keys and runs
-after it; `portable_bwd_few` has both beside each other. Of a batch either may leave parts (`bwd_parts`). Sums are fp32;
-P and ds are rounded to the input dtype for the products, as in the forward.
+The dq kernel owns query rows and stores delta. The dkdv kernel owns keys, reads delta and runs second. `bwd_small.py`
+computes both in one kernel. In a batch either kernel may store split sums, which `bwd_split.py` adds up. Accumulators
+are fp32; P and ds are rounded to the input dtype for the products, as in the forward. STEPS has no bit for sinks here.
 """
 
 import triton
 import triton.language as tl
 
 from csrc_free_ops.attention.portable.fwd import COUNTS, DENSE_SIZES, SIZES
-from csrc_free_ops.tiles.dropout import drop_weights, keep_weights
+from csrc_free_ops.tiles.dropout import drop_weights, dropout_mask
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
@@ -36,31 +37,34 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, modify_scores
 from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
-from csrc_free_ops.tiles.steps import DROPOUT, SOFTCAP, kept_share, step_of_head, step_of_sequence
+from csrc_free_ops.tiles.steps import DROPOUT, SOFTCAP, dropout_factor, head_score_mod, sequence_score_mod
 
 
 @triton.jit
 def _accumulate_dq(
     dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, q_length, k_length,
-    scale, step, window_left, window_right,
+    scale, score_mod, window_left, window_right,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """dq after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     factor = exponent_factor(scale, STEPS, NATURAL)
     shift = k_length - q_length
-    growth = kept_share(step, STEPS)
+    dropout_scale = dropout_factor(score_mod, STEPS)
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
-        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
-        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
+        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
+        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores, steepness = step_scores(products, rows[:, None], start + cols[None, :], shift, scale, step, STEPS)
+        scores, steepness = modify_scores(
+            products, rows[:, None], start + cols[None, :], shift, scale, score_mod, STEPS
+        )
         p = exponential(scores * factor - lse[:, None], NATURAL)
         if MASKED:
             seen = within_bounds(
@@ -68,13 +72,13 @@ def _accumulate_dq(
                 shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
-        dp = dot_rows(dout, v, PRECISION)
+        dp = dot_rows(dout, v, PRECISION)  # [BLOCK_M, BLOCK_N]
         if DROPOUT & STEPS:
-            dp = drop_weights(dp, rows, start, step, BLOCK_N) * growth
+            dp = drop_weights(dp, rows, start, score_mod, BLOCK_N) * dropout_scale
         ds = p * (dp - delta[:, None])
         if SOFTCAP & STEPS:
             ds = ds * steepness
-        dq = accumulate_rows(dq, ds.to(k[0].dtype), k, PRECISION)
+        dq = accumulate_rows(dq, ds.to(k[0].dtype), k, PRECISION)  # [BLOCK_M, D]
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
     return dq
@@ -85,7 +89,7 @@ def differentiate_queries(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
     head, q_start, q_length, first, k_start, k_length, split,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
-    total_q, scale, step, window_left, window_right,
+    total_q, scale, score_mod, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
@@ -93,9 +97,10 @@ def differentiate_queries(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
     HAS_DELTA: tl.constexpr = False,
 ):  # fmt: skip
-    """dq of BLOCK_M query rows of a segment, from `first` on, and their delta, unless that is there.
+    """Store dq of BLOCK_M query rows of a segment, from row `first` on, and their delta unless HAS_DELTA.
 
-    Of several splits each makes a part of dq, by its share of the keys; parts follow each other as so many heads.
+    With SPLITS > 1 a program passes over its share of the keys and stores a split sum of dq. The split sums of a head
+    follow each other like heads.
     """
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
@@ -111,14 +116,14 @@ def differentiate_queries(
     rows = first + local
     inside = rows < q_length
     remaining = q_length - first
-    q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
-    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+    q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     statistics = head * total_q + q_start + rows
     if HAS_DELTA:
         lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
         delta = tl.load(delta_ptr + statistics, mask=inside, other=0.0)
     else:
-        out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
+        out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
         lse = tl.load(lse_ptr + statistics, mask=inside, other=float("-inf"))
         delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, inside, HAS_DLSE)
         tl.store(delta_ptr + statistics, delta, mask=inside)
@@ -136,28 +141,28 @@ def differentiate_queries(
         HAS_RIGHT,
         BLOCK_N,
     )
-    part = head
+    split_head = head
     if SPLITS > 1:
         low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_N)
-        part = head * SPLITS + split
+        split_head = head * SPLITS + split
     dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     if HAS_LEFT:
         dq = _accumulate_dq(
             dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
-            scale, step, window_left, window_right,
+            scale, score_mod, window_left, window_right,
             STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
     dq = _accumulate_dq(
         dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
-        scale, step, window_left, window_right,
+        scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
     dq = _accumulate_dq(
         dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
-        scale, step, window_left, window_right,
+        scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
-    dq_base = row_base(dq_ptr, first_row, part, stride_dqh, STRIDE_DQT, UNIT)
+    dq_base = row_base(dq_ptr, first_row, split_head, stride_dqh, STRIDE_DQT, UNIT)
     store_rows(
         dq_base,
         starts,
@@ -186,12 +191,14 @@ def _attention_bwd_dq_kernel(
     """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
+    # The kernel's body loads from cu_q itself: torch's mutation analysis treats a pointer that enters a function as
+    # written, and torch.compile would clone cu_q (`tiles/segments.py`).
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
-        probe, apart = probe_segments(segment, beyond)
+        probe, distance = probe_segments(segment, beyond)
         cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_q, tile, BLOCK_M)
+        segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_q, tile, BLOCK_M)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
     q_start, q_length, first, k_start, k_length = place_tile(
@@ -202,13 +209,13 @@ def _attention_bwd_dq_kernel(
     if first >= q_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
-    step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
     differentiate_queries(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
         head, q_start, q_length, first, k_start, k_length, 0,
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
-        total_q, scale, step, window_left, window_right,
+        total_q, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -225,16 +232,16 @@ def _attention_bwd_dq_dense_kernel(
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq of sequences of one length.
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq for sequences of equal length.
 
-    With OVERLAPS it begins while the kernel before it ends.
+    With OVERLAPS the kernel starts while the previous one ends.
     """
     await_before(OVERLAPS)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
-    step = step_of_head(step, slopes_ptr, None, batch, head, stride_slopes, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, STEPS)
     statistics = batch.to(tl.int64) * heads * q_length
     differentiate_queries(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
@@ -242,7 +249,7 @@ def _attention_bwd_dq_dense_kernel(
         batch_base(dout_ptr, batch, stride_dob, UNIT), dlse_ptr + statistics, delta_ptr + statistics,
         batch_base(dq_ptr, batch, stride_dqb, UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
-        q_length, scale, step, window_left, window_right,
+        q_length, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip
@@ -251,23 +258,25 @@ def _attention_bwd_dq_dense_kernel(
 @triton.jit
 def _accumulate_dkdv(
     dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
-    scale, step, window_left, window_right,
+    scale, score_mod, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask."""
     NATURAL: tl.constexpr = k[0].dtype == tl.float32
     factor = exponent_factor(scale, STEPS, NATURAL)
     shift = k_length - q_length
-    growth = kept_share(step, STEPS)
+    dropout_scale = dropout_factor(score_mod, STEPS)
     local = tl.arange(0, BLOCK_M)
     q_base += tl.cast(low, tl.int64) * STRIDE_QT
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
-    # Of several heads registers do not hold what does not change either; over few blocks it is made anew.
+    # With several heads in a group the registers do not hold loop invariants as well. Masked loops have few blocks, so
+    # that computing the invariants in each of them is cheap.
     for start in tl.range(low, high, BLOCK_M, disable_licm=MASKED and GROUP > 1):
         remaining = q_length - start
-        q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)
-        dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)
+        q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
+        dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
         if MASKED:
             lse = tl.load(lse_base + start + local, mask=local < remaining, other=0.0)
             delta = tl.load(delta_base + start + local, mask=local < remaining, other=0.0)
@@ -275,7 +284,9 @@ def _accumulate_dkdv(
             lse = tl.load(lse_base + start + local)
             delta = tl.load(delta_base + start + local)
         products = dot_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
-        scores, steepness = step_scores(products, start + local[None, :], cols[:, None], shift, scale, step, STEPS)
+        scores, steepness = modify_scores(
+            products, start + local[None, :], cols[:, None], shift, scale, score_mod, STEPS
+        )
         p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
             seen = within_bounds(
@@ -283,19 +294,19 @@ def _accumulate_dkdv(
                 start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
-        # One factor of ds from here on: registers do not hold two beside the next product.
+        # Combine both factors of ds now, because registers do not hold two during the next product.
         slopes = p
         if SOFTCAP & STEPS:
             slopes = p * steepness
-        dp = dot_rows(v, dout, PRECISION)
+        dp = dot_rows(v, dout, PRECISION)  # [BLOCK_N, BLOCK_M]
         weights = p
         if DROPOUT & STEPS:
-            kept = tl.trans(keep_weights(start + local, first, step, cols.shape[0]))
-            weights = tl.where(kept, p, 0.0) * growth
-            dp = tl.where(kept, dp, 0.0) * growth
-        dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)
+            mask = tl.trans(dropout_mask(start + local, first, score_mod, cols.shape[0]))
+            weights = tl.where(mask, p, 0.0) * dropout_scale
+            dp = tl.where(mask, dp, 0.0) * dropout_scale
+        dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)  # [BLOCK_N, D]
         ds = slopes * (dp - delta[None, :])
-        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)
+        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)  # [BLOCK_N, D]
         q_base += BLOCK_M * STRIDE_QT
         dout_base += BLOCK_M * STRIDE_DOT
     return dk, dv
@@ -304,7 +315,7 @@ def _accumulate_dkdv(
 @triton.jit
 def differentiate_keys(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-    k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, step,
+    k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, score_mod,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh, total_q, scale, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
@@ -312,9 +323,10 @@ def differentiate_keys(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys of a segment, from `first` on, over the GROUP query heads in order.
+    """Store dk and dv of BLOCK_N keys of a segment, from key `first` on, summed over the GROUP query heads in order.
 
-    Of several splits each makes parts of them, by its share of the rows, as `differentiate_queries` does.
+    With SPLITS > 1 a program passes over its share of the query rows and stores split sums, as in
+    `differentiate_queries`.
     """
     scale = tl.cast(scale, tl.float32)
     first_row = k_start + first
@@ -325,8 +337,8 @@ def differentiate_keys(
     local = tl.arange(0, BLOCK_N)
     cols = first + local
     remaining = k_length - first
-    k = load_rows(k_base, starts, local, remaining, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
-    v = load_rows(v_base, starts, local, remaining, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
+    k = load_rows(k_base, starts, local, remaining, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
+    v = load_rows(v_base, starts, local, remaining, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
     dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
     dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
 
@@ -342,20 +354,20 @@ def differentiate_keys(
         HAS_LEFT,
         BLOCK_M,
     )
-    part = k_head
+    split_head = k_head
     if SPLITS > 1:
         low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_M)
-        part = k_head * SPLITS + split
-    # In fp32 each query head is summed by itself, which keeps the chain of additions, and so its rounding, short.
-    HEADS_APART: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
-    # Nothing is kept from head to head: hoisted, it would spill.
-    for member in tl.range(0, GROUP, disable_licm=True):
-        if HEADS_APART:
+        split_head = k_head * SPLITS + split
+    # In fp32 each query head has its own accumulators: a shorter chain of additions rounds less.
+    SUM_PER_HEAD: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
+    # Loop invariants stay in the loop, because hoisted ones would spill.
+    for index in tl.range(0, GROUP, disable_licm=True):
+        if SUM_PER_HEAD:
             dk_before, dv_before = dk, dv
             dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
             dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-        head = k_head * GROUP + member
-        own_step = step_of_head(step, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+        head = k_head * GROUP + index
+        q_score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
         q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, UNIT)
         dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, UNIT)
         lse_base = lse_ptr + head * total_q + q_start
@@ -363,27 +375,27 @@ def differentiate_keys(
         if HAS_RIGHT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
-                q_length, k_length, scale, own_step, window_left, window_right,
+                q_length, k_length, scale, q_score_mod, window_left, window_right,
                 STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
                 GROUP, BLOCK_M, True,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
-            q_length, k_length, scale, own_step, window_left, window_right,
+            q_length, k_length, scale, q_score_mod, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
             GROUP, BLOCK_M, False,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
-            q_length, k_length, scale, own_step, window_left, window_right,
+            q_length, k_length, scale, q_score_mod, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
             GROUP, BLOCK_M, True,
         )  # fmt: skip
-        if HEADS_APART:
+        if SUM_PER_HEAD:
             dk = add_rows(dk_before, dk)
             dv = add_rows(dv_before, dv)
-    dk_base = row_base(dk_ptr, first_row, part, stride_dkh, STRIDE_DKT, UNIT)
-    dv_base = row_base(dv_ptr, first_row, part, stride_dvh, STRIDE_DVT, UNIT)
+    dk_base = row_base(dk_ptr, first_row, split_head, stride_dkh, STRIDE_DKT, UNIT)
+    dv_base = row_base(dv_ptr, first_row, split_head, stride_dvh, STRIDE_DVT, UNIT)
     store_rows(
         dk_base,
         starts,
@@ -412,12 +424,14 @@ def _attention_bwd_dkdv_kernel(
     """Grid (tiles of BLOCK_N keys, key heads): dk and dv."""
     k_head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
+    # The kernel's body loads from cu_k itself: torch's mutation analysis treats a pointer that enters a function as
+    # written, and torch.compile would clone cu_k (`tiles/segments.py`).
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
-        probe, apart = probe_segments(segment, beyond)
+        probe, distance = probe_segments(segment, beyond)
         cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_k, tile, BLOCK_N)
+        segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_k, tile, BLOCK_N)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
     k_start, k_length, first, q_start, q_length = place_tile(
@@ -428,10 +442,10 @@ def _attention_bwd_dkdv_kernel(
     if first >= k_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
     differentiate_keys(
         q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-        k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, step,
+        k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, score_mod,
         stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
         total_q, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -451,23 +465,23 @@ def _attention_bwd_dkdv_dense_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv of sequences of one length.
+    """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv for sequences of equal length.
 
-    With OVERLAPS it begins while the kernel before it ends, which makes delta.
+    With OVERLAPS the kernel starts while the previous one, which stores delta, ends.
     """
     await_before(OVERLAPS)
     k_head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
-    # The first keys are seen by the most queries, and come first.
+    # Under a causal mask the first keys are seen by the most queries, so their programs start first.
     batch, first = place_dense(tl.program_id(0), k_length, False, BLOCK_N)
-    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
     statistics = batch.to(tl.int64) * heads * q_length
     differentiate_keys(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
         batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics, batch_base(dout_ptr, batch, stride_dob, UNIT),
         delta_ptr + statistics,
         batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
-        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, batch, stride_slopes, step,
+        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, batch, stride_slopes, score_mod,
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,

@@ -1,8 +1,7 @@
-"""The backward of few rows: gradients of queries and of keys side by side, in stock Triton.
+"""The backward of calls with few tiles, in portable Triton: gradients of queries and of keys in one kernel.
 
-Programs for tiles of rows alone leave multiprocessors without work there, and what takes time is how long one of them
-takes. So delta is made by a kernel of its own, and dq, dk and dv by one other, which needs nothing else
-(attention/portable/bwd.py has the maths).
+Such calls do not fill the multiprocessors, and their time is that of the longest program. One kernel computes delta,
+and a second one computes dq, dk and dv side by side (`bwd.py` has the maths).
 """
 
 import triton
@@ -13,7 +12,7 @@ from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base
 from csrc_free_ops.tiles.segments import place_dense
-from csrc_free_ops.tiles.steps import step_of_head, step_of_sequence
+from csrc_free_ops.tiles.steps import head_score_mod, sequence_score_mod
 
 
 @triton.jit(do_not_specialize=DENSE_SIZES)
@@ -23,7 +22,7 @@ def _attention_bwd_few_delta_kernel(
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows, heads, sequences): delta. With OVERLAPS it begins early."""
+    """Grid (tiles of BLOCK_M query rows, heads, sequences): delta. OVERLAPS: start while the previous kernel ends."""
     await_before(OVERLAPS)
     first = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1).to(tl.int64)
@@ -32,8 +31,8 @@ def _attention_bwd_few_delta_kernel(
     local = tl.arange(0, BLOCK_M)
     out_base = row_base(batch_base(out_ptr, batch, stride_ob, UNIT), first, head, stride_oh, STRIDE_OT, UNIT)
     dout_base = row_base(batch_base(dout_ptr, batch, stride_dob, UNIT), first, head, stride_doh, STRIDE_DOT, UNIT)
-    out = load_rows(out_base, starts, local, q_length - first, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
-    dout = load_rows(dout_base, starts, local, q_length - first, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+    out = load_rows(out_base, starts, local, q_length - first, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    dout = load_rows(dout_base, starts, local, q_length - first, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     rows = (batch * tl.num_programs(1) + head) * q_length + first + local
     inside = first + local < q_length
     lse = tl.load(lse_ptr + rows, mask=inside, other=float("-inf"))
@@ -53,26 +52,25 @@ def _attention_bwd_few_kernel(
     DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, DQ_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (the more of both kinds of tiles, heads, SPLITS + DQ_SPLITS): dk and dv, of BLOCK_N keys, and dq.
+    """Grid (the larger number of tiles of both kinds, heads, SPLITS + DQ_SPLITS): dk and dv of BLOCK_N keys, and dq.
 
-    What the two have in parts is as in attention/portable/bwd.py. With OVERLAPS it begins while the kernel before it
-    ends, which makes delta.
+    Split sums are those of `bwd.py`. With OVERLAPS the kernel starts while the previous one, which stores delta, ends.
     """
     await_before(OVERLAPS)
-    line = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     split = tl.program_id(2)
     if split < SPLITS:
         batch, first = place_dense(tl.program_id(0), k_length, False, BLOCK_N)
-        if (batch < batches) & (line * GROUP < heads):
-            step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
+        if (batch < batches) & (head * GROUP < heads):
+            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
             statistics = batch.to(tl.int64) * heads * q_length
             differentiate_keys(
                 batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
                 batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics,
                 batch_base(dout_ptr, batch, stride_dob, UNIT), delta_ptr + statistics,
                 batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
-                line, 0, k_length, first, 0, q_length, split, slopes_ptr, batch, stride_slopes, step,
+                head, 0, k_length, first, 0, q_length, split, slopes_ptr, batch, stride_slopes, score_mod,
                 stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
                 q_length, scale, window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -81,18 +79,18 @@ def _attention_bwd_few_kernel(
     else:
         batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
         if batch < batches:
-            step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
-            step = step_of_head(step, slopes_ptr, None, batch, line, stride_slopes, STEPS)
+            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
+            score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, STEPS)
             statistics = batch.to(tl.int64) * heads * q_length
             dout_base = batch_base(dout_ptr, batch, stride_dob, UNIT)
-            # Where delta is there, out and dlse are not read.
+            # out and dlse are not read, because delta is there; dout stands in for out.
             differentiate_queries(
                 batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
                 batch_base(v_ptr, batch, stride_vb, UNIT), dout_base, lse_ptr + statistics, dout_base,
                 None, delta_ptr + statistics, batch_base(dq_ptr, batch, stride_dqb, UNIT),
-                line, 0, q_length, first, 0, k_length, split - SPLITS,
+                head, 0, q_length, first, 0, k_length, split - SPLITS,
                 stride_qh, stride_kh, stride_vh, 0, stride_doh, stride_dqh,
-                q_length, scale, step, window_left, window_right,
+                q_length, scale, score_mod, window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
                 False, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
             )  # fmt: skip

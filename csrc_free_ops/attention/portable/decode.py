@@ -1,25 +1,26 @@
-"""Attention of a few new queries over a cache of keys, split among programs ("flash-decoding").
+"""Attention of a few new queries over a KV cache, split among programs ("flash-decoding").
 
-For query i = 0 .. Sq-1 of a sequence with L keys in its cache, of which the last Sq belong to the queries themselves,
-over the keys j that it sees:
+Query i = 0 .. Sq-1 belongs to a sequence with L keys in its cache. The last Sq of these keys are those of the queries
+themselves. Over the keys j that query i sees:
 
     s_ij  = scale q_i . k_j                (softcap c: c tanh(s_ij / c))
     s_ij -= slope |L - Sq + i - j|         ALiBi, arXiv 2108.12409
     lse_i = log(sum_j exp(s_ij) + exp(sink))
     out_i = sum_j exp(s_ij - lse_i) v_j
 
-The time is that of reading keys and values once. So the queries of all heads that share a key head are rows of one
-tile, row r = i GROUP + head, and a sequence's keys are shared out among `num_splits` programs, in whole blocks and by
-the length that only the device knows: each normalises what it has seen, rows of out and their exponent, which is lse in
-the unit of the exponents (tiles/scores.py). A second kernel adds the parts up in the order of the splits,
+The time is that of one read of keys and values. The queries of all heads that share a key head are therefore rows of
+one tile, row r = i GROUP + head. `num_splits` programs share a sequence's keys in whole blocks, by a length that only
+the device knows. Each program stores normalised rows of out and their exponents: lse in the unit of `tiles/scores.py`.
+A second kernel combines the splits in order,
 
     out = sum_p w_p out_p / sum_p w_p,  w_p = exp(lse_p - max lse)
 
-with one running maximum, PARTS_AT_ONCE parts at a time: parts without keys add exact zeros, and one part alone stays as
-it is, bit by bit. With SPLIT_KEYS a split is that many keys, so what is added to what depends on the sequence alone.
+with one running maximum, SPLITS_AT_ONCE splits at a time. A split without keys adds exact zeros, and a single split
+keeps its bits. With SPLIT_KEYS every split has that many keys, so that the order of additions depends on the sequence
+alone.
 
-Keys that several sequences begin with are read once for all of them: with SHARED the rows of a tile are those of all
-samples of a group, and their parts are further splits of each. FlashAttention-2's recurrence, arXiv 2307.08691;
+Samples may share a prefix of keys. With SHARED the rows of a tile are those of all samples of a group, so that the
+prefix is read once; it adds further splits to each sample. FlashAttention-2's recurrence, arXiv 2307.08691;
 Flash-Decoding, https://pytorch.org/blog/flash-decoding.
 """
 
@@ -37,24 +38,24 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import LN2, exponent_factor, exponent_of_lse, exponential, natural_lse, step_scores
+from csrc_free_ops.tiles.scores import LN2, exponent_factor, exponent_of_lse, exponential, modify_scores, natural_lse
 from csrc_free_ops.tiles.softmax import update
 from csrc_free_ops.tiles.steps import ALIBI, SINKS
 
-# Sizes that only count, as in portable_fwd.
+# Not specialized: Triton would build the same code again for sizes of another divisibility.
 DECODE_SIZES = (
     "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
 )  # fmt: skip
 COMBINE_SIZES = ("total_rows", "num_parts")
-# Rows anywhere in memory are given by their offsets, and reach as far as that: those that are not there lie beyond.
+# Bound of row offsets, where rows are given by their offset in memory. A row that does not exist has this offset.
 BEYOND = tl.constexpr(2**62)
-# Parts of a row that are on their way before the first of them is added.
-PARTS_AT_ONCE = tl.constexpr(16)
+# Splits of a row that are loaded before the first of them is added.
+SPLITS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
 def _like(rows, other):
-    """Rows in the dtype of the other ones."""
+    """rows in the dtype of `other`."""
     cast = (rows[0].to(other[0].dtype),)
     for index in tl.static_range(1, len(rows)):
         cast += (rows[index].to(other[0].dtype),)
@@ -62,18 +63,18 @@ def _like(rows, other):
 
 
 @triton.jit
-def _add_weighted(acc, weight, part):
-    """acc + weight part, without what has no weight, which may be anything. An fma, whatever a compiler prefers."""
-    total = (tl.fma(tl.where(weight > 0, part[0], 0.0), weight, acc[0]),)
+def _add_weighted(acc, weight, rows):
+    """acc + weight rows, [1, D]. rows without a weight may hold NaN and count as 0. An fma fixes the rounding."""
+    total = (tl.fma(tl.where(weight > 0, rows[0], 0.0), weight, acc[0]),)
     for index in tl.static_range(1, len(acc)):
-        total += (tl.fma(tl.where(weight > 0, part[index], 0.0), weight, acc[index]),)
+        total += (tl.fma(tl.where(weight > 0, rows[index], 0.0), weight, acc[index]),)
     return total
 
 
 @triton.jit
-def _settle(acc, peak, norm, NATURAL: tl.constexpr):
-    """Rows of out and their exponents, 0 and -inf where no key was seen, once sums are complete."""
-    # Not norm > 0: a row of NaN is no row without keys.
+def _normalize(acc, peak, norm, NATURAL: tl.constexpr):
+    """(rows of out, their exponents) from complete sums; 0 and -inf for a row that saw no key."""
+    # Not `norm > 0`, because a row of NaN must stay NaN.
     inverse = tl.where(norm == 0, 0.0, 1.0 / norm)
     if NATURAL:
         exponent = natural_lse(peak, norm, True)
@@ -91,11 +92,11 @@ def _lse_of_exponent(exponent, NATURAL: tl.constexpr):
 
 @triton.jit
 def _add_sinks(out, exponent, sinks, NATURAL: tl.constexpr):
-    """One more logit of each row, whose value is 0."""
+    """Add one more logit to each row, whose value is 0."""
     norm = tl.where(exponent == float("-inf"), 0.0, 1.0)
     sinks = exponent_of_lse(sinks.to(tl.float32), NATURAL)
     _, rescale, peak, norm = update(sinks[:, None], 1.0, exponent, norm, NATURAL)
-    return _settle(scale_rows(out, rescale[:, None]), peak, norm, NATURAL)
+    return _normalize(scale_rows(out, rescale[:, None]), peak, norm, NATURAL)
 
 
 @triton.jit
@@ -104,13 +105,14 @@ def _load_keys(
     STRIDE: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Keys (or values) start .. start+BLOCK_N-1 of a head whose first row, or that of its page 0, is at `base`.
+    """Keys (or values) start .. start+BLOCK_N-1 of a head, [BLOCK_N, D]. `base` is its first row, in page 0 if paged.
 
-    Of a paged cache `page` is the block's page where blocks do not straddle pages, else each key's. What is read past
-    `length` has no weight; it is finite wherever the keys are. `cols` may name another key in the place of one.
+    In a paged cache `page` is the page of the block if blocks do not straddle pages, else the page of each key. Keys
+    past `length` get no weight; they read as finite numbers if the cache is finite. `cols` may repeat a key in place of
+    another.
     """
     if PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_N != 0:
-        # A mask would not do: addresses past the end would be of pages that are not there.
+        # Clamp instead of masking, because the page table has no pages past the end.
         slots = tl.minimum(start + cols, length - 1) % PAGE_SIZE
         offsets = page.to(tl.int64) * (tl.cast(stride_block, tl.int64) * UNIT) + slots.to(tl.int64) * STRIDE
         keys = load_rows(base, starts, offsets, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
@@ -126,7 +128,7 @@ def _load_keys(
 
 @triton.jit
 def _seen_cols(cols, start, first, HAS_LEFT: tl.constexpr):
-    """Of a block's keys, with the first that a query sees in the place of those before it, which may be anything."""
+    """cols, with the first key that a query sees in place of earlier keys, whose memory may hold anything."""
     if HAS_LEFT:
         cols = tl.maximum(cols, first - start)
     return cols
@@ -134,7 +136,7 @@ def _seen_cols(cols, start, first, HAS_LEFT: tl.constexpr):
 
 @triton.jit
 def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of `_load_keys` for the block at `start`, within those that there are; 0 past the `end` of blocks."""
+    """`page` of `_load_keys` for the block at `start`, clamped to existing pages; 0 past the `end` of blocks."""
     keys = start
     if PAGE_SIZE % BLOCK_N != 0:
         keys = tl.minimum(start + cols, length - 1)
@@ -145,16 +147,16 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 @triton.jit
 def _attend(
     q, positions, k_base, v_base, table_ptr, starts, first, begin, end, length, num_pages, stride_kb, stride_vb,
-    scale, window_left, window_right, step,
+    scale, window_left, window_right, score_mod,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the keys in blocks from `begin` up to `end`, none of which before `first` is seen.
+    """(acc, peak, norm) over the blocks of keys from `begin` up to `end`; no key before `first` is seen.
 
-    Every block is masked, where portable_fwd has loops of their own for those that need it: reading is what takes
-    time, and between two loops there would be nothing on its way.
+    Every block is masked, whereas `fwd.py` has separate loops for the blocks that need the mask. The kernel is bound by
+    reads, and no load would be in flight between two loops.
     """
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     factor = exponent_factor(scale, STEPS, NATURAL)
@@ -164,25 +166,25 @@ def _attend(
     norm = tl.zeros((BLOCK_M,), tl.float32)
     page = 0
     if PAGE_SIZE > 0:
-        own = _seen_cols(cols, begin, first, HAS_LEFT)
-        page = _find_pages(table_ptr, begin, own, end, length, num_pages, PAGE_SIZE, BLOCK_N)
+        seen_cols = _seen_cols(cols, begin, first, HAS_LEFT)
+        page = _find_pages(table_ptr, begin, seen_cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
-        own = _seen_cols(cols, start, first, HAS_LEFT)
+        seen_cols = _seen_cols(cols, start, first, HAS_LEFT)
         k = _load_keys(
-            k_base, starts, start, own, length, page, stride_kb,
+            k_base, starts, start, seen_cols, length, page, stride_kb,
             STRIDE_KS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+        )  # [BLOCK_N, D]  # fmt: skip
         v = _load_keys(
-            v_base, starts, start, own, length, page, stride_vb,
+            v_base, starts, start, seen_cols, length, page, stride_vb,
             STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
+        )  # [BLOCK_N, D]  # fmt: skip
         if PAGE_SIZE > 0:
-            # One block ahead, so that addresses do not wait for them.
-            own = _seen_cols(cols, start + BLOCK_N, first, HAS_LEFT)
-            page = _find_pages(table_ptr, start + BLOCK_N, own, end, length, num_pages, PAGE_SIZE, BLOCK_N)
+            # Load pages one block ahead, so that addresses of keys do not wait for them.
+            seen_cols = _seen_cols(cols, start + BLOCK_N, first, HAS_LEFT)
+            page = _find_pages(table_ptr, start + BLOCK_N, seen_cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
         keys = (start + cols)[None, :]
         products = dot_rows(q, _like(k, q), PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores, _ = step_scores(products, positions[:, None], keys, 0, scale, step, STEPS)
+        scores, _ = modify_scores(products, positions[:, None], keys, 0, scale, score_mod, STEPS)
         seen = within_bounds(
             keys < length, positions[:, None], keys, 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )  # fmt: skip
@@ -206,13 +208,15 @@ def _attention_decode_kernel(
     PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (groups * splits * key heads * tiles of BLOCK_M rows), of `samples` sequences each; 1 without SHARED.
+    """Grid (groups * splits * key heads * tiles of BLOCK_M rows). A group has `samples` sequences, 1 without SHARED.
 
-    With PARTIAL, out and lse are those of the splits from `first_split` on, [splits, total_rows, D] and
-    [splits, total_rows], rows as in [B, H, Sq]; lse is an exponent. `lengths` says how many keys of its own each
-    sequence has, which are the keys here; with SHARED those before them are, `key_capacity` or as many as
-    `key_lengths` says.
+    `lengths` holds the number of each sequence's own keys. Without SHARED these are the keys that are read. With SHARED
+    the keys are those of the prefix: `key_lengths` of them, or `key_capacity`.
+
+    With PARTIAL, out [splits, total_rows, D] and lse [splits, total_rows] take the splits from `first_split` on. Rows
+    have the order of [B, H, Sq]; lse is an exponent.
     """
+    tl.static_assert(SPLIT_KEYS % BLOCK_N == 0, "SPLIT_KEYS must be a multiple of BLOCK_N: a split has whole blocks")
     NATURAL: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     scale = tl.cast(scale, tl.float32)
     rows_of_group = samples * num_queries * GROUP
@@ -230,7 +234,7 @@ def _attention_decode_kernel(
         v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < rows_of_group
-    # Rows that are not there do as the last one.
+    # Rows past the last one repeat it and are not stored.
     rows = tl.minimum(rows, rows_of_group - 1)
     query = rows // GROUP
     sample = group
@@ -265,24 +269,24 @@ def _attention_decode_kernel(
         begin = low + split * blocks // num_splits * BLOCK_N
         end = tl.minimum(low + (split + 1) * blocks // num_splits * BLOCK_N, high)
 
-    q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
+    q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)  # [BLOCK_M, D]
     slopes = 0.0
     if ALIBI & STEPS:
         slopes = tl.load(slopes_ptr + sample * stride_sb + head)[:, None]
-    # As tiles/steps.py has them; sinks come in the end.
-    step = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
+    # The tuple of tiles/steps.py; sinks are added at the end.
+    score_mod = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
     acc, peak, norm = _attend(
         q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, first, begin, end, key_length,
-        num_pages, stride_kb, stride_vb, scale, window_left, window_right, step,
+        num_pages, stride_kb, stride_vb, scale, window_left, window_right, score_mod,
         STRIDE_KS, STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL,
         HAS_LEFT, HAS_RIGHT, STEPS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    out, exponent = _settle(acc, peak, norm, NATURAL)
+    out, exponent = _normalize(acc, peak, norm, NATURAL)
 
     row = (sample * (NUM_K_HEADS * GROUP) + head) * num_queries + query
     if PARTIAL:
         out_rows = (tl.cast(first_split + split, tl.int64) * total_rows + row) * HEAD_DIM
-        # Of parts without keys the exponent says all.
+        # A split without keys stores only its exponent, -inf: the combine kernel ignores its rows.
         reach = tl.where(begin < end, BEYOND, 0)
         lse = exponent
         row += tl.cast(first_split + split, tl.int64) * total_rows
@@ -303,44 +307,44 @@ def _attention_decode_combine_kernel(
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     NATURAL: tl.constexpr, STEPS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, Sq): out and lse of a row from its parts. See the module for the maths."""
+    """Grid (B, H, Sq): out and lse of a row from its splits. The module's docstring has the maths."""
     sample = tl.cast(tl.program_id(0), tl.int64)
     head = tl.cast(tl.program_id(1), tl.int64)
     query = tl.cast(tl.program_id(2), tl.int64)
     row = (sample * tl.num_programs(1) + head) * tl.num_programs(2) + query
     one = tl.arange(0, 1)
     starts = column_starts(head, HEAD_DIM, MAIN)
-    part_ptr = parts_ptr + row * HEAD_DIM
+    split_ptr = parts_ptr + row * HEAD_DIM
     exponent_ptr = exponents_ptr + row
     out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
-    # Else a way around the loop is looked for first, and addresses after it, behind the wait.
+    # Without this, code that skips the loop comes first, and addresses are computed only after the wait.
     tl.assume(num_parts > 0)
     await_before(OVERLAPS)
 
     acc = zero_rows(1, HEAD_DIM, MAIN, TAIL)
     peak = float("-inf")
     norm = 0.0
-    for first in tl.range(0, num_parts, PARTS_AT_ONCE, num_stages=1):
+    for first in tl.range(0, num_parts, SPLITS_AT_ONCE, num_stages=1):
         exponents = ()
-        parts = ()
-        for index in tl.static_range(PARTS_AT_ONCE):
+        splits = ()
+        for index in tl.static_range(SPLITS_AT_ONCE):
             left = num_parts - first - index
             exponents += (tl.load(exponent_ptr, mask=left > 0, other=float("-inf")),)
-            parts += (load_rows(part_ptr, starts, one, left, 1, HEAD_DIM, MAIN, TAIL, True),)
+            splits += (load_rows(split_ptr, starts, one, left, 1, HEAD_DIM, MAIN, TAIL, True),)
             exponent_ptr += total_rows
-            part_ptr += tl.cast(total_rows, tl.int64) * HEAD_DIM
+            split_ptr += tl.cast(total_rows, tl.int64) * HEAD_DIM
         before = peak
-        for index in tl.static_range(PARTS_AT_ONCE):
+        for index in tl.static_range(SPLITS_AT_ONCE):
             peak = tl.maximum(peak, exponents[index])
         anchor = tl.where(peak == float("-inf"), 0.0, peak)
         rescale = exponential(before - anchor, NATURAL)
         acc = scale_rows(acc, rescale)
         norm *= rescale
-        for index in tl.static_range(PARTS_AT_ONCE):
+        for index in tl.static_range(SPLITS_AT_ONCE):
             weight = exponential(exponents[index] - anchor, NATURAL)
             norm += weight
-            acc = _add_weighted(acc, weight, parts[index])
-    out, exponent = _settle(acc, tl.full((1,), peak, tl.float32), tl.full((1,), norm, tl.float32), NATURAL)
+            acc = _add_weighted(acc, weight, splits[index])
+    out, exponent = _normalize(acc, tl.full((1,), peak, tl.float32), tl.full((1,), norm, tl.float32), NATURAL)
     if SINKS & STEPS:
         out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head + one), NATURAL)
     store_rows(out_base, starts, one, 1, out, 1, HEAD_DIM, MAIN, TAIL)

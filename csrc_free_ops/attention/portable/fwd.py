@@ -1,14 +1,13 @@
-"""Attention forward in stock Triton.
+"""Attention forward in portable Triton.
 
 For each query row i of a segment, over the keys j that it sees:
 
-    s_ij = scale q_i . k_j                 (softcap, ALiBi: `tiles.scores`; dropout of the second product's weights)
-    lse_i = log sum_j exp(s_ij)            natural logarithm, fp32
-    out_i = sum_j exp(s_ij - lse_i) v_j
+    s_ij = scale q_i . k_j                 (softcap, ALiBi: `tiles/scores.py`; dropout: of the weights for the second
+    product) lse_i = log sum_j exp(s_ij)            natural logarithm, fp32 out_i = sum_j exp(s_ij - lse_i) v_j
 
-in one pass over blocks of keys with the running maximum and sum of FlashAttention-2 (arXiv 2307.08691, algorithm 1);
-sums are fp32, and the weights are rounded to the dtype of v for the second product. A row that sees no key gives
-out 0 and lse -inf, or its sink's logit. One program owns BLOCK_M query rows of one head; the heads of a group read the
+One pass over blocks of keys keeps the running maximum and sum of FlashAttention-2 (arXiv 2307.08691, algorithm 1).
+Accumulators are fp32; weights are rounded to the dtype of v for the second product. A row that sees no key has out 0
+and lse -inf, or the logit of its sink. One program owns BLOCK_M query rows of one head; the heads of a group read the
 same keys.
 """
 
@@ -28,16 +27,16 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import exponent_factor, step_scores
+from csrc_free_ops.tiles.scores import exponent_factor, modify_scores
 from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
 from csrc_free_ops.tiles.softmax import normalize, update
-from csrc_free_ops.tiles.steps import DROPOUT, SINKS, step_of_head, step_of_sequence, without_sink
+from csrc_free_ops.tiles.steps import DROPOUT, SINKS, head_score_mod, sequence_score_mod, without_sink
 
-# Sizes that only count: for those of another divisibility Triton would build the same code again.
+# Not specialized: Triton would build the same code again for sizes of another divisibility.
 SIZES = ("total_q", "total_k", "window_left", "window_right", "stride_slopes")
-# One segment is a case of its own, 4 % faster on 1024 rows.
+# Specialized to 1 but not to other divisors: with a single segment 1024 rows take 4 % less time.
 COUNTS = ("num_segments",)
-# Of a batch, strides follow from lengths; what they are multiples of, UNIT says.
+# Batch strides follow from lengths; UNIT holds their alignment.
 DENSE_SIZES = (
     "q_length", "k_length", "window_left", "window_right", "stride_slopes", "heads",
     *[f"stride_{name}{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bh"],
@@ -47,11 +46,12 @@ DENSE_SIZES = (
 @triton.jit
 def _attend(
     acc, peak, norm, q, rows, k_base, v_base, starts, low, high, q_length, k_length,
-    scale, step, window_left, window_right,
+    scale, score_mod, window_left, window_right,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """(acc, peak, norm) after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     factor = exponent_factor(scale, STEPS, NATURAL)
     shift = k_length - q_length
@@ -59,10 +59,10 @@ def _attend(
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
-        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)
-        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)
+        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
+        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores, _ = step_scores(products, rows[:, None], start + cols[None, :], shift, scale, step, STEPS)
+        scores, _ = modify_scores(products, rows[:, None], start + cols[None, :], shift, scale, score_mod, STEPS)
         if MASKED:
             seen = within_bounds(
                 (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
@@ -71,8 +71,8 @@ def _attend(
             scores = tl.where(seen, scores, float("-inf"))
         weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL)
         if DROPOUT & STEPS:
-            weights = drop_weights(weights, rows, start, step, BLOCK_N)
-        acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(v[0].dtype), v, PRECISION)
+            weights = drop_weights(weights, rows, start, score_mod, BLOCK_N)
+        acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(v[0].dtype), v, PRECISION)  # [BLOCK_M, D]
         k_base += BLOCK_N * STRIDE_KT
         v_base += BLOCK_N * STRIDE_VT
     return acc, peak, norm
@@ -81,13 +81,13 @@ def _attend(
 @triton.jit
 def attend_tile(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-    stride_qh, stride_kh, stride_vh, stride_oh, total_q, scale, step, window_left, window_right,
+    stride_qh, stride_kh, stride_vh, stride_oh, total_q, scale, score_mod, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out and, with HAS_LSE, lse of BLOCK_M query rows of a segment, from `first` on."""
+    """Store out and, with HAS_LSE, lse of BLOCK_M query rows of a segment, from row `first` on."""
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
     q_base = row_base(q_ptr, q_start + first, head, stride_qh, STRIDE_QT, UNIT)
@@ -97,7 +97,7 @@ def attend_tile(
     starts = column_starts(k_head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_M)
     rows = first + local
-    q = load_rows(q_base, starts, local, q_length - first, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
+    q = load_rows(q_base, starts, local, q_length - first, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     acc = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
@@ -117,21 +117,21 @@ def attend_tile(
     if HAS_LEFT:
         acc, peak, norm = _attend(
             acc, peak, norm, q, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
-            scale, step, window_left, window_right,
+            scale, score_mod, window_left, window_right,
             STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
     acc, peak, norm = _attend(
         acc, peak, norm, q, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
-        scale, step, window_left, window_right,
+        scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
     acc, peak, norm = _attend(
         acc, peak, norm, q, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
-        scale, step, window_left, window_right,
+        scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
 
-    out, lse = normalize(acc, peak, norm, step, q[0].dtype == tl.float32, STEPS)
+    out, lse = normalize(acc, peak, norm, score_mod, q[0].dtype == tl.float32, STEPS)
     out_base = row_base(out_ptr, q_start + first, head, stride_oh, STRIDE_OT, UNIT)
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
     if HAS_LSE:
@@ -148,15 +148,17 @@ def _attention_fwd_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows, heads). See the module for the maths."""
+    """Grid (tiles of BLOCK_M query rows, heads). The module's docstring has the maths."""
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
+    # The kernel's body loads from cu_q itself: torch's mutation analysis treats a pointer that enters a function as
+    # written, and torch.compile would clone cu_q (`tiles/segments.py`).
     segment = 0
     beyond = num_segments + 2
     while beyond - segment > 1:
-        probe, apart = probe_segments(segment, beyond)
+        probe, distance = probe_segments(segment, beyond)
         cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total_q, tile, BLOCK_M)
+        segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_q, tile, BLOCK_M)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
     q_start, q_length, first, k_start, k_length = place_tile(
@@ -167,13 +169,13 @@ def _attention_fwd_kernel(
     if first >= q_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    step = step_of_sequence(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
-    step = step_of_head(step, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS)
     if SINKS & STEPS:
-        step = without_sink(step, (segment == 0) | (segment > num_segments))
+        score_mod = without_sink(score_mod, (segment == 0) | (segment > num_segments))
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-        stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total_q, scale, step, window_left, window_right,
+        stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total_q, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -189,17 +191,17 @@ def _attention_fwd_dense_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows of all sequences, heads): sequences of one length, in a batch."""
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads), for a batch of sequences of equal length."""
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    step = step_of_sequence(seed_ptr, batch, heads, softcap, dropout, STEPS)
-    step = step_of_head(step, slopes_ptr, sinks_ptr, batch, head, stride_slopes, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, batch, head, stride_slopes, STEPS)
     attend_tile(
         batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
         batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT),
         lse_ptr + batch.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
-        stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, step, window_left, window_right,
+        stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Attention backward for segments of at most one block, in stock Triton: all three gradients in one pass.
+"""Attention backward for segments of at most one block, in portable Triton: all three gradients in one pass.
 
-The maths of `portable_bwd`, the programs of `short_fwd`. Where a whole segment is one block, its weights serve dq as
-well as dk and dv, every tensor is read once, and no sum crosses programs. Scores are kept transposed, [keys, queries],
-so that dk and dv take them from registers.
+The maths is that of `bwd.py`, the programs are those of `short_fwd.py`. A whole segment is one block, so its weights
+serve dq as well as dk and dv. Every tensor is read once, and no sum crosses programs. Scores are transposed,
+[keys, queries], so that the products for dk and dv take them from registers.
 """
 
 import triton
@@ -23,7 +23,7 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, step_scores
+from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, modify_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
     longest_segment,
@@ -32,19 +32,20 @@ from csrc_free_ops.tiles.segments import (
     place_rows,
     probe_segments,
 )
-from csrc_free_ops.tiles.steps import SOFTCAP, capped_step
+from csrc_free_ops.tiles.steps import SOFTCAP, softcap_score_mod
 
 
 @triton.jit
 def _differentiate_scores(
-    k, v, q, dout, lse, delta, length, scale, step, window_left, window_right,
+    k, v, q, dout, lse, delta, length, scale, score_mod, window_left, window_right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a segment of 1 .. BLOCK rows the weights and the gradient of the scores, [keys, queries]."""
+    """(weights, gradient of the scores) of a segment of 1 .. BLOCK rows, [keys, queries] both."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
-    scores, steepness = step_scores(dot_rows(k, q, PRECISION), local[None, :], local[:, None], 0, scale, step, STEPS)
+    products = dot_rows(k, q, PRECISION)  # [BLOCK, BLOCK]
+    scores, steepness = modify_scores(products, local[None, :], local[:, None], 0, scale, score_mod, STEPS)
     factor = exponent_factor(scale, STEPS, NATURAL)
     p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
     seen = within_bounds(
@@ -69,7 +70,7 @@ def _attention_bwd_short_kernel(
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
+    """Grid (segments * heads): segments of 1 .. BLOCK rows."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
@@ -85,25 +86,25 @@ def _attention_bwd_short_kernel(
         v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, UNIT)
         out_base = row_base(out_ptr, start, head, stride_oh, STRIDE_OT, UNIT)
         dout_base = row_base(dout_ptr, start, head, stride_doh, STRIDE_DOT, UNIT)
-        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
-        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
-        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
-        out = load_rows(out_base, starts, local, length, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)
-        dout = load_rows(dout_base, starts, local, length, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)
+        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        out = load_rows(out_base, starts, local, length, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        dout = load_rows(dout_base, starts, local, length, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         row_of_head = tl.cast(head, tl.int64) * total + start
         lse = tl.load(lse_ptr + row_of_head + local, mask=local < length, other=float("-inf"))
         delta = delta_of_rows(out, dout, lse, dlse_ptr + row_of_head + local, local < length, HAS_DLSE)
         p, ds = _differentiate_scores(
-            k, v, q, dout, lse, delta, length, scale, capped_step(softcap), window_left, window_right,
+            k, v, q, dout, lse, delta, length, scale, softcap_score_mod(softcap), window_left, window_right,
             HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
         )  # fmt: skip
-        dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)
+        dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)  # [BLOCK, D]
         dv_base = row_base(dv_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
         store_rows(dv_base, starts, local, length, dv, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
-        dk = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), ds, q, PRECISION)
+        dk = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), ds, q, PRECISION)  # [BLOCK, D]
         dk_base = row_base(dk_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
         store_rows(dk_base, starts, local, length, scale_rows(dk, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
-        dq = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), tl.trans(ds), k, PRECISION)
+        dq = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), tl.trans(ds), k, PRECISION)  # [BLOCK, D]
         dq_base = row_base(dq_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
         store_rows(dq_base, starts, local, length, scale_rows(dq, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
 
@@ -120,7 +121,7 @@ def _attention_bwd_dq_rest_kernel(
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid of any size: delta and dq of segments of more than SHORT rows, and of the rows outside of all segments."""
+    """Grid of any size: delta and dq of segments of more than SHORT rows and of the rows outside of all segments."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -135,12 +136,14 @@ def _attention_bwd_dq_rest_kernel(
         _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_M)
         attended = 0
         if tile >= 0:
+            # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
+            # as written, and torch.compile would clone cu (`tiles/segments.py`).
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, apart = probe_segments(segment, beyond)
+                probe, distance = probe_segments(segment, beyond)
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_M)
+                segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
@@ -152,7 +155,7 @@ def _attention_bwd_dq_rest_kernel(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
                 head, start, length, first, start, attended, 0,
                 stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
-                total, scale, capped_step(softcap), window_left, window_right,
+                total, scale, softcap_score_mod(softcap), window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
                 HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -171,7 +174,7 @@ def _attention_bwd_dkdv_rest_kernel(
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid of any size: dk and dv of the same segments and rows, after `_attention_bwd_dq_rest_kernel`."""
+    """Grid of any size: dk and dv of the segments and rows of `_attention_bwd_dq_rest_kernel`, which runs first."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
@@ -179,7 +182,7 @@ def _attention_bwd_dkdv_rest_kernel(
     tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_N + num_segments + 2, 0)
     outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_N)
     if OVERLAPS:
-        # For delta.
+        # The previous kernel stores delta.
         tl.extra.cuda.gdc_wait()
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
@@ -187,12 +190,14 @@ def _attention_bwd_dkdv_rest_kernel(
         _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_N)
         attended = 0
         if tile >= 0:
+            # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
+            # as written, and torch.compile would clone cu (`tiles/segments.py`).
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, apart = probe_segments(segment, beyond)
+                probe, distance = probe_segments(segment, beyond)
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_N)
+                segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_N)
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
@@ -202,7 +207,7 @@ def _attention_bwd_dkdv_rest_kernel(
         if first < length:
             differentiate_keys(
                 q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-                head, start, length, first, start, attended, 0, None, 0, 0, capped_step(softcap),
+                head, start, length, first, start, attended, 0, None, 0, 0, softcap_score_mod(softcap),
                 stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
                 total, scale, window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,

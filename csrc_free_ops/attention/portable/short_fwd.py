@@ -1,15 +1,14 @@
-"""Attention forward for segments of at most one block, in stock Triton: the windows of a vision encoder.
+"""Attention forward for segments of at most one block, in portable Triton: the windows of a vision encoder.
 
-The maths of `portable_fwd`. A window is bound by memory, and a program that first searches its segment, then loads q,
-then loops over keys waits for memory several times to do one block's work. Here a program knows its segment by its own
-number and loads all of it at once, and holds so little that many are under way on each multiprocessor. Programs of
-neighbouring heads are neighbours: the rows of one head, 160 bytes at D = 80, do not end where a line of memory does.
+The maths is that of `fwd.py`. A window is memory-bound, and `fwd.py` waits for memory several times for one block: it
+searches its segment, then loads q, then loops over keys. Here the program's number is its segment, and the program
+loads the whole segment at once. It needs so few registers that many programs share a multiprocessor. Neighbouring
+programs have neighbouring heads, because the rows of one head do not end at a cache line (160 bytes at D = 80).
 
-Lengths are known on the device alone, and a segment may be longer than a block after all. A second kernel of few
-programs looks for such ones and shares their tiles out, and writes the rows outside of all segments. It is a kernel of
-its own because registers are dealt out by kernel: the loop over keys takes twice as many, for half the programs at
-once. Neither needs what the other writes: with OVERLAPS the second, launched to begin early (`launch_pdl`), looks
-around while the first ends, and ends after it.
+Lengths are known only on the device, so a segment may still be longer than a block. A second kernel with few programs
+finds longer segments, shares their tiles out, and writes the rows outside of all segments. It is a kernel of its own,
+because its loop over keys needs twice the registers, which would halve the programs that run at once. Neither kernel
+reads results of the other. With OVERLAPS the second one starts early (`launch_pdl`) and searches while the first ends.
 """
 
 import triton
@@ -26,7 +25,7 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.scores import exponent_factor, step_scores
+from csrc_free_ops.tiles.scores import exponent_factor, modify_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
     longest_segment,
@@ -36,22 +35,23 @@ from csrc_free_ops.tiles.segments import (
     probe_segments,
 )
 from csrc_free_ops.tiles.softmax import normalize, update
-from csrc_free_ops.tiles.steps import capped_step
+from csrc_free_ops.tiles.steps import softcap_score_mod
 
 SHORT_SIZES = ("total", "window_left", "window_right")
 
 
 @triton.jit
 def _attend_block(
-    q, k, v, length, scale, step, window_left, window_right,
+    q, k, v, length, scale, score_mod, window_left, window_right,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of a segment of 1 .. BLOCK rows, all of it."""
+    """(out, lse) of a whole segment of 1 .. BLOCK rows."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
-    scores, _ = step_scores(dot_rows(q, k, PRECISION), local[:, None], local[None, :], 0, scale, step, STEPS)
+    products = dot_rows(q, k, PRECISION)  # [BLOCK, BLOCK]
+    scores, _ = modify_scores(products, local[:, None], local[None, :], 0, scale, score_mod, STEPS)
     seen = within_bounds(
         (local < length)[None, :], local[:, None], local[None, :], 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )  # fmt: skip
@@ -61,7 +61,7 @@ def _attend_block(
     factor = exponent_factor(scale, STEPS, NATURAL)
     weights, _, peak, norm = update(scores, factor, peak, norm, NATURAL)
     acc = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), weights.to(v[0].dtype), v, PRECISION)
-    return normalize(acc, peak, norm, step, NATURAL, STEPS)
+    return normalize(acc, peak, norm, score_mod, NATURAL, STEPS)
 
 
 @triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -74,7 +74,7 @@ def _attention_fwd_short_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * heads): the segments of 1 .. BLOCK rows."""
+    """Grid (segments * heads): segments of 1 .. BLOCK rows."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)
@@ -88,11 +88,11 @@ def _attention_fwd_short_kernel(
         q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, UNIT)
         k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, UNIT)
         v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, UNIT)
-        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)
-        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)
-        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)
+        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         out, lse = _attend_block(
-            q, k, v, length, scale, capped_step(softcap), window_left, window_right,
+            q, k, v, length, scale, softcap_score_mod(softcap), window_left, window_right,
             HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
         )  # fmt: skip
         out_base = row_base(out_ptr, start, head, 1, STRIDE_OT, HEAD_DIM)
@@ -125,12 +125,14 @@ def _attention_fwd_rest_kernel(
         _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_M)
         attended = 0
         if tile >= 0:
+            # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
+            # as written, and torch.compile would clone cu (`tiles/segments.py`).
             segment = 0
             beyond = num_segments + 2
             while beyond - segment > 1:
-                probe, apart = probe_segments(segment, beyond)
+                probe, distance = probe_segments(segment, beyond)
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, apart, segment, beyond, total, tile, BLOCK_M)
+                segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = place_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
@@ -140,11 +142,11 @@ def _attention_fwd_rest_kernel(
         if first < length:
             attend_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length, first, start, attended,
-                stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total, scale, capped_step(softcap),
+                stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total, scale, softcap_score_mod(softcap),
                 window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
                 HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
-        # What comes next waits for this kernel alone.
+        # The next kernel waits only for this one, so this one must not end before the kernel that it overlaps.
         tl.extra.cuda.gdc_wait()

@@ -1,7 +1,7 @@
-"""What follows a product on Hopper: f of a tile in shared memory, and out.
+"""The epilogue of the Hopper GEMM: apply f to a tile in shared memory, and store out.
 
-Tiles are 64 rows of a linear layer's result in a half type, in parts of 64 columns. f reads them in fp32 and is rounded
-once. Logistic functions take two instructions of the special function unit a value, an exponential and a reciprocal:
+A tile has 64 rows of a linear layer's result in a half type, in sub-tiles of 64 columns. f reads the tile in fp32 and
+rounds once. A logistic function takes two instructions of the special function unit: an exponential and a reciprocal.
 
     gelu_tanh(x) = x / (1 + e^(-2 u)),  u = sqrt(2/pi) (x + 0.044715 x^3)
     quick_gelu(x) = x / (1 + e^(-1.702 x)),  silu(x) = x / (1 + e^(-x)),  swiglu(a, b) = silu(a) b
@@ -9,42 +9,17 @@ once. Logistic functions take two instructions of the special function unit a va
               (Abramowitz and Stegun, 7.1.26: no difference of numbers close to each other)
     rotary (a, b) -> (a cos - b sin, b cos + a sin) for the first and second half of each head
 
-Of a gradient the tile is dh, and pre, what f was of, lies beside it: dpre = dh f'(pre), h = f(pre). Of x s(z), with
-s(z) = 1 / (1 + e^-z) and z = 2 u for gelu_tanh, the slope is s + x s (1 - s) z', and neither s nor 1 - s comes of a
-difference; of gelu it is gelu(x) / x + x e^(-x^2 / 2) / sqrt(2 pi).
+For a gradient the tile is dh, and shared memory also holds pre, the input of f: dpre = dh f'(pre), h = f(pre). With
+s(z) = 1 / (1 + e^-z), f(x) = x s(z) and z = 2 u for gelu_tanh, the slope is s + x s (1 - s) z'. Neither s nor 1 - s is
+computed as a difference. The slope of gelu is gelu(x) / x + x e^(-x^2 / 2) / sqrt(2 pi).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_free_ops.tiles.hopper.warpgroup import exp2, option, reciprocal, shared_base
+from csrc_free_ops.tiles.hopper.warpgroup import exp2, reciprocal, shared_base
 
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.constexpr_function
-def parts_of(columns):
-    """Units of 64 columns that a tile takes."""
-    return (columns + 63) // 64
-
-
-GRADIENT = "_gradient"
-
-
-@gluon.constexpr_function
-def is_gradient(epilogue):
-    return epilogue.endswith(GRADIENT)
-
-
-@gluon.constexpr_function
-def _activation_of(epilogue):
-    return epilogue.removesuffix(GRADIENT)
-
-
-@gluon.constexpr_function
-def halves_of(epilogue):
-    """From how many places of the weight a tile's columns come."""
-    return 2 if epilogue == "swiglu" else 1
 
 
 @gluon.jit
@@ -63,7 +38,7 @@ def _half_erfc(z):
 @gluon.jit
 def _activate(x, EPILOGUE: gl.constexpr):
     if EPILOGUE == "gelu_tanh":
-        # The exponent with all constants in it: 2 sqrt(2/pi) log2(e), and 0.044715 times as much.
+        # The constants are 2 sqrt(2/pi) log2(e), and 0.044715 times as much.
         y = x * reciprocal(1.0 + exp2(x * (-2.3022082 - 0.10294324 * x * x)))
     elif EPILOGUE == "gelu":
         tail = _half_erfc(gl.abs(x) * 0.7071067811865476)
@@ -86,7 +61,7 @@ def _activate_with_slope(x, ACTIVATION: gl.constexpr):
         rise = exp2(x * x * (-0.5 * LOG2E)) * 0.3989422804014327
     else:
         if ACTIVATION == "gelu_tanh":
-            # Beyond, s is 0 or 1, and what would be infinite times 0 stays 0.
+            # s is 0 or 1 beyond |x| = 64. Without the bound, infinity times 0 would be NaN.
             square = gl.minimum(x * x, 4096.0)
             inner = x * (1.5957691216057308 + 0.0713548162726 * square)
             slope = 1.5957691216057308 + 0.2140644488178 * square
@@ -104,34 +79,33 @@ def _activate_with_slope(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
-    """By four warps, as high a piece at a time as they reach at once."""
-    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
-    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
-    EPILOGUE: gl.constexpr = option(OPTIONS, "EPILOGUE")
-    KEEPS_PRE: gl.constexpr = option(OPTIONS, "KEEPS_PRE")
-    STRIDE_OUT: gl.constexpr = option(OPTIONS, "STRIDE_OUT")
-    HALVES: gl.constexpr = halves_of(EPILOGUE)
-    HALF: gl.constexpr = COLUMNS // HALVES
+def _store_columns(smem, FIRST: gl.constexpr, row, n, pointers, total, options):
+    """Store f of a tile with four warps, 32 rows at a time: as many as the warps hold at once."""
+    WIDTH: gl.constexpr = options.WIDTH
+    EPILOGUE: gl.constexpr = options.EPILOGUE
+    KEEPS_PRE: gl.constexpr = options.KEEPS_PRE
+    STRIDE_OUT: gl.constexpr = options.STRIDE_OUT
+    HALVES: gl.constexpr = options.HALVES
+    HALF: gl.constexpr = options.COLUMNS // HALVES
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     out_ptr, _, _, pre_ptr, _, _ = pointers
     width = gl.minimum(WIDTH - n * HALF, HALF)
-    pieces = units._reinterpret(units.dtype, [units.shape[0] * 2, 32, 64], units.type.layout)
-    for part in range((width + 63) // 64):
-        column = part * 64 + cols
+    pieces = smem._reinterpret(smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
+    for subtile in range((width + 63) // 64):
+        column = subtile * 64 + cols
         valid = column < width
-        # Of rows that are longer than the weight has columns, the rest is zero.
+        # Rows of out that are longer than WIDTH are padded with zeros.
         stored = column < gl.minimum(STRIDE_OUT - n * HALF, HALF)
         for index in gl.static_range(2):
             first = row + index * 32
             inside = (rows < total - first)[:, None] & valid[None, :]
-            half = pieces.index((FIRST + part) * 2 + index).load(LAYOUT)
+            half = pieces.index((FIRST + subtile) * 2 + index).load(LAYOUT)  # [32, 64]
             pre_at = pre_ptr + first.to(gl.int64) * (WIDTH * HALVES) + n * HALF
             pre_at = pre_at + (rows * (WIDTH * HALVES))[:, None] + column[None, :]
             if EPILOGUE == "swiglu":
-                up = pieces.index((FIRST + HALF // 64 + part) * 2 + index).load(LAYOUT)
+                up = pieces.index((FIRST + HALF // 64 + subtile) * 2 + index).load(LAYOUT)  # [32, 64]
                 gate = half.to(gl.float32)
                 y = gate * _logistic(gate, 1.0) * up.to(gl.float32)
                 if KEEPS_PRE:
@@ -148,47 +122,46 @@ def _store_columns(units, FIRST: gl.constexpr, row, n, pointers, total, OPTIONS:
 
 
 @gluon.jit
-def _store_gradients(
-    units, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr
-):  # fmt: skip
-    """dpre and h, and with SUMS of every 64 rows four sums of dpre before it is rounded. By four warps.
+def _store_gradients(smem, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, pointers, total, options):
+    """Store dpre and h with four warps; with COLUMN_SUMS also four sums of dpre over every 64 rows, before rounding.
 
-    From registers: rows that TMA stores pass through shared memory twice more, whose ports the products need.
+    dpre and h are stored from registers: a TMA store would pass through shared memory twice more, and the products need
+    its bandwidth.
     """
-    COLUMNS: gl.constexpr = option(OPTIONS, "COLUMNS")
-    WIDTH: gl.constexpr = option(OPTIONS, "WIDTH")
-    ACTIVATION: gl.constexpr = _activation_of(option(OPTIONS, "EPILOGUE"))
+    COLUMNS: gl.constexpr = options.COLUMNS
+    WIDTH: gl.constexpr = options.WIDTH
+    ACTIVATION: gl.constexpr = options.ACTIVATION
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     dpre_ptr, h_ptr, sums_ptr, _, _, _ = pointers
     width = gl.minimum(WIDTH - n * COLUMNS, COLUMNS)
-    halves = units._reinterpret(units.dtype, [units.shape[0] * 2, 32, 64], units.type.layout)
-    for part in range((width + 63) // 64):
-        column = part * 64 + cols
-        added = gl.zeros([32, 64], gl.float32, LAYOUT)
-        for half in gl.static_range(2):
-            first = row + half * 32
-            pre = halves.index((PRE + part) * 2 + half).load(LAYOUT)
+    pieces = smem._reinterpret(smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
+    for subtile in range((width + 63) // 64):
+        column = subtile * 64 + cols
+        column_acc = gl.zeros([32, 64], gl.float32, LAYOUT)
+        for index in gl.static_range(2):
+            first = row + index * 32
+            pre = pieces.index((PRE + subtile) * 2 + index).load(LAYOUT)  # [32, 64]
             h, slope = _activate_with_slope(pre.to(gl.float32), ACTIVATION)
-            dpre = halves.index((FIRST + part) * 2 + half).load(LAYOUT).to(gl.float32) * slope
-            added = added + dpre
+            dpre = pieces.index((FIRST + subtile) * 2 + index).load(LAYOUT).to(gl.float32) * slope
+            column_acc = column_acc + dpre
             at = first.to(gl.int64) * WIDTH + n * COLUMNS + (rows * WIDTH)[:, None] + column[None, :]
             inside = (rows < total - first)[:, None] & (column < width)[None, :]
-            gl.store(dpre_ptr + at, dpre.to(units.dtype), mask=inside)
-            gl.store(h_ptr + at, h.to(units.dtype), mask=inside)
-        if option(OPTIONS, "SUMS"):
-            # A thread's rows, then those of its warp: sums of all warps would have to wait for each other.
-            sums = gl.sum(gl.sum(added.reshape([2, 4, 4, 64]), 0), 1)
-            lines = row // 64 * 4 + gl.arange(0, 4, gl.SliceLayout(1, sums.type.layout))
-            own = part * 64 + gl.arange(0, 64, gl.SliceLayout(0, sums.type.layout))
-            at = (lines.to(gl.int64) * WIDTH)[:, None] + (n * COLUMNS + own)[None, :]
-            gl.store(sums_ptr + at, sums, mask=(row < total) & (own < width)[None, :])
+            gl.store(dpre_ptr + at, dpre.to(smem.dtype), mask=inside)
+            gl.store(h_ptr + at, h.to(smem.dtype), mask=inside)
+        if options.COLUMN_SUMS:
+            # Each warp keeps its own sums: one sum over all four would make the warps wait for each other.
+            warp_acc = gl.sum(gl.sum(column_acc.reshape([2, 4, 4, 64]), 0), 1)  # [4, 64]
+            warps = row // 64 * 4 + gl.arange(0, 4, gl.SliceLayout(1, warp_acc.type.layout))
+            local = subtile * 64 + gl.arange(0, 64, gl.SliceLayout(0, warp_acc.type.layout))
+            at = (warps.to(gl.int64) * WIDTH)[:, None] + (n * COLUMNS + local)[None, :]
+            gl.store(sums_ptr + at, warp_acc, mask=(row < total) & (local < width)[None, :])
 
 
 @gluon.jit
 def _read_four(address, DTYPE: gl.constexpr):
-    """Four values of a half type from where the first of each four of `address` points."""
+    """Load four neighbouring values of a half type for every four addresses, from the first of them, in fp32."""
     TEXT: gl.constexpr = "ld.shared.v2.b32 {$0, $1}, [$2];"
     if DTYPE == gl.float16:
         x = gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r,r", [address], dtype=gl.float16, is_pure=False, pack=4)
@@ -199,23 +172,24 @@ def _read_four(address, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _shared_at(column, row):
-    """Where a column of a row lies in parts of 64 columns, whose rows are swizzled over 128 bytes."""
+    """The offset in bytes of a column of a row, in sub-tiles of 64 columns that are swizzled over 128 bytes."""
     byte = column % 64 * 2
     return column // 64 * (64 * 128) + row * 128 + (((byte >> 4) ^ (row % 8)) << 4) + byte % 16
 
 
 @gluon.jit
-def _load_angles(pointers, row, local, place, wanted, OPTIONS: gl.constexpr):
-    """cos and sin of four columns of each row, of both halves of a head."""
-    STRIDE_COS: gl.constexpr = option(OPTIONS, "STRIDE_COS")
-    STRIDE_SIN: gl.constexpr = option(OPTIONS, "STRIDE_SIN")
-    HALF: gl.constexpr = option(OPTIONS, "HEAD_DIM") // 2
+def _load_angles(pointers, row, local, columns, wanted, options):
+    """cos and sin of four columns of each row, for both halves of a head."""
+    STRIDE_COS: gl.constexpr = options.STRIDE_COS
+    STRIDE_SIN: gl.constexpr = options.STRIDE_SIN
+    HALF: gl.constexpr = options.HEAD_DIM // 2
     _, _, _, _, cos_ptr, sin_ptr = pointers
     begin = row.to(gl.int64)
-    cos_at = cos_ptr + begin * STRIDE_COS + (local * STRIDE_COS)[:, :, None] + place
-    sin_at = sin_ptr + begin * STRIDE_SIN + (local * STRIDE_SIN)[:, :, None] + place
+    cos_at = cos_ptr + begin * STRIDE_COS + (local * STRIDE_COS)[:, :, None] + columns
+    sin_at = sin_ptr + begin * STRIDE_SIN + (local * STRIDE_SIN)[:, :, None] + columns
+    # [2 warps, 32, 4] each
     angles = (gl.load(cos_at, mask=wanted, other=0.0), gl.load(sin_at, mask=wanted, other=0.0))
-    if option(OPTIONS, "SHARED_ANGLES"):
+    if options.SHARED_ANGLES:
         angles = angles + angles
     else:
         second = (gl.load(cos_at + HALF, mask=wanted, other=0.0), gl.load(sin_at + HALF, mask=wanted, other=0.0))
@@ -224,42 +198,43 @@ def _load_angles(pointers, row, local, place, wanted, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Pairs of columns are half a head apart, and no unit apart: read by address, four pairs at a time.
+def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.constexpr, options):
+    """Rotate a tile's heads and store q, k and v.
 
-    A warp has so many rows at once that their fours are its lanes, and goes over the heads, which share the angles.
-    Those come from far: of the next rows they are on their way while these are turned.
+    The columns of a pair are half a head apart, which is no multiple of a sub-tile, so lanes read them by address: four
+    pairs at a time. FOURS lanes share a row, and a warp goes over the heads with the same angles. The angles come from
+    global memory; those of the next rows are loaded before these rows are rotated.
     """
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
-    NUM_HEADS: gl.constexpr = option(OPTIONS, "NUM_HEADS")
-    NUM_K_HEADS: gl.constexpr = option(OPTIONS, "NUM_K_HEADS")
-    HEADS: gl.constexpr = option(OPTIONS, "COLUMNS") // HEAD_DIM
+    HEAD_DIM: gl.constexpr = options.HEAD_DIM
+    NUM_HEADS: gl.constexpr = options.NUM_HEADS
+    NUM_K_HEADS: gl.constexpr = options.NUM_K_HEADS
+    HEADS: gl.constexpr = options.COLUMNS // HEAD_DIM
     HALF: gl.constexpr = HEAD_DIM // 2
     FOURS: gl.constexpr = HEAD_DIM // 8
     ROWS: gl.constexpr = 32 // FOURS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    # Two rows of a lane: of more, registers do not hold the angles, of these and of the next.
+    # A lane has two rows; with more, registers would not hold the angles of these rows and of the next.
     HEIGHT: gl.constexpr = 2 * gl.num_warps()
     PIECES: gl.constexpr = (64 + ROWS * HEIGHT - 1) // (ROWS * HEIGHT)
     q_ptr, k_ptr, v_ptr, _, _, _ = pointers
     tile_at = shared_base() + FIRST * (64 * 128)
-    lanes = gl.arange(0, 32, gl.SliceLayout(0, COLUMN))[None, :]
-    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None] * ROWS + lanes // FOURS
+    lane = gl.arange(0, 32, gl.SliceLayout(0, COLUMN))[None, :]
+    rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, COLUMN))[:, None] * ROWS + lane // FOURS
     four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    fours = lanes % FOURS * 4
-    place = fours[:, :, None] + four
+    fours = lane % FOURS * 4
+    columns = fours[:, :, None] + four
     spread = gl.zeros([HEIGHT, 32, 4], gl.int32, LAYOUT)
     left = gl.minimum(total - row, 64)
-    # Lanes that are left over have no row.
-    rows = gl.where(lanes < FOURS * ROWS, rows, 64)
-    turned = n * HEADS < NUM_HEADS + NUM_K_HEADS
-    angles = _load_angles(pointers, row, rows, place, (turned & (rows < left))[:, :, None], OPTIONS)
+    # Lanes beyond whole rows have no row.
+    rows = gl.where(lane < FOURS * ROWS, rows, 64)
+    rotates = n * HEADS < NUM_HEADS + NUM_K_HEADS
+    angles = _load_angles(pointers, row, rows, columns, (rotates & (rows < left))[:, :, None], options)
     for piece in range(PIECES):
         local = piece * (HEIGHT * ROWS) + rows
         cos, sin, cos_b, sin_b = angles
         ahead = local + HEIGHT * ROWS
-        angles = _load_angles(pointers, row, ahead, place, (turned & (ahead < left))[:, :, None], OPTIONS)
+        angles = _load_angles(pointers, row, ahead, columns, (rotates & (ahead < left))[:, :, None], options)
         inside = (local < left)[:, :, None]
         within = gl.minimum(local, 63)
         for index in gl.static_range(HEADS):
@@ -267,31 +242,32 @@ def _store_rotated(FIRST: gl.constexpr, row, n, pointers, total, DTYPE: gl.const
             in_q = head < NUM_HEADS
             in_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_K_HEADS)
             column = index * HEAD_DIM + fours
-            a = _read_four(spread + (tile_at + _shared_at(column, within))[:, :, None], DTYPE)
+            a = _read_four(spread + (tile_at + _shared_at(column, within))[:, :, None], DTYPE)  # [HEIGHT, 32, 4]
             b = _read_four(spread + (tile_at + _shared_at(column + HALF, within))[:, :, None], DTYPE)
             if in_q | in_k:
                 first = a * cos.to(gl.float32) - b * sin.to(gl.float32)
                 second = b * cos_b.to(gl.float32) + a * sin_b.to(gl.float32)
             else:
                 first, second = a, b
-            own = gl.where(in_q, head, (head - NUM_HEADS) % NUM_K_HEADS)
+            local_head = gl.where(in_q, head, (head - NUM_HEADS) % NUM_K_HEADS)
             width = gl.where(in_q, NUM_HEADS, NUM_K_HEADS) * HEAD_DIM
-            begin = gl.where(in_q, q_ptr, gl.where(in_k, k_ptr, v_ptr)) + row.to(gl.int64) * width + own * HEAD_DIM
-            at = begin + (local * width)[:, :, None] + place
+            begin = gl.where(in_q, q_ptr, gl.where(in_k, k_ptr, v_ptr))
+            begin = begin + row.to(gl.int64) * width + local_head * HEAD_DIM
+            at = begin + (local * width)[:, :, None] + columns
             exists = inside & (head < NUM_HEADS + 2 * NUM_K_HEADS)
             gl.store(at, first.to(DTYPE), mask=exists)
             gl.store(at + HALF, second.to(DTYPE), mask=exists)
 
 
 @gluon.jit
-def finish_rows(units, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, pointers, total, OPTIONS: gl.constexpr):
-    """Of the 64 rows from `row` on, in units from FIRST on: f, and out. By the warps of the partition that calls it.
+def store_epilogue(smem, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, pointers, total, options):
+    """Apply f to the 64 rows from `row` on, which begin at sub-tile FIRST, and store out.
 
-    Of a gradient, what f was of is in units from PRE on.
+    For a gradient, pre begins at sub-tile PRE. All warps of the calling partition take part.
     """
-    if option(OPTIONS, "EPILOGUE") == "rotary":
-        _store_rotated(FIRST, row, n, pointers, total, units.dtype, OPTIONS)
-    elif is_gradient(option(OPTIONS, "EPILOGUE")):
-        _store_gradients(units, FIRST, PRE, row, n, pointers, total, OPTIONS)
+    if options.EPILOGUE == "rotary":
+        _store_rotated(FIRST, row, n, pointers, total, smem.dtype, options)
+    elif options.GRADIENT:
+        _store_gradients(smem, FIRST, PRE, row, n, pointers, total, options)
     else:
-        _store_columns(units, FIRST, row, n, pointers, total, OPTIONS)
+        _store_columns(smem, FIRST, row, n, pointers, total, options)

@@ -1,6 +1,6 @@
-"""What Hopper kernels in Gluon read from memory and put there, and how programs and their partitions hand it over.
+"""Loads and stores of Hopper kernels in Gluon, and the counters by which programs order them.
 
-Strips are those of `tiles.hopper`: tensors of 8 columns, together a tile.
+A tile is a tuple of strips of 8 columns, as in `tiles/hopper/warpgroup.py`.
 """
 
 from triton._C.libtriton import ir
@@ -14,16 +14,16 @@ from csrc_free_ops.tiles.hopper.warpgroup import narrow_strips, wgmma_layout
 
 @gluon.constexpr_function
 def columns_of(desc):
-    """Of the tiles that a descriptor brings."""
+    """Columns of the tiles that a descriptor loads."""
     return desc.block_shape[-1]
 
 
 @gluon.jit
 def coordinates(desc, row, head, column, batch):
-    """Where a tile begins in [T, H, D], or in what a batch is described as; there `head` counts those of all sequences.
+    """The coordinates at which a tile begins.
 
-    batch is (rows of a sequence, HEADS of one, FOLDED): it is described as [S, B H, D], or FOLDED as [B S, H, D], or as
-    [B, H, S, D].
+    Packed sequences are described as [T, H, D]. A batch is (rows of a sequence, HEADS, FOLDED). It is described as
+    [S, B H, D], [B S, H, D] (FOLDED) or [B, H, S, D]. In a batch `head` counts the heads of all sequences.
     """
     length, HEADS, FOLDED = batch
     if len(desc.block_shape) == 4:
@@ -36,9 +36,10 @@ def coordinates(desc, row, head, column, batch):
 
 @gluon.jit
 def load_tile(desc, row, head, column, batch, bar, tile):
-    """Begins to bring a tile; `bar` tells.
+    """Issue the TMA load of a tile; it completes on `bar`.
 
-    In a loop that brings several, a variable of their places would have the rank of one descriptor.
+    A function of its own, because a loop over descriptors of different rank could not keep the coordinates in one
+    variable.
     """
     tma.async_copy_global_to_shared(desc, coordinates(desc, row, head, column, batch), bar, tile)
 
@@ -47,7 +48,10 @@ def load_tile(desc, row, head, column, batch, bar, tile):
 def load_blocks(
     desc, row, head, batch, bar, tiles, first, TILES: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
-    """Begins to bring BLOCKS blocks of rows, from `row` on, to TILES tiles each, from tile `first` on; `bar` tells."""
+    """Issue the TMA loads of BLOCKS blocks of rows from `row` on, each TILES tiles wide; they complete on `bar`.
+
+    They fill the tiles from `first` on, block by block.
+    """
     ROWS: gl.constexpr = desc.block_shape[0] * desc.block_shape[len(desc.block_shape) - 2]
     COLUMNS: gl.constexpr = columns_of(desc)
     for block in gl.static_range(BLOCKS):
@@ -58,26 +62,26 @@ def load_blocks(
 
 @gluon.jit
 def read_columns(vector, COUNT: gl.constexpr):
-    """Of a vector in shared memory, one number for each column of COUNT strips."""
+    """A vector in shared memory as one number for each column: COUNT tensors [8]."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, wgmma_layout(8))
-    parts = ()
+    columns = ()
     for index in gl.static_range(COUNT):
-        parts = parts + (vector.slice(8 * index, 8).load(COLUMN),)
-    return parts
+        columns = columns + (vector.slice(8 * index, 8).load(COLUMN),)  # [8]
+    return columns
 
 
 @gluon.jit
-def put_pairs(address, part):
-    """A strip of a half type to the shared addresses of its elements; columns two by two."""
+def put_pairs(address, strip):
+    """Store a strip of a half type to the shared addresses of its elements, two columns at a time."""
     TEXT: gl.constexpr = "st.shared.b32 [$2], $4; mov.b32 $0, 0; mov.b32 $1, 0;"
-    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r", [address, part], dtype=gl.int32, is_pure=False, pack=2)
+    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r", [address, strip], dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.jit
-def put_float_pairs(address, part):
-    """The same of fp32."""
+def put_float_pairs(address, strip):
+    """`put_pairs` for fp32."""
     TEXT: gl.constexpr = "st.shared.v2.f32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;"
-    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,f,f", [address, part], dtype=gl.int32, is_pure=False, pack=2)
+    gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,f,f", [address, strip], dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.constexpr_function
@@ -94,9 +98,9 @@ def _round_text(dtype):
 
 @gluon.jit
 def _round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
-    """Of each thread, eight times fp32 at shared `source`, times scale, to global `target` as a half type.
+    """Each thread rounds eight fp32 numbers at shared `source` times scale to global `target`.
 
-    Triton would store them one by one, since it does not see that places of swizzled columns follow each other.
+    Triton would store them one by one, because it does not see that swizzled columns are contiguous.
     """
     TEXT: gl.constexpr = _round_text(DTYPE)
     operands = [source, target, scale, inside]
@@ -108,21 +112,21 @@ def round_rows(
     address, target, rows, scale,
     MOST: gl.constexpr, COLUMNS: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """target = scale times the first `rows` of MOST rows of fp32 at shared `address`, rounded. By one warp.
+    """One warp stores scale times the first `rows` of MOST rows of fp32 at shared `address`, rounded, to `target`.
 
-    They are of COLUMNS columns; SWIZZLED is as in `hopper_bwd_sums`.
+    Rows have COLUMNS columns. SWIZZLED rows have the order of `attention/hopper/bwd_dq_finalize.py`.
     """
     COUNT: gl.constexpr = COLUMNS // 8
-    # Without a sign, for there are no registers to divide one.
+    # Unsigned, because a signed division needs registers that the warp does not have.
     run = lane_of_warp()
     for _ in range(MOST * COUNT // 32):
         row = run // COUNT
         at = run % COUNT
-        place = at
+        column = at
         if SWIZZLED:
-            place = at ^ (row % 4)
+            column = at ^ (row % 4)
         _round_floats(
-            (address + run * 32).to(gl.int32), target.to(gl.int64) + (row * STRIDE + place * 8) * 2, scale,
+            (address + run * 32).to(gl.int32), target.to(gl.int64) + (row * STRIDE + column * 8) * 2, scale,
             (row < rows).to(gl.int32), target.dtype.element_ty,
         )  # fmt: skip
         run += 32
@@ -130,10 +134,10 @@ def round_rows(
 
 @gluon.jit
 def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr):
-    """Begins to bring the first `rows` of ROWS rows of fp32 to shared `target`, dense, 16 bytes after 16. By one warp.
+    """One warp starts to copy the first `rows` of ROWS rows of fp32 to shared `target`, 16 bytes for each thread.
 
-    Each thread may read what it has brought (`await_fetched`), which is what `round_run` does. No policy of the L2
-    cache goes with it: beside one ptxas (CUDA 12.8) encodes uniform registers of addresses as no GPU takes them.
+    After `await_fetched` a thread may read what it has copied itself, as `round_run` does. The copies have no L2
+    policy: with one, ptxas (CUDA 12.8) encodes addresses in uniform registers as no GPU accepts them.
     """
     CHUNKS: gl.constexpr = COLUMNS // 4
     TEXT: gl.constexpr = """{
@@ -154,14 +158,14 @@ def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, S
 
 @gluon.jit
 def end_fetch():
-    """Of each thread: what it has begun to bring since the last one is one fetch."""
+    """Commit the copies that each thread has started since the last call as one group."""
     TEXT: gl.constexpr = "cp.async.commit_group; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def await_fetched(PENDING: gl.constexpr):
-    """Until all fetches of this thread but the last PENDING are there."""
+    """Wait until at most PENDING groups of this thread's copies are in flight."""
     TEXT: gl.constexpr = _await_fetched_text(PENDING)
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -187,10 +191,11 @@ def _round_run_text(dtype, numbers):
 
 @gluon.jit
 def round_run(address, target, limit, NUMBERS: gl.constexpr):
-    """target = the first `limit` of NUMBERS numbers of fp32 at shared `address`, a multiple of 128, rounded.
+    """One warp stores the first `limit` of NUMBERS fp32 numbers at shared `address`, rounded, to `target`.
 
-    By one warp, four by four, so `limit` is a multiple of that.
+    Each thread takes four numbers at a time, so `limit` is a multiple of 4.
     """
+    gl.static_assert(NUMBERS % 128 == 0, "a warp rounds 128 numbers at a time: 4 in each of 32 threads")
     TEXT: gl.constexpr = _round_run_text(target.dtype.element_ty, NUMBERS)
     lane = lane_of_warp().to(gl.int32)
     operands = [address + lane * 16, target.to(gl.int64) + lane * 8, limit - lane * 4]
@@ -198,10 +203,10 @@ def round_run(address, target, limit, NUMBERS: gl.constexpr):
 
 
 @gluon.jit
-def send_sums(address, source, size, position):
-    """Adds `size` bytes of fp32 from shared `source` to global `address`, or writes them there at position 0.
+def reduce_bulk(address, source, size, position):
+    """One warp adds `size` bytes of fp32 from shared `source` to global `address`; at position 0 it overwrites them.
 
-    By one warp, which must call `sent_from` before `source` is overwritten.
+    It must call `await_bulk_reads` before `source` is overwritten.
     """
     gl.inline_asm_elementwise(
         """{
@@ -218,10 +223,11 @@ def send_sums(address, source, size, position):
 
 
 @gluon.jit
-def fetch_sums(address, target, size, bar):
-    """Once all that this warp sends has arrived: brings `size` bytes from global `address` to shared `target`.
+def load_bulk(address, target, size, bar):
+    """One warp loads `size` bytes from global `address` to shared `target`; they complete on the mbarrier at `bar`.
 
-    By one warp; the barrier at shared `bar` tells. All goes by the same proxy, so no fence is between.
+    The load is issued after all bulk stores of this warp are complete. It needs no fence, because loads and stores use
+    one proxy.
     """
     gl.inline_asm_elementwise(
         """{
@@ -238,59 +244,63 @@ def fetch_sums(address, target, size, bar):
 
 @gluon.jit
 def lane_of_warp():
-    """Of each thread of one warp, as uint32. Not `gl.arange`, which would be kept in a register through loops."""
+    """The lane of each thread of one warp, as uint32.
+
+    The compiler would hold `gl.arange` in a register through loops; it does not hoist this value.
+    """
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     TEXT: gl.constexpr = "mov.u32 $0, %laneid;"
-    lanes = gl.arange(0, 32, THREADS)
-    return gl.inline_asm_elementwise(TEXT, "=r,r", [lanes], dtype=gl.uint32, is_pure=False, pack=1)
+    lane = gl.arange(0, 32, THREADS)
+    return gl.inline_asm_elementwise(TEXT, "=r,r", [lane], dtype=gl.uint32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def meet_in_warp():
+    """Barrier of the threads of one warp."""
     TEXT: gl.constexpr = "bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin
 def add_tile(desc, coord, tile, _semantic=None):
-    """Adds a tile in shared memory to global memory by TMA, as `tma.async_copy_shared_to_global` stores it."""
+    """Add a tile in shared memory to global memory by TMA: `tma.async_copy_shared_to_global` with a sum."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, tile.handle)
 
 
 @gluon.jit
-def sent_from():
-    """Waits until all that this warp sends has been read."""
+def await_bulk_reads():
+    """Wait until this warp's bulk stores have read their source."""
     TEXT: gl.constexpr = "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def sent_all():
-    """Waits until all that this warp has sent has arrived."""
+def await_bulk_writes():
+    """Wait until this warp's bulk stores are complete."""
     TEXT: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def await_kernel():
-    """Until the kernel before, whose end this one may overlap (`launch_pdl`), is done and what it wrote is seen."""
+    """Wait until the previous kernel, which may still run (`launch_pdl`), is complete and its writes are visible."""
     TEXT: gl.constexpr = "griddepcontrol.wait; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def admit_kernel():
-    """Lets the kernel behind begin, if it was launched to overlap this one (`launch_pdl`), once all programs say so."""
+    """Let the next kernel start early (`launch_pdl`), once all programs of this one have called this or ended."""
     TEXT: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def take_ticket(counter, last):
-    """The number at global `counter`, which goes up by one, and from `last` back to 0. By one warp.
+def increment_counter(counter, last):
+    """One warp increments global `counter`, from `last` back to 0, and gets the old value in all lanes.
 
-    Not `gl.atomic_add`: ptxas then parts the first lane from the others, which read its answer before it is there.
+    With `gl.atomic_add`, ptxas separates the first lane from the others, which then read its result too early.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -304,27 +314,27 @@ def take_ticket(counter, last):
 
 
 @gluon.jit
-def await_turn(counter, turn):
-    """Until the number at global `counter` is `turn`; what was sent before `pass_turn` made it so has then arrived.
+def acquire_semaphore(semaphore, value):
+    """Wait until the global `semaphore` has this value; bulk stores before its `release_semaphore` are then complete.
 
-    PTX asks for `fence.proxy.async` behind it as well. It is left out: nothing is sent before the look that allows it
-    has its answer, and with one here and one in `pass_turn` 1024 rows took a quarter longer.
+    PTX also asks for `fence.proxy.async` after the wait. The fence is left out: this warp issues no bulk store before
+    the wait has ended, and fences here and in `release_semaphore` made 1024 rows 25 % slower.
     """
     gl.inline_asm_elementwise(
         """{
         .reg .pred other;
         AGAIN: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 other, $0, $2; @other bra AGAIN;
         }""",
-        "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r", [semaphore, value], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def pass_turn(counter):
-    """One more at global `counter`, once all that this warp has sent has arrived.
+def release_semaphore(semaphore):
+    """Increment the global `semaphore` once this warp's bulk stores are complete.
 
-    The wait for that makes it known to this warp alone. It is the release that makes it so for all; without it what
-    another warp sends may come first.
+    The wait makes the stores visible to this warp only; the release makes them visible to all. Without the release the
+    store of another warp could come first.
     """
     gl.inline_asm_elementwise(
         """{
@@ -335,13 +345,13 @@ def pass_turn(counter):
         @one red.release.gpu.global.add.u32 [$1], 1;
         bar.warp.sync 0xffffffff; mov.b32 $0, 0;
         }""",
-        "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l", [semaphore], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def announce(counter):
-    """One more at global `counter`, for what this warp has stored to global memory: TMA may then read it there."""
+    """Increment global `counter` for this warp's stores to global memory, which TMA may then read."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one; .reg .b32 lane;
@@ -357,7 +367,7 @@ def announce(counter):
 
 @gluon.jit
 def await_announced(counter, number):
-    """Until `number` times `announce` was called of global `counter`. TMA of this warp then reads what was stored."""
+    """Wait until `announce` has raised global `counter` to `number`; TMA loads of this warp then see the stores."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred fewer;
@@ -370,7 +380,7 @@ def await_announced(counter, number):
 
 @gluon.constexpr_function
 def _float_rows_text(strip_count):
-    """Of each strip two values in each of two rows, whose addresses and whether they are stored come last."""
+    """For each strip two values of each of two rows. The last operands are the rows' addresses and masks."""
     address, inside = 4 + 4 * strip_count, 4 + 4 * strip_count + 4
     lines = ["{ .reg .pred low, high;"]
     lines.append(f"setp.ne.s32 low, ${inside}, 0; setp.ne.s32 high, ${inside + 2}, 0;")
@@ -388,7 +398,7 @@ def _float_rows_constraints(strip_count):
 
 @gluon.jit
 def store_float_rows(address, o, num_rows, STRIDE: gl.constexpr):
-    """`store_rows` of fp32."""
+    """`store_rows` for fp32."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, o[0].type.layout))[:, None]
     column = gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] + gl.zeros_like(rows)
     inside = (rows < num_rows).to(gl.int32) + gl.zeros_like(column)
@@ -409,9 +419,9 @@ def _clear_text(tiles, tile_bytes, row_bytes):
 
 @gluon.jit
 def clear_rows(address, first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr):
-    """Zeroes the rows from `first` on of an operand of TILES tiles (`accumulate`), by the threads of one warpgroup.
+    """One warpgroup sets the rows from `first` on of an operand of TILES tiles (`accumulate`) to zero.
 
-    What a product multiplies by 0 must be a number: what lies past a segment's end may be anything.
+    Rows past a segment's end may hold NaN, and the product multiplies them by 0, which would give NaN.
     """
     rows = gl.arange(0, ROWS, gl.BlockedLayout([max(ROWS // 128, 1)], [32], [4], [0]))
     TEXT: gl.constexpr = _clear_text(TILES, ROWS * COLUMNS * 2, COLUMNS * 2)
@@ -423,19 +433,19 @@ def clear_rows(address, first, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES:
 
 @gluon.jit
 def flat(tile):
-    """[rows, columns] of a tile that a descriptor filled, [rows, 1, columns] or [1, 1, rows, columns]."""
+    """A tile that a descriptor filled, [rows, 1, columns] or [1, 1, rows, columns], as [rows, columns]."""
     RANK: gl.constexpr = len(tile.shape)
     return tile.reshape([tile.shape[0] * tile.shape[RANK - 2], tile.shape[RANK - 1]])
 
 
 @gluon.constexpr_function
 def _store_text(strip_count):
-    """Of 1 or 4 strips, of which the four threads of a row trade words until each has 16 bytes of one of them."""
-    # The first operand of every thread's rows, four values to each of the operands that follow the strips.
-    part, address, inside = (4 + 2 * strip_count + 4 * index for index in range(3))
+    """Store 1 or 4 strips. With 4, the four threads of a row exchange words until each has 16 bytes of one strip."""
+    # Numbers of the operands that follow the strips: four values of each for a thread.
+    quarter, address, inside = (4 + 2 * strip_count + 4 * index for index in range(3))
     lines = [
         "{ .reg .pred odd, high, inside; .reg .b32 t0, t1, a0, a1, a2, a3; .reg .b64 at;",
-        f"and.b32 t0, ${part}, 1; setp.ne.u32 odd, t0, 0; and.b32 t0, ${part}, 2; setp.ne.u32 high, t0, 0;",
+        f"and.b32 t0, ${quarter}, 1; setp.ne.u32 odd, t0, 0; and.b32 t0, ${quarter}, 2; setp.ne.u32 high, t0, 0;",
     ]
     for half in range(2):
         words = [f"${4 + 2 * strip + half}" for strip in range(strip_count)]
@@ -463,27 +473,37 @@ def _store_constraints(strip_count):
 
 
 @gluon.jit
-def _store_group(parts, part, address, inside, DTYPE: gl.constexpr):
-    TEXT: gl.constexpr = _store_text(len(parts))
-    CONSTRAINTS: gl.constexpr = _store_constraints(len(parts))
-    operands = narrow_strips(parts, DTYPE) + (part, address, inside)
+def _store_strips(strips, quarter, address, inside, DTYPE: gl.constexpr):
+    TEXT: gl.constexpr = _store_text(len(strips))
+    CONSTRAINTS: gl.constexpr = _store_constraints(len(strips))
+    operands = narrow_strips(strips, DTYPE) + (quarter, address, inside)
     gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=gl.int32, is_pure=False, pack=4)
 
 
 @gluon.jit
 def store_rows(address, o, num_rows, DTYPE: gl.constexpr, STRIDE: gl.constexpr):
-    """The first num_rows rows of o to where the first is to lie, on 16 bytes as every row. By one warpgroup.
+    """One warpgroup stores the first num_rows rows of o; row 0 goes to `address`, and rows are 16-byte aligned.
 
     Triton would store values of a half type one by one.
     """
     rows = gl.arange(0, 64, gl.SliceLayout(1, o[0].type.layout))[:, None]
-    part = (gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] >> 1) + gl.zeros_like(rows)
-    inside = (rows < num_rows).to(gl.int32) + gl.zeros_like(part)
-    # Rows that are not stored have no address of their own: so it is made here and not kept through a kernel's loops.
+    quarter = (gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] >> 1) + gl.zeros_like(rows)
+    inside = (rows < num_rows).to(gl.int32) + gl.zeros_like(quarter)
+    # The bound depends on num_rows, so the compiler cannot hoist the addresses and hold them through a kernel's loops.
     begin = address + gl.minimum(rows, num_rows).to(gl.int64) * (STRIDE * 2)
     WHOLE: gl.constexpr = len(o) // 4 * 4
     for first in gl.static_range(0, WHOLE, 4):
-        parts = (o[first], o[first + 1], o[first + 2], o[first + 3])
-        _store_group(parts, part, begin + (first * 16 + part * 16), inside, DTYPE)
+        strips = (o[first], o[first + 1], o[first + 2], o[first + 3])
+        _store_strips(strips, quarter, begin + (first * 16 + quarter * 16), inside, DTYPE)
     for strip in gl.static_range(WHOLE, len(o)):
-        _store_group((o[strip],), part, begin + (strip * 16 + part * 4), inside, DTYPE)
+        _store_strips((o[strip],), quarter, begin + (strip * 16 + quarter * 4), inside, DTYPE)
+
+
+# Names that the attention kernels still use.
+take_ticket = increment_counter
+await_turn = acquire_semaphore
+pass_turn = release_semaphore
+send_sums = reduce_bulk
+fetch_sums = load_bulk
+sent_from = await_bulk_reads
+sent_all = await_bulk_writes

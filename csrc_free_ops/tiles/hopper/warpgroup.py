@@ -1,39 +1,70 @@
-"""Pieces of Hopper kernels in Gluon: products of exact width, barriers between partitions, row reductions in registers.
+"""Pieces of Hopper kernels in Gluon: wgmma of exact width, barriers between partitions, row reductions in registers.
 
-A warpgroup's tile [64, N] lies in registers as wgmma leaves it: thread t of a warp holds, of rows t / 4 and t / 4 + 8,
-columns 8 j + 2 (t % 4) and the next for every j. Cut into tensors of 8 columns, no value moves, and any number of them
-is a tile: 9 are D = 72, where a tensor by itself must be a power of two wide.
+wgmma leaves a warpgroup's tile [64, N] in registers. Thread t of a warp holds rows t / 4 and t / 4 + 8. In each row it
+holds columns 8 j + 2 (t % 4) and the next one, for every j. A strip is a tensor of 8 columns. Cutting a tile into
+strips moves no value, and a tuple of any number of strips is a tile. D = 72 has 9 strips, whereas one tensor must be a
+power of two wide.
 
-Triton multiplies such tensors by one wgmma each. `accumulate` writes the instruction itself, over all of them at once:
-72 columns for the time of 72, where 64 + 16 cost that of 90 (measured on an H200: 289 and 360 cycles for 128 keys).
-It needs the address of its right operand, which Gluon does not tell; see `shared_base`.
+Triton would issue one wgmma for each strip. `accumulate` writes a single wgmma over all strips instead. On an H200, 72
+columns take 289 cycles for 128 keys, and 64 + 16 columns take 360. That instruction needs the address of its right
+operand, which Gluon does not reveal; see `shared_base`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language import core
+
+# Public as gluon.aggregate since Triton 3.8.
+aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
 STRIP = gl.constexpr(8)
-# Of the threads of one partition; Triton 3.7 renames it.
+# Barrier of all threads of one partition. Triton 3.7 renamed it.
 meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
 def option(options, name):
-    """Of what a kernel hands to its partitions: each name and, after it, its value."""
+    """The value of a name in a flat tuple of names and values."""
     plain = [getattr(each, "value", each) for each in options]
     return plain[plain.index(name) + 1]
 
 
 @gluon.jit
-def turn_around(counter, limit):
-    """The next of 0 .. limit-1 after `counter`, and 1 where it begins anew."""
+def advance_index(counter, limit):
+    """(counter + 1 modulo limit, 1 where it wraps to 0 and else 0)."""
     wrapped = counter == limit - 1
     return gl.where(wrapped, 0, counter + 1), wrapped.to(gl.int32)
 
 
+@aggregate
+class PipelineState:
+    """A stage of a pipeline of STAGES, and the parity of its mbarrier's next phase."""
+
+    index: gl.tensor
+    phase: gl.tensor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, index, phase, STAGES):
+        self.index = index
+        self.phase = phase
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def advance(self):
+        """The next stage. The parity changes when the pipeline starts again at stage 0."""
+        index, wrapped = advance_index(self.index, self.STAGES)
+        return PipelineState(index, self.phase ^ wrapped, self.STAGES)
+
+
+@gluon.jit
+def first_stage(STAGES: gl.constexpr):
+    return PipelineState(gl.to_tensor(0), gl.to_tensor(0), STAGES)
+
+
 @gluon.constexpr_function
 def wgmma_layout(columns):
-    """Of a tile [64, columns] of one warpgroup."""
+    """The layout of a tile [64, columns] of one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -54,55 +85,63 @@ def _barrier_text(action, threads):
 
 @gluon.jit
 def barrier_sync(barrier, THREADS: gl.constexpr):
-    """Waits at a named barrier until THREADS threads have come, by this or by `barrier_arrive`."""
+    """Wait at a named barrier until THREADS threads have arrived, here or by `barrier_arrive`."""
     text: gl.constexpr = _barrier_text("sync", THREADS)
     gl.inline_asm_elementwise(text, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def barrier_arrive(barrier, THREADS: gl.constexpr):
-    """Comes to a named barrier and goes on. An mbarrier's arrive would first make the whole warpgroup meet."""
+    """Arrive at a named barrier without waiting.
+
+    Gluon's arrive at an mbarrier would first synchronise the whole warpgroup.
+    """
     text: gl.constexpr = _barrier_text("arrive", THREADS)
     gl.inline_asm_elementwise(text, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def barrier_sync_among(barrier, threads):
-    """`barrier_sync` of so many threads, a number that is not known before."""
+    """`barrier_sync` for a number of threads that is known only at run time."""
     TEXT: gl.constexpr = "bar.sync $1, $2; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def barrier_arrive_among(barrier, threads):
+    """`barrier_arrive` for a number of threads that is known only at run time."""
     TEXT: gl.constexpr = "bar.arrive $1, $2; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def _make_text(counts):
-    places = [
+    inits = [
         f"mbarrier.init.shared::cta.b64 [$1+{8 * index}], {getattr(count, 'value', count)};"
         for index, count in enumerate(counts)
     ]
     thread = "{ .reg .pred other; .reg .b32 thread; mov.u32 thread, %tid.x; setp.ne.u32 other, thread, 0;"
-    return "\n".join([thread, "@other bra MADE;", *places, "MADE: mov.b32 $0, 0; }"])
+    return "\n".join([thread, "@other bra MADE;", *inits, "MADE: mov.b32 $0, 0; }"])
 
 
 @gluon.jit
 def make_barriers(address, COUNTS: gl.constexpr):
-    """Makes mbarriers of so many arrivals from shared `address` on. Between Gluon's own all threads would meet."""
+    """Initialise neighbouring mbarriers from shared `address` on, each with its count of arrivals.
+
+    Gluon's mbarrier.init would synchronise all threads after each one.
+    """
     TEXT: gl.constexpr = _make_text(COUNTS)
     gl.inline_asm_elementwise(TEXT, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
-# Arrivals at an mbarrier that says that TMA has brought something, which one lane announces, and a warp has stored.
-TOLD = gl.constexpr(1 + 32)
+# Arrivals at an mbarrier that waits for a TMA load and for the stores of one warp: one lane expects the load's bytes,
+# and every lane arrives for its own stores (`publish`).
+PUBLISHED = gl.constexpr(1 + 32)
 
 
 @gluon.jit
-def tell(address):
-    """Every lane of the warp arrives at the mbarrier at shared `address`: it speaks for what it has stored itself."""
+def publish(address):
+    """Let every lane of the warp arrive at the mbarrier at shared `address`, which releases the lane's own stores."""
     meet()
     gl.inline_asm_elementwise(
         "mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0;",
@@ -112,9 +151,9 @@ def tell(address):
 
 @gluon.jit
 def await_phase(address, phase):
-    """Waits until the mbarrier at shared `address` has completed its phase of that parity.
+    """Wait until the mbarrier at shared `address` has completed its phase of that parity.
 
-    Before Gluon's wait Triton may make the whole warpgroup meet, and every warp waits for the slowest.
+    Triton may synchronise the whole warpgroup before Gluon's wait, and every warp would then wait for the slowest.
     """
     gl.inline_asm_elementwise(
         """{
@@ -128,39 +167,43 @@ def await_phase(address, phase):
 
 @gluon.jit
 def exp2(x):
-    """One instruction; 0 for what would be denormal."""
+    """2^x in one instruction; denormal results are 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def reciprocal(x):
-    """One instruction, within 1 unit in the last place; of infinity 0."""
+    """1 / x in one instruction, within 1 unit in the last place; 0 for infinity."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def row_maximum(x):
-    """[64] in the layout of x's rows: strip by strip, four chains in a thread, which need no register but their own."""
-    parts = strips(x)
-    most = parts[0]
-    for index in gl.static_range(1, len(parts)):
-        most = gl.maximum(most, parts[index])
-    return gl.convert_layout(gl.max(most, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+    """The maximum of each row [64], in the layout of x's rows.
+
+    Strip by strip: each thread has four chains, which need no registers beyond their own results.
+    """
+    tile = strips(x)  # [64, 8] each
+    peak = tile[0]
+    for index in gl.static_range(1, len(tile)):
+        peak = gl.maximum(peak, tile[index])
+    return gl.convert_layout(gl.max(peak, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
 @gluon.jit
 def row_partial_sums(x):
-    """[64, 8] or [64, 4]: sums that need no other thread; `gl.sum` over their columns makes them whole.
+    """Sums within each thread, [64, 8] or [64, 4]; `gl.sum` over their columns completes them.
 
-    Strip by strip, as `row_maximum`; of few columns by halves, whose chains are shorter, and registers suffice.
+    Strip by strip like `row_maximum`. Up to 64 columns are halved instead, because registers suffice for the shorter
+    chains.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     if COLUMNS > 64:
-        parts = strips(x)
-        total = parts[0]
-        for index in gl.static_range(1, len(parts)):
-            total = total + parts[index]
+        tile = strips(x)  # [64, 8] each
+        total = tile[0]
+        for index in gl.static_range(1, len(tile)):
+            total = total + tile[index]
         return total
     else:
         for level in gl.static_range(5):
@@ -171,34 +214,36 @@ def row_partial_sums(x):
 
 @gluon.jit
 def per_row(x, like):
-    """x, one value per row, beside `like`, whose rows lie in the same threads in another layout: [64, 1]."""
+    """x [64] as [64, 1] in the layout of `like`, whose rows lie in the same threads."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def strips(x):
-    """The columns of x [64, N], eight by eight."""
+    """x [64, N] as N / 8 strips [64, 8]."""
     COLUMNS: gl.constexpr = x.shape[1]
-    parts = (x,)
+    blocks = (x,)
     for level in gl.static_range(5):
         if (COLUMNS >> level) > STRIP:
             halves = ()
-            for index in gl.static_range(len(parts)):
-                left, right = gl.split(parts[index].reshape([x.shape[0], 2, COLUMNS >> (level + 1)]).permute([0, 2, 1]))
+            for index in gl.static_range(len(blocks)):
+                pair = blocks[index].reshape([x.shape[0], 2, COLUMNS >> (level + 1)]).permute([0, 2, 1])
+                left, right = gl.split(pair)
                 halves = halves + (left, right)
-            parts = halves
-    cut = ()
-    for index in gl.static_range(len(parts)):
-        cut = cut + (gl.convert_layout(parts[index], wgmma_layout(STRIP), assert_trivial=True),)
-    return cut
+            blocks = halves
+    tile = ()
+    for index in gl.static_range(len(blocks)):
+        tile = tile + (gl.convert_layout(blocks[index], wgmma_layout(STRIP), assert_trivial=True),)
+    return tile
 
 
 @gluon.jit
-def join_strips(parts, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT strips, a power of two, from the FIRST on as one tensor [64, 8 COUNT]."""
+def join_strips(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT strips from strip FIRST on as one tensor [64, 8 COUNT]."""
+    gl.static_assert(COUNT & (COUNT - 1) == 0, "a tensor is a power of two wide, so it joins a power of two of strips")
     joined = ()
     for index in gl.static_range(COUNT):
-        joined = joined + (parts[FIRST + index],)
+        joined = joined + (tile[FIRST + index],)
     for _ in gl.static_range(5):
         if len(joined) > 1:
             pairs = ()
@@ -211,17 +256,19 @@ def join_strips(parts, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def zero_strips(COUNT: gl.constexpr):
-    parts = ()
+    """COUNT strips of zeros in fp32."""
+    tile = ()
     for _ in gl.static_range(COUNT):
-        parts = parts + (gl.zeros([64, STRIP], gl.float32, wgmma_layout(STRIP)),)
-    return parts
+        tile = tile + (gl.zeros([64, STRIP], gl.float32, wgmma_layout(STRIP)),)
+    return tile
 
 
 @gluon.jit
-def scale_strips(parts, factor):
+def scale_strips(tile, factor):
+    """tile times one factor, or times a factor for each row [64, 1]."""
     scaled = ()
-    for index in gl.static_range(len(parts)):
-        scaled = scaled + (parts[index] * factor,)
+    for index in gl.static_range(len(tile)):
+        scaled = scaled + (tile[index] * factor,)
     return scaled
 
 
@@ -246,22 +293,22 @@ def _rescale_constraints(strip_count):
 
 
 @gluon.jit
-def rescale_strips(parts, factor):
-    """parts times a factor for each row, [64, 1]; a warp all of whose factors are 1 passes over it."""
-    TEXT: gl.constexpr = _rescale_text(len(parts))
-    CONSTRAINTS: gl.constexpr = _rescale_constraints(len(parts))
-    TYPES: gl.constexpr = _repeat(gl.float32, len(parts))
+def rescale_strips(tile, factor):
+    """tile times a factor for each row [64, 1]. A warp skips the products if all of its factors are 1."""
+    TEXT: gl.constexpr = _rescale_text(len(tile))
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(len(tile))
+    TYPES: gl.constexpr = _repeat(gl.float32, len(tile))
     factors = factor + gl.zeros([64, STRIP], gl.float32, wgmma_layout(STRIP))
-    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, parts + (factors,), dtype=TYPES, is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, tile + (factors,), dtype=TYPES, is_pure=False, pack=4)
 
 
 @gluon.jit
-def keep_strips(parts, condition):
-    """parts, or 0 where the condition, of one value, does not hold: 0 times NaN would be NaN."""
-    kept = ()
-    for index in gl.static_range(len(parts)):
-        kept = kept + (gl.where(condition, parts[index], 0.0),)
-    return kept
+def mask_strips(tile, condition):
+    """tile, or zeros if the scalar condition is false. A product by 0 would not do, because 0 times NaN is NaN."""
+    masked = ()
+    for index in gl.static_range(len(tile)):
+        masked = masked + (gl.where(condition, tile[index], 0.0),)
+    return masked
 
 
 @gluon.constexpr_function
@@ -270,17 +317,17 @@ def _narrow_text(dtype):
 
 
 @gluon.jit
-def narrow_strips(parts, DTYPE: gl.constexpr):
-    """fp32 strips rounded to a half type, two to a register: LLVM may else hold each value in one of its own."""
+def narrow_strips(tile, DTYPE: gl.constexpr):
+    """fp32 strips rounded to a half type, two values to a register. LLVM might else use one register for each value."""
     TEXT: gl.constexpr = _narrow_text(DTYPE)
     narrowed = ()
-    for index in gl.static_range(len(parts)):
-        # Its dtype must be a plain one.
+    for index in gl.static_range(len(tile)):
+        # Two branches, because inline_asm_elementwise takes no constexpr for its dtype.
         if DTYPE == gl.float16:
-            part = gl.inline_asm_elementwise(TEXT, "=r,f,f", [parts[index]], dtype=gl.float16, is_pure=True, pack=2)
+            strip = gl.inline_asm_elementwise(TEXT, "=r,f,f", [tile[index]], dtype=gl.float16, is_pure=True, pack=2)
         else:
-            part = gl.inline_asm_elementwise(TEXT, "=r,f,f", [parts[index]], dtype=gl.bfloat16, is_pure=True, pack=2)
-        narrowed = narrowed + (part,)
+            strip = gl.inline_asm_elementwise(TEXT, "=r,f,f", [tile[index]], dtype=gl.bfloat16, is_pure=True, pack=2)
+        narrowed = narrowed + (strip,)
     return narrowed
 
 
@@ -292,17 +339,18 @@ def _widen_text(dtype):
 
 
 @gluon.jit
-def widen(part):
-    """What `narrow_strips` made of a strip, in fp32."""
-    TEXT: gl.constexpr = _widen_text(part.dtype)
-    return gl.inline_asm_elementwise(TEXT, "=f,=f,r", [part], dtype=gl.float32, is_pure=True, pack=2)
+def widen(strip):
+    """A strip of `narrow_strips` in fp32."""
+    TEXT: gl.constexpr = _widen_text(strip.dtype)
+    return gl.inline_asm_elementwise(TEXT, "=f,=f,r", [strip], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def shared_base():
-    """Where the kernel's shared memory begins. Triton places the first of its largest allocations there.
+    """The address at which the kernel's shared memory begins.
 
-    A kernel that relies on it calls `check_base` first, on that allocation.
+    Triton places the largest allocation there, or the first of several. A kernel that relies on this order calls
+    `check_base` on that allocation before it reads or writes any other.
     """
     return gl.inline_asm_elementwise(
         "mov.u32 $0, global_smem; add.u32 $0, $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=True, pack=1
@@ -311,7 +359,7 @@ def shared_base():
 
 @gluon.jit
 def made_anew(x):
-    """x, of 32 bits. The compiler keeps neither it nor what follows from it in registers through a loop."""
+    """x, 32 bits wide, as a value that the compiler cannot hoist: registers do not hold it through a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
@@ -326,7 +374,7 @@ def _check_text(dtype):
 
 @gluon.jit
 def check_base(buffer):
-    """Stops the kernel unless `buffer` [rows, columns] of a half type begins at `shared_base`. Overwrites its start."""
+    """Trap unless `buffer` [rows, columns], of a half type, begins at `shared_base`. Overwrites its first 16 rows."""
     COLUMNS: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
     buffer.slice(0, 16, 0).store(gl.full([16, COLUMNS], 1.0, buffer.dtype, LAYOUT))
@@ -338,7 +386,7 @@ def check_base(buffer):
 
 @gluon.constexpr_function
 def _accumulate_text(strip_count, steps, high, advance, dtype):
-    """One wgmma per 16 rows of the right operand. Its inputs begin with the accumulators, tied to the outputs."""
+    """One wgmma for each 16 rows of the right operand. The first inputs are the accumulators, tied to the outputs."""
     registers = 4 * strip_count
     accumulators = ",".join(f"${index}" for index in range(registers))
     low = 2 * registers + 4 * steps
@@ -385,10 +433,11 @@ def _multiply_constraints(strip_count):
 
 @gluon.jit
 def multiply(left, right, STRIPS: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
-    """Begins left @ right^T, [64, 8 STRIPS]. `wait_strips` ends it.
+    """Issue left @ right^T, [64, 8 STRIPS]; `wait_strips` waits for it.
 
-    Both are HEAD_DIM wide and lie in shared memory as tiles of 64 rows and COLUMNS columns.
+    Both operands are HEAD_DIM wide and lie in shared memory as tiles of 64 rows and COLUMNS columns.
     """
+    gl.static_assert(HEAD_DIM % 8 == 0, "wgmma reads 16 columns at a time, padded from a multiple of 8")
     HIGH: gl.constexpr = right_operand(64, COLUMNS)[1]
     TEXT: gl.constexpr = _multiply_text(STRIPS, HEAD_DIM, COLUMNS, HIGH, _type_name(DTYPE))
     CONSTRAINTS: gl.constexpr = _multiply_constraints(STRIPS)
@@ -401,16 +450,16 @@ def multiply(left, right, STRIPS: gl.constexpr, HEAD_DIM: gl.constexpr, COLUMNS:
 @gluon.constexpr_function
 def _products_text(strip_count, steps, high, dtype, by_rows):
     registers = 4 * strip_count
-    sums = ",".join(f"${index}" for index in range(registers))
+    accumulators = ",".join(f"${index}" for index in range(registers))
     lines = ["{ .reg .b64 left, right; .reg .b32 low;", "wgmma.fence.sync.aligned;"]
-    # 16 columns are 32 bytes on, 16 rows of 64 columns 2048.
+    # In units of 16 bytes: 16 columns take 32 bytes, and 16 rows of 64 columns take 2048.
     advance = 128 if by_rows else 2
     for step in range(steps):
         lines += [
             f"add.s32 low, ${2 * registers}, {2 * step}; mov.b64 left, {{low, {high}}};",
             f"add.s32 low, ${2 * registers + 4}, {advance * step}; mov.b64 right, {{low, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{8 * strip_count}k16.f32.{dtype}.{dtype}"
-            f" {{{sums}}}, left, right, 1, 1, 1, 0, {int(by_rows)};",
+            f" {{{accumulators}}}, left, right, 1, 1, 1, 0, {int(by_rows)};",
         ]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
@@ -422,20 +471,21 @@ def _products_constraints(strip_count):
 
 
 @gluon.jit
-def add_products(sums, left, right, STEPS: gl.constexpr, DTYPE: gl.constexpr, BY_ROWS: gl.constexpr = False):
-    """Begins sums += left @ right^T over 16 STEPS columns, at most 64. `wait_strips` ends it.
+def add_products(acc, left, right, STEPS: gl.constexpr, DTYPE: gl.constexpr, BY_ROWS: gl.constexpr = False):
+    """Issue acc += left @ right^T over 16 STEPS columns; `wait_strips` waits for it.
 
-    Both lie in shared memory as tiles of 64 columns: left of 64 rows, right of 8 for every strip. BY_ROWS: right is
-    transposed, and sums += left @ right over 16 STEPS rows of 64, in tiles of 64 columns.
+    Both operands lie in shared memory as tiles of 64 columns. left has 64 rows, right has 8 rows for every strip. With
+    BY_ROWS right is not transposed: acc += left @ right over 16 STEPS rows of right.
     """
+    gl.static_assert(STEPS <= 4, "a tile of an operand has 64 columns, which are four steps of 16")
     OPERAND: gl.constexpr = right_operand(64, 64)
     HIGH: gl.constexpr = OPERAND[1]
     LOW: gl.constexpr = OPERAND[0] if BY_ROWS else 1 << 16
-    TEXT: gl.constexpr = _products_text(len(sums), STEPS, HIGH, _type_name(DTYPE), BY_ROWS)
-    CONSTRAINTS: gl.constexpr = _products_constraints(len(sums))
-    TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
+    TEXT: gl.constexpr = _products_text(len(acc), STEPS, HIGH, _type_name(DTYPE), BY_ROWS)
+    CONSTRAINTS: gl.constexpr = _products_constraints(len(acc))
+    TYPES: gl.constexpr = _repeat(gl.float32, len(acc))
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
-    operands = sums + (like + ((left >> 4) + (1 << 16)), like + ((right >> 4) + LOW))
+    operands = acc + (like + ((left >> 4) + (1 << 16)), like + ((right >> 4) + LOW))
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
 
 
@@ -452,38 +502,40 @@ def _wait_constraints(strip_count):
 
 @gluon.constexpr_function
 def right_operand(rows, columns):
-    """The low word, without the address, and the high word of a wgmma descriptor (PTX ISA, matrix descriptor).
+    """(low word without the address, high word) of a wgmma matrix descriptor, as the PTX ISA defines it.
 
-    For an operand of which `columns` columns of `rows` rows make one tile, swizzled over its whole width, and tiles
-    follow each other in memory: between tiles, then between groups of 8 rows, in units of 16 bytes.
+    Tiles of `rows` rows and `columns` columns follow each other in memory; each is swizzled over its whole width. The
+    low word holds the distance between tiles. The high word holds the distance between groups of 8 rows. Both are in
+    units of 16 bytes.
     """
     swizzle = {16: 3, 32: 2, 64: 1}[columns]
     return (rows * columns * 2 >> 4) << 16, (8 * columns * 2 >> 4) + (swizzle << 30)
 
 
 @gluon.jit
-def accumulate(sums, weights, address, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Begins sums += weights @ right: strips of fp32 and of a half type. `wait_strips` ends it.
+def accumulate(acc, weights, address, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Issue acc += weights @ right; `wait_strips` waits for it. acc is fp32 strips, weights strips of a half type.
 
-    right, ROWS rows, lies at shared `address` as tiles of COLUMNS columns each (`right_operand`).
+    right has ROWS rows and lies at shared `address` as tiles of COLUMNS columns (`right_operand`).
     """
+    gl.static_assert(ROWS % 16 == 0, "wgmma reads 16 rows of the right operand at a time")
     WORDS: gl.constexpr = right_operand(ROWS, COLUMNS)
     TEXT: gl.constexpr = _accumulate_text(
-        len(sums), ROWS // 16, WORDS[1], 16 * COLUMNS * 2 // 16, _type_name(weights[0].dtype)
+        len(acc), ROWS // 16, WORDS[1], 16 * COLUMNS * 2 // 16, _type_name(weights[0].dtype)
     )
-    CONSTRAINTS: gl.constexpr = _accumulate_constraints(len(sums), ROWS // 16)
-    TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
+    CONSTRAINTS: gl.constexpr = _accumulate_constraints(len(acc), ROWS // 16)
+    TYPES: gl.constexpr = _repeat(gl.float32, len(acc))
     low = (address >> 4) + WORDS[0]
-    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, sums + weights + (low,), dtype=TYPES, is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, acc + weights + (low,), dtype=TYPES, is_pure=False, pack=4)
 
 
 @gluon.jit
-def wait_strips(sums, PENDING: gl.constexpr):
-    """sums, when no more than PENDING groups of products are under way."""
+def wait_strips(acc, PENDING: gl.constexpr):
+    """acc, once no more than PENDING groups of products are still in flight."""
     TEXT: gl.constexpr = _wait_text(PENDING)
-    CONSTRAINTS: gl.constexpr = _wait_constraints(len(sums))
-    TYPES: gl.constexpr = _repeat(gl.float32, len(sums))
-    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, sums, dtype=TYPES, is_pure=False, pack=4)
+    CONSTRAINTS: gl.constexpr = _wait_constraints(len(acc))
+    TYPES: gl.constexpr = _repeat(gl.float32, len(acc))
+    return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, acc, dtype=TYPES, is_pure=False, pack=4)
 
 
 @gluon.constexpr_function
@@ -515,9 +567,10 @@ def multiply_columns(
     left, right, STRIPS: gl.constexpr, LEFT_AREA: gl.constexpr, RIGHT_AREA: gl.constexpr, COLUMNS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Begins left^T @ right, [64, 8 STRIPS]. `wait_strips` ends it.
+    """Issue left^T @ right, [64, 8 STRIPS]; `wait_strips` waits for it.
 
-    Both have 128 rows, in two areas of 64, so many bytes apart: left's of tiles of 16 columns, right's of COLUMNS.
+    Both operands have 128 rows in two areas of 64 rows, LEFT_AREA and RIGHT_AREA bytes apart. left has tiles of 16
+    columns, right has tiles of COLUMNS.
     """
     LEFT: gl.constexpr = right_operand(64, 16)
     RIGHT: gl.constexpr = right_operand(64, COLUMNS)
@@ -527,3 +580,10 @@ def multiply_columns(
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
     operands = [like + ((left >> 4) + LEFT[0]), like + ((right >> 4) + RIGHT[0])]
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
+
+
+# Names that the attention kernels still use.
+TOLD = PUBLISHED
+turn_around = advance_index
+tell = publish
+keep_strips = mask_strips
