@@ -156,7 +156,7 @@ figures-vision-attention:
 	$(call FIGURES,host_ops,4,host qkv_rope mlp patch_merger norms rope_window_attn vision_attention grids)
 
 tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
-	$(BIN)/vk bench table --into README.md $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))
+	$(BIN)/vk bench table --into $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))
 	$(BIN)/vk bench chart $(RESULTS)/$(GPU)_window_attn.json $(RESULTS)/$(GPU)_window_attn.svg
 	$(if $(wildcard $(RESULTS)/$(GPU)_encoder_timeline.json),$(BIN)/vk bench chart \
 		$(RESULTS)/$(GPU)_encoder_timeline.json docs/encoder_timeline.svg)

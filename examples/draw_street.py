@@ -1,6 +1,6 @@
 """Draws ``street.png``, the picture that the demo encodes: ``python examples/draw_street.py``.
 
-640 x 440 pixels: 640 is a multiple of the encoder's 32-pixel blocks and 440 is not, so the picture
+640 is a multiple of the encoder's 32-pixel blocks and 440 is not, so the 640 x 440 picture
 is resized on its way in. The same pixels come out on every run.
 """
 

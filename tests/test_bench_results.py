@@ -193,7 +193,7 @@ def test_summary_says_what_was_measured() -> None:
     assert f"\n- {kind}; {first.case}: {first.dtype}, cold cache, portable path\n" in documents.summary(parted)
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope"))]
+PAGES = [f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope")]
 
 
 @pytest.mark.parametrize("name", PAGES)

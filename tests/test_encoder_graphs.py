@@ -278,7 +278,7 @@ def test_bad_arguments_are_refused() -> None:
             EncoderGraphs(*args, **named)
     runner = runner_of(encoder)
     others = vision_metadata(IMAGES, dataclasses.replace(encoder.sizes, theta=100.0))
-    for message, metadata in (("of vision_metadata, got str", "x"), ("made for encoder.sizes", others)):
+    for message, metadata in (("a result of vision_metadata, got str", "x"), ("made for encoder.sizes", others)):
         with pytest.raises(ValueError, match=f"metadata must be {message}"):
             runner(pixels, metadata=metadata)
     with pytest.raises(ValueError, match="pixel values must be of 280 rows, the patches of the grid, got 279"):

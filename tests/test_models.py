@@ -448,7 +448,7 @@ def test_metadata_of_another_encoder_is_refused() -> None:
 def test_bad_calls_are_refused() -> None:
     encoder = frozen("qwen3_vl_vision")
     pixels = draw_pixels(encoder, IMAGES)
-    with pytest.raises(ValueError, match="metadata must be of vision_metadata, got Tensor"):
+    with pytest.raises(ValueError, match="metadata must be a result of vision_metadata, got Tensor"):
         encoder.encode_packed(pixels, IMAGES)
     metadata, made = vision_metadata(IMAGES, encoder.sizes), precomputed(encoder, IMAGES)
     for message, args, named in (
@@ -457,7 +457,7 @@ def test_bad_calls_are_refused() -> None:
         ("pixel values must be of 280 rows, the patches of the grid, got 279", (pixels[1:], IMAGES), {}),
         # Before there are tables of so many.
         (f"pixel values must be of {2**50} rows", (pixels, torch.tensor([[2**20, 2**15, 2**15]])), {}),
-        ("metadata must be of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
+        ("metadata must be a result of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
         ("pixel values must be a tensor, got list", (pixels.tolist(), IMAGES), {}),
         ("pixel values must be of a real dtype, got complex128", (pixels.to(torch.complex128), IMAGES), {}),
         ("pixel values must be on cpu as the encoder is, got meta", (pixels.to("meta"), IMAGES), {}),

@@ -132,48 +132,46 @@ def attention(
     return_lse: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v of every sequence of a batch.
+    """Compute softmax(scale q k^T) v for every sequence of a batch.
 
-    Query row i stands at key position i + Sk - Sq (aligned bottom-right, as in FlashAttention; PyTorch's own
-    `is_causal` is aligned top-left, see `torch_ops.compat.scaled_dot_product_attention`). A row that sees no key gives
-    out 0 and lse -inf (its sink, with `sinks`), and passes on no gradient, as long as what comes in for it is finite.
+    Query row i stands at key position i + Sk - Sq (aligned bottom-right, as in FlashAttention). PyTorch's `is_causal`
+    is aligned top-left: see `torch_ops.compat.scaled_dot_product_attention`. A row that sees no key gives out 0 and lse
+    -inf, or its sink with `sinks`. It has zero gradient, provided the incoming gradient is finite.
 
     Args:
-        q: [B, H, Sq, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides; columns that are not
-            contiguous are copied. On the CPU also fp64.
-        k, v: [B, Hk, Sk, D], dtype and device of q, H a multiple of Hk: each key head serves H / Hk query heads.
-        scale: what multiplies q k^T, a positive number (no tensor: it gets no gradient); 1 / sqrt(D) where None.
-        causal: whether a query sees only keys up to its own position.
-        window_left, window_right: how many keys before and after its position a query sees; -1 is all.
-        softcap: c > 0 replaces a score s by c tanh(s / c).
-        alibi_slopes: fp32 [H] or [B, H]: a query's score of a key is lowered by the slope times their distance (after
-            the softcap). They get no gradient.
-        sinks: [H] in fp32 or q's dtype, one more logit in each row's softmax, without a value. Differentiable. lse
-            counts it, also of a row that sees no key.
-        dropout_p: the probability with which a weight counts as 0 and the others grow by 1 / (1 - dropout_p); lse is
-            that of all.
-        dropout_seed: int64 [1] on q's device; drawn by PyTorch's generator where None. The mask is that of Philox for
-            the seed, the sequence, the head, the query's row and the key's: the same bits on every path and device.
-        deterministic: there for `window_attn`'s sake, whose backward may add dq up in any order where it is False. Here
-            bits are the same each time in either case.
-        return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made.
-        compute_dtype: torch.float16 or torch.bfloat16 to compute fp32 inputs in, at the rate and with the error of that
-            type, whatever autocast says; sinks may have it too. out and gradients are fp32, and rounded to that type
-            but for out on the Hopper path, whose kernel casts inputs as it goes. None is the inputs' own type.
+        q: [B, H, Sq, D], fp16, bf16 or fp32, on the CPU also fp64; D is a multiple of 8 up to 256. Any strides; columns
+            that are not contiguous are copied.
+        k, v: [B, Hk, Sk, D], dtype and device of q. H is a multiple of Hk: each key head serves H / Hk query heads.
+        scale: positive number that multiplies q k^T; it gets no gradient. Default: 1 / sqrt(D).
+        causal: whether a query sees only keys up to its own position. Default: False.
+        window_left, window_right: number of keys that a query sees before and after its position. Default: -1, all.
+        softcap: c > 0 replaces a score s by c tanh(s / c). Default: 0, none.
+        alibi_slopes: fp32 [H] or [B, H]. Slope times the distance of query and key is subtracted from a score, after
+            the softcap. Slopes get no gradient. Default: none.
+        sinks: [H], fp32 or q's dtype; one more logit in the softmax of each row, without a value. Differentiable. lse
+            includes it, also for a row that sees no key. Default: none.
+        dropout_p: probability that a weight counts as 0, from 0 to below 1; the other weights grow by 1 / (1 -
+            dropout_p). lse is the sum over all weights. Default: 0.
+        dropout_seed: int64 [1] on q's device. The mask is Philox of the seed, the sequence, the head and the rows of
+            query and key. It has the same bits on every path and device. Default: from PyTorch's generator.
+        deterministic: accepted for symmetry with `window_attn`. This backward is always deterministic.
+        return_lse: whether to return (out, lse). If it is False and no gradient may be needed, lse is not computed.
+            Default: False.
+        compute_dtype: torch.float16 or torch.bfloat16: the dtype in which fp32 inputs are computed, at its speed and
+            error, whatever autocast says. sinks may have it too. Results are fp32 tensors of values rounded to that
+            dtype, except `out` on the Hopper path, which is not rounded. Default: the inputs' dtype.
 
     Returns:
-        out [B, H, Sq, D] in q's dtype, its dimensions in q's order of memory; with return_lse also lse [B, H, Sq],
-        fp32 (fp64 for fp64), natural logarithm of the sum of exp(score), differentiable.
+        out [B, H, Sq, D] in q's dtype, with the dimension order of q in memory. With return_lse also lse [B, H, Sq],
+        fp32 (fp64 for fp64): the natural logarithm of the sum of exp(score), differentiable.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Where it does
-    not, Hopper GPUs multiply three bfloat16 parts of each number, with errors below those of fp32's own products, of
-    the head dimensions that docs/dense.md lists.
-    Forward and backward give the same bits for the same inputs. FlashAttention-2,
-    arXiv 2307.08691.
+    Products accumulate in fp32. fp32 inputs use tf32 only if `torch.backends.cuda.matmul` allows it. Otherwise Hopper
+    GPUs multiply three bfloat16 parts of each number, with errors below those of fp32 products, for the head dimensions
+    in docs/dense.md. Forward and backward give the same bits for the same inputs. FlashAttention-2, arXiv 2307.08691.
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         check_number("attention", name, number)

@@ -1,8 +1,7 @@
-"""`vk::attention_decode`: attention of a few new queries of each sequence over its cache of keys.
+"""`vk::attention_decode`: attention of a few new queries of each sequence over its KV cache.
 
-What a language model does for every token that it writes. The cache is one tensor or pages of one, sequences are of any
-lengths, which stay on the device, and what many of them begin with is read once. Kernels:
-`csrc_free_ops.attention.portable.decode`.
+A language model does this for every token that it writes. The cache is one tensor or pages of one. Lengths stay on the
+device, and a common beginning of several sequences is read once. Kernels: `csrc_free_ops.attention.portable.decode`.
 """
 
 from functools import partial
@@ -80,49 +79,49 @@ def attention_decode(
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v of each sequence's last Sq positions over all keys in its cache.
+    """Compute softmax(scale q k^T) v for the last Sq positions of each sequence over all keys in its cache.
 
     Query row i of a sequence with L keys stands at key position L - Sq + i (aligned bottom-right). A row that sees no
-    key gives out 0 and lse -inf, or lse the sink. An op for inference: it has no gradient, and refuses to give one.
+    key gives out 0 and lse -inf, or lse the sink. The op is for inference: it has no gradient and refuses to give one.
 
     Args:
-        q: [B, H, Sq, D] in fp16, bf16 or fp32, 1 to 16 queries of each sequence; D a multiple of 8 up to 256. Any
-            strides; columns that are not contiguous are copied. On the CPU also fp64.
-        k_cache, v_cache: [B, Hk, S, D] in any strides with contiguous columns, a transposed [B, S, Hk, D] for one;
-            fp16, bf16 or fp32, which may be another than q's: what is read is then converted to that. H is a multiple
-            of Hk: each key head serves H / Hk query heads, and is read once for all of them. With `block_table`
-            [pages, Hk, page size, D], the page size a multiple of 16.
-        cache_seqlens: int32 [B] on q's device: how many keys of each sequence count, those of the Sq queries included.
-            Values are never copied to the host; they are clamped to what there is room for, and page numbers to the
-            pages there are. `torch_ops.settings(checked=True)` refuses both by name.
-        block_table: int32 [B, pages of a sequence]: where the pages of each sequence lie, in order.
-        scale: what multiplies q k^T, a positive number; 1 / sqrt(D) where None.
-        causal: whether a query sees only keys up to its own position.
-        window_left, window_right: how many keys before and after its position a query sees; -1 is all. Keys before the
-            window do not count, whatever they are; pages that hold none but those may be gone.
-        softcap: c > 0 replaces a score s by c tanh(s / c).
-        alibi_slopes: fp32 [H] or [B, H]; slope times the distance of query and key is taken from a score, after
-            softcap.
-        sinks: [H] in fp32 or q's dtype: one more score of each head in the denominator, of value 0.
-        prefix_k, prefix_v: [P, Hk, Sp, D], P a divisor of B, in the dtype of the cache: keys before those of the cache,
-            shared by B / P consecutive sequences and read once for all of them. Every query sees them, but for those
-            before its window; distances count over both.
-        prefix_seqlens: int32 [P], how many keys of each prefix count; all where None.
-        num_splits: among how many programs the keys of a sequence are split; chosen by shapes where 0.
-        batch_invariant: splits the keys at fixed positions. The same sequence then gives the same bits in any batch,
-            beside any others, and in a cache of any capacity.
-        return_lse: whether to return (out, lse). `torch.ops.vk.attention_decode` always does.
+        q: [B, H, Sq, D], fp16, bf16 or fp32, on the CPU also fp64. 1 to 16 queries of each sequence, D a multiple of 8
+            up to 256. Any strides; columns that are not contiguous are copied.
+        k_cache, v_cache: [B, Hk, S, D] in any strides with contiguous columns, such as a transposed [B, S, Hk, D]. With
+            `block_table` [pages, Hk, page size, D], page size a multiple of 16. fp16, bf16 or fp32; another dtype than
+            q's is converted to q's when read. H is a multiple of Hk: each key head is read once for its H / Hk query
+            heads.
+        cache_seqlens: int32 [B] on q's device, number of keys of each sequence, those of the Sq queries included.
+            Values are never copied to the host. They are clamped to the capacity, and page numbers to the existing
+            pages; `torch_ops.settings(checked=True)` refuses both by name.
+        block_table: int32 [B, pages of a sequence], the pages of each sequence in order. Default: a contiguous cache.
+        scale: positive number that multiplies q k^T. Default: 1 / sqrt(D).
+        causal: whether a query sees only keys up to its own position. Default: True.
+        window_left, window_right: number of keys that a query sees before and after its position. Keys before the
+            window do not count, whatever they are; pages that hold only such keys may be gone. Default: -1, all.
+        softcap: c > 0 replaces a score s by c tanh(s / c). Default: 0, none.
+        alibi_slopes: fp32 [H] or [B, H]. Slope times the distance of query and key is subtracted from a score, after
+            the softcap. Default: none.
+        sinks: [H], fp32 or q's dtype; one more logit of each head in the denominator, of value 0. Default: none.
+        prefix_k, prefix_v: [P, Hk, Sp, D], dtype of the cache, P a divisor of B: keys before those of the cache. B / P
+            consecutive sequences share a prefix, which is read once for all of them. Every query sees them, except
+            those before its window; distances count over both. Default: none.
+        prefix_seqlens: int32 [P], number of keys of each prefix. Default: all.
+        num_splits: number of programs that share the keys of a sequence. Default: 0, chosen by shapes.
+        batch_invariant: whether keys are split at fixed positions. A sequence then gives the same bits in any batch,
+            beside any other sequences, and at any capacity. Default: False.
+        return_lse: whether to return (out, lse). `torch.ops.vk.attention_decode` always does. Default: False.
 
     Returns:
-        out [B, H, Sq, D] in q's dtype, dense, its dimensions in the order in which q's lie in memory and D innermost;
-        with return_lse also lse [B, H, Sq], fp32 (fp64 for fp64), natural logarithm of the sum of exp(score).
+        out [B, H, Sq, D] in q's dtype, dense, with the dimension order of q in memory and D innermost. With return_lse
+        also lse [B, H, Sq], fp32 (fp64 for fp64): the natural logarithm of the sum of exp(score).
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        NotImplementedError: where a gradient is taken.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        NotImplementedError: if a gradient is taken.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. The same call
+    Products accumulate in fp32. fp32 inputs use tf32 only if `torch.backends.cuda.matmul` allows it. The same call
     gives the same bits every time. Flash-Decoding, https://pytorch.org/blog/flash-decoding.
     """
     for name, number in (("scale", scale), ("softcap", softcap)):

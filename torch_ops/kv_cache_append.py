@@ -1,6 +1,6 @@
-"""`vk::kv_cache_append`: keys and values of new tokens, with their rotary embedding, into a cache in its place.
+"""`vk::kv_cache_append`: write keys and values of new tokens to a KV cache in place, with their rotary embedding.
 
-Kernel and maths: `csrc_free_ops.kv_cache_append`. An inference op: it has no gradient.
+Kernel and maths: `csrc_free_ops.kv_cache_append`. The op is for inference and has no gradient.
 """
 
 from functools import partial
@@ -64,38 +64,40 @@ def kv_cache_append(
     interleaved: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Writes k and v into a cache, behind the keys that each sequence has, in one launch.
+    """Write k and v to a cache, after the keys that each sequence has, in one launch.
 
-    Token i of sequence b goes to position cache_seqlens[b] + i; with cos and sin its key is turned by the angles of
+    Token i of sequence b goes to position cache_seqlens[b] + i. With cos and sin its key is rotated by the angles of
     that position before it is stored, and so is its query.
 
     Args:
-        k, v: [B, Hk, Sn, D] in fp16, bf16 or fp32, any strides; columns that are not contiguous are copied. On the CPU
-            also fp64. D is a multiple of 8 up to 256.
-        k_cache, v_cache: [B, Hk, S, D], or with a block_table [num_pages, Hk, page_size, D], in any strides but of
-            contiguous columns: flash-attn's [B, S, Hk, D] is taken as `cache.transpose(1, 2)`. Their dtype may be
-            another than k's. They are written to in place, at the new positions and nowhere else.
-        cache_seqlens: int32 [B] on the device, keys that each sequence has before the call. It is not changed.
-        block_table: int32 [B, max_pages], pages of each sequence in order. Two sequences may share pages that are read;
-            where two tokens of a call go to one row of one page, which of them stays is not said.
-        q: [B, H, Sn, D] in k's dtype, queries to turn as well; only with cos and sin.
-        cos, sin: [max_positions, D], a column for each of a head, or [max_positions, R/2] with R <= D, one for each
-            pair of its first R columns: with R < D the others are not turned. In fp32 or k's dtype. A position past the
-            last row has the angles of that row.
-        interleaved: pairs are columns 2i and 2i + 1 (GPT-J's order) instead of i and i + R/2 (GPT-NeoX's).
-        lengths: int32 [B] on the device, of how many of its Sn tokens each sequence makes use, from the first; the
-            others are not written. All where None.
+        k, v: [B, Hk, Sn, D], fp16, bf16 or fp32, on the CPU also fp64; D is a multiple of 8 up to 256. Any strides;
+            columns that are not contiguous are copied.
+        k_cache, v_cache: [B, Hk, S, D], or with a block_table [num_pages, Hk, page_size, D]. Any strides with
+            contiguous columns: flash-attn's [B, S, Hk, D] is `cache.transpose(1, 2)`. The dtype may differ from k's.
+            They are written to in place, at the new positions and nowhere else.
+        cache_seqlens: int32 [B] on the device, number of keys that each sequence has before the call. It is not
+            changed.
+        block_table: int32 [B, max_pages], the pages of each sequence in order. Two sequences may share pages that are
+            read. If two tokens of a call go to one row of one page, either may stay. Default: a contiguous cache.
+        q: [B, H, Sn, D], k's dtype, queries to rotate too; needs cos and sin. Default: none.
+        cos, sin: [max_positions, D], a column for each column of a head, or [max_positions, R/2] with R <= D, one for
+            each pair of its first R columns. Columns from R on are not rotated. fp32 or k's dtype. A position past the
+            last row has the angles of that row. Default: no rotation.
+        interleaved: whether pairs are columns 2i and 2i + 1 (GPT-J's order) instead of i and i + R/2 (GPT-NeoX's).
+            Default: False.
+        lengths: int32 [B] on the device, how many of its Sn tokens each sequence uses, from the first; the others are
+            not written. Default: all.
 
     Returns:
-        q, turned, in a new tensor of q's memory order; an empty tensor [0] where q is None.
+        Rotated q in a new tensor with q's dimension order in memory; an empty tensor [0] without q.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        NotImplementedError: for an argument that requires a gradient, outside torch.no_grad(): there is none.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        NotImplementedError: if an argument requires a gradient outside torch.no_grad(), because there is none.
 
-    What only the device knows is not looked at: tokens past the capacity, on pages that are not there, or of a sequence
-    of negative length are not written, and nothing else is harmed. `torch_ops.settings(checked=True)` refuses them by
-    name before anything is written. The rotation is in fp32 and rounded once. The same inputs give the same bits.
+    Values on the device are not checked. Tokens past the capacity, on pages that do not exist, or of a sequence of
+    negative length are not written, and nothing else changes. `torch_ops.settings(checked=True)` refuses them by name
+    before anything is written. The rotation is fp32 and rounded once. The same inputs give the same bits.
     """
     if k_cache is v_cache:
         refuse("kv_cache_append", "v_cache", "another tensor than k_cache, since both are written", "the same")

@@ -1,7 +1,7 @@
 """`vk::layer_norm` and `vk::add_layer_norm`: LayerNorm over the last dimension, alone or of a residual sum.
 
-The sum is rounded to the dtype first, as a model's residual stream is, and is a result of its own. Nothing is saved but
-the normed tensor's input and the parameters; gradients that nobody wants are not computed. Kernels:
+The sum is rounded to its dtype first, as the residual stream of a model is, and is a result of its own. Only the input
+of the norm and the parameters are saved. Gradients that are not needed are not computed. Kernels:
 `csrc_free_ops.norms`.
 """
 
@@ -68,26 +68,26 @@ add_layer_norm_op, add_layer_norm_backward_op = register_norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+    """Compute (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
     Args:
-        x: [..., C] in fp16, bf16 or fp32, any number of rows, none included. Any strides; where columns are not
-            contiguous or the leading dimensions do not fold into one it is copied. On the CPU also fp64.
-        weight, bias: [C] in x's dtype or fp32, on x's device; 1 and 0 where None.
-        eps: what is added to the variance, 0 or more (no tensor: it gets no gradient). As in Qwen-VL's vision towers
-            1e-6 unless given, where `torch.nn.LayerNorm` has 1e-5.
+        x: [..., C], fp16, bf16 or fp32, on the CPU also fp64; any number of rows, also none. Any strides; copied if
+            columns are not contiguous or the leading dimensions do not fold into one.
+        weight, bias: [C], x's dtype or fp32, on x's device. Default: 1 and 0.
+        eps: number, 0 or more, that is added to the variance; it gets no gradient. Default: 1e-6, as in Qwen-VL's
+            vision towers (`torch.nn.LayerNorm` has 1e-5).
 
     Returns:
         out [..., C] in x's dtype, contiguous.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    The mean, the variance (of differences to the mean) and the rest are fp32, and out is rounded once. Autocast changes
-    nothing: x comes and goes in its own dtype, with a weight in fp32 beside it or not. Forward and backward give the
-    same bits for the same inputs on the same GPU. Gradients of parameters that need none are not computed. Ba, Kiros,
-    Hinton, Layer Normalization, arXiv 1607.06450.
+    Mean, variance (of differences to the mean) and all else are fp32, and out is rounded once. Autocast changes
+    nothing: x comes and goes in its own dtype, also with a weight in fp32. Forward and backward give the same bits for
+    the same inputs on the same GPU. Gradients of parameters that need none are not computed. Ba, Kiros, Hinton, Layer
+    Normalization, arXiv 1607.06450.
     """
     check_number("layer_norm", "eps", eps)
     out: Tensor = layer_norm_op(x, weight, bias, eps)
@@ -97,20 +97,20 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """sum = x + residual, rounded to their dtype, and `layer_norm` of it, in one pass.
+    """Compute sum = x + residual, rounded to their dtype, and `layer_norm` of it, in one pass.
 
     Args:
         x: as in `layer_norm`.
-        residual: of x's shape, dtype and device, any strides.
+        residual: shape, dtype and device of x, any strides.
         weight, bias, eps: as in `layer_norm`.
 
     Returns:
-        (normed, sum), each [..., C] in x's dtype, contiguous: what the next layer takes, and the residual stream. Both
-        are differentiable; x and residual have the same gradient.
+        (normed, sum), each [..., C] in x's dtype, contiguous: the input of the next layer, and the residual stream.
+        Both are differentiable; x and residual have the same gradient.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
     The bits are those of `layer_norm(x + residual, weight, bias, eps)`. All else is as in `layer_norm`.
     """

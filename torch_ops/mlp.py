@@ -78,7 +78,7 @@ class MlpBackward(NamedTuple):
         return self.inner or self.needs_w2
 
 
-# Of x, w1, b1, w2, b2, w_up and b_up; empty where none is wanted.
+# Gradients of x, w1, b1, w2, b2, w_up and b_up; empty if not needed.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 DIFFERENTIABLE = ("x", "w1", "b1", "w2", "b2", "w_up", "b_up")
 FIRST_LAYER = ("x", "w1", "b1", "w_up", "b_up")
@@ -167,40 +167,43 @@ def mlp(
     w_up: Tensor | None = None,
     b_up: Tensor | None = None,
 ) -> Tensor:
-    """act(x w1^T + b1) w2^T + b2.
+    """Compute act(x w1^T + b1) w2^T + b2.
 
     Args:
-        x: [..., C] in fp16, bf16 or fp32, any strides; copied unless it is contiguous, or two-dimensional with
-            contiguous columns. On the CPU also fp64.
-        w1: [I, C], for "swiglu" without `w_up` [2 I, C]: the rows of the gates, then those of what they gate. x's
-            dtype and device, any strides, as all that follow.
-        b1: as many as w1 has rows, or None.
+        x: [..., C], fp16, bf16 or fp32, on the CPU also fp64. Any strides; copied unless contiguous, or two-dimensional
+            with contiguous columns.
+        w1: [I, C]; for "swiglu" without `w_up` [2 I, C], the rows of the gates and then those of their partners. Dtype
+            and device of x, any strides, and so for all that follow.
+        b1: [rows of w1], or None.
         w2: [N, I].
         b2: [N], or None.
-        activation: "gelu_tanh", "gelu" (by erf), "quick_gelu" (x sigmoid(1.702 x)), "silu", or "swiglu".
-        recompute: whether the backward makes the first product again instead of keeping it, which takes as much memory
-            as w1 and w_up have rows for each row of x.
-        w_up: [I, C], for "swiglu" alone: what the gates w1 [I, C] gate, where the two are parameters of their own, as
-            the gate_proj and up_proj of Qwen2.5-VL. Nothing is packed; they are copied only where their strides differ
-            or, beside x, fit no kernel.
-        b_up: [I]; given where b1 is.
+        activation: "gelu_tanh", "gelu" (by erf), "quick_gelu" (x sigmoid(1.702 x)), "silu", or "swiglu". Default:
+            "gelu_tanh".
+        recompute: whether the backward computes the first product again instead of keeping it. Keeping it takes as many
+            numbers per row of x as w1 and w_up have rows. Default: False.
+        w_up: [I, C], for "swiglu" alone: the partners of the gates w1 [I, C], if the two are separate, as gate_proj
+            and up_proj of Qwen2.5-VL. Nothing is packed. The two are copied only if their strides differ or,
+            beside x, fit no kernel. Default: none.
+        b_up: [I]; given if b1 is.
 
     Returns:
-        [..., N], contiguous, in x's dtype. `torch.ops.vk.mlp` returns (out, hidden): hidden is the first product
-        [rows, as many as w1 and w_up have], for the backward, or without columns where its return_hidden is False; a
-        backward then makes it again.
+        [..., N], contiguous, in x's dtype. `torch.ops.vk.mlp` returns (out, hidden). hidden is the first product [rows,
+        rows of w1 and w_up] for the backward. With return_hidden=False it has no columns, and a backward computes it
+        again.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
+        NotImplementedError: for a second derivative.
 
-    Sums and the activation are fp32. In half types the activation's input is rounded first, as by a linear layer,
-    except in the kernels in stock Triton and in cuBLAS's own GELU, which takes few rows on Hopper GPUs where no first
-    product is kept (docs/gemm.md); its result and out are rounded on every path. fp32 inputs use tf32 only where
-    `torch.backends.cuda.matmul` allows it. No width is special: 4304, 3420 or 1365 columns take no padding of weights
-    from the caller. Gradients are made for what requires them: with w1 and w_up frozen x is not kept, unless to
-    recompute. A second derivative raises NotImplementedError. Forward and backward give the same bits for the same
-    inputs.
+    Sums and the activation are fp32. In half types the input of the activation is rounded first, as by a linear layer.
+    Exceptions are the stock Triton kernels and cuBLAS's own GELU, which takes few rows on Hopper GPUs if no first
+    product is kept (docs/gemm.md). The activation's result and out are rounded on every path. fp32 inputs use tf32 only
+    if `torch.backends.cuda.matmul` allows it.
+
+    Every width is allowed: 4304, 3420 or 1365 columns need no padded weights. Only gradients that are required are
+    computed. With w1 and w_up frozen x is not kept, unless to recompute. Forward and backward give the same bits for
+    the same inputs.
     """
     keeps = keeps_hidden(recompute, x, w1, b1, w2, w_up, b_up)
     return mlp_op(x, w1, b1, w2, b2, activation, keeps, w_up, b_up)[0]

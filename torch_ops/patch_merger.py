@@ -3,8 +3,8 @@
     rows = norm(x) with merge_size^2 rows in one, or the norm of such rows
     out = gelu(rows fc1^T + b1) fc2^T + b2, or rows fc1^T + b1 alone
 
-It is made of ops and has no kernels of its own: rows in merge-block order become one row of a product without a copy,
-so that a norm and `mlp` after each other launch what one op would, and keep for the backward what it would.
+It is made of ops and has no kernels of its own. Rows in merge-block order become one row of a product without a copy. A
+norm and `mlp` in sequence therefore launch, and keep for the backward, what a single op would.
 """
 
 from typing import NamedTuple
@@ -131,32 +131,32 @@ def patch_merger(
     eps: float = 1e-6,
     rms: bool = False,
 ) -> Tensor:
-    """fc2(gelu(fc1(norm of each patch, merge_size^2 patches in one row))).
+    """Compute fc2(gelu(fc1(norm of each patch, merge_size^2 patches in one row))).
 
     Args:
-        x: [T, C] in fp16, bf16 or fp32, any strides, on the CPU also fp64: patches in merge-block order, so that each
-            merge_size^2 after each other become one row, as Qwen-VL's encoders have them (`spatial_merge` for others).
-        norm_weight: [C], with `norm_after` [merge_size^2 C]; x's dtype or fp32. No norm where None.
+        x: [T, C], fp16, bf16 or fp32, on the CPU also fp64, any strides: patches in merge-block order, as in Qwen-VL.
+            Each merge_size^2 in sequence become one row. `spatial_merge` serves other orders.
+        norm_weight: [C], with `norm_after` [merge_size^2 C]; x's dtype or fp32. None: no norm.
         norm_bias: as norm_weight, or None.
-        fc1_weight: [H, merge_size^2 C] in x's dtype, any strides, as all that follow.
+        fc1_weight: [H, merge_size^2 C], x's dtype, any strides, and so for all that follow.
         fc1_bias: [H], or None.
-        fc2_weight: [N, H]; where None there is one projection, and no activation.
+        fc2_weight: [N, H]. None: one projection and no activation.
         fc2_bias: [N], or None.
-        merge_size: 1 or more patches to a side.
-        norm_after: whether the norm is of the merged rows, as in Qwen3-VL's deepstack mergers.
-        eps: of the norm.
-        rms: RMSNorm, as Qwen2.5-VL has it, in place of LayerNorm.
+        merge_size: number of patches to a side, 1 or more. Default: 2.
+        norm_after: whether the norm is of the merged rows, as in Qwen3-VL's deepstack mergers. Default: False.
+        eps: eps of the norm. Default: 1e-6.
+        rms: whether the norm is RMSNorm, as in Qwen2.5-VL. Default: False, LayerNorm.
 
     Returns:
-        [T / merge_size^2, N], of one projection [T / merge_size^2, H], contiguous, in x's dtype.
+        [T / merge_size^2, N], with one projection [T / merge_size^2, H]; contiguous, in x's dtype.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    GELU is by erf. What is rounded where, determinism, and what is kept for the backward are as in `layer_norm`,
-    `rms_norm` and `mlp`; the one projection is PyTorch's own product. Autocast is followed by the layers alone.
-    Transformers: Qwen3VLVisionPatchMerger, Qwen2_5_VLPatchMerger, PatchMerger of Qwen2-VL.
+    GELU is by erf. Rounding, determinism and what the backward keeps are as in `layer_norm`, `rms_norm` and `mlp`. One
+    projection is PyTorch's own product. Only the layers follow autocast. Transformers: Qwen3VLVisionPatchMerger,
+    Qwen2_5_VLPatchMerger, PatchMerger of Qwen2-VL.
     """
     check_number(OP, "eps", eps)
     out: Tensor = patch_merger_op(

@@ -1,4 +1,4 @@
-"""`vk::pos_embed_interpolate`: a learned table of positions, resampled to every image of a batch, and its gradient.
+"""`vk::pos_embed_interpolate`: a learned position table, resampled to every image of a batch, and its gradient.
 
 Kernels and maths: `csrc_free_ops.pos_embed_interpolate`.
 """
@@ -186,28 +186,28 @@ register_gathered(pos_embed_interpolate_op, pos_embed_interpolate_backward_op, l
 def pos_embed_interpolate(
     table: Tensor, grid: Tensor, total: int, merge_size: int = 2, align_corners: bool = True
 ) -> Tensor:
-    """A learned S x S table of positions, bilinearly resampled to the grid of each image of a packed batch.
+    """Resample a learned S x S position table bilinearly to the grid of each image of a packed batch.
 
-    Every frame of a video gets the same. What Transformers' Qwen3-VL adds to the patches of its images, at once.
+    Every frame of a video gets the same rows. Transformers' Qwen3-VL adds these rows to the patches of its images.
 
     Args:
-        table: [S * S, C] in fp16, bf16 or fp32, row by row. Any strides; columns that are not contiguous are copied. On
-            the CPU also fp64.
-        grid: int64 [n, 3], a row (t, h, w) for each image or video, in patches. On the CPU it is checked and sent to
-            the table's device without waiting; on a device its values are never copied to the host, and checked only
-            under `torch_ops.settings(checked=True)`, where an image whose height or width merge_size does not divide
-            is refused by name. Else wild values give wild rows, and nothing is read or written out of bounds.
-        total: the number of patches in all: rows of the result. Rows past the last image (the padding of a CUDA graph)
-            are 0 and pass on no gradient; of images that go beyond, what does not fit is left out.
-        merge_size: rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order.
-        align_corners: whether the first and last patch of an axis lie on the first and last entry, as in Qwen3-VL;
-            else half-pixel centres, clamped to the table, as in `torch.nn.functional.interpolate`.
+        table: [S * S, C], fp16, bf16 or fp32, on the CPU also fp64, row by row. Any strides; columns that are not
+            contiguous are copied.
+        grid: int64 [n, 3], a row (t, h, w) for each image or video, in patches. A grid on the CPU is checked and sent
+            to the table's device without waiting. A grid on a device is never copied to the host, and is checked only
+            under `torch_ops.settings(checked=True)`. The check refuses by name an image whose height or width is not a
+            multiple of merge_size. Other wrong values give wrong rows, and nothing is read or written out of bounds.
+        total: number of patches, the rows of the result. Rows past the last image (the padding of a CUDA graph) are 0
+            and have no gradient. Patches past `total` are left out.
+        merge_size: rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order. Default: 2.
+        align_corners: whether the first and last patch of an axis lie on the first and last entry, as in Qwen3-VL.
+            False: half-pixel centres, clamped to the table, as in `torch.nn.functional.interpolate`. Default: True.
 
     Returns:
-        [total, C] in the table's dtype. Weights and sums are in fp32, rounded once.
+        [total, C] in the table's dtype. Weights and sums are fp32, rounded once.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
 
     Differentiable in `table`. The gradient is gathered entry by entry in a fixed order, without atomics: the same bits
     every time.

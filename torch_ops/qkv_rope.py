@@ -2,10 +2,9 @@
 
     (q, k, v) = x weight^T + bias, split into heads;  q and k rotated by the angles of their row
 
-The rotation is that of csrc_free_ops/tiles/rope.py, in fp32. The kernel in stock Triton, the ROTARY branch of
-`_gemm_pair_kernel` in csrc_free_ops/gemm/portable.py, rotates the fp32 sums and rounds once. Elsewhere (the Hopper
-kernel, products left to PyTorch, the CPU) the product is rounded first, as by a linear layer, and what was rotated
-again.
+The rotation is fp32 (csrc_free_ops/tiles/rope.py). The stock Triton kernel, the ROTARY branch of `_gemm_pair_kernel` in
+csrc_free_ops/gemm/portable.py, rotates the fp32 sums and rounds once. The Hopper kernel, products left to PyTorch and
+the CPU round the product first, as a linear layer does, and round again after the rotation.
 """
 
 from typing import Any, NamedTuple
@@ -236,30 +235,29 @@ def qkv_rope(
     num_heads: int,
     num_k_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x weight^T + bias split into the heads of q, k and v, with q and k rotated by the angles of their row.
+    """Compute x weight^T + bias, split into the heads of q, k and v, with q and k rotated by the angles of their row.
 
     Args:
-        x: [T, C] in fp16, bf16 or fp32, any strides; columns that are not contiguous are copied. On the CPU also fp64.
-        weight: [(H + 2 Hk) D, C], x's dtype and device, any strides: the rows of q's heads, then k's, then v's, as the
-            `qkv` of Transformers' vision encoders has them. D is a multiple of 8 up to 256.
+        x: [T, C], fp16, bf16 or fp32, on the CPU also fp64. Any strides; columns that are not contiguous are copied.
+        weight: [(H + 2 Hk) D, C], dtype and device of x, any strides. Rows are q's heads, then k's, then v's, as in the
+            `qkv` of Transformers' vision encoders. D is a multiple of 8 up to 256.
         bias: [(H + 2 Hk) D], or None.
-        cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; in fp32 or x's
-            dtype. They are constants: they get no gradient. Autocast leaves those of fp32 as they are.
-        num_heads, num_k_heads: H, and Hk, which is H where None.
+        cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; fp32 or x's
+            dtype. The tables get no gradient, and autocast leaves fp32 tables.
+        num_heads, num_k_heads: H and Hk. Default of Hk: H.
 
     Returns:
         q [T, H, D], k and v [T, Hk, D], contiguous, in x's dtype, as `window_attn` takes them.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    Column i of a head's first half is turned with column i of its second (GPT-NeoX's order):
-    (a, b) becomes (a cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). Sums and rotation are fp32. In half types
-    sums are rounded before they are rotated, as by a linear layer, but in the kernels in stock Triton, which round once
-    (docs/gemm.md). fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Gradients are made for what
-    requires them: with a frozen weight x is not kept. Forward and backward give the same bits for the same inputs.
-    RoFormer, arXiv 2104.09864.
+    Column i of the first half of a head is rotated with column i of the second (GPT-NeoX's order). (a, b) becomes (a
+    cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). Sums and rotation are fp32. In half types sums are rounded
+    before they are rotated, except in the stock Triton kernels, which round once (docs/gemm.md). fp32 inputs use tf32
+    only if `torch.backends.cuda.matmul` allows it. Only gradients that are required are computed: with a frozen weight
+    x is not kept. Forward and backward give the same bits for the same inputs. RoFormer, arXiv 2104.09864.
     """
     return qkv_rope_op(x, weight, bias, cos, sin, num_heads, num_k_heads)
 

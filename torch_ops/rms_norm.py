@@ -1,6 +1,6 @@
 """`vk::rms_norm` and `vk::add_rms_norm`: RMSNorm over the last dimension, alone or of a residual sum.
 
-As `layer_norm` without mean and bias. Kernels: `csrc_free_ops.norms`.
+The ops are `layer_norm` without mean and bias. Kernels: `csrc_free_ops.norms`.
 """
 
 from typing import NamedTuple
@@ -60,26 +60,26 @@ add_rms_norm_op, add_rms_norm_backward_op = register_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean of x^2 + eps) * weight over the last dimension.
+    """Compute x / sqrt(mean of x^2 + eps) * weight over the last dimension.
 
     Args:
-        x: [..., C] in fp16, bf16 or fp32, any number of rows, none included. Any strides; where columns are not
-            contiguous or the leading dimensions do not fold into one it is copied. On the CPU also fp64.
-        weight: [C] in x's dtype or fp32, on x's device; 1 where None.
-        eps: what is added to the mean square, 0 or more (no tensor: it gets no gradient). A number, where
-            `torch.nn.RMSNorm` takes its dtype's epsilon unless told otherwise.
+        x: [..., C], fp16, bf16 or fp32, on the CPU also fp64; any number of rows, also none. Any strides; copied if
+            columns are not contiguous or the leading dimensions do not fold into one.
+        weight: [C], x's dtype or fp32, on x's device. Default: 1.
+        eps: number, 0 or more, that is added to the mean square; it gets no gradient. Default: 1e-6 (`torch.nn.RMSNorm`
+            has its dtype's epsilon).
 
     Returns:
         out [..., C] in x's dtype, contiguous.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    All of it is fp32, and out is rounded once, where Transformers' Qwen2RMSNorm rounds before it multiplies by the
-    weight as well. Autocast changes nothing: x comes and goes in its own dtype, with a weight in fp32 beside it or not.
-    Forward and backward give the same bits for the same inputs on the same GPU. The gradient of a weight that needs
-    none is not computed. Zhang, Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.
+    All of it is fp32, and out is rounded once. Transformers' Qwen2RMSNorm also rounds before it multiplies by the
+    weight. Autocast changes nothing: x comes and goes in its own dtype, also with a weight in fp32. Forward and
+    backward give the same bits for the same inputs on the same GPU. The gradient of a weight that needs none is not
+    computed. Zhang, Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.
     """
     check_number("rms_norm", "eps", eps)
     out: Tensor = rms_norm_op(x, weight, eps)
@@ -87,20 +87,20 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """sum = x + residual, rounded to their dtype, and `rms_norm` of it, in one pass.
+    """Compute sum = x + residual, rounded to their dtype, and `rms_norm` of it, in one pass.
 
     Args:
         x: as in `rms_norm`.
-        residual: of x's shape, dtype and device, any strides.
+        residual: shape, dtype and device of x, any strides.
         weight, eps: as in `rms_norm`.
 
     Returns:
-        (normed, sum), each [..., C] in x's dtype, contiguous: what the next layer takes, and the residual stream. Both
-        are differentiable; x and residual have the same gradient.
+        (normed, sum), each [..., C] in x's dtype, contiguous: the input of the next layer, and the residual stream.
+        Both are differentiable; x and residual have the same gradient.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
     The bits are those of `rms_norm(x + residual, weight, eps)`. All else is as in `rms_norm`.
     """

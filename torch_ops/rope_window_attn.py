@@ -3,15 +3,15 @@
     out = softmax(scale R(q) R(k)^T) v,    R(x) = round(x cos + rotate_half(x) sin)
 
 R is Transformers' `apply_rotary_pos_emb_vision`: over the halves of the whole head, in fp32, rounded once to the dtype
-before the product. q and k are turned once, into memory that lives no longer than the call, and the attention core
-reads it; the backward turns them once more rather than have them kept. R is linear but for its rounding, so with G the
-gradient that the core gives for R(q), rounded as any gradient between two ops is,
+before the product. q and k are rotated once, into memory that lives no longer than the call, and the attention core
+reads it. The backward rotates them again instead of keeping them. R is linear except for its rounding. With G the
+core's gradient for R(q), rounded as any gradient between two ops is,
 
     dq = round(G cos + rotate_half^T(G sin)),    rotate_half^T = -rotate_half
 
-in fp32: the rotation by the same angles with the sign of sin reversed, where the halves of a table are alike. That is
-what eager PyTorch does: the gradient of the rounding of R is G in fp32, both products are made and added there, and the
-gradient of the cast of q to fp32 rounds their sum. dk likewise; v is not turned.
+in fp32: the rotation by the same angles with the sign of sin reversed, where the halves of a table are alike. Eager
+PyTorch does the same: the gradient of the rounding of R is G in fp32, and both products are added there. The gradient
+of the cast of q to fp32 rounds their sum. dk likewise; v is not rotated.
 
 Kernels: `csrc_free_ops.rope`, `csrc_free_ops.attention`. RoFormer, arXiv 2104.09864.
 """
@@ -202,39 +202,37 @@ def rope_window_attn(
     deterministic: bool = True,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`window_attn` of q and k with their rotary embedding, which no caller needs to hold.
+    """Compute `window_attn` of q and k after their rotary embedding, which the caller need not hold.
 
-    Column i of a head's first half is turned with column i of its second (GPT-NeoX's order):
-    (a, b) becomes (a cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)), in fp32, rounded once to q's dtype, as by
+    Column i of the first half of a head is rotated with column i of the second (GPT-NeoX's order). (a, b) becomes (a
+    cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). The rotation is fp32, rounded once to q's dtype, as in
     `apply_rotary_pos_emb_vision` of Transformers.
 
     Args:
-        q: [T, H, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides, such as views of a packed
-            projection; columns that are not contiguous are copied. On the CPU also fp64.
-        k, v: [T, Hk, D], dtype and device of q, H a multiple of Hk: each key head serves H / Hk query heads.
-        cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; in fp32 or q's
-            dtype, of the same row for q and k. They are constants: they get no gradient. Autocast leaves those of fp32
-            as they are.
-        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] up to
-            cu_seqlens[s + 1]. What q, k, v, cos and sin hold outside all segments reaches neither results nor
-            gradients.
-        cu_seqlens_k: the keys' own boundaries, of the same shape; those of the queries where None. k has as many rows
-            as q in either case, since both are turned by the same rows of cos and sin.
-        scale, causal, window_left, window_right, softcap, deterministic: as those of `window_attn`.
-        return_lse: whether to return (out, lse). `torch.ops.vk.rope_window_attn` always returns both, lse [H, 0] where
-            its own return_lse is False; a backward after all then makes it anew.
+        q: [T, H, D], fp16, bf16 or fp32, on the CPU also fp64; D is a multiple of 8 up to 256. Any strides, such as
+            views of a packed projection; columns that are not contiguous are copied.
+        k, v: [T, Hk, D], dtype and device of q. H is a multiple of Hk: each key head serves H / Hk query heads.
+        cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; fp32 or q's
+            dtype. q and k use the same row. The tables get no gradient, and autocast leaves fp32 tables.
+        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1].
+            Values of any tensor outside all segments reach neither results nor gradients.
+        cu_seqlens_k: boundaries of the keys, shape of `cu_seqlens`; k still has as many rows as q. Default: those of
+            the queries.
+        scale, causal, window_left, window_right, softcap, deterministic: as in `window_attn`.
+        return_lse: whether to return (out, lse). `torch.ops.vk.rope_window_attn` always returns both: with
+            return_lse=False lse is [H, 0], and a later backward recomputes it. Default: False.
 
     Returns:
-        out [T, H, D] in q's dtype; with return_lse also lse [H, T], fp32 (fp64 for fp64), natural logarithm of the sum
-        of exp(score), differentiable.
+        out [T, H, D] in q's dtype. With return_lse also lse [H, T], fp32 (fp64 for fp64): the natural logarithm of the
+        sum of exp(score), differentiable.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    Turned q and k take memory while a call runs, as much as q and k themselves, and are made anew in the backward: kept
-    for it are q, k, v, out, lse and the tables. Forward and backward give the same bits for the same inputs, the
-    backward unless told otherwise. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv 2307.08691.
+    Rotated q and k take as much memory as q and k during a call, and the backward makes them again. It keeps q, k, v,
+    out, lse and the tables. Forward and backward give the same bits for the same inputs, unless `deterministic` is
+    False. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv 2307.08691.
     """
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number("rope_window_attn", name, number)

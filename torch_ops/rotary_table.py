@@ -97,29 +97,29 @@ def rotary_table(
     merge_size: int = 2,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles of every patch, as Qwen-VL's vision encoders turn heads by them.
+    """Compute cos and sin of the rotary angles of every patch, as Qwen-VL's vision encoders use them.
 
     A patch at row i and column j of its frame has the angles [i f | j f], f_k = theta^(-2k / (D/2)), k = 0 .. D/4 - 1.
-    Transformers' own table is [cos | cos], D wide: this is its first half.
+    Transformers' own table is [cos | cos], D wide; this one is its first half.
 
     Args:
-        grid: int64 [n, 3], a row (t, h, w) for each image or video, in patches. On the CPU it is checked and sent to
-            `device` without waiting; on a device its values are never copied to the host, and checked only under
-            `torch_ops.settings(checked=True)`, where an image whose height or width merge_size does not divide is
-            refused by name. Else wild values give wild angles, and nothing is read or written out of bounds.
-        total: the number of patches in all: rows of the tables. Rows past the last image (the padding of a CUDA graph)
-            have cos 1 and sin 0; of images that go beyond, what does not fit is left out.
+        grid: int64 [n, 3], a row (t, h, w) for each image or video, in patches. A grid on the CPU is checked and sent
+            to `device` without waiting. A grid on a device is never copied to the host, and is checked only under
+            `torch_ops.settings(checked=True)`. The check refuses by name an image whose height or width is not a
+            multiple of merge_size. Other wrong values give wrong angles, and nothing is read or written out of bounds.
+        total: number of patches, the rows of the tables. Rows past the last image (the padding of a CUDA graph) have
+            cos 1 and sin 0. Patches past `total` are left out.
         dim: D, the head dimension, a multiple of 8 up to 256.
-        theta: the base, at least 1.
-        merge_size: rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order.
-        device: where the tables are made; where grid is, if None.
+        theta: base, at least 1. Default: 10000.
+        merge_size: rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order. Default: 2.
+        device: device of the tables. Default: that of grid.
 
     Returns:
-        cos, sin: [total, D/2] in fp32. Frequencies and angles are rounded to fp32 where Transformers does so, and their
-        cosines are accurate for any position. There is nothing to differentiate.
+        cos, sin: [total, D/2] in fp32. Frequencies and angles are rounded to fp32 where Transformers does so. Their
+        cosines are accurate for any position. Nothing is differentiable.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
 
     Qwen2-VL, arXiv 2409.12191, section 2.1.
     """

@@ -108,18 +108,22 @@ def source_hash() -> str:
 
 
 class Settings:
-    """What is in force: `path`, `checked`, `rows`.
+    """Settings in force: `path`, `checked`, `rows`.
 
-        torch_ops.settings.path                          what is in force
+        torch_ops.settings.path                          the value in force
         torch_ops.settings(path="portable")              for the rest of the process, as settings.update(...)
         with torch_ops.settings(checked=True): ...       for a block
 
-    Environment: VK_PATH (auto, hopper, portable), VK_CHECKED (0, 1), VK_ROWS (a JSON file of launch rows, or nothing
-    for none; unless set, vk/rows.json in XDG_CACHE_HOME or ~/.cache, where `vk bench tune` writes), and
-    VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1, which are VK_PATH=portable, whatever that says.
+    Environment variables set the defaults:
 
-    A change of path or rows changes the kernels that graphs are made of, so it drops compiled graphs in memory and
-    enters the key of compiled artefacts on disk.
+    - VK_PATH: auto, hopper or portable.
+    - VK_CHECKED: 0 or 1.
+    - VK_ROWS: a JSON file of launch rows, or empty for none. Without it, vk/rows.json in XDG_CACHE_HOME or ~/.cache,
+      where `vk bench tune` writes.
+    - VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1: VK_PATH=portable, whatever VK_PATH says.
+
+    A change of path or rows changes the kernels in graphs. It drops compiled graphs in memory and enters the key of
+    compiled artefacts on disk.
     """
 
     __slots__ = ("_rows", "_user_tag", "_values", "generation")
@@ -141,17 +145,17 @@ class Settings:
 
     @property
     def path(self) -> str:
-        """ "auto" takes the faster path, "portable" stock Triton's, "hopper" Gluon's wherever it can run."""
+        """ "auto" takes the faster path, "portable" stock Triton, "hopper" Gluon wherever it can run."""
         return self._values.path
 
     @property
     def checked(self) -> bool:
-        """Whether eager calls verify what only the device knows, as values in `cu_seqlens`; costs a synchronisation."""
+        """Whether eager calls verify values on the device, such as those in `cu_seqlens`; costs a synchronisation."""
         return self._values.checked
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The user's own launch rows, which come before the shipped ones, as they were when they were set.
+        """The user's own launch rows, which precede the shipped ones, as they were when they were set.
 
         Set by the name of their file; "" is none.
         """
@@ -161,7 +165,7 @@ class Settings:
         return f"settings(path={self.path!r}, checked={self.checked}, rows={self._values.rows!r})"
 
     def update(self, **changes: Any) -> None:
-        """Changes settings by name; an unknown name or value is refused and nothing changes."""
+        """Change settings by name. An unknown name or value is refused, and nothing changes."""
         unknown = set(changes) - set(_Values.__dataclass_fields__)
         if unknown:
             names = ", ".join(_Values.__dataclass_fields__)
@@ -179,7 +183,7 @@ class Settings:
                 torch.compiler.reset()
 
     def __call__(self, **changes: Any) -> contextlib.AbstractContextManager["Settings"]:
-        """Changes settings at once, as `update` does; used in a `with` statement, for its block only."""
+        """Change settings at once, as `update` does; as a context manager, for its block only."""
         values, rows = self._values, self._rows
         self.update(**changes)
         return self._until_exit({name: getattr(values, name) for name in changes}, rows)

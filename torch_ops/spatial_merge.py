@@ -199,31 +199,32 @@ register_gathered(spatial_merge_op, spatial_merge_backward_op, lambda x, total: 
 def spatial_merge(
     x: Tensor, grid: Tensor, total: int, mode: str = "concat", order: str = "merge_block", merge_size: int = 2
 ) -> Tensor:
-    """Each block of merge_size x merge_size patches as one row, over all images of a packed batch.
+    """Merge each block of merge_size x merge_size patches into one row, over all images of a packed batch.
 
     Args:
-        x: [T, C] in fp16, bf16 or fp32, a row for each patch. Any strides; columns that are not contiguous are copied.
-            On the CPU also fp64.
-        grid: int64 [n, 3], a row (t, h, w) for each image or video, in patches. On the CPU it is checked and sent to
-            x's device without waiting; on a device its values are never copied to the host, and checked only under
-            `torch_ops.settings(checked=True)`. An image whose height or width merge_size does not divide is refused by
-            name where it is checked, as are images of more than `total` patches; else nothing is promised of their
-            blocks, and nothing is read or written out of bounds.
-        total: the number of patches to merge, at most T and a multiple of merge_size^2. Of the rows before `total`,
-            those past the last image (the padding of a CUDA graph) are merged as they follow each other. Rows of x
-            from `total` on are left out and get gradient 0.
-        mode: "concat" puts the rows of a block side by side, row by row; "mean" averages them, in fp32, rounded once.
-        order: "merge_block" where the rows of a block follow each other in x, as Qwen-VL has them; "raster" where a
-            frame's rows are in raster order.
-        merge_size: M; blocks have M x M patches.
+        x: [T, C], fp16, bf16 or fp32, on the CPU also fp64, a row for each patch. Any strides; columns that are not
+            contiguous are copied.
+        grid: int64 [n, 3], a row (t, h, w) for each image or video, in patches. A grid on the CPU is checked and sent
+            to x's device without waiting. A grid on a device is never copied to the host, and is checked only under
+            `torch_ops.settings(checked=True)`. The check refuses by name an image whose height or width is not a
+            multiple of merge_size. It also refuses images of more than `total` patches. Unchecked, such images give
+            blocks of unspecified rows, and nothing is read or written out of bounds.
+        total: number of patches to merge, at most T and a multiple of merge_size^2. Rows before `total` and past the
+            last image (the padding of a CUDA graph) are merged in their order. Rows from `total` on are left out and
+            get gradient 0.
+        mode: "concat" puts the rows of a block side by side, row by row; "mean" averages them in fp32, rounded once.
+            Default: "concat".
+        order: "merge_block" if the rows of a block follow each other in x, as in Qwen-VL. "raster" if the rows of a
+            frame are in raster order. Default: "merge_block".
+        merge_size: M; blocks have M x M patches. Default: 2.
 
     Returns:
-        [total / M^2, M^2 C] or, of "mean", [total / M^2, C], in x's dtype. Always a tensor of its own.
+        [total / M^2, M^2 C], for "mean" [total / M^2, C], in x's dtype; always a new tensor.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
 
-    Differentiable in `x`; the gradient is gathered, and has the same bits every time.
+    Differentiable in `x`. The gradient is gathered and has the same bits every time.
     """
     if isinstance(x, Tensor):
         grid = send_grid(

@@ -1,7 +1,7 @@
 """`vk::window_attn`: attention inside the segments of packed tensors, and its backward.
 
-Vision encoders pack images, frames and windows of any size into one [T, H, D] tensor and attend within each; the
-boundaries are `cu_seqlens`, on the device. Kernels: `csrc_free_ops.attention`.
+Vision encoders pack images, frames and windows of any size into one [T, H, D] tensor and attend within each of them.
+`cu_seqlens` holds the boundaries, on the device. Kernels: `csrc_free_ops.attention`.
 """
 
 from functools import partial
@@ -136,52 +136,50 @@ def window_attn(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v within each segment of packed tensors.
+    """Compute softmax(scale q k^T) v within each segment of packed tensors.
 
-    Query row i of a segment with Lq queries and Lk keys stands at key position i + Lk - Lq (aligned bottom-right).
-    A row that sees no key gives out 0 and lse -inf; so do rows before `cu_seqlens[0]` and past `cu_seqlens[-1]`.
-    Neither passes on any gradient, as long as what comes in for it is finite.
+    Query row i of a segment with Lq queries and Lk keys stands at key position i + Lk - Lq (aligned bottom-right). A
+    row that sees no key gives out 0 and lse -inf, and so do rows before `cu_seqlens[0]` and past `cu_seqlens[-1]`. Such
+    rows have zero gradient, provided the incoming gradient is finite.
 
     Args:
-        q: [Tq, H, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides; columns that are not contiguous
-            are copied. On the CPU also fp64.
-        k, v: [Tk, Hk, D], dtype and device of q, H a multiple of Hk: each key head serves H / Hk query heads.
-        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] up to
-            cu_seqlens[s + 1]. Empty segments are fine. Values are never copied to the host; out-of-range ones are
-            clamped, and refused by name under `torch_ops.settings(checked=True)`.
-        cu_seqlens_k: the keys' own boundaries, of the same shape; those of the queries where None.
-        scale: what multiplies q k^T, a positive number (no tensor: it gets no gradient); 1 / sqrt(D) where None.
-        causal: whether a query sees only keys up to its own position.
-        window_left, window_right: how many keys before and after its position a query sees; -1 is all.
-        softcap: c > 0 replaces a score s by c tanh(s / c).
-        deterministic: False lets the backward add dq up in any order. Hopper's own kernel makes use of it where that
-            is faster; else the bits are the same either way.
-        return_lse: whether to return (out, lse). Without it, and where no gradient may be wanted, lse is not made, and
-            the call needs no memory but out's. `torch.ops.vk.window_attn` always returns both, lse [H, 0] where its
-            own return_lse is False; a backward after all then makes it anew.
-
-        alibi_slopes: fp32 [H], or [n, H] with a row for each segment: a query's score of a key is lowered by the slope
-            times their distance (after the softcap). They get no gradient.
-        sinks: [H] in fp32 or q's dtype, one more logit in each row's softmax, without a value. Differentiable. lse
-            counts it, also of a row that sees no key.
-        dropout_p: the probability with which a weight counts as 0 and the others grow by 1 / (1 - dropout_p); lse is
-            that of all. Which are dropped follows from the seed and their places alone, see `dropout_seed`.
-        dropout_seed: int64 [1] on q's device; drawn by PyTorch's generator where None. The mask is that of Philox for
-            the seed, the segment, the head, the query's row and the key's in their segment: the same bits on every
-            path and device.
+        q: [Tq, H, D], fp16, bf16 or fp32, on the CPU also fp64; D is a multiple of 8 up to 256. Any strides; columns
+            that are not contiguous are copied.
+        k, v: [Tk, Hk, D], dtype and device of q. H is a multiple of Hk: each key head serves H / Hk query heads.
+        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1].
+            Empty segments are allowed. Values are never copied to the host. Values out of range are clamped, and
+            `torch_ops.settings(checked=True)` refuses them by name.
+        cu_seqlens_k: boundaries of the keys, shape of `cu_seqlens`. Default: those of the queries.
+        scale: positive number that multiplies q k^T; it gets no gradient. Default: 1 / sqrt(D).
+        causal: whether a query sees only keys up to its own position. Default: False.
+        window_left, window_right: number of keys that a query sees before and after its position. Default: -1, all.
+        softcap: c > 0 replaces a score s by c tanh(s / c). Default: 0, none.
+        deterministic: False lets the backward add dq in any order, which the Hopper kernel does if it is faster.
+            Default: True, the same bits every time.
+        return_lse: whether to return (out, lse). If it is False and no gradient may be needed, lse is not computed and
+            the call allocates only out. `torch.ops.vk.window_attn` always returns both: with return_lse=False lse is
+            [H, 0], and a later backward recomputes it. Default: False.
+        alibi_slopes: fp32 [H], or [n, H] with a row for each segment. Slope times the distance of query and key is
+            subtracted from a score, after the softcap. Slopes get no gradient. Default: none.
+        sinks: [H], fp32 or q's dtype; one more logit in the softmax of each row, without a value. Differentiable. lse
+            includes it, also for a row that sees no key. Default: none.
+        dropout_p: probability that a weight counts as 0, from 0 to below 1; the other weights grow by 1 / (1 -
+            dropout_p). lse is the sum over all weights. Default: 0.
+        dropout_seed: int64 [1] on q's device. The mask is Philox of the seed, the segment, the head and the rows of
+            query and key in their segment. It has the same bits on every path and device. Default: from PyTorch's
+            generator.
 
     Returns:
-        out [Tq, H, D] in q's dtype; with return_lse also lse [H, Tq], fp32 (fp64 for fp64), natural logarithm of the
-        sum of exp(score), differentiable.
+        out [Tq, H, D] in q's dtype. With return_lse also lse [H, Tq], fp32 (fp64 for fp64): the natural logarithm of
+        the sum of exp(score), differentiable.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
-        RuntimeError: PyTorch's own, for an argument of another type.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
-    Products accumulate in fp32; fp32 inputs use tf32 only where `torch.backends.cuda.matmul` allows it. Where it does
-    not, Hopper GPUs multiply three bfloat16 parts of each number, with errors below those of fp32's own products.
-    Forward and backward give the same bits for the same inputs, the backward unless told otherwise. FlashAttention-2,
-    arXiv 2307.08691.
+    Products accumulate in fp32. fp32 inputs use tf32 only if `torch.backends.cuda.matmul` allows it. Otherwise Hopper
+    GPUs multiply three bfloat16 parts of each number, with errors below those of fp32 products. Forward and backward
+    give the same bits for the same inputs, unless `deterministic` is False. FlashAttention-2, arXiv 2307.08691.
     """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
         check_number("window_attn", name, number)

@@ -1,4 +1,4 @@
-"""What the library would do and why: `explain` and `info`."""
+"""`explain` and `info`: the library's decisions and their reasons."""
 
 import inspect
 import platform
@@ -112,7 +112,7 @@ def _report(name: str, device: torch.device, plans: list[Plan], gradients: list[
 
 
 def info() -> dict[str, Any]:
-    """Versions, devices, registered ops, settings, and which paths and launch rows there are on this machine."""
+    """Return versions, devices, registered ops, settings, and the paths and launch rows of this machine."""
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

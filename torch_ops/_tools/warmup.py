@@ -1,4 +1,4 @@
-"""`torch_ops.warmup`: kernels are built ahead of the first request."""
+"""`torch_ops.warmup`: build kernels ahead of the first request."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -20,21 +20,23 @@ def warmup(
     backward: bool = False,
     device: torch.device | str = "cuda",
 ) -> int:
-    """Builds `window_attn`'s kernels before the first request pays for it; returns how many calls were made.
+    """Build `window_attn`'s kernels ahead of the first request; return the number of calls made.
 
     Every combination is built, for one segment and for more. Head dimension, number of heads and layout set the strides
     between rows, which are constants of a kernel.
 
     Args:
-        head_dims, dtypes, num_heads: of q, k and v, which have as many heads as each other.
-        mean_lengths: tokens per segment to expect; a GPU's rows may hold different launches for short and long ones.
-        layouts: "contiguous"; "qkv_view": q, k and v as views of one projection [T, 3, H, D]; "encoder": v as such a
-            view, q and k contiguous, as Qwen-VL's encoders have them after the rotary embedding.
-        causal: which variant.
-        backward: the backward too, and the forward that keeps lse for it.
+        head_dims, dtypes, num_heads: those of q, k and v, which have equally many heads. Default: bf16, 16 heads.
+        mean_lengths: expected tokens per segment; launch rows of a GPU may differ for short and long ones. Default: 64,
+            1024.
+        layouts: "contiguous"; "qkv_view", views of one projection [T, 3, H, D]; "encoder", where v is such a view and q
+            and k are contiguous. Default: "contiguous" and "encoder", the layout of Qwen-VL's encoders.
+        causal: whether the kernels have a causal mask. Default: False.
+        backward: whether to build the backward too, and the forward that keeps lse for it. Default: False.
+        device: GPU to build for. Default: "cuda".
 
     Raises:
-        ValueError: for a layout that is none of these, and where there is no such GPU: for the CPU nothing is built.
+        ValueError: for another layout, and if there is no such GPU: nothing is built for the CPU.
     """
     if not torch.cuda.is_available() or torch.device(device).type != "cuda":
         raise ValueError(f"warmup: device must be a GPU that PyTorch finds here, got {str(device)!r}")

@@ -1,4 +1,4 @@
-"""What ``vk encode`` reads: image files, or the frames of a video, as pixels and their grid."""
+"""The inputs of ``vk encode``: image files, or the frames of a video, as pixels and their grid."""
 
 import glob
 import re
@@ -16,7 +16,7 @@ Step = Callable[[str], Advance]
 
 
 class InputError(Exception):
-    """What the user can put right, said in one line; ``exit_code`` is the command's."""
+    """An error that the user can fix, in one line; ``exit_code`` is the command's."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)

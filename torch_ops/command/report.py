@@ -1,4 +1,4 @@
-"""What ``vk encode`` reports: its figures as plain values, and the tables that show them."""
+"""The report of ``vk encode``: its figures as plain values, and the tables that show them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class Run:
 
 
 def figures(run: Run, inputs: Inputs) -> dict[str, Any]:
-    """What is known of each image and of the packed call."""
+    """Values of each image and of the packed call."""
     from torch_ops.models.qwen_vl import split_by_image
 
     grid = inputs.grid
@@ -79,7 +79,7 @@ def comparison(ours: Run, theirs: Run) -> dict[str, Any]:
 
 
 def replayed(run: Run, plain: Run) -> dict[str, Any]:
-    """What replays of the same batch took, and the largest difference of their output from the plain call's."""
+    """Time of replays of one batch, and the largest difference of their output from the plain call's."""
     versus = comparison(run, plain)
     return {
         "captured": run.output.last_hidden_state.is_cuda,

@@ -1,4 +1,4 @@
-"""What the functions of flash-attn's signatures check alike."""
+"""Checks that the functions with flash-attn's signatures share."""
 
 import torch
 from torch import Tensor
@@ -38,4 +38,4 @@ def bounds_of(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
 def refuse_given(op: str, **arguments: object) -> None:
     for argument, value in arguments.items():
         if value is not None:
-            refuse(op, argument, "None, since the ops have nothing like it", "a tensor")
+            refuse(op, argument, "None, since the ops have no equivalent", "a tensor")

@@ -1,7 +1,7 @@
 """flash-attn's functions for training on `vk::attention` and `vk::window_attn`, with the signatures of flash-attn 2.8.
 
-Tensors [B, S, H, D] are taken as the transposed views that the ops want. What flash-attn does and the ops do not is
-refused by the argument's name; other refusals are those of the ops.
+Tensors [B, S, H, D] become the transposed views that the ops take. Options that flash-attn has and the ops lack are
+refused by name; other refusals are those of the ops.
 """
 
 from typing import Any
@@ -36,25 +36,26 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Attended:
-    """`flash_attn.flash_attn_func`, by `torch_ops.attention`.
+    """Compute `flash_attn.flash_attn_func` by `torch_ops.attention`.
 
     Args:
-        q: [B, Sq, H, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides.
+        q: [B, Sq, H, D], fp16, bf16 or fp32; D is a multiple of 8 up to 256. Any strides.
         k, v: [B, Sk, Hk, D], dtype and device of q, H a multiple of Hk.
-        dropout_p: the probability with which a weight counts as 0; PyTorch's generator draws the seed.
-        softmax_scale: what multiplies q k^T; 1 / sqrt(D) where None.
-        causal: whether a query sees only keys up to its own position, aligned bottom-right.
-        window_size: how many keys before and after its position a query sees; -1 is all. causal makes the second 0.
-        softcap: c > 0 replaces a score s by c tanh(s / c).
-        alibi_slopes: fp32 [H] or [B, H]. No gradient.
-        deterministic: False lets the backward add dq up in any order, where that is faster.
-        return_attn_probs: whether to return (out, softmax_lse, None).
+        dropout_p: probability that a weight counts as 0; PyTorch's generator draws the seed. Default: 0.
+        softmax_scale: number that multiplies q k^T. Default: 1 / sqrt(D).
+        causal: whether a query sees only keys up to its own position, aligned bottom-right. Default: False.
+        window_size: number of keys that a query sees before and after its position; -1 is all. causal makes the second
+            0.
+        softcap: c > 0 replaces a score s by c tanh(s / c). Default: 0, none.
+        alibi_slopes: fp32 [H] or [B, H]. They get no gradient. Default: none.
+        deterministic: False lets the backward add dq in any order if that is faster.
+        return_attn_probs: whether to return (out, softmax_lse, None). Default: False.
 
     Returns:
         out [B, Sq, H, D]; with return_attn_probs also softmax_lse [B, H, Sq], fp32, which is differentiable here.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     op = "flash_attn_func"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -80,7 +81,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Attended:
-    """`flash_attn_func` of kv [B, Sk, 2, Hk, D], which is not copied."""
+    """Compute `flash_attn_func` of kv [B, Sk, 2, Hk, D], which is not copied."""
     check_layout("flash_attn_kvpacked_func", "kv", kv, "[B, S, 2, H, D]", 2)
     k, v = kv.unbind(2)
     return flash_attn_func(
@@ -100,7 +101,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Attended:
-    """`flash_attn_func` of qkv [B, S, 3, H, D], which is not copied."""
+    """Compute `flash_attn_func` of qkv [B, S, 3, H, D], which is not copied."""
     check_layout("flash_attn_qkvpacked_func", "qkv", qkv, "[B, S, 3, H, D]", 3)
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
@@ -127,24 +128,24 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Attended:
-    """`flash_attn.flash_attn_varlen_func`, by `torch_ops.window_attn`.
+    """Compute `flash_attn.flash_attn_varlen_func` by `torch_ops.window_attn`.
 
     Args:
-        q: [Tq, H, D] in fp16, bf16 or fp32; D a multiple of 8 up to 256. Any strides.
+        q: [Tq, H, D], fp16, bf16 or fp32; D is a multiple of 8 up to 256. Any strides.
         k, v: [Tk, Hk, D], dtype and device of q, H a multiple of Hk.
-        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device. One tensor for both tells kernels for short segments
-            that the boundaries are the same.
-        max_seqlen_q, max_seqlen_k: not looked at; the ops find lengths on the device.
-        alibi_slopes: fp32 [H] or [n, H]. No gradient.
-        block_table: None: packed queries over pages of keys are not to be had, but see `flash_attn_with_kvcache`.
+        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device. One tensor for both tells the kernels for short
+            segments that the boundaries are the same.
+        max_seqlen_q, max_seqlen_k: ignored; the ops find lengths on the device.
+        alibi_slopes: fp32 [H] or [n, H]. They get no gradient. Default: none.
+        block_table: must be None; for pages use `flash_attn_with_kvcache`.
 
-    The others are those of `flash_attn_func`.
+    The other arguments are those of `flash_attn_func`.
 
     Returns:
         out [Tq, H, D]; with return_attn_probs (out, softmax_lse [H, Tq], None).
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     op = "flash_attn_varlen_func"
     refuse_given(op, block_table=block_table)
@@ -176,7 +177,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Attended:
-    """`flash_attn_varlen_func` of kv [Tk, 2, Hk, D], which is not copied."""
+    """Compute `flash_attn_varlen_func` of kv [Tk, 2, Hk, D], which is not copied."""
     check_layout("flash_attn_varlen_kvpacked_func", "kv", kv, "[T, 2, H, D]", 2)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
@@ -198,7 +199,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Attended:
-    """`flash_attn_varlen_func` of qkv [T, 3, H, D], which is not copied."""
+    """Compute `flash_attn_varlen_func` of qkv [T, 3, H, D], which is not copied."""
     check_layout("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "[T, 3, H, D]", 3)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(

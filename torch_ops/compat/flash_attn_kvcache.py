@@ -57,8 +57,8 @@ opaque_plan("_flash_attn_append", NewKeys, AppendOptions, writes=("k_cache", "v_
 def _append_compiled(t: NewKeys, interleaved: bool) -> Tensor:
     """Append in a graph, in which nothing copies a cache.
 
-    Where a kernel writes to a view of an input, as to a transposed cache, Inductor has it write to a clone of all.
-    An opaque op is given the input itself.
+    If a kernel writes to a view of an input, such as a transposed cache, Inductor has it write to a clone of the input.
+    An opaque op gets the input itself.
     """
     turned = None if t.q is None else torch.empty_like(t.q.transpose(1, 2))
     torch.ops.vk._flash_attn_append(*t[:9], turned, interleaved)
@@ -114,36 +114,36 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attn.flash_attn_with_kvcache`, by `torch_ops.kv_cache_append` and `torch_ops.attention_decode`.
+    """Compute `flash_attn.flash_attn_with_kvcache` by `torch_ops.kv_cache_append` and `torch_ops.attention_decode`.
 
-    With k and v these are written into the caches, in their place, behind the keys that each sequence has; then the
-    queries, the last of each sequence, attend to all of them. For inference: there is no gradient.
+    New k and v are written to the caches in place, after the keys of each sequence. The queries, the last of each
+    sequence, then attend to all keys. The function is for inference and has no gradient.
 
     Args:
-        q: [B, Sq, H, D] in fp16, bf16 or fp32, 1 to 16 queries of each sequence; D a multiple of 8 up to 256.
-        k_cache, v_cache: [B, S, Hk, D] in any strides with contiguous columns, or with block_table
-            [num_blocks, page size, Hk, D], the page size a multiple of 16. Another dtype than q's is fine.
-        k, v: [B, Sn, Hk, D], new keys and values.
-        rotary_cos, rotary_sin: [positions, R / 2], to turn the first R columns of k and q by the angles of their
-            positions; k and q are then of as many rows, and q of one, causal or windowed.
+        q: [B, Sq, H, D], fp16, bf16 or fp32, 1 to 16 queries of each sequence; D is a multiple of 8 up to 256.
+        k_cache, v_cache: [B, S, Hk, D] in any strides with contiguous columns, or with block_table [num_blocks, page
+            size, Hk, D], page size a multiple of 16. The dtype may differ from q's.
+        k, v: [B, Sn, Hk, D], new keys and values. Default: none.
+        rotary_cos, rotary_sin: [positions, R / 2], to rotate the first R columns of k and q by the angles of their
+            positions. k and q then have the same number of rows, and several queries need causal or a window.
         cache_seqlens: int32 [B] on the device, or one integer for all: keys in the cache before the call. Never
-            changed. Where None, and k is too, all that there is room for.
-        cache_batch_idx, cache_leftpad: None: there is nothing like them.
-        block_table: int32 [B, blocks of a sequence].
+            changed. Default: the capacity, without k.
+        cache_batch_idx, cache_leftpad: must be None; there is no equivalent.
+        block_table: int32 [B, blocks of a sequence]. Default: a contiguous cache.
         rotary_interleaved: whether pairs are columns 2i and 2i + 1 instead of i and i + R / 2.
-        alibi_slopes: fp32 [H] or [B, H].
-        num_splits: among how many programs the keys of a sequence are split; chosen by shapes where 0.
-        return_softmax_lse: whether to return (out, softmax_lse).
+        alibi_slopes: fp32 [H] or [B, H]. Default: none.
+        num_splits: number of programs that share the keys of a sequence. Default: 0, chosen by shapes.
+        return_softmax_lse: whether to return (out, softmax_lse). Default: False.
 
-    The others are those of `flash_attn_func`.
+    The other arguments are those of `flash_attn_func`.
 
     Returns:
         out [B, Sq, H, D]; with return_softmax_lse also softmax_lse [B, H, Sq], fp32.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came. k and v may lie in the caches by then, past
-            the keys that count.
-        NotImplementedError: where a gradient is taken.
+        ValueError: for a bad argument. The message names it, what was expected and what came. k and v may be in the
+            caches by then, past the keys that count.
+        NotImplementedError: if a gradient is taken.
     """
     op = "flash_attn_with_kvcache"
     refuse_given(op, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)

@@ -1,4 +1,4 @@
-"""Heads of grouped-query attention, apart and together. The ops need neither: they take q of more heads than k has."""
+"""Views that split and join the heads of grouped-query attention. The ops take q with more heads than k as it is."""
 
 from torch import Tensor
 
@@ -6,12 +6,12 @@ from torch_ops._core.checks import check_dense, check_int, refuse
 
 
 def reshape_for_gqa(q: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, S, D] as [B, Hk, G, S, D], a view: the G = H / Hk heads that share a key head side by side.
+    """View [B, H, S, D] as [B, Hk, G, S, D]: the G = H / Hk heads that share a key head side by side.
 
-    Head h of q stands at [h // G, h % G]. k and v [B, Hk, S, D] go with it as they are, by `k.unsqueeze(2)`.
+    Head h of q is at [h // G, h % G]. k and v [B, Hk, S, D] match it by `k.unsqueeze(2)`.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     op = "reshape_for_gqa"
     check_dense(op, "q", q)
@@ -24,10 +24,10 @@ def reshape_for_gqa(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def restore_from_gqa(out: Tensor) -> Tensor:
-    """[B, Hk, G, S, D] as [B, H, S, D], what `reshape_for_gqa` took; a view where memory allows it, else a copy.
+    """Return [B, Hk, G, S, D] as [B, H, S, D], the input of `reshape_for_gqa`; a view if memory allows it, else a copy.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     op = "restore_from_gqa"
     check_dense(op, "out", out)

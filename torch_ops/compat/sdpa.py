@@ -1,5 +1,6 @@
-"""PyTorch's `scaled_dot_product_attention` on `vk::attention`: its signature, its meaning, and its own function for
-whatever the op does not compute."""
+"""PyTorch's `scaled_dot_product_attention` on `vk::attention`, with its signature and meaning. PyTorch's own function
+computes whatever the op does not.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -96,24 +97,25 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, by `torch_ops.attention` where that computes it.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by `torch_ops.attention` where possible.
 
-    What the op does not take goes to PyTorch's function unchanged, and PyTorch's results and errors come back: calls
-    with an attn_mask; tensors on the CPU; fp64 and other types, nested, sparse and distributed tensors; a head
-    dimension that is no multiple of 8 or beyond 256, or another in value; batches or heads that broadcast; empty
-    tensors; a scale that is not positive; dropout_p = 1; calls within torch.func, or in forward-mode AD.
+    Other calls go to PyTorch's function unchanged, and PyTorch's results and errors come back:
+
+    - calls with an attn_mask, tensors on the CPU, fp64 and other types, nested, sparse and distributed tensors;
+    - a head dimension that is not a multiple of 8 or above 256, or another one in value;
+    - batches or heads that broadcast, empty tensors, a scale that is not positive, dropout_p = 1;
+    - calls within torch.func, or in forward-mode AD.
 
     Args:
-        query: [..., H, Sq, D] with any number of dimensions before, also [H, Sq, D] and [Sq, D], in fp16, bf16 or fp32.
-            More than four dimensions are viewed as four, and copied where strides do not allow that.
+        query: [..., H, Sq, D] with any number of leading dimensions, also [H, Sq, D] and [Sq, D]; fp16, bf16 or fp32.
+            More than four dimensions are viewed as four, and copied if strides do not allow that.
         key, value: [..., Hk, Sk, D], Hk = H unless enable_gqa.
-        attn_mask: as PyTorch has it.
-        dropout_p: the probability with which a weight counts as 0. PyTorch's generator draws the seed, and the mask is
-            that of `attention`, not the one that PyTorch would make of the same seed.
-        is_causal: whether query row i sees only keys up to row i: aligned top-left, where `attention` is aligned
-            bottom-right.
-        scale: what multiplies q k^T; 1 / sqrt(D) where None.
-        enable_gqa: whether H may be a multiple of Hk.
+        attn_mask: as in PyTorch.
+        dropout_p: probability that a weight counts as 0. PyTorch's generator draws the seed, but the mask is that of
+            `attention`, not PyTorch's for the seed. Default: 0.
+        is_causal: whether query row i sees only keys up to row i: aligned top-left, unlike `attention`. Default: False.
+        scale: number that multiplies q k^T. Default: 1 / sqrt(D).
+        enable_gqa: whether H may be a multiple of Hk. Default: False.
 
     Returns:
         [..., H, Sq, D] in query's dtype and order of memory.
@@ -121,8 +123,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError, TypeError, ValueError: PyTorch's own.
 
-    `torch.nn.attention.sdpa_kernel` chooses among PyTorch's backends, so only for what is passed on. There is no second
-    derivative of what is not.
+    `torch.nn.attention.sdpa_kernel` chooses among PyTorch's backends, so it affects only calls that are passed on.
+    Other calls have no second derivative.
     """
     if attn_mask is not None or not _takes(query, key, value, dropout_p, is_causal, scale, enable_gqa):
         return torch_attention(

@@ -1,9 +1,8 @@
-"""The images of a batch, encoded by all ranks of a process group, each its share.
+"""Encode the images of a batch on all ranks of a process group, each its share.
 
-Every rank holds the encoder and the whole batch, and works out all shares from the grid (`spread_images`), so that
-sizes need not be exchanged. Outputs come together in one collective: each rank writes all of its own, one after the
-other, into a row of bytes that is as long as the largest share needs, and rows are gathered. Bytes, because outputs may
-differ in dtype (under autocast they do).
+Every rank holds the encoder and the whole batch, and computes all shares from the grid (`spread_images`), so sizes need
+no exchange. One collective gathers the outputs. Each rank writes its outputs one after the other into a row of bytes,
+as long as the largest share needs. Rows are bytes because outputs may differ in dtype, as they do under autocast.
 """
 
 import math
@@ -23,7 +22,7 @@ from torch_ops.models.vision_metadata import images_of
 
 _OP = "encode_across_ranks"
 
-# What outputs begin at a multiple of, in bytes: any dtype can be seen there.
+# Outputs start at multiples of so many bytes, where a view of any dtype is possible.
 _ALIGNMENT = 16
 
 # Its name from torch 2.13 on, and the former one.
@@ -39,34 +38,32 @@ def encode_across_ranks(
     *,
     balance: float | None = None,
 ) -> Any:
-    """`encoder(pixel_values, grid_thw)`, of which each rank of a process group computes a share.
+    """Compute `encoder(pixel_values, grid_thw)`, of which each rank of a process group computes a share.
 
-    All ranks of the group call it, with the same encoder, pixel values and grid, and all get the whole output, in the
-    order of the batch. Each calls the encoder once: with its share, with a single merged cell where it has none (of its
-    outputs widths and dtypes are taken), or with the whole batch where that is one frame or none, or the group one
-    rank. Nothing but the outputs is exchanged, and with a grid on the CPU nothing waits for the device.
+    All ranks of the group call it with the same encoder, pixel values and grid. All get the whole output, in batch
+    order. Each rank calls the encoder once, with its share. A rank without a share encodes a single merged cell, whose
+    outputs give widths and dtypes. For a batch of at most one frame, or a group of one rank, each rank encodes the
+    whole batch. Only the outputs are exchanged, and with a grid on the CPU nothing waits for the device.
 
     Args:
-        encoder: `QwenVisionEncoder`, or any callable of pixel values and grid whose frames do not see each other. What
-            it returns may hold tensors in tuples, lists, dicts or Transformers' outputs, with a row for each patch or
-            for each merged cell in the batch's order, frame by frame. `functools.partial(encoder, chunk_tokens=...)`
-            is one, too.
-        pixel_values: [T, P] as the encoder takes them, all of the batch on every rank.
-        grid_thw: integers [n, 3], a row (t, h, w) for each image or video. Best kept on the CPU, as for the encoder; a
-            share's own is where this one is.
-        group: of torch.distributed; the default group where None.
-        balance: of `spread_images`, the same on all ranks; by the encoder's configuration where None.
+        encoder: `QwenVisionEncoder`, or any callable of pixel values and grid whose frames do not see each other, such
+            as `functools.partial(encoder, chunk_tokens=...)`. Its result may hold tensors in tuples, lists, dicts or
+            Transformers' outputs. Each has a row for each patch or merged cell in batch order, frame by frame.
+        pixel_values: [T, P], the whole batch on every rank.
+        grid_thw: integers [n, 3], a row (t, h, w) for each image or video. Keep it on the CPU, as for the encoder; the
+            grid of a share is on its device.
+        group: group of torch.distributed. Default: the default group.
+        balance: as in `spread_images`, the same on all ranks. Default: by the encoder's configuration.
 
     Returns:
-        What the encoder returns. Frames are encoded beside others than in one call, so that outputs are the same up to
-        the order in which a matrix product sums; on all ranks they have the same bits, except that a batch of one frame
-        is computed by each. Beside them, memory holds the gathered rows: as much again, and more where shares are
-        uneven.
+        The encoder's result. Outputs are the same up to the order of summation in a matrix product, because frames are
+        encoded with others than in one call. All ranks have the same bits, except for a batch of one frame, which each
+        rank computes. The gathered rows need as much memory again as the outputs, and more if shares are uneven.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came: also where outputs would have a gradient, which
-            this has not. What every rank can see is refused before anything is sent. An error in the encoder on one
-            rank leaves the others waiting until the group's timeout, as in any collective.
+        ValueError: for a bad argument, or if outputs would have a gradient. The message names the argument, what was
+            expected and what came. Errors that every rank can see are raised before anything is sent. An error in the
+            encoder on one rank leaves the others waiting until the group's timeout, as in any collective.
     """
     ranks, rank = _place(group)
     merge_size = getattr(encoder, "spatial_merge_size", 2)

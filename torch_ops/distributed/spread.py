@@ -1,20 +1,21 @@
-"""Which rank encodes which images, worked out from their grid alone, so that every rank comes to the same.
+"""Choose which rank encodes which images, from their grid alone, so that every rank gets the same answer.
 
-What is given away is a frame: in the Qwen-VL encoders a patch sees patches of its own frame only, so that a video may
-be parted between frames. A frame of L patches costs
+The unit is a frame. In the Qwen-VL encoders a patch sees patches of its own frame only, so a video may be cut between
+frames. A frame of L patches costs
 
     L + L^2 / balance
 
-since linear layers take a time in proportion to L, and attention to L^2. `balance` is the length at which the two are
-equal, by the multiplications of a block of width C with an MLP of m layers (2, or 3 with gates) of inner width I: 4 C^2
-+ m C I for each patch, and 2 C L for its attention, so that balance = 2 C + m I / 2. That is 6,608 for the tower of
-Qwen3-VL-8B. An encoder with windows has few layers that see whole frames (Qwen2.5-VL 4 of 32), and its balance is as
-many times larger. Two things are left out that pull in opposite directions: mergers, a tenth of the linear part of that
-tower, and that attention reaches a lower rate than matrix products.
+because linear layers take time in proportion to L, and attention to L^2. `balance` is the length at which the two are
+equal. A block of width C has 4 C^2 + m C I multiplications for each patch, and its attention 2 C L. Its MLP has m
+layers (2, or 3 with gates) of inner width I. Hence balance = 2 C + m I / 2. That is 6,608 for the tower of Qwen3-VL-8B.
 
-Frames go, the longest first, each to the rank that has least so far. The largest load is then at most 4/3 - 1/(3 ranks)
-times the least possible (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969). vLLM
-spreads whole images so, by their patches alone (`run_dp_sharded_mrope_vision_model`).
+An encoder with windows has few layers that see whole frames (Qwen2.5-VL 4 of 32), and its balance is as many times
+larger. The model leaves out two opposite effects. Mergers are a tenth of the linear part of that tower, and attention
+reaches a lower rate than matrix products.
+
+Frames go, the longest first, to the rank with the least load. The largest load is then at most 4/3 - 1/(3 ranks) times
+the least possible (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17, 1969). vLLM
+spreads whole images this way, by their patches alone (`run_dp_sharded_mrope_vision_model`).
 """
 
 import heapq
@@ -34,7 +35,7 @@ from torch_ops._core.checks import check_int, refuse
 from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision_metadata import REMEMBERED, Image, images_of
 
-# Of the tower of Qwen3-VL-8B, where nothing is known of the encoder.
+# The tower of Qwen3-VL-8B; for encoders of unknown configuration.
 BALANCE = 6608.0
 
 
@@ -54,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank encodes, in the order of the batch, and its cost in patches of no attention."""
+    """The parts that one rank encodes, in batch order, and their cost in patches without attention."""
 
     parts: tuple[Part, ...]
     cost: float
@@ -67,19 +68,19 @@ class Share:
 def spread_images(
     grid_thw: Tensor | Iterable[Sequence[int]], ranks: int, balance: float = BALANCE
 ) -> tuple[Share, ...]:
-    """The share of each rank, by the module's docstring.
+    """Return the share of each rank, by the module's docstring.
 
     Args:
         grid_thw: rows (t, h, w) in patches, for each image or video: integers [n, 3], or a sequence of triples.
-        ranks: among how many.
-        balance: the patches of a frame whose attention costs as much as all the rest.
+        ranks: number of ranks.
+        balance: number of patches of a frame whose attention costs as much as all the rest.
 
     Returns:
-        A `Share` for each rank. Every frame is in one of them; those of a video that fall to one rank follow each
-        other. Frames of no patches are in none.
+        A `Share` for each rank. Every frame is in one of them, and frames of a video on one rank follow each other.
+        Frames without patches are in none.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     op = "spread_images"
     check_int(op, "ranks", ranks)

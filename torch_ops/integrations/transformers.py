@@ -1,17 +1,16 @@
 """Transformers vision encoders on the ops of this library.
 
-``accelerate(model)`` puts the encoder of ``torch_ops.models`` in the place of the model's own, on the same parameters;
-``register_encoders()`` has Transformers build it. ``use_window_attn(model)`` changes the attention alone:
+``accelerate(model)`` replaces the model's vision encoder by that of ``torch_ops.models``, on the same parameters.
+``register_encoders()`` has Transformers build it. ``use_window_attn(model)`` changes the attention alone.
 
-A Qwen-VL vision encoder packs all images into one sequence and keeps the borders in ``cu_seqlens``.
-With its default attention (``sdpa``) it leaves the packed layout again: every layer copies the
-borders to the host and calls attention once per segment. The functions here make every layer one
-packed call instead:
+A Qwen-VL vision encoder packs all images into one sequence and keeps the boundaries in ``cu_seqlens``. With its default
+attention (``sdpa``), every layer copies the boundaries to the host and calls attention once per segment. The functions
+here make every layer one packed call instead:
 
     from torch_ops.integrations.transformers import restore, use_window_attn
 
     use_window_attn(model)   # a vision encoder, or any model that holds one
-    restore(model)           # what was there before, of either
+    restore(model)           # undoes either function
 
 Works with transformers 5.17 to 5.23, forward and backward.
 """
@@ -60,17 +59,17 @@ def window_attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention interface function of Transformers, as one ``window_attn`` call.
+    """Run the attention interface function of Transformers as one ``window_attn`` call.
 
-    ``query`` is ``[1, H, N, D]``, ``key`` and ``value`` ``[1, H_kv, N_k, D]``; only such whose
-    columns are not contiguous are copied. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (the same if
-    absent) are int32 ``[n + 1]`` on the device. Returns ``(out, None)`` with ``out``
-    ``[1, N, H, D]``. Nothing is read back to the host; ``max_length_q`` and ``max_length_k`` are
-    accepted and not needed. (The encoder makes them itself, and reads the device for it, unless it
-    is called with ``cu_seqlens`` and ``max_seqlen``.)
+    ``query`` is ``[1, H, N, D]``, ``key`` and ``value`` are ``[1, H_kv, N_k, D]``; a tensor is copied only if its
+    columns are not contiguous. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (default: the former) are int32 ``[n + 1]`` on
+    the device. Returns ``(out, None)`` with ``out`` ``[1, N, H, D]``.
 
-    Raises ValueError for what the op does not do: dropout, a mask, a batch other than 1, a call
-    without ``cu_seq_lens_q``, a sliding window or attention sinks.
+    Nothing is read back to the host; ``max_length_q`` and ``max_length_k`` are accepted and not needed. (The encoder
+    makes them itself, and reads the device for it, unless it is called with ``cu_seqlens`` and ``max_seqlen``.)
+
+    Raises ValueError for features that the op lacks: dropout, a mask, a sliding window, attention sinks. It also
+    refuses a batch other than 1 and a call without ``cu_seq_lens_q``.
     """
     if attention_mask is not None:
         raise ValueError(
@@ -110,17 +109,17 @@ def window_attention_forward(
 def register() -> str:
     """Register the attention with Transformers and return its name; harmless if called again.
 
-    The name works in a config's ``_attn_implementation``, which is what ``use_window_attn`` sets; as
-    ``attn_implementation=`` Transformers would look for a hub kernel of this name.
+    The name works in a config's ``_attn_implementation``, which ``use_window_attn`` sets. As ``attn_implementation=``,
+    Transformers would look for a hub kernel of this name.
     """
     AttentionInterface.register(ATTENTION_NAME, window_attention_forward)
     return ATTENTION_NAME
 
 
 def vision_encoders(model: nn.Module) -> list[PreTrainedModel]:
-    """The vision encoders in ``model``, itself included; wrappers (PEFT, DDP, compiled) are fine.
+    """Return the vision encoders in ``model``, itself included; wrappers (PEFT, DDP, compiled) are fine.
 
-    Raises TypeError where there is none whose attention Transformers lets us choose.
+    Raises TypeError if it has none whose attention Transformers lets us choose.
     """
     encoders = [
         module
@@ -141,10 +140,9 @@ def vision_encoders(model: nn.Module) -> list[PreTrainedModel]:
 def use_window_attn(model: ModelT) -> ModelT:
     """Switch the vision encoder in ``model``, in place, to ``vk::window_attn``; return ``model``.
 
-    Weights, text model and saved checkpoints stay as they are; calling it again changes nothing.
-    As everywhere in Transformers the choice lives in the encoder's ``config``: encoders that were
-    built on one config object change together. An encoder of ``accelerate`` is on the op already, and
-    stays as it is. Raises TypeError for a model without an encoder.
+    Weights, text model and saved checkpoints stay as they are; calling it again changes nothing. As everywhere in
+    Transformers, the choice is in the encoder's ``config``, so encoders built on one config object change together. An
+    encoder of ``accelerate`` is on the op already and stays as it is. Raises TypeError for a model without an encoder.
     """
     register()
     if holds_encoder(model):
@@ -162,12 +160,13 @@ def use_window_attn(model: ModelT) -> ModelT:
 
 
 def restore(model: ModelT) -> ModelT:
-    """Undo ``accelerate`` and ``use_window_attn``; return ``model``, or the encoder that it was itself.
+    """Undo ``accelerate`` and ``use_window_attn``; return ``model``, or its replacement if it is an encoder itself.
 
-    Modules that ``accelerate`` replaced come back with the parameters, buffers, adapters, modes and gradient
-    checkpointing that ours have now, trained, cast or moved as they may be. What was not switched is left alone. Raises
-    TypeError for a model without a vision encoder, ValueError for one of ours that got other modules, but for layers
-    and norms, than it was made with; it then stays in the model.
+    Modules that ``accelerate`` replaced return with the current parameters, buffers, adapters, modes and gradient
+    checkpointing, whether trained, cast or moved. Everything else is left alone.
+
+    Raises TypeError for a model without a vision encoder. Raises ValueError for an encoder of ours that got other
+    modules than layers and norms; it then stays in the model.
     """
     if holds_encoder(model):
         model = put_back(model)
@@ -176,7 +175,7 @@ def restore(model: ModelT) -> ModelT:
             return model
     for encoder in vision_encoders(model):
         if hasattr(encoder, _FORMER):
-            # What was chosen since then stays.
+            # A choice made since then stays.
             if encoder.config._attn_implementation == ATTENTION_NAME:
                 encoder.config._attn_implementation = getattr(encoder, _FORMER)
             delattr(encoder, _FORMER)

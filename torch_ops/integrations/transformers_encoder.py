@@ -1,7 +1,7 @@
 """The encoder of `torch_ops.models` in place of the vision encoders of Transformers models.
 
-In a model that exists the two share their parameters, so that state dicts, optimizers and wrappers see what they saw.
-In models to come Transformers itself builds ours: its patch mapping names a class to be built instead of another.
+In an existing model the two share their parameters, so state dicts, optimizers and wrappers see no change. For later
+models Transformers itself builds ours: its patch mapping names a class to be built instead of another.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from torch_ops.models.vision import QwenVisionEncoder
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Of an encoder: the module that it stands for, in a tuple, so that it is no submodule.
+# Attribute of an encoder: the module that it replaces, in a tuple, so that it is no submodule.
 _ORIGINAL = "_encoder_of_transformers"
 
 
@@ -38,16 +38,17 @@ def holds_encoder(model: nn.Module) -> bool:
 def accelerate(model: ModelT) -> ModelT:
     """Replace every vision encoder in `model`, in place, by `torch_ops.models.QwenVisionEncoder`; return `model`.
 
-    Ours shares the very parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
+    Both share the same parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
     as they are. Wrappers (PEFT, DDP) are fine; linear layers and norms that were replaced or have hooks are called as
     modules. Calling it again changes nothing, and `restore` undoes it. The hook by which Accelerate moves an encoder's
-    inputs to its device (`device_map`) is carried over; PyTorch's forward hooks on other modules of it are not.
+    inputs to its device (`device_map`) is carried over. PyTorch's forward hooks on other modules of the encoder are
+    not.
 
-    Where `model` itself is the vision encoder there is no place to put ours: ours is returned, use it instead.
+    If `model` itself is the vision encoder, there is no place for ours: it is returned, so use the result.
 
-    Raises TypeError for a model without an encoder of a supported family, or with one that is compiled on its own
-    (compile it afterwards), ValueError for an encoder with other parameters or modules than its family's, or with
-    parameters that are offloaded or on several devices. Then nothing is replaced.
+    Raises TypeError for a model without an encoder of a supported family, or with a separately compiled one (compile it
+    afterwards). Raises ValueError for an encoder with other parameters or modules than its family's, or with parameters
+    that are offloaded or on several devices. Nothing is replaced then.
     """
     towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
@@ -69,8 +70,10 @@ def register_encoders() -> None:
     """Have from_pretrained and from_config of Transformers build ours as the vision encoder of whole models.
 
     Holds for models of the families in `torch_ops.models` until `unregister_encoders`; harmless if called again. A
-    vision class that is loaded on its own stays as it is, and `restore` has no module to put back. Raises ImportError
-    where Transformers has no patch mapping or cannot use it, ValueError where another library has one for such a class.
+    vision class that is loaded on its own stays as it is, and `restore` has no module to put back.
+
+    Raises ImportError if Transformers has no patch mapping or cannot use it. Raises ValueError if another library has
+    one for such a class.
     """
     patching = _monkey_patching()
     _try_patching(patching)
@@ -155,7 +158,7 @@ def _hook_of_device(tower: nn.Module) -> Any:
     for name, module in tower.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            refuse("accelerate", "the vision encoder", "on its device for good", f"{name or 'all of it'} offloaded")
+            refuse("accelerate", "the vision encoder", "on a device, not offloaded", f"{name or 'all of it'} offloaded")
     return getattr(tower, "_hf_hook", None)
 
 

@@ -1,4 +1,4 @@
-"""Caches of keys and values for decoding, contiguous and in pages."""
+"""KV caches for decoding, contiguous and paged."""
 
 from torch_ops.kv_cache.caches import KVCache, PagedKVCache
 

@@ -1,4 +1,4 @@
-"""What contiguous and paged caches share: tensors and counts of each layer, and what fills them."""
+"""Tensors and counts of each layer, and the methods that fill them: the base of contiguous and paged KV caches."""
 
 from collections.abc import Sequence
 
@@ -32,13 +32,13 @@ def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
 
 
 def static(tensor: Tensor) -> Tensor:
-    """It stays where it is, so graphs that torch.compile makes CUDA graphs of may write to it."""
+    """Mark the tensor as static, so that CUDA graphs of torch.compile may write to it."""
     torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 class Cache:
-    """What both kinds are: `k[layer]` and `v[layer]` of one shape, and `seqlens[layer]`, int32 [batch]."""
+    """Base of both caches: `k[layer]` and `v[layer]` of one shape, and `seqlens[layer]`, int32 [batch]."""
 
     def __init__(
         self, num_layers: int, batch: int, shape: tuple[int, ...], dtype: torch.dtype | None,
@@ -59,12 +59,14 @@ class Cache:
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None, cos: Tensor | None = None,
         sin: Tensor | None = None, interleaved: bool = False, lengths: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Writes k and v [B, Hk, Sn, D] behind the keys of one layer, which then has so many more.
+        """Write k and v [B, Hk, Sn, D] after the keys of one layer, and count them.
 
-        Arguments, what is turned, what is returned and what is refused are those of `torch_ops.kv_cache_append`. Waits
-        for nothing: in a CUDA graph each replay goes on where the one before ended. With `lengths`, int32 [B] on the
-        device, only the first lengths[b] tokens of sequence b are written and counted: the others are padding. Tokens
-        for which there is no room are counted, but not written, unless `torch_ops.settings(checked=True)` refuses them.
+        Arguments, rotation, result and refusals are those of `torch_ops.kv_cache_append`. The call waits for nothing:
+        in a CUDA graph each replay continues where the previous one ended.
+
+        With `lengths`, int32 [B] on the device, only the first lengths[b] tokens of sequence b are written and counted;
+        the others are padding. Tokens without room are counted but not written, and `torch_ops.settings(checked=True)`
+        refuses them.
         """
         self._check_layer(layer)
         check_sizes(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
@@ -85,7 +87,7 @@ class Cache:
             refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
 
     def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
-        """What the host knows of it."""
+        """Check the room that the host knows of."""
 
     def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
         if not isinstance(values, int | Sequence):
@@ -138,5 +140,5 @@ class Cache:
                 tensors[layer] = self._grown(tensors[layer], dimension, size)
 
     def reset(self) -> None:
-        """Every sequence has no keys."""
+        """Remove all keys of every sequence."""
         torch._foreach_zero_(self.seqlens)

@@ -1,7 +1,7 @@
-"""Caches of keys and values for decoding: memory for each layer, and how many keys of it each sequence has.
+"""KV caches for decoding: memory for each layer, and the number of keys of each sequence in it.
 
-Ordinary classes that hold tensors and call `vk::kv_cache_append`. Each layer counts for itself, on the device, so that
-layers may be filled in any order, and so that a CUDA graph of a step goes on where the replay before it ended.
+The classes hold tensors and call `vk::kv_cache_append`. Each layer has its own counts on the device. Layers may be
+filled in any order, and a CUDA graph of a step continues where the previous replay ended.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ from torch_ops.kv_cache.pages import Copies, Pages
 
 
 class KVCache(Cache):
-    """Keys and values of each layer in one tensor [batch, num_kv_heads, capacity, head_dim].
+    """Hold keys and values of each layer in one tensor [batch, num_kv_heads, capacity, head_dim].
 
     Args:
-        num_layers, batch, num_kv_heads, capacity, head_dim: its sizes; capacity is in positions of a sequence.
-        dtype: of what is kept, which may be another than the model's; PyTorch's default where None.
-        device: PyTorch's default where None.
+        num_layers, batch, num_kv_heads, capacity, head_dim: sizes; capacity is in positions of a sequence.
+        dtype: dtype of the cache, which may differ from the model's. Default: PyTorch's default.
+        device: device of the cache. Default: PyTorch's default.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came; of any method. Nothing is changed then.
+        ValueError: for a bad argument of the constructor or a method; nothing changes then. The message names the
+            argument, what was expected and what came.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class KVCache(Cache):
         return self.k[0].shape[2]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(k, v, seqlens) of a layer, as `torch_ops.attention_decode` takes them."""
+        """Return (k, v, seqlens) of a layer, as `torch_ops.attention_decode` takes them."""
         self._check_layer(index)
         return self.k[index], self.v[index], self.seqlens[index]
 
@@ -50,21 +51,21 @@ class KVCache(Cache):
             refuse("KVCache", "the number of tokens of k", f"at most the capacity, {self.capacity}", k.shape[2])
 
     def grow(self, capacity: int) -> None:
-        """Makes room for more positions, and keeps what there is.
+        """Make room for more positions and keep the contents.
 
-        In new memory: CUDA graphs that were captured before go on in the old, and have to be captured again.
+        The cache moves to new memory. CUDA graphs captured before still use the old memory and must be captured again.
         """
         self._grow(2, check_size("KVCache.grow", "capacity", capacity, self.capacity))
 
     def truncate(self, lengths: Lengths) -> None:
-        """Leaves each sequence so many keys at most, in every layer, as after speculative tokens that were refused."""
+        """Keep at most so many keys of each sequence in every layer, as after refused speculative tokens."""
         self._keep("KVCache.truncate", lengths)
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was, as beams do.
+        """Make sequence i the former sequence indices[i], as beam search does.
 
-        Tensors are permuted in their place, one by one, each by way of a copy. The values of a tensor are not looked
-        at; PyTorch refuses wrong ones on the device.
+        Tensors are permuted in place, one by one, through a copy each. The values of an index tensor are not checked;
+        PyTorch refuses wrong ones on the device.
         """
         if isinstance(indices, Tensor):
             chosen = self._on_device("KVCache.reorder", "indices", indices, torch.int64)
@@ -76,20 +77,21 @@ class KVCache(Cache):
 
 
 class PagedKVCache(Cache):
-    """Keys and values of each layer in a pool of pages [num_pages, num_kv_heads, page_size, head_dim].
+    """Hold keys and values of each layer in a pool of pages [num_pages, num_kv_heads, page_size, head_dim].
 
-    Page p of a sequence is page block_table[b, p] of every layer's pool. Pages are given out on the host, by
-    `reserve`, and never by `append`. A page that is not there is -1 in the table, which is changed in its place.
+    Page p of a sequence is page block_table[b, p] of every layer's pool. `reserve` assigns pages on the host; `append`
+    never does. A missing page is -1 in the table, which is changed in place.
 
     Args:
-        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim: its sizes. `attention_decode` takes pages whose
-            size is a multiple of 16.
-        dtype: of what is kept, which may be another than the model's; PyTorch's default where None.
-        device: PyTorch's default where None.
-        max_pages: that one sequence may have, columns of block_table; num_pages where None.
+        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim: sizes. `attention_decode` takes page sizes that
+            are multiples of 16.
+        dtype: dtype of the cache, which may differ from the model's. Default: PyTorch's default.
+        device: device of the cache. Default: PyTorch's default.
+        max_pages: largest number of pages of one sequence, the columns of block_table. Default: num_pages.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came; of any method. Nothing is changed then.
+        ValueError: for a bad argument of the constructor or a method; nothing changes then. The message names the
+            argument, what was expected and what came.
     """
 
     def __init__(
@@ -114,12 +116,12 @@ class PagedKVCache(Cache):
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence has."""
+        """Number of pages without a sequence."""
         return len(self._pages.free)
 
     @property
     def reserved(self) -> list[int]:
-        """Positions that there are pages for, of each sequence."""
+        """Number of positions of each sequence that have pages."""
         return [len(table) * self.page_size for table in self._pages.tables]
 
     @property
@@ -127,7 +129,7 @@ class PagedKVCache(Cache):
         return self.block_table
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(k, v, seqlens, block_table) of a layer, as `torch_ops.attention_decode` takes them."""
+        """Return (k, v, seqlens, block_table) of a layer, as `torch_ops.attention_decode` takes them."""
         self._check_layer(index)
         return self.k[index], self.v[index], self.seqlens[index], self.block_table
 
@@ -138,9 +140,9 @@ class PagedKVCache(Cache):
             refuse("PagedKVCache", "the number of tokens of k", wanted, k.shape[2])
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
-        """Gives sequences pages for so many keys in all, those that they have among them: the same for all, or each.
+        """Assign pages so that sequences can hold so many keys in all: one number for all sequences, or one each.
 
-        Where there are not enough, the error says how many are wanted and how many there are, and none is given out.
+        If pages do not suffice, the error says how many are needed and how many there are, and none is assigned.
         """
         most = self.block_table.shape[1] * self.page_size
         each = self._on_host("PagedKVCache.reserve", "lengths", lengths, 0, most)
@@ -148,9 +150,9 @@ class PagedKVCache(Cache):
             self._tell()
 
     def grow(self, num_pages: int, max_pages: int | None = None) -> None:
-        """Makes room for more pages, in the pool and, with max_pages, of one sequence, and keeps what there is.
+        """Make room for more pages in the pool and, with max_pages, of one sequence, and keep the contents.
 
-        In new memory: CUDA graphs that were captured before go on in the old, and have to be captured again.
+        The cache moves to new memory. CUDA graphs captured before still use the old memory and must be captured again.
         """
         op, columns = "PagedKVCache.grow", self.block_table.shape[1]
         check_size(op, "num_pages", num_pages, self.num_pages)
@@ -163,10 +165,10 @@ class PagedKVCache(Cache):
         self._tell()
 
     def truncate(self, lengths: Lengths) -> None:
-        """Leaves each sequence so many keys at most, in every layer, as after speculative tokens that were refused.
+        """Keep at most so many keys of each sequence in every layer, as after refused speculative tokens.
 
-        Lengths on the host also free the pages behind them. Those in a tensor free none, and are for caches none of
-        whose pages are shared (`reorder`): what is then written would be in the way of others.
+        Lengths on the host also free the pages behind them. Lengths in a tensor free none. They are for caches without
+        shared pages (`reorder`), because later writes would reach pages of other sequences.
         """
         op = "PagedKVCache.truncate"
         if isinstance(lengths, Tensor):
@@ -181,11 +183,11 @@ class PagedKVCache(Cache):
         return None
 
     def reorder(self, indices: Sequence[int], lengths: int | Sequence[int] | None = None) -> None:
-        """Sequence i becomes what sequence indices[i] was, as beams do.
+        """Make sequence i the former sequence indices[i], as beam search does.
 
-        Pages move with the table. Where a sequence is taken more than once, its full pages are shared and those after
-        them copied. `lengths` are the keys that sequences have before the call; where None, they are read from the
-        device, which waits for it.
+        Pages move with the table. If a sequence is taken more than once, its full pages are shared and later ones are
+        copied. `lengths` are the keys of the sequences before the call. Without them they are read from the device,
+        which waits for it.
         """
         op = "PagedKVCache.reorder"
         chosen = self._on_host(op, "indices", indices, 0, self.batch - 1)
@@ -203,7 +205,7 @@ class PagedKVCache(Cache):
         self._tell()
 
     def reset(self) -> None:
-        """Every sequence has no keys and no pages."""
+        """Remove all keys and pages of every sequence."""
         self.truncate(0)
 
     def _copy(self, copies: Copies) -> None:

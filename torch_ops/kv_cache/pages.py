@@ -1,7 +1,7 @@
-"""Which pages of a pool each sequence has, as the host knows it. A call that is refused changes nothing.
+"""The pages of a pool that each sequence has, as the host knows it. A refused call changes nothing.
 
-Sequences may share pages, which are counted. A page with more than one user is full for all of them, so that nobody
-writes to it: what would is given a copy of it first.
+Sequences may share pages, which are counted. A page with more than one user is never written to; a sequence that would
+write to it gets a copy first.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Pages:
         copies = []
         for of in copied:
             source, target = self.tables[of][-1], self._take()
-            # Of two that are cut within one page, the last keeps it.
+            # If two sequences are cut within one page, the last keeps it.
             if self.users[source] == 1:
                 self._drop([target])
                 continue
@@ -62,10 +62,10 @@ class Pages:
         return copies
 
     def reorder(self, indices: Sequence[int], full: Sequence[int], held: Sequence[int]) -> Copies:
-        """Sequence i becomes a continuation of what indices[i] was.
+        """Make sequence i a continuation of the former indices[i].
 
-        Of each that was, `full` pages are written to no more and `held` hold something. The first that continues it
-        has its pages; others share those that are full, and have copies of the rest.
+        The first `full` pages of a former sequence are never written to again, and the first `held` hold something. Its
+        first continuation keeps its pages. Others share the full ones and have copies of the rest.
         """
         later = [of for place, of in enumerate(indices) if of in indices[:place]]
         dropped = [page for of, table in enumerate(self.tables) if of not in indices for page in table]

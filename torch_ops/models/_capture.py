@@ -1,10 +1,11 @@
-"""Streams to capture CUDA graphs on, whose products work in the memory of the graphs.
+"""Streams to capture CUDA graphs on, whose cuBLAS workspace lies in the memory of the graphs.
 
-PyTorch keeps a workspace of cuBLAS for each stream and thread, and a graph that was captured there goes on using it.
-But a stream's is dropped when any graph of it ends, and all are whenever `torch.compile` makes a graph of its own
-(pytorch/pytorch#193402): what the graph then writes to is another's, or no memory at all. A stream that has none yet
-gets it from the first product of a capture, in the pool of that graph; there it stays mapped while any graph of the
-pool lives, whoever drops it. PyTorch's own streams are 32 that everyone is handed in turn, so these are others.
+PyTorch keeps a cuBLAS workspace for each stream and thread, and a captured graph keeps using it. PyTorch drops the
+workspace of a stream when any graph of the stream ends, and all of them when `torch.compile` makes a graph
+(pytorch/pytorch#193402). The graph then writes to memory of others, or to none.
+
+A stream without a workspace gets one from the first product of a capture, in the pool of that graph. There it stays
+mapped while any graph of the pool lives. PyTorch's own 32 streams are handed out in turn, so these are others.
 """
 
 import ctypes
@@ -44,6 +45,6 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pool_bytes(pool: Any) -> int:
-    """Of a pool of graphs, the memory that it has reserved."""
+    """Memory that a pool of graphs has reserved."""
     segments: Any = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))

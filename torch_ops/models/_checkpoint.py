@@ -58,10 +58,10 @@ def vision_config(directory: Path) -> PretrainedConfig:
 
 
 def vision_places(directory: Path) -> Places:
-    """Where each tensor of the vision tower in ``directory`` is stored.
+    """Return where each tensor of the vision tower in ``directory`` is stored.
 
-    Raises FileNotFoundError where there is no safetensors file or a shard that is needed is
-    missing, ValueError where a file is damaged or no tensor belongs to a vision tower.
+    Raises FileNotFoundError if there is no safetensors file or a needed shard is missing. Raises ValueError if a file
+    is damaged or no tensor belongs to a vision tower.
     """
     files = _stored(directory)
     for prefix in _PREFIXES:

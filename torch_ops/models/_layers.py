@@ -31,7 +31,7 @@ def plain(layer: Any, kinds: tuple[type, ...] = LAYERS) -> bool:
         and "forward" not in layer.__dict__
         and not (layer._forward_hooks or layer._forward_pre_hooks)
         and not (layer._backward_hooks or layer._backward_pre_hooks)
-        # By name: after a loop over its parameters torch.compile's guards walk through their dictionary in each call.
+        # Asked by name: a loop over the parameters makes torch.compile's guards walk their dictionary in each call.
         and type(layer.weight) in _TENSORS
         and type(getattr(layer, "bias", None)) in _TENSORS_OR_NONE
     )
@@ -87,7 +87,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-# Of all but "swiglu", which takes two layers: silu of the first, times the second.
+# All activations but "swiglu", which takes two layers: silu of the first, times the second.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),

@@ -45,7 +45,7 @@ class Recording:
 def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[], Outputs]:
     own = statics.own
     assert own is not None
-    # What compiles or allocates for good does so before the capture.
+    # Compilation and lasting allocations happen before the capture.
     encode()
     graph = torch.cuda.CUDAGraph()
     with (
@@ -64,7 +64,7 @@ def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[],
 
 
 def _repeated(encode: Callable[[], Outputs]) -> Callable[[], Outputs]:
-    """What stands in for a graph on the CPU."""
+    """Stand in for a graph on the CPU."""
     outputs: list[Outputs] = []
 
     @torch.inference_mode(False)
@@ -83,10 +83,10 @@ def _repeated(encode: Callable[[], Outputs]) -> Callable[[], Outputs]:
 class Weights:
     """The parameters and buffers of a module as they were found, and whether they still are where they were.
 
-    That is asked at every replay, so the modules are walked once, and later their dictionaries are looked at, by
-    functions that take no step of Python's for each. `in_place` is what must be known before: that the graphs read no
-    memory that was given back. A tensor or a module that was put aside keeps its own alive, since both are held here,
-    but one may have got other memory, as by `module.to`. `unchanged` may be asked while the device computes.
+    Every replay asks, so the modules are walked once. Later their dictionaries are compared by functions that take no
+    step in Python for each entry. `in_place` must be known before a replay: it says that the graphs read no memory that
+    was given back. A tensor or module that was put aside keeps its memory, since both are held here. One that was
+    moved, as by `module.to`, may not. `unchanged` may be asked while the device computes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -112,7 +112,7 @@ class Weights:
 
     def unchanged(self) -> bool:
         tensors = self.tensors()
-        # What is None by now was a tensor.
+        # A None was a tensor before.
         there = type(None) not in map(type, tensors)
         return there and list(map(_address, tensors)) == self._addresses and self._look_at_the_rest() == self._rest
 
@@ -128,7 +128,7 @@ def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _address: Callable[[Tensor], int] = Tensor.data_ptr
-# Of a build for CUDA: the same in one step.
+# Builds for CUDA have this in one step.
 _lie_at: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", None
 )
@@ -138,10 +138,10 @@ _strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
 
 class Statics:
-    """What the graphs of an encoder share: the tensor of pixels, a stream and memory to capture with, their order.
+    """State that the graphs of an encoder share: the pixel tensor, a stream and memory to capture with, their order.
 
-    Whoever lets go of it waits until the last call on the device is done: its tensors belong to the stream of the first
-    call, whichever others they were used on.
+    Dropping it waits until the last call on the device is done. Its tensors belong to the stream of the first call,
+    whatever other streams used them.
     """
 
     def __init__(self, encoder: QwenVisionEncoder, rows: int) -> None:
@@ -154,7 +154,7 @@ class Statics:
         self._filled = 0
         self.own: OwnStream | None = None
         self._done: torch.cuda.Event | None = None
-        # Of launches in the graphs, see `Tickets`.
+        # Counters of launches in the graphs, see `_core/counters.py`.
         self.counters: list[Tensor] = []
         if weight.is_cuda:
             # One for all graphs, since each has a workspace of cuBLAS.

@@ -14,16 +14,18 @@ from torch_ops.models.families import FAMILIES
 from torch_ops.models.vision import QwenVisionEncoder
 
 _EPS = ("eps", "variance_epsilon")
-# What modules of Transformers hold and their results do not depend on.
+# Attributes of Transformers' modules on which no result depends.
 _NO_CONSTANTS = ("training", "gradient_checkpointing", "name_or_path")
 
 
 def from_transformers(model: nn.Module) -> QwenVisionEncoder:
-    """The vision encoder in `model`, itself or the one of a whole model, with the very parameters it has.
+    """Return the vision encoder in `model`, itself or part of a whole model, on the same parameters.
 
-    Nothing is copied: what trains, moves or casts one does so to the other. Linear layers and norms that were replaced
-    (adapters, quantised ones) or have hooks are shared as modules, and called. Raises TypeError where `model` has no
-    vision encoder of a supported family, ValueError where other parameters or modules are not that class's own.
+    Nothing is copied: training, moving or casting one module changes the other. Linear layers and norms that were
+    replaced (adapters, quantised ones) or have hooks are shared as modules and called.
+
+    Raises TypeError if `model` has no vision encoder of a supported family. Raises ValueError if it has parameters or
+    modules that its class does not have.
     """
     found = [module for module in modules_of(model) if is_vision_model(module)]
     if len(found) != 1:
@@ -68,7 +70,7 @@ def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
             if _other_constant(theirs, module, _EPS) is not None or not plain(theirs, (kind,)):
                 called.append(name)
             continue
-        # Of a list nothing is used but what it holds.
+        # Only the contents of a list are used.
         if kind is nn.ModuleList:
             continue
         if not isinstance(theirs, kind):

@@ -13,15 +13,15 @@ PATCHES_OF_AN_IMAGE = 256
 # The same of a window: 64 but for those at the edges.
 PATCHES_OF_A_WINDOW = 32
 
-# Of a merged cell, in all families.
+# Patches of a merged cell, in all families.
 UNIT = 4
 
 
 def token_budgets(max_tokens: int, min_tokens: int | None = None, per_doubling: int = 1) -> list[int]:
-    """Numbers of patches from min_tokens to max_tokens, `per_doubling` of them from each to its double, evenly apart.
+    """Return numbers of patches from min_tokens to max_tokens, `per_doubling` evenly spaced ones for each doubling.
 
-    min_tokens is 256 where it is not given, or max_tokens if that is less. Numbers are rounded up to multiples of 4.
-    With one for each doubling up to half of a batch's rows are padding, with two a third, with four a fifth.
+    min_tokens defaults to 256, or to max_tokens if that is less. Numbers are rounded up to multiples of 4. The largest
+    share of padding in a batch is half with one budget per doubling, a third with two, a fifth with four.
     """
     op = "token_budgets"
     min_tokens = min(256, max_tokens) if min_tokens is None else min_tokens

@@ -1,6 +1,6 @@
-"""What the vision encoders of the Qwen-VL families differ by.
+"""The differences between the vision encoders of the Qwen-VL families.
 
-Transformers holds a class for each family; the encoder of `torch_ops.models.vision` is built from a row of `FAMILIES`.
+Transformers has a class for each family; the encoder of `torch_ops.models.vision` is built from a row of `FAMILIES`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _LN_Q = ("ln_q", "mlp.0", "mlp.2")
 
 @dataclass(frozen=True)
 class Family:
-    """A row of what differs, by the names that Transformers has for it."""
+    """A row of differences, by the names that Transformers has for them."""
 
     module: str  # of transformers.models
     vision_class: str
@@ -65,7 +65,7 @@ class Family:
         return len(self.mlp) == 3
 
     def sizes(self, config: Any) -> VisionSizes:
-        """What `vision_metadata` has to know of an encoder of this configuration."""
+        """The sizes that `vision_metadata` needs of an encoder of this configuration."""
         merge_size = config.spatial_merge_size
         rope = getattr(config, "rope_parameters", None) or {}
         cell = merge_size * config.patch_size
@@ -79,7 +79,7 @@ class Family:
         )
 
 
-# By the model_type of the vision configuration.
+# Keys: the model_type of the vision configuration.
 FAMILIES = {
     "qwen2_vl_vision": Family(
         "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", mlp=("fc1", "fc2"), merger=_LN_Q, width="embed_dim",
@@ -100,9 +100,9 @@ FAMILIES = {
 
 
 def vision_config_of(config: Any) -> Any:
-    """The vision part of a configuration of Transformers: itself, its vision_config, or its thinker's.
+    """Return the vision part of a configuration of Transformers: itself, its vision_config, or its thinker's.
 
-    Raises ValueError where there is none of a family in `FAMILIES`.
+    Raises ValueError if it has none of a family in `FAMILIES`.
     """
     inner = config
     while inner is not None:

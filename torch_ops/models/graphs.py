@@ -1,13 +1,13 @@
-"""CUDA graphs of a vision encoder: one for each budget of patches, replayed for whatever batch fits it.
+"""CUDA graphs of a vision encoder: one for each budget of patches, replayed for every batch that fits it.
 
     runner = EncoderGraphs(encoder, token_budgets(16384))
     runner.warmup()
     with torch.inference_mode():
         output = runner(pixel_values, grid_thw)
 
-A graph has fixed shapes. A batch is copied into static tensors of the smallest budget that holds it, and the rest of
-them is made into nothing: images, frames and windows without patches, and rows past the last one, which no row sees. On
-the CPU, where there are no graphs, the encoder is called on the same static tensors instead.
+A graph has fixed shapes. A batch is copied into static tensors of the smallest budget that holds it. The rest is empty
+images, frames and windows, and rows past the last one, which no row sees. A CPU has no graphs; the encoder is called on
+the same static tensors there.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from torch_ops.settings import settings
 
 OP = "EncoderGraphs"
 
-# What the encoder takes and a replay does not.
+# Arguments that the encoder takes and a replay does not.
 NOT_REPLAYED = ("chunk_tokens", "output_hidden_states", "output_attentions", *PRECOMPUTED)
 
 
@@ -44,22 +44,21 @@ class EncoderGraphs:
     """A `QwenVisionEncoder` in CUDA graphs, called as the encoder is, for inference.
 
     Args:
-        encoder: whose weights the graphs read where they are. One that was changed in place counts from the next call
-            on; after weights were replaced, cast or moved, or `torch_ops.settings` changed, graphs are captured again.
-            What else a forward may depend on (hooks, switches of adapters, flags of PyTorch) is as it was at the
-            capture until `clear()`.
-        budgets: numbers of patches, as `token_budgets` makes them, or `Padding` for those who want other numbers of
-            images, segments (frames) and windows than about one for 256 patches, and one for 32. Unless segments are
-            given, each stands for two: of a single frame, for which attention is faster, and of several.
-        fallback: "eager" calls the encoder itself for a batch that fits no budget, and for what replays do not offer:
-            chunk_tokens, output_hidden_states, what Transformers precomputes, autocast, settings(checked=True).
-            "refuse" raises ValueError instead.
-        copy_outputs: outputs are copies. Without, they are views of static tensors that the next call overwrites,
-            whichever its budget.
+        encoder: encoder whose weights the graphs read in place. A weight changed in place counts from the next call on.
+            After weights were replaced, cast or moved, or `torch_ops.settings` changed, graphs are captured again.
+            Hooks, switches of adapters and flags of PyTorch stay as at the capture, until `clear()`.
+        budgets: numbers of patches, as `token_budgets` makes them, or `Padding`. A number has room for about one image
+            and frame per 256 patches and one window per 32. A budget without a number of segments stands for two: one
+            of a single frame, for which attention is faster, and one of several.
+        fallback: "eager" calls the encoder itself if no budget fits, or for what replays do not offer: chunk_tokens,
+            output_hidden_states, Transformers' precomputed tensors, autocast, settings(checked=True). "refuse" raises
+            ValueError instead.
+        copy_outputs: whether outputs are copies. If not, they are views of static tensors that the next call
+            overwrites, whatever its budget.
 
-    Budgets share one tensor of pixels and one memory pool; each has its own metadata and outputs. Calls of several
-    threads take turns, and calls on other streams wait for each other on the device; whoever reads views on another
-    stream has to see to the order. A replay never waits for the device, where the grid is on the CPU.
+    Budgets share one pixel tensor and one memory pool; each has its own metadata and outputs. Threads take turns, and
+    calls on other streams wait for each other on the device. The caller must order reads of views on other streams.
+    With a grid on the CPU a replay never waits for the device.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class EncoderGraphs:
         self._statics: Statics | None = None
 
     def warmup(self) -> "EncoderGraphs":
-        """Captures the graphs of all budgets, the largest first, so that others fit into its memory."""
+        """Capture the graphs of all budgets, the largest first, so that others fit into its memory."""
         if (obstacle := _mode(self.encoder)) is not None:
             refuse(OP, *obstacle)
         with self._lock, _device_of(self.encoder):
@@ -102,19 +101,19 @@ class EncoderGraphs:
         return self
 
     def clear(self) -> None:
-        """Frees all graphs and static tensors, once none is in use; the next call captures anew."""
+        """Free all graphs and static tensors once none is in use; the next call captures again."""
         with self._lock:
             self._statics = None
 
     @property
     def captured(self) -> tuple[Padding, ...]:
-        """The budgets that have a graph."""
+        """Budgets that have a graph."""
         statics = self._statics
         return tuple(budget for budget in self.budgets if statics is not None and budget in statics.recordings)
 
     @property
     def static_tensors(self) -> tuple[Tensor, ...]:
-        """What calls are copied into, outside of the memory pool: the pixels, and the metadata of each graph."""
+        """Tensors outside of the memory pool that calls are copied into: the pixels, and the metadata of each graph."""
         with self._lock, _device_of(self.encoder):
             statics = self._ready()
         metadata = (tensor for each in statics.recordings.values() for _, tensor in each.metadata.tensors())
@@ -122,13 +121,13 @@ class EncoderGraphs:
 
     @property
     def pool(self) -> tuple[int, int] | None:
-        """The memory pool of all graphs, as `torch.cuda.memory_snapshot` knows it; None where there are no graphs."""
+        """Memory pool of all graphs, as `torch.cuda.memory_snapshot` knows it; None without graphs."""
         with self._lock, _device_of(self.encoder):
             own = self._ready().own
         return None if own is None else tuple(own.pool)
 
     def budget_of(self, grid_thw: Tensor) -> Padding | None:
-        """The budget that a batch takes, None if it fits none."""
+        """Return the budget that a batch takes, or None if it fits none."""
         return self._budget(images_of("EncoderGraphs", grid_thw, self.encoder.sizes.merge_size))
 
     @torch.compiler.disable
@@ -141,11 +140,11 @@ class EncoderGraphs:
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The encoder's output of all images or videos of a batch, as `QwenVisionEncoder.forward` says it.
+        """Return the encoder's output for all images or videos of a batch, as `QwenVisionEncoder.forward` does.
 
-        Pixel values of another dtype are cast to the encoder's; on the host, best in pinned memory, they are sent.
-        Raises ValueError where a gradient would be needed, for what the encoder refuses, and with fallback="refuse"
-        for what it does not replay.
+        Pixel values of another dtype are cast to the encoder's. Those on the host are sent, best from pinned memory.
+        Raises ValueError if a gradient would be needed or the encoder refuses, and with fallback="refuse" for calls
+        that it does not replay.
         """
         if return_dict is None:
             return_dict = getattr(self.encoder.config, "return_dict", None)
@@ -238,7 +237,7 @@ class EncoderGraphs:
         return self._statics
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of copies and pickles, which have no graphs yet."""
+        """State of copies and pickles, which have no graphs yet."""
         return {name: value for name, value in vars(self).items() if name not in ("_lock", "_statics")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -246,7 +245,7 @@ class EncoderGraphs:
 
 
 def _mode(encoder: QwenVisionEncoder) -> tuple[str, str, object] | None:
-    """What of the caller's modes no graph can have."""
+    """The modes of the caller that no graph can have."""
     if torch.is_autocast_enabled(encoder.device.type):
         return "autocast", "off: cast the encoder instead", "on"
     if settings.checked:

@@ -5,8 +5,8 @@
     output = encode(encoder, pixel_values, grid_thw)
     features = split_by_image(output, grid_thw)
 
-A *token* of the tower is one patch of 16 x 16 pixels, of Qwen2-VL and Qwen2.5-VL 14 x 14 (two frames deep); the
-projector merges 2 x 2 of them, so its output has a quarter as many rows.
+A *token* of the tower is one patch of 16 x 16 pixels, two frames deep (14 x 14 in Qwen2-VL and Qwen2.5-VL). The
+projector merges 2 x 2 tokens, so its output has a quarter as many rows.
 """
 
 import zlib
@@ -111,12 +111,11 @@ def build_tower(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """The tower S, M or L of Qwen3-VL with seeded random weights, in eval mode.
+    """Build the tower S, M or L of Qwen3-VL with seeded random weights, in eval mode.
 
-    The weights depend on ``seed`` alone: not on the device, nor on PyTorch's global random state.
-    They are drawn so that activations keep unit scale and attention is far from uniform, as in a
-    trained tower. ``progress`` is called with (tensors done, tensors in all). Raises ValueError for
-    an unknown name.
+    The weights depend on ``seed`` alone, not on the device or PyTorch's global random state. They keep activations at
+    unit scale and attention far from uniform, as in a trained tower. ``progress`` is called with (tensors done, tensors
+    in all). Raises ValueError for an unknown name.
     """
     if name not in TOWERS:
         raise ValueError(f"unknown tower {name!r}; choose one of {', '.join(TOWERS)}")
@@ -136,12 +135,14 @@ def load_tower(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """The vision tower of a local Transformers checkpoint, in eval mode.
+    """Load the vision tower of a local Transformers checkpoint, in eval mode.
 
-    Of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-Omni (or its thinker alone) and Qwen3.5, also of their MoE models. Reads
-    ``config.json`` and, out of ``model.safetensors`` or its shards, only the tensors under ``model.visual.``,
-    ``visual.`` or ``thinker.visual.``; the language model is never loaded. Raises FileNotFoundError for a missing file,
-    ValueError for a checkpoint without such a tower and for missing, unexpected or misshapen tensors, naming them.
+    Families are Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-Omni (or its thinker alone) and Qwen3.5, and their MoE models.
+    Reads ``config.json`` and, from ``model.safetensors`` or its shards, only the tensors under ``model.visual.``,
+    ``visual.`` or ``thinker.visual.``. The language model is never loaded.
+
+    Raises FileNotFoundError for a missing file. Raises ValueError for a checkpoint without such a tower, and for
+    missing, unexpected or misshapen tensors, which it names.
     """
     directory = Path(directory)
     tower = _empty_tower(vision_config(directory))
@@ -155,9 +156,9 @@ def load_tower(
 
 
 def open_image(path: str | Path) -> Image.Image:
-    """The image at ``path`` as RGB of 8 bits, upright (EXIF), first frame of an animation, without transparency.
+    """Open the image at ``path`` as 8-bit RGB, upright (EXIF), first frame of an animation, without transparency.
 
-    Pixels of 16 bits, and floats from 0 to 1, are scaled. Raises OSError for a file that cannot be read and ValueError
+    16-bit pixels, and floats from 0 to 1, are scaled. Raises OSError for a file that cannot be read. Raises ValueError
     for one that is not an image, or has other floats.
     """
     with _readable(path), Image.open(path) as image:
@@ -166,7 +167,7 @@ def open_image(path: str | Path) -> Image.Image:
 
 
 def open_frames(path: str | Path) -> Iterator[Image.Image]:
-    """All frames of the animation or the pages at ``path``, each as `open_image` reads an image; of an image itself."""
+    """Open all frames of an animation, all pages, or the one image at ``path``, each as `open_image` does."""
     with ExitStack() as stack:
         with _readable(path):
             image = stack.enter_context(Image.open(path))
@@ -213,10 +214,10 @@ def _readable(path: str | Path) -> Iterator[None]:
 
 
 def image_processor(directory: str | Path | None = None) -> Qwen2VLImageProcessorPil:
-    """The image processor of the Qwen-VL families that needs no torchvision, with Qwen3-VL's settings.
+    """Return the image processor of the Qwen-VL families that needs no torchvision, with Qwen3-VL's settings.
 
-    With ``directory`` it follows the checkpoint's ``preprocessor_config.json`` where there is one, and has the settings
-    of its family, by ``config.json``, where there is none. Raises ValueError for a model of another family.
+    With ``directory`` it follows the checkpoint's ``preprocessor_config.json``. Without that file it has the settings
+    of the family in ``config.json``. Raises ValueError for a model of another family.
     """
     settings = _QWEN3_PROCESSOR
     if directory is not None:
@@ -233,9 +234,9 @@ def preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Resize, normalise and cut images into patches as Transformers does, with the settings of ``processor``.
 
-    Returns ``pixel_values`` fp32 ``[T, 1536]`` (``[T, 1176]`` of patches of 14 x 14 pixels), all images packed one
-    after the other, and ``grid_thw`` int64 ``[n, 3]``, in patches. Raises ValueError for an empty list and for an image
-    more than 200 times as long as it is wide.
+    Returns ``pixel_values`` fp32 ``[T, 1536]`` and ``grid_thw`` int64 ``[n, 3]``, in patches, all images packed in
+    order. Patches of 14 x 14 pixels give ``[T, 1176]``. Raises ValueError for an empty list and for an image more than
+    200 times as long as it is wide.
     """
     if not images:
         raise ValueError("images must hold at least one image")
@@ -244,15 +245,15 @@ def preprocess(
 
 
 def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk_tokens: int | None = None) -> Any:
-    """One packed call of ``tower`` on all images: our encoder or Transformers', compiled or not, or `EncoderGraphs`.
+    """Run one packed call of ``tower`` on all images.
 
-    ``pixel_values`` (of Qwen3-VL ``[T, 1536]``) lies on the tower's device; ``grid_thw`` int64 ``[n, 3]`` is best
-    kept on the CPU: positions and segment borders are worked out there and sent, so that the call
-    itself never waits for the device and compiles without graph breaks. (Transformers' sdpa attention
-    reads the borders back in each layer.) ``chunk_tokens`` is for our encoder alone. Returns
-    Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``,
-    ``pooler_output`` ``[T / 4, out_hidden_size]`` and, where the tower has taps,
-    ``deepstack_features``.
+    ``tower`` is our encoder or Transformers', compiled or not, or `EncoderGraphs`. ``pixel_values`` (``[T, 1536]`` for
+    Qwen3-VL) lies on its device. Keep ``grid_thw`` int64 ``[n, 3]`` on the CPU: positions and segment boundaries are
+    then computed there and sent. The call does not wait for the device and compiles without graph breaks.
+    (Transformers' sdpa attention reads the boundaries back in each layer.) ``chunk_tokens`` is for our encoder alone.
+
+    Returns Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``, ``pooler_output`` ``[T / 4,
+    out_hidden_size]`` and, if the tower has taps, ``deepstack_features``.
     """
     check_grid("encode", grid_thw)
     grid = grid_thw.cpu()
@@ -270,7 +271,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
 
 
 def _precomputed(tower: Any, grid: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """What Transformers' ``tower`` would work out of the grid: tensors, and the length of its longest segments."""
+    """Tensors that Transformers' ``tower`` would compute from the grid, and the length of its longest segment."""
     config = vision_config_of(tower.config)
     family, merge = FAMILIES[config.model_type], config.spatial_merge_size
     tensors = {
@@ -295,10 +296,10 @@ def _precomputed(tower: Any, grid: torch.Tensor) -> tuple[dict[str, torch.Tensor
 
 
 def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
-    """Each image's rows of the output of ``encode``, as views; ``grid_thw`` is int64 ``[n, 3]``."""
+    """Return each image's rows of the output of ``encode``, as views; ``grid_thw`` is int64 ``[n, 3]``."""
     check_grid("split_by_image", grid_thw)
     tokens = grid_thw.prod(dim=1).tolist()
-    # Of a batch without patches any number will do.
+    # For a batch without patches any number will do.
     merge = output.last_hidden_state.shape[0] // max(1, output.pooler_output.shape[0]) or 1
     merged = [count // merge for count in tokens]
     taps = [tap.split(merged) for tap in getattr(output, "deepstack_features", None) or ()]

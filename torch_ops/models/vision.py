@@ -2,17 +2,17 @@
 
     patches -> + learned positions -> blocks of (norm, attention, norm, MLP) -> merger
 
-Modules and parameters are called as in Transformers (`Qwen3VLVisionModel` and its relatives), so that state dicts load
-both ways. What differs is how a block is computed:
+Modules and parameters are named as in Transformers (`Qwen3VLVisionModel` and its relatives), so state dicts load both
+ways. A block is computed differently:
 
 - q, k and v come rotated from one op, and attention takes all images in one packed call.
-- A block hands on what it would add to the residual stream beside the stream itself, (branch, residual). The next norm
-  adds them as it reads them, and writes the sum once: `add_layer_norm`, `add_rms_norm`.
+- A block returns its own contribution and the residual stream, (branch, residual). The next norm adds the two as it
+  reads them and writes the sum once: `add_layer_norm`, `add_rms_norm`.
 - The activation of an MLP is computed with its first product.
 
-An op that takes a layer's parameters does so only where the layer is `plain`. One that was replaced (an adapter, a
-quantised layer), holds quantised weights or has hooks is called as the module it is, with PyTorch's own activation
-after it, or with attention that turns q and k itself. So is a norm, after PyTorch's own sum.
+An op takes a layer's parameters only if the layer is `plain`. A layer that was replaced (an adapter, a quantised
+layer), holds quantised weights or has hooks is called as a module. PyTorch's own activation follows it, or attention
+that rotates q and k itself. A norm is called as a module too, after PyTorch's own sum.
 """
 
 from collections.abc import Callable, Iterable
@@ -81,10 +81,10 @@ class VisionAttention(nn.Module):
     Args:
         hidden_size: C, the columns of x.
         num_heads: H.
-        head_dim: D, a multiple of 8 up to 256; C / H where None.
+        head_dim: D, a multiple of 8 up to 256. Default: C / H.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int | None = None) -> None:
@@ -101,9 +101,9 @@ class VisionAttention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """x [T, C] to [T, C]; cos, sin as `qkv_rope` takes them, cu_seqlens as `window_attn`.
+        """Compute x [T, C] to [T, C]; cos and sin are as in `qkv_rope`, cu_seqlens as in `window_attn`.
 
-        Without cos and sin nothing is rotated, and without cu_seqlens all rows are one segment.
+        Without cos and sin nothing is rotated. Without cu_seqlens all rows are one segment.
         """
         if (cos is None) != (sin is None):
             refuse("VisionAttention", "cos and sin", "given together", "one without the other")
@@ -147,7 +147,7 @@ class VisionBlock(nn.Module):
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
         width = getattr(config, family.width)
-        # Of the instance: where it is read from the class torch.compile's guards look into the class for each block.
+        # Set on the instance, because torch.compile would otherwise guard on the class for each block.
         self.gradient_checkpointing = False
         self.norm1 = norm_of(family, width)
         self.norm2 = norm_of(family, width)
@@ -170,7 +170,7 @@ class VisionBlock(nn.Module):
         return self._compute(branch, residual, cos, sin, cu_seqlens, returns_entered)
 
     def _started_from(self, entered: Tensor) -> Tensor:
-        """What a checkpoint is given: where it is reentrant, its parameters have gradients only if an input has one."""
+        """Input of a checkpoint: a reentrant one gives its parameters gradients only if an input has one."""
         options = getattr(self._gradient_checkpointing_func, "keywords", {})
         if options.get("use_reentrant") is False or torch.compiler.is_compiling():
             return entered
@@ -229,9 +229,9 @@ class PatchMerger(nn.Module):
 
 
 class QwenVisionEncoder(nn.Module):
-    """The vision encoder of a Qwen-VL family, for the vision configuration of Transformers that it is given.
+    """The vision encoder of a Qwen-VL family, for a vision configuration of Transformers.
 
-    Takes and returns what Transformers' class does, and stands in its place as `visual` of a whole model.
+    It takes and returns what Transformers' class does, and can replace `visual` of a whole model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -271,7 +271,7 @@ class QwenVisionEncoder(nn.Module):
         return any(block.gradient_checkpointing for block in self.blocks)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """In training each block keeps only what enters it, and is computed again for its gradient."""
+        """Keep only the input of each block in training, and compute the block again for its gradient."""
         options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         for block in self.blocks:
             block.gradient_checkpointing = True
@@ -292,26 +292,26 @@ class QwenVisionEncoder(nn.Module):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """All images or videos of a batch, packed.
+        """Encode all images or videos of a batch, packed.
 
         Args:
             hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them.
-            grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. Best kept on the CPU: one on
-                the encoder's device is read back, which costs a synchronisation.
-            metadata: of `vision_metadata`, instead of the grid.
-            chunk_tokens: at most as many patches at once, for long videos: the batch is cut between frames, which do
-                not see each other. A frame of more patches is a chunk of its own.
-            output_hidden_states, return_dict: as in Transformers, the configuration's where None.
-            kwargs: cu_seqlens, position_ids, interp_indices with interp_weights, and window_index with
-                cu_window_seqlens are used where given, as Transformers' helpers make them. Others have no effect, such
-                as output_attentions, which whole models hand on: no attention weights are made.
+            grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. Keep it on the CPU: a grid
+                on the encoder's device is read back, which costs a synchronisation.
+            metadata: result of `vision_metadata`, instead of the grid.
+            chunk_tokens: largest number of patches at once, for long videos. The batch is cut between frames, which do
+                not see each other. A frame of more patches is a chunk of its own. Default: the whole batch.
+            output_hidden_states, return_dict: as in Transformers. Default: the configuration's.
+            kwargs: tensors of Transformers' helpers are used: cu_seqlens, position_ids, interp_indices with
+                interp_weights, and window_index with cu_window_seqlens. Others have no effect, such as
+                output_attentions, which whole models pass on: there are no attention weights.
 
         Returns:
-            Transformers' output: last_hidden_state [T, C], of an encoder with windows in their order; pooler_output
-            [T / 4, out]; deepstack_features, a list of [T / 4, out], of families that have them.
+            Transformers' output: last_hidden_state [T, C], in window order if the encoder has windows. pooler_output is
+            [T / 4, out]. deepstack_features is a list of [T / 4, out], if the family has them.
 
         Raises:
-            ValueError: names the argument, what was wanted and what came.
+            ValueError: for a bad argument. The message names it, what was expected and what came.
         """
         self.check_metadata(metadata)
         images: tuple[Image, ...] | None = ()
@@ -335,7 +335,7 @@ class QwenVisionEncoder(nn.Module):
             output["hidden_states"] = (*kept, last)
         return output if self._asked("return_dict", return_dict, True) else output.to_tuple()
 
-    # One break of a compiled call. What saw the images would be compiled anew for every count of them.
+    # One graph break. A function that sees the images would compile again for every number of them.
     @torch.compiler.disable(reason="the host reads the grid, and makes or remembers its metadata")
     def _read(
         self, pixel_values: Tensor, grid_thw: Tensor, whole: bool
@@ -348,10 +348,10 @@ class QwenVisionEncoder(nn.Module):
     def encode_packed(
         self, pixel_values: Tensor, metadata: VisionMetadata
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """(last_hidden_state, pooler_output, deepstack features): `forward` as a function of tensors alone.
+        """Compute (last_hidden_state, pooler_output, deepstack features): `forward` as a function of tensors alone.
 
-        For CUDA graphs, torch.compile and torch.export: nothing depends on values, and no shape but through the
-        tensors'. Rows past the images are computed too, see nothing, and are finite where their pixels are.
+        For CUDA graphs, torch.compile and torch.export: nothing depends on values, and shapes only on those of the
+        tensors. Rows past the images are computed too. They see nothing, and are finite if their pixels are.
         """
         _check_is_metadata(metadata)
         return self._encode(pixel_values, metadata, False)[:3]
@@ -435,7 +435,7 @@ class QwenVisionEncoder(nn.Module):
         return hidden, pooled, tuple(taps), tuple(kept)
 
     def _encode_chunks(self, pixel_values: Tensor, images: tuple[Image, ...] | None, most: int, keep: bool) -> Outputs:
-        """`_encode` of chunks of at most `most` patches, each of whose outputs is copied to its place as it comes."""
+        """`_encode` of chunks of at most `most` patches; the outputs of each are copied to their place as they come."""
         rows, start = pixel_values.shape[0], 0
         parts: list[list[Tensor]] = []
         whole: list[Tensor] = []
@@ -479,7 +479,8 @@ class QwenVisionEncoder(nn.Module):
             refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
         if images is None:
             wanted = (
-                f"None with a clone() of metadata or with any of {', '.join(PRECOMPUTED)}: the host knows no frames"
+                f"None with a clone() of metadata or with any of {', '.join(PRECOMPUTED)}, "
+                "since the host then has no frame boundaries"
             )
             refuse("vision encoder", "chunk_tokens", wanted, chunk_tokens)
         assert images is not None
@@ -494,7 +495,7 @@ class QwenVisionEncoder(nn.Module):
 
 def _check_is_metadata(metadata: Any) -> None:
     if not isinstance(metadata, VisionMetadata):
-        refuse("vision encoder", "metadata", "of vision_metadata", type(metadata).__name__)
+        refuse("vision encoder", "metadata", "a result of vision_metadata", type(metadata).__name__)
 
 
 def split_images(images: Iterable[Image], most: int) -> Iterable[tuple[Image, ...]]:
@@ -526,8 +527,9 @@ class PackedEncoder(nn.Module):
         return self.encoder.encode_packed(pixel_values, metadata)
 
     def dynamic_shapes(self, metadata: VisionMetadata) -> tuple[Any, ...]:
-        """For torch.export, of (pixel_values, metadata): any number of images, segments, windows, and of merged cells
-        from 2 on."""
+        """Shapes for torch.export of (pixel_values, metadata): any number of images, segments and windows, and merged
+        cells from 2 on.
+        """
         # PyTorch takes tensors of one row for another case.
         cells = Dim("cells", min=2)
         patches = self.encoder.spatial_merge_size**2 * cells
@@ -540,7 +542,7 @@ class PackedEncoder(nn.Module):
 
 
 def from_config(config: Any) -> QwenVisionEncoder:
-    """An encoder with fresh weights for a configuration of Transformers: of a vision encoder, or of a whole model."""
+    """Build an encoder with fresh weights from a Transformers configuration, of a vision encoder or a whole model."""
     return QwenVisionEncoder(config)
 
 

@@ -1,8 +1,8 @@
-"""What the blocks of a vision encoder need to know of a batch's images, made once per batch and remembered.
+"""The metadata of a batch of images that the blocks of a vision encoder need, made once per batch and cached.
 
-Images and frames of any size are packed into one tensor of patches. Where each patch lies, which of them see each other
-and how they are gathered into windows follows from the grid alone, so all of it is made on the host, sent without
-waiting, and kept for the next batch of the same sizes:
+Images and frames of any size are packed into one tensor of patches. The grid alone determines where each patch lies,
+which patches see each other, and the windows. All of it is computed on the host, sent without waiting, and cached for
+the next batch of the same sizes:
 
     metadata = vision_metadata(grid_thw, encoder.sizes, "cuda")
     output = encoder(pixel_values, metadata=metadata)
@@ -32,7 +32,7 @@ MOST_FRAMES = 2**24
 # Batches whose metadata is kept; of a large batch (36,000 patches of head dimension 72) it takes 11 MB.
 REMEMBERED = 32
 
-# What Transformers' vision encoders take ready-made, with its dimensions, but for the longest segment, of no use here.
+# Tensors that Transformers' vision encoders take ready-made, and their dimensions; the longest segment is not needed.
 PRECOMPUTED = {
     "cu_seqlens": 1, "position_ids": 2, "interp_indices": 2, "interp_weights": 2, "window_index": 1,
     "cu_window_seqlens": 1,
@@ -51,7 +51,7 @@ class VisionSizes:
 
 @dataclass(frozen=True)
 class Padding:
-    """What a batch is filled up to, for graphs of fixed shape; None leaves a size as it is."""
+    """Sizes that a batch is padded to, for graphs of fixed shape; None leaves a size as it is."""
 
     rows: int | None = None
     images: int | None = None
@@ -59,7 +59,7 @@ class Padding:
     windows: int | None = None
 
     def holds(self, sizes: "Padding") -> bool:
-        """Whether a batch of these sizes can be filled up to it."""
+        """Return whether a batch of these sizes can be padded to it."""
         bounds = (self.rows, self.images, self.segments, self.windows)
         wanted = (sizes.rows, sizes.images, sizes.segments, sizes.windows)
         return all(
@@ -69,10 +69,10 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class VisionMetadata:
-    """Tensors on the encoder's device, the images as the host knows them, and the sizes of the encoder they are for.
+    """Tensors on the encoder's device, the images as the host knows them, and the sizes of the encoder.
 
-    ``cos`` and ``sin`` are in the order of the blocks' rows: of an encoder with windows, that of its windows. A segment
-    is a frame. To torch.compile and torch.export this is a structure of its tensors; the rest is not part of it.
+    ``cos`` and ``sin`` are in the order of the blocks' rows, which is window order in an encoder with windows. A
+    segment is a frame. torch.compile and torch.export see a structure of its tensors alone.
     """
 
     grid: Tensor | None  # int64 [n, 3]
@@ -93,17 +93,17 @@ class VisionMetadata:
         return patches_of(self._known())
 
     def clone(self) -> "VisionMetadata":
-        """A copy with tensors of its own, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
+        """Return a copy with its own tensors, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
         tensors: Any = {name: tensor.clone() for name, tensor in self.tensors()}
         return dataclasses.replace(self, images=None, **tensors)
 
     def copy_(self, other: "VisionMetadata") -> "VisionMetadata":
-        """Fills the tensors of a `clone` with another batch's, of the same shapes; never waits.
+        """Fill the tensors of a `clone` with another batch's, of the same shapes; never waits.
 
-        Raises ValueError for what is no clone, since others may be remembered, and for other shapes.
+        Raises ValueError for other metadata than a clone, which may be cached, and for other shapes.
         """
         if self.images is not None:
-            refuse("VisionMetadata.copy_", "self", "a clone()", "metadata that may be remembered for other calls")
+            refuse("VisionMetadata.copy_", "self", "a clone()", "metadata that may be cached for other calls")
         theirs = dict(other.tensors())
         for name, tensor in self.tensors():
             if name not in theirs or theirs[name].shape != tensor.shape:
@@ -143,22 +143,22 @@ def vision_metadata(
     device: torch.device | str = "cpu",
     padding: Padding | None = None,
 ) -> VisionMetadata:
-    """The metadata of a batch of images or videos.
+    """Return the metadata of a batch of images or videos.
 
     Args:
         grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. On the CPU it costs no
-            synchronisation; one on a device is read back, which costs one.
-        sizes: of the encoder, as ``encoder.sizes``.
-        device: the encoder's.
-        padding: what the batch is filled up to: rows, and the images, segments (frames) and windows, which are filled
-            with empty ones.
+            synchronisation; on a device it is read back, which costs one.
+        sizes: sizes of the encoder, ``encoder.sizes``.
+        device: device of the encoder.
+        padding: sizes that the batch is padded to: rows, and images, segments (frames) and windows, which are empty.
+            Default: no padding.
 
     Returns:
-        VisionMetadata, remembered: a batch of the same grid, sizes and device gets the same object, on the same CUDA
-        stream. Its tensors must not be changed; ``clone`` it for that.
+        VisionMetadata, cached: a batch of the same grid, sizes and device gets the same object on the same CUDA stream.
+        Its tensors must not be changed; ``clone`` it for that.
 
     Raises:
-        ValueError: names the argument, what was wanted and what came.
+        ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     if not isinstance(sizes, VisionSizes):
         refuse("vision_metadata", "sizes", "VisionSizes, as encoder.sizes", type(sizes).__name__)
@@ -176,7 +176,7 @@ def patches_of(images: Iterable[Image]) -> int:
 
 
 def check_grid(op: str, grid_thw: Tensor) -> None:
-    """What can be known of a grid without reading it."""
+    """Check a grid as far as possible without reading it."""
     if not isinstance(grid_thw, Tensor) or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         got = f"shape {list(grid_thw.shape)}" if isinstance(grid_thw, Tensor) else type(grid_thw).__name__
         refuse(op, "grid_thw", "a tensor of shape [n, 3], a row (t, h, w) for each image", got)
@@ -215,7 +215,7 @@ def filled_sizes(images: tuple[Image, ...], sizes: VisionSizes) -> Padding:
     return Padding(patches_of(images), len(images), frames, windows)
 
 
-# What Dynamo rebuilds of a CUDA stream after a graph break has no `cuda_stream` in PyTorch 2.11.
+# After a graph break, a CUDA stream that Dynamo rebuilt has no `cuda_stream` in PyTorch 2.11.
 @torch.compiler.disable(reason="metadata is made by the host, and remembered")
 def metadata_of(
     images: tuple[Image, ...], sizes: VisionSizes, device: torch.device | str, padding: Padding | None = None
@@ -224,7 +224,7 @@ def metadata_of(
     device, padding, stream = torch.device(device), padding or Padding(), 0
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        # What another stream sent may not have arrived.
+        # Tensors that another stream sent may not have arrived.
         stream = torch.cuda.current_stream(device).cuda_stream
         if torch.cuda.is_current_stream_capturing():
             refuse("vision_metadata", "metadata", "made before a CUDA graph is captured", "a call within the capture")
@@ -323,7 +323,7 @@ def precomputed_metadata(
     device: torch.device,
     learned_positions: bool,
 ) -> VisionMetadata:
-    """Metadata of what Transformers' helpers have made, in plain PyTorch; only what is missing is made from the grid.
+    """Return metadata from tensors of Transformers' helpers, in plain PyTorch; the grid gives only what is missing.
 
     As in Transformers, interp_indices and interp_weights count together, and so do window_index and cu_window_seqlens.
     Tensors may lie on the host, and are sent. With one of them the images are not known, since it need not follow from
@@ -385,7 +385,7 @@ def precomputed_metadata(
 
 
 def _check_precomputed(given: Mapping[str, Any]) -> None:
-    """What can be known of ready-made tensors without reading them."""
+    """Check ready-made tensors as far as possible without reading them."""
     for name in PRECOMPUTED:
         tensor = given.get(name)
         if tensor is None:

@@ -3,7 +3,7 @@
     from torch_ops.testing import cases, check, poisoned, references
 
 Use it for your own ops too: run the op, the reference in the op's dtype and the reference in fp64, and `check` them.
-Of a case with few numbers, `check_draws` of `redrawn` inputs.
+For a case with few numbers, use `check_draws` of `redrawn` inputs.
 """
 
 from torch_ops.testing.poison import poisoned

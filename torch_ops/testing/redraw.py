@@ -8,15 +8,15 @@ from torch import Tensor
 
 Inputs = TypeVar("Inputs")
 
-# Of one angle each, so that neither has an order of its own.
+# Tables of one angle each, so that neither can be drawn alone.
 TABLES = ("cos", "sin")
 
 
 def redrawn(inputs: Inputs, seed: int) -> Inputs:
     """A copy whose tensors hold their numbers in an order drawn by `seed`, each in its own strides; 0 is `inputs`.
 
-    For tensors whose entries are drawn alike: their distributions stay as they were, and so do integers, tables of
-    angles and what tensors share of a storage.
+    For tensors whose entries are drawn alike. Distributions stay as they were. Integers, tables of angles and shared
+    storage stay as they are.
     """
     if seed == 0:
         return inputs

@@ -1,13 +1,15 @@
-"""The tolerance rule: right relative to what eager PyTorch achieves at the same dtype, never to a literal.
+"""The error rule: a result is right relative to what eager PyTorch achieves at its dtype, never to a literal.
 
-With ref in fp64 and eager the same maths at the tested dtype:
+With ref in fp64 and eager the maths in the tested dtype:
 
     error(actual) <= 2 error(eager) + 2 |(ref + 0.3 - 0.3) - ref|  in that dtype
 
-on the maximum and on the root mean square. The second term is the rounding of the dtype itself, so that an eager result
-that happens to be exact does not demand the impossible. The rule is FlashAttention's (`tests/cute`), with RMS added.
+on the maximum and on the root mean square. The second term is the rounding of the dtype itself. Without it, an eager
+result that happens to be exact would demand the impossible. The rule is FlashAttention's (`tests/cute`), with RMS
+added.
 
-Of few numbers eager's largest error may be small by luck. `check_draws` then asks for more numbers, not for more room.
+With few numbers, eager's largest error can be small by luck. `check_draws` then tests more random inputs before it
+fails; it does not allow more error.
 """
 
 import math
@@ -20,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Report:
-    """What `compare` measured; `passed` is the rule."""
+    """Result of `compare`; `passed` is the rule."""
 
     name: str
     max_error: float
@@ -66,7 +68,7 @@ class _Size:
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
-# Of the error, eager's, and the rounding of the dtype; or why there is nothing to measure.
+# Sizes of the error, of eager's error and of the dtype's rounding; or why there is nothing to measure.
 _Measured = tuple[_Size, _Size, _Size] | str
 
 
@@ -100,20 +102,22 @@ def _report(name: str, measured: _Measured) -> Report:
 
 
 def _together(one: _Measured, other: _Measured) -> _Measured:
-    """Of the numbers of both, or what was the matter with either."""
+    """Both measurements as one, or the problem of either."""
     if isinstance(one, str) or isinstance(other, str):
         return one if isinstance(one, str) else other
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def compare(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
-    """Measures `actual` against fp64 `reference` by the error of `eager`; entries where the reference is infinite must
-    be the same infinity, all others finite."""
+    """Measure `actual` against fp64 `reference` by the error of `eager`.
+
+    Entries where the reference is infinite must be the same infinity, all others finite.
+    """
     return _report(name, _measure(actual, eager, reference))
 
 
 def assert_close_to_reference(actual: Tensor, eager: Tensor, reference: Tensor, name: str = "result") -> Report:
-    """Raises AssertionError with the measured errors where `actual` breaks the rule."""
+    """Raise AssertionError with the measured errors if `actual` breaks the rule."""
     report = compare(actual, eager, reference, name)
     if not report.passed:
         raise AssertionError(str(report))
@@ -133,11 +137,11 @@ Draw = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
 def compare_draws(draw: Callable[[int], Draw], more: int = 3) -> dict[str, Report]:
-    """Measures draw(0) or, where tensors break the rule by their maximum alone, it with `more` draws together.
-    Of fewer than FEW numbers the root mean square is luck as well.
+    """Measure draw(0) or, if tensors break the rule by their maximum alone, draw(0) with `more` draws together.
 
-    All numbers of a name are judged as one tensor. Those of the first draw stay among them: what is really wrong there
-    is so still. No draw outlives its measuring: several, of a large model's gradients, would fit no memory.
+    With fewer than FEW numbers the root mean square is luck as well. All numbers of a name are judged as one tensor.
+    Those of the first draw stay among them, so a real error there is still seen. Each draw is freed after it was
+    measured, because several draws of a large model's gradients would fit no memory.
     """
     few: set[str] = set()
 

@@ -1,7 +1,7 @@
 """Named cases, shared by tests, compile tests and benchmarks: one module for each family of ops.
 
-Every case says which branch it is there for. Tags: "smoke" (the few that every kind of test runs), "edge" (each reaches
-a branch of its own), "bench" (real shapes; too long for the interpreter).
+Every case says which branch it reaches. Tags are "smoke" (the few for every kind of test), "edge" (each reaches a
+branch of its own) and "bench" (real shapes).
 """
 
 from torch_ops.testing.cases.attention import (

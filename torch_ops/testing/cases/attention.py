@@ -61,7 +61,7 @@ class WindowAttnInputs:
 
     @property
     def places(self) -> tuple[Tensor | None, ...]:
-        """What the op takes after q, k and v, and its backward after lse."""
+        """Arguments after q, k and v, and in the backward after lse."""
         return self.cu_seqlens, self.cu_seqlens_k
 
     def call(self, function: Any, **tensors: Any) -> Any:
@@ -93,8 +93,10 @@ def _packed(shape: tuple[int, int, int], layout: str, draw: Any) -> Tensor:
 
 
 def drawn_options(options: dict[str, Any], sequences: int, heads: int, draw: Any, device: Any) -> dict[str, Any]:
-    """Options of a call from those of a case, where "alibi" is how many dimensions the slopes have, and "sinks" whether
-    there are any; dropout gets a seed."""
+    """Options of a call from those of a case; dropout gets a seed.
+
+    "alibi" is the number of dimensions of the slopes, and "sinks" says whether there are sinks.
+    """
     drawn = {name: value for name, value in options.items() if name not in ("alibi", "sinks")}
     if "alibi" in options:
         drawn["alibi_slopes"] = draw(*(sequences, heads)[-options["alibi"] :]).abs().float() / 8

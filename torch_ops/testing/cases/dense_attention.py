@@ -34,7 +34,7 @@ class DenseInputs:
     """Random tensors of a case, and upstream gradients for out and lse; `op` is what they are for."""
 
     op: ClassVar[str] = "attention"
-    # What the op takes after q, k and v, and its backward after lse: nothing.
+    # Arguments after q, k and v, and in the backward after lse: none.
     places: ClassVar[tuple[Tensor | None, ...]] = ()
 
     q: Tensor

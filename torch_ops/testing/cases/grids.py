@@ -83,7 +83,7 @@ def _case(name: str, reaches: str, grids: tuple[tuple[int, int, int], ...], *tag
 
 
 def _tower(name: str, reaches: str, grids: tuple[tuple[int, int, int], ...]) -> GridCase:
-    """Of the largest Qwen3-VL encoder: 1152 wide, a table of 48 x 48."""
+    """Cases of the largest Qwen3-VL encoder: 1152 wide, a table of 48 x 48."""
     return _case(name, reaches, grids, "bench", width=1152, side=48)
 
 

@@ -18,8 +18,8 @@ TOKEN_LAYOUTS = (*CACHE_LAYOUTS, "columns")
 class KvCacheCase:
     """`before` are the keys that sequences have; `capacity` is in positions or, with a page_size, in pages of each.
 
-    `columns` are those of cos and sin, 0 where nothing is turned; `num_heads` are q's, 0 where there is none; `lengths`
-    say how many tokens count.
+    `columns` are those of cos and sin, 0 without rotation. `num_heads` are q's, 0 without q. `lengths` say how many
+    tokens count.
     """
 
     name: str

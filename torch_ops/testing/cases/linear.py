@@ -31,7 +31,7 @@ class QkvRopeCase:
 
     @property
     def heads(self) -> int:
-        """Of q, k and v together."""
+        """Heads of q, k and v together."""
         return self.num_heads + 2 * (self.num_k_heads or self.num_heads)
 
 
@@ -52,7 +52,7 @@ class QkvRopeInputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gradients are taken of."""
+        """Tensors whose gradients are taken."""
         named = {"x": self.x, "weight": self.weight, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -108,7 +108,7 @@ class MlpInputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gradients are taken of."""
+        """Tensors whose gradients are taken."""
         named = {"x": self.x, "w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
         named |= {"w_up": self.w_up, "b_up": self.b_up}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -163,7 +163,7 @@ def _matrix(shape: tuple[int, ...], layout: str, draw: Callable[..., Tensor]) ->
 
 
 def _weight(rows: int, columns: int, layout: str, draw: Callable[..., Tensor]) -> Tensor:
-    """Of a size that keeps what it projects to about 1."""
+    """Draw a weight of a size that keeps products at about 1."""
     if layout == "weight_transposed":
         return draw(columns, rows, scale=columns**-0.5).t()
     if layout == "weight_strided":

@@ -29,7 +29,7 @@ class MergerCase:
 
     @property
     def rows(self) -> int:
-        """Of the result."""
+        """Columns of the result."""
         return self.total // self.merge_size**2
 
     @property
@@ -53,7 +53,7 @@ class MergerInputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gradients are taken of."""
+        """Tensors whose gradients are taken."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name != "dout"}
 
     @property

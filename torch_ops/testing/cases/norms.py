@@ -44,7 +44,7 @@ class NormInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What gradients are taken of, in the order of the op's arguments."""
+        """Tensors whose gradients are taken, in the order of the op's arguments."""
         named = {"x": self.x, "residual": self.residual, "weight": self.weight, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -39,7 +39,7 @@ class VisionAttentionInputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What gradients are taken of."""
+        """Tensors whose gradients are taken."""
         return {name: getattr(self, name) for name in ("x", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias")}
 
     @property

@@ -19,7 +19,7 @@ def qkv_rope(
 
 
 def activated(pre: Tensor, activation: str) -> Tensor:
-    """What lies between the layers of `vk::mlp`."""
+    """The activation between the layers of `vk::mlp`."""
     if activation == "swiglu":
         gate, up = pre.chunk(2, -1)
         return functional.silu(gate) * up

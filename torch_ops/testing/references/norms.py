@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone and of a residual sum. Beside fp32 parameters x is widened, and the result rounded."""
+"""LayerNorm and RMSNorm, alone and of a residual sum. With fp32 parameters x is widened, and the result rounded."""
 
 import torch
 from torch import Tensor
