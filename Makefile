@@ -51,8 +51,8 @@ demo: $(VENV)/.installed-test ## encode the example image on this machine, no GP
 # The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
 TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
 # What is made of products has the tests of those too.
-ROOMS_OF = $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
-	$(if $(filter mlp qkv_rope patch_merger,$(1)),*/test_gemm*.py tests/test_products.py)
+ROOMS_OF = $(foreach room,tests/* compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
+	$(if $(filter mlp qkv_rope patch_merger,$(1)),compile_tests/test_gemm*.py tests/gemm/test_gemm*.py tests/gemm/test_products.py)
 TESTED = $(if $(OP),$(or $(wildcard $(call ROOMS_OF,$(OP))),$(error no tests of OP=$(OP))))
 
 # The interpreter has a process of its own, since ahead-of-time builds fail in it; it runs beside the rest.
@@ -88,7 +88,7 @@ sanitize: ## attention kernels and Hopper products on small cases under compute-
 	@for tool in memcheck racecheck; do echo $$tool; \
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
 	$(SANITIZER) --tool $$tool --kernel-name 'regex=_attention|_gemm' --show-backtrace no --error-exitcode 1 \
-	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/test_sanitized.py $(ARGS) || exit 1; done
+	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/kernels/test_sanitized.py $(ARGS) || exit 1; done
 
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
