@@ -145,6 +145,14 @@ def test_configs_import_no_kernel() -> None:
     assert not {module for module in taken if module in MODULES and _room(module) in ("tiles", "kernels")}
 
 
+def test_no_test_imports_another_test_file() -> None:
+    """Families share code in their verify.py."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    taken = [(path, f"{module}.{name}") for path in files for module, name in _imports(path)]
+    wrong = [f"{path.relative_to(ROOT)}: {name}" for path, name in taken if re.match(r"tests\.(.*\.)?test_", name)]
+    assert len(files) > 60 and not wrong, "\n".join(wrong)
+
+
 def test_private_names_stay_in_their_module() -> None:
     """Kernels begin with an underscore too; launchers import them."""
     taken = [

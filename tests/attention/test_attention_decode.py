@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
+from tests.attention.verify import verify_decode
 from tests.testing.interpreter import with_dtypes
 from torch_ops import attention_decode, rms_norm, window_attn
-from torch_ops.testing import check_draws, poisoned, redrawn, references
+from torch_ops.testing import check_draws, references
 from torch_ops.testing.cases import (
     DECODE_LAYOUTS,
     DecodeCase,
@@ -37,82 +38,20 @@ OP = torch.ops.vk.attention_decode
 pytestmark = pytest.mark.interpret
 
 
-def _spans(inputs: DecodeInputs) -> tuple[list[range], list[range]]:
-    """Of each sequence's cache, and of each prefix, from the first key that a query sees by its window to the last."""
-    left = inputs.options.get("window_left", -1)
-    lengths = inputs.cache_seqlens.tolist()
-    prefixes: list[int] = []
-    if inputs.prefix_k is not None:
-        whole = [inputs.prefix_k.shape[2]] * inputs.prefix_k.shape[0]
-        prefixes = whole if inputs.prefix_seqlens is None else inputs.prefix_seqlens.tolist()
-    firsts = [length - inputs.q.shape[2] - left if left >= 0 else 0 for length in lengths]
-    each = len(lengths) // max(len(prefixes), 1)
-    own = [range(min(max(first, 0), length), length) for first, length in zip(firsts, lengths, strict=True)]
-    shared = [
-        range(min(max(prefix + min(firsts[index * each : (index + 1) * each]), 0) if left >= 0 else 0, prefix), prefix)
-        for index, prefix in enumerate(prefixes)
-    ]
-    return own, shared
-
-
-def _with_nan(inputs: DecodeInputs) -> DecodeInputs:
-    """The same with NaN in every place of a cache or prefix that holds no key, or one before every query's window.
-
-    Pages of such keys alone are none.
-    """
-    own, shared = _spans(inputs)
-    changed: dict[str, Tensor] = {}
-    for name in ("k_cache", "v_cache"):
-        cache = changed[name] = getattr(inputs, name).clone()
-        unused = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
-        for index, keys in enumerate(own):
-            if inputs.block_table is None:
-                unused[index, keys.start : keys.stop] = False
-                continue
-            pages = inputs.block_table[index].tolist()
-            for key in keys:
-                unused[pages[key // cache.shape[2]], key % cache.shape[2]] = False
-        cache.transpose(1, 2)[unused.to(cache.device)] = torch.nan
-    if inputs.block_table is not None:
-        table = changed["block_table"] = inputs.block_table.clone()
-        for index, keys in enumerate(own):
-            table[index, : keys.start // inputs.k_cache.shape[2]] = -1
-    for name in ("prefix_k", "prefix_v") if shared else ():
-        prefix = changed[name] = getattr(inputs, name).clone()
-        for index, keys in enumerate(shared):
-            prefix[index, :, : keys.start] = prefix[index, :, keys.stop :] = torch.nan
-    return dataclasses.replace(inputs, **changed)
-
-
-def verify(inputs: DecodeInputs) -> None:
-    """The op against its reference, by the tolerance rule, with unwritten memory and unused keys poisoned."""
-    check_draws(lambda seed: _judged(redrawn(inputs, seed)))
-
-
-def _judged(inputs: DecodeInputs) -> Draw:
-    names = "out", "lse"
-    with poisoned():
-        actual = _with_nan(inputs).call(OP)
-    eager = inputs.call(references.attention_decode)
-    truth = inputs.to(torch.float64).call(references.attention_decode)
-    judged = (dict(zip(names, results, strict=True)) for results in (actual, eager, truth))
-    return next(judged), next(judged), next(judged)
-
-
 def _case(name: str, **changes: Any) -> DecodeCase:
     return dataclasses.replace(next(case for case in CASES if case.name == name), **changes)
 
 
 @with_dtypes(CASES, DTYPES)
 def test_agrees_with_reference(case: DecodeCase, dtype: torch.dtype, device: str) -> None:
-    verify(make_decode_inputs(case, dtype, device))
+    verify_decode(make_decode_inputs(case, dtype, device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama_b4_16384", "ragged_b16", "prefix_b64_8192", "llama_b16_8192_pages_16"])
 def test_agrees_at_real_shapes(name: str, device: str) -> None:
     case = next(case for case in decode_cases("bench") if case.name == name)
-    verify(make_decode_inputs(dataclasses.replace(case, num_heads=8, num_k_heads=2), torch.bfloat16, device))
+    verify_decode(make_decode_inputs(dataclasses.replace(case, num_heads=8, num_k_heads=2), torch.bfloat16, device))
 
 
 LONGEST = 60 if INTERPRET else 300
@@ -150,7 +89,7 @@ def calls(draw) -> tuple[DecodeCase, torch.dtype]:
 @hypothesis_settings(max_examples=24 if GPU else 12 if INTERPRET else 60)
 def test_agrees_on_anything(call: tuple[DecodeCase, torch.dtype], seed: int) -> None:
     case, dtype = call
-    verify(make_decode_inputs(case, dtype, "cuda" if GPU else "cpu", seed))
+    verify_decode(make_decode_inputs(case, dtype, "cuda" if GPU else "cpu", seed))
 
 
 @pytest.mark.parametrize("case", decode_cases("smoke"), ids=lambda case: case.name)
@@ -171,16 +110,16 @@ def test_explain_names_the_kernel_that_adds_up(splits: int, device: str) -> None
 
 def test_every_call_sees_its_own_tensors(device: str) -> None:
     for seed in range(3):
-        verify(make_decode_inputs(_case("pages_16"), torch.float16, device, seed))
+        verify_decode(make_decode_inputs(_case("pages_16"), torch.float16, device, seed))
 
 
 def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -> None:
     inputs = make_decode_inputs(_case("split"), torch.float16, device)
-    verify(inputs)
+    verify_decode(inputs)
     for name in ("q", "k_cache", "v_cache"):
         aligned = getattr(inputs, name)
         shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
-        verify(dataclasses.replace(inputs, **{name: shifted}))
+        verify_decode(dataclasses.replace(inputs, **{name: shifted}))
 
 
 @pytest.mark.parametrize("queries", [1, 5])

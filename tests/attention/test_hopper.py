@@ -19,7 +19,7 @@ from triton.runtime.errors import OutOfResources
 
 import torch_ops
 from csrc_free_ops.configs.rows import HOPPER_LAUNCHES, Launch
-from tests.attention.test_window_attn import backward, differentiate
+from tests.attention.verify import backward, differentiate
 from torch_ops import settings, window_attn
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import torch_ops
-from tests.attention.test_window_attn import CASES, differentiate, verify
+from tests.attention.verify import differentiate, verify
 from torch_ops import settings, window_attn
 from torch_ops._attention import short as attention_short
 from torch_ops._attention.choose import choose, mean_length
 from torch_ops._attention.plan import plan_backward, plan_forward
 from torch_ops._attention.scores import Scores
-from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
+from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs, window_attn_cases
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 KERNELS = {"attention_fwd_short", "attention_bwd_short"}
@@ -185,7 +185,7 @@ def test_key_boundaries_of_their_own_take_the_general_kernels(device: str) -> No
 
 SHORT_CASES = [
     case
-    for case in CASES
+    for case in window_attn_cases("edge")
     if case.head_dim <= attention_short.WIDEST and case.k_lengths is None and case.num_k_heads is None
     and mean_length(case.total_q, len(case.lengths)) <= 64
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the ops of packed and of dense attention are judged: outputs and every gradient, by the tolerance rule."""
+"""Checks for the attention ops: outputs and all gradients by the tolerance rule."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_ops import settings
 from torch_ops.testing import check_draws, poisoned, redrawn, references
-from torch_ops.testing.cases import DenseInputs, WindowAttnInputs
+from torch_ops.testing.cases import DecodeInputs, DenseInputs, WindowAttnInputs
 from torch_ops.testing.tolerance import Draw
 
 AttentionInputs = WindowAttnInputs | DenseInputs
@@ -91,3 +92,65 @@ def _expected(inputs: AttentionInputs) -> tuple[dict[str, torch.Tensor], dict[st
     if "dsinks" in truth:
         eager["dsinks"] = differentiate(reference, inputs)["dsinks"]
     return eager, truth
+
+
+def verify_decode(inputs: DecodeInputs) -> None:
+    """The op against its reference, by the tolerance rule, with unwritten memory and unused keys poisoned."""
+    check_draws(lambda seed: _judged_decode(redrawn(inputs, seed)))
+
+
+def _judged_decode(inputs: DecodeInputs) -> Draw:
+    names = "out", "lse"
+    with poisoned():
+        actual = _with_nan(inputs).call(torch.ops.vk.attention_decode)
+    eager = inputs.call(references.attention_decode)
+    truth = inputs.to(torch.float64).call(references.attention_decode)
+    judged = (dict(zip(names, results, strict=True)) for results in (actual, eager, truth))
+    return next(judged), next(judged), next(judged)
+
+
+def _with_nan(inputs: DecodeInputs) -> DecodeInputs:
+    """The same with NaN in every place of a cache or prefix that holds no key, or one before every query's window.
+
+    Pages of such keys alone are none.
+    """
+    own, shared = _spans(inputs)
+    changed: dict[str, Tensor] = {}
+    for name in ("k_cache", "v_cache"):
+        cache = changed[name] = getattr(inputs, name).clone()
+        unused = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
+        for index, keys in enumerate(own):
+            if inputs.block_table is None:
+                unused[index, keys.start : keys.stop] = False
+                continue
+            pages = inputs.block_table[index].tolist()
+            for key in keys:
+                unused[pages[key // cache.shape[2]], key % cache.shape[2]] = False
+        cache.transpose(1, 2)[unused.to(cache.device)] = torch.nan
+    if inputs.block_table is not None:
+        table = changed["block_table"] = inputs.block_table.clone()
+        for index, keys in enumerate(own):
+            table[index, : keys.start // inputs.k_cache.shape[2]] = -1
+    for name in ("prefix_k", "prefix_v") if shared else ():
+        prefix = changed[name] = getattr(inputs, name).clone()
+        for index, keys in enumerate(shared):
+            prefix[index, :, : keys.start] = prefix[index, :, keys.stop :] = torch.nan
+    return replace(inputs, **changed)
+
+
+def _spans(inputs: DecodeInputs) -> tuple[list[range], list[range]]:
+    """Of each sequence's cache, and of each prefix, from the first key that a query sees by its window to the last."""
+    left = inputs.options.get("window_left", -1)
+    lengths = inputs.cache_seqlens.tolist()
+    prefixes: list[int] = []
+    if inputs.prefix_k is not None:
+        whole = [inputs.prefix_k.shape[2]] * inputs.prefix_k.shape[0]
+        prefixes = whole if inputs.prefix_seqlens is None else inputs.prefix_seqlens.tolist()
+    firsts = [length - inputs.q.shape[2] - left if left >= 0 else 0 for length in lengths]
+    each = len(lengths) // max(len(prefixes), 1)
+    own = [range(min(max(first, 0), length), length) for first, length in zip(firsts, lengths, strict=True)]
+    shared = [
+        range(min(max(prefix + min(firsts[index * each : (index + 1) * each]), 0) if left >= 0 else 0, prefix), prefix)
+        for index, prefix in enumerate(prefixes)
+    ]
+    return own, shared

@@ -11,17 +11,13 @@ from typing import Any
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
 
 import torch_ops
-from torch_ops.command import app as cli
+from tests.command.verify import CPU, STREET, refused, vk
 from torch_ops.command import encode as encode_command
 from torch_ops.models.qwen_vl import encode, load_tower, open_image, preprocess
 
 pytestmark = pytest.mark.no_interpret
-
-STREET = Path(__file__).parents[2] / "examples" / "street.png"
-CPU = ["--device", "cpu", "--repeat", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +29,6 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unstyled(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-def vk(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def refused(*arguments: object, code: int = 2) -> str:
-    """The one line that `vk` refuses these arguments with."""
-    result = vk(*arguments)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("vk: ") and result.stderr.endswith("\n")
-    assert result.stderr.count("\n") == 1
-    return str(result.stderr)
 
 
 @pytest.fixture(scope="module")

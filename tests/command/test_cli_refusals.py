@@ -9,24 +9,11 @@ import torch
 from PIL import Image
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from typer.testing import CliRunner
 
 import torch_ops
-from torch_ops.command import app as cli
+from tests.command.verify import STREET, refused
 
 pytestmark = pytest.mark.no_interpret
-
-STREET = Path(__file__).parents[2] / "examples" / "street.png"
-
-
-def refused(*arguments: object) -> str:
-    """The one line that `vk` refuses these arguments with."""
-    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("vk: ") and result.stderr.endswith("\n")
-    assert result.stderr.count("\n") == 1
-    return str(result.stderr)
 
 
 def bad_images(directory: Path) -> dict[str, tuple[Path, str]]:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import PreTrainedModel
 
+from tests.command.verify import draw_image
+from tests.models.verify import assert_same_weights, tensors
 from torch_ops.integrations.transformers import use_window_attn
 from torch_ops.models import qwen_vl
 from torch_ops.models.qwen_vl import (
@@ -44,28 +45,6 @@ def example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def draw_image(width: int, height: int, seed: int = 0) -> Image.Image:
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator)
-    return Image.fromarray(pixels.numpy())
-
-
-def tensors(output: Any) -> dict[str, torch.Tensor]:
-    taps = getattr(output, "deepstack_features", None) or ()
-    return {
-        "last_hidden_state": output.last_hidden_state,
-        "pooler_output": output.pooler_output,
-        **{f"deepstack_features[{i}]": tap for i, tap in enumerate(taps)},
-    }
-
-
-def assert_same_weights(left: PreTrainedModel, right: PreTrainedModel) -> None:
-    ours, theirs = left.state_dict(), right.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 @pytest.mark.parametrize(("name", "head_dim", "taps"), [("S", 64, 0), ("M", 64, 3), ("L", 72, 3)])

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from compile_tests.models import named_outputs
-from tests.command.test_cli import CPU, STREET, refused, vk
-from tests.command.test_encode import draw_image
-from tests.models.test_load_tower import MODELS, save_full_model
-from tests.models.test_video import check_differences
+from tests.command.verify import CPU, STREET, draw_image, refused, vk
+from tests.models.verify import MODELS, check_differences, save_full_model
 from torch_ops.command.inputs import frame_files
 from torch_ops.models import from_transformers
 from torch_ops.models.qwen_vl import encode, image_processor, load_tower, open_image, preprocess

@@ -1,6 +1,6 @@
 """The Hopper kernel of a layer's gradient with the slope of the activation before it, and the op that takes it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gemm import test_gemm_hopper
+from tests.gemm.verify import Gradient
 from torch_ops import mlp, settings
 from torch_ops._core.device import gpu
 from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm.hopper import count_of_sums
-from torch_ops._gemm.plan import plan_gradient
-from torch_ops._gemm.portable import Rows
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import MlpCase, make_mlp_inputs, outcome
 
 pytestmark = pytest.mark.no_interpret
 
-launches = test_gemm_hopper.launches
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu")
 
 
@@ -32,48 +29,6 @@ def hopper(device: str) -> Iterator[None]:
         pytest.skip("needs a Hopper GPU")
     with settings(path="hopper"):
         yield
-
-
-class Gradient:
-    """Of one layer and the activation before it, of random tensors; weight's rows begin `apart` columns behind it."""
-
-    def __init__(
-        self, activation: str, columns: int, inner: int, rows: int, dtype: torch.dtype = torch.bfloat16,
-        bias: bool = True, apart: int = 0, seed: int = 0,
-    ) -> None:  # fmt: skip
-        generator = torch.Generator("cuda").manual_seed(seed)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-        self.activation, self.bias, self.inner = activation, bias, inner
-        self.dout, self.pre = draw(rows, columns), draw(rows, inner) * 2
-        self.weight = (draw(columns, inner + apart) / columns**0.5)[:, :inner]
-
-    def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
-        """What is left unwritten is NaN."""
-        dpre, h = (torch.full_like(self.pre, torch.nan) for _ in range(2))
-        sums = self.pre.new_full((count_of_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
-        plan(self.dout, self.weight, self.pre, dpre, h, sums)
-        results = {"dpre": dpre, "h": h}
-        return results | {"db": sums.sum(0).to(self.pre.dtype)} if self.bias else results
-
-    def plan(self) -> Callable[..., None]:
-        plan = plan_gradient(Rows.of(self.dout), self.weight, self.activation, self.bias)
-        assert plan is not None
-        return plan
-
-    def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        pre = self.pre.to(dtype).detach().requires_grad_()
-        h = references.linear.activated(pre, self.activation)
-        h.backward(self.dout.to(dtype) @ self.weight.to(dtype))
-        results = {"dpre": pre.grad, "h": h.detach()}
-        return results | {"db": pre.grad.sum(0)} if self.bias else results
-
-    def verify(self) -> dict[str, Tensor]:
-        actual = self.run(self.plan())
-        check(actual, self.reference(self.pre.dtype), self.reference(torch.float64))
-        return actual
 
 
 @pytest.mark.gpu

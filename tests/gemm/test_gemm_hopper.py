@@ -3,7 +3,7 @@
 Where there is a Hopper GPU, tests/gemm/test_mlp.py and tests/gemm/test_qkv_rope.py run on it too, wherever it can.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,18 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from triton import cdiv
 
 import torch_ops
 from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, ROUND, tile_launch
+from tests.gemm.verify import Layer, verify_projection
 from torch_ops import mlp, qkv_rope, settings
 from torch_ops._core.device import gpu
 from torch_ops._core.hopper import programs
 from torch_ops._gemm import hopper as gemm_hopper
-from torch_ops._gemm.hopper import plan_linear_hopper
-from torch_ops._gemm.plan import plan_linear
-from torch_ops._gemm.portable import Rows, padded
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import (
     MlpCase,
@@ -50,74 +47,6 @@ def hopper(device: str) -> Iterator[None]:
     # Of few rows too, which "auto" leaves to PyTorch.
     with settings(path="hopper"):
         yield
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """The options of the Hopper kernel's launches, but of those that plans kept."""
-    kernel, seen = gemm_hopper._gemm_hopper_kernel, []
-
-    class Noting:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            def launch(*args: Any, **options: Any) -> Any:
-                seen.append(options)
-                return kernel[grid](*args, **options)
-
-            return launch
-
-    monkeypatch.setattr(gemm_hopper, "_gemm_hopper_kernel", Noting())
-    # Plans that earlier tests left are made anew where a setting changes.
-    with settings(path="portable"), settings(path="hopper"):
-        yield seen
-
-
-class Layer:
-    """One linear layer with its activation, of random tensors."""
-
-    def __init__(
-        self, activation: str, inner: int, width: int, rows: int, dtype: torch.dtype = torch.bfloat16,
-        bias: bool = True, keeps_pre: bool = True, apart: bool = False, seed: int = 0,
-    ) -> None:  # fmt: skip
-        inputs = make_mlp_inputs(
-            MlpCase("layer", "", (rows,), width, inner, activation, bias=bias, apart=apart), dtype, "cuda", seed
-        )
-        self.activation, self.keeps_pre = activation, keeps_pre
-        self.x, self.weight, self.bias, self.up, self.up_bias = (
-            inputs.x, inputs.w1, inputs.b1, inputs.w_up, inputs.b_up
-        )  # fmt: skip
-        self.inner = inner
-
-    def plan(self, launch: Any = None) -> Callable[..., None]:
-        args = (Rows.of(self.x), self.weight, self.bias is not None, self.activation, self.keeps_pre)
-        width = padded(self.inner, self.x.dtype)
-        if launch is None:
-            return plan_linear(*args, width, self.up)
-        return plan_linear_hopper(launch, *args, width, self.up)
-
-    def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
-        """What is left unwritten is NaN."""
-        n = self.weight.shape[0] * (2 if self.up is not None else 1)
-        out = self.x.new_full((self.x.shape[0], padded(self.inner, self.x.dtype)), torch.nan)
-        pre = self.x.new_full((self.x.shape[0], n), torch.nan) if self.keeps_pre else None
-        plan(self.x, self.weight, self.bias, out, pre, self.up, self.up_bias)
-        results = {"out": out[:, : self.inner]}
-        return results if pre is None else results | {"pre": pre}
-
-    def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        x, weight, bias, up, up_bias = (
-            None if tensor is None else tensor.to(dtype)
-            for tensor in (self.x, self.weight, self.bias, self.up, self.up_bias)
-        )
-        pre = functional.linear(x, weight, bias)
-        if up is not None:
-            pre = torch.cat([pre, functional.linear(x, up, up_bias)], 1)
-        results = {"out": references.linear.activated(pre, self.activation)}
-        return results | {"pre": pre} if self.keeps_pre else results
-
-    def verify(self, launch: Any = None) -> dict[str, Tensor]:
-        actual = self.run(self.plan(launch))
-        check(actual, self.reference(self.x.dtype), self.reference(torch.float64))
-        return actual
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -293,16 +222,6 @@ def _projected(
         case, "", rows, 1152, heads, head_dim, num_k_heads=k_heads, half_table=half, own_table=own, bias=bias
     )  # fmt: skip
     return make_qkv_rope_inputs(made, dtype, "cuda")
-
-
-def verify_projection(inputs: QkvRopeInputs) -> None:
-    found = [
-        outcome(function, inputs, dtype, backward=False)
-        for function, dtype in (
-            (qkv_rope, None), (references.qkv_rope, None), (references.qkv_rope, torch.float64),
-        )
-    ]  # fmt: skip
-    check(*found)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["full_table", "half_table"])

@@ -1,4 +1,4 @@
-"""What the tests of `mlp` and `qkv_rope` have in common: each module applies it to its op."""
+"""Checks for `mlp`, `qkv_rope` and `patch_merger`, and single layers for the tests of the Hopper kernels."""
 
 import contextlib
 import gc
@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import torch_ops
 from csrc_free_ops.configs.rows import ATEN, Row, as_document
-from torch_ops.testing import check_draws, poisoned, redrawn
-from torch_ops.testing.cases import outcome
+from torch_ops import qkv_rope
+from torch_ops._gemm.hopper import count_of_sums, plan_linear_hopper
+from torch_ops._gemm.plan import plan_gradient, plan_linear
+from torch_ops._gemm.portable import Rows, padded
+from torch_ops.testing import check, check_draws, poisoned, redrawn, references
+from torch_ops.testing.cases import MlpCase, QkvRopeInputs, make_mlp_inputs, outcome
 from torch_ops.testing.tolerance import Draw
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -188,3 +193,104 @@ class ProjectionTests:
             outcome(self.projection.function, inputs)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+
+
+class Layer:
+    """One linear layer with its activation, of random tensors."""
+
+    def __init__(
+        self, activation: str, inner: int, width: int, rows: int, dtype: torch.dtype = torch.bfloat16,
+        bias: bool = True, keeps_pre: bool = True, apart: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
+        inputs = make_mlp_inputs(
+            MlpCase("layer", "", (rows,), width, inner, activation, bias=bias, apart=apart), dtype, "cuda", seed
+        )
+        self.activation, self.keeps_pre = activation, keeps_pre
+        self.x, self.weight, self.bias, self.up, self.up_bias = (
+            inputs.x, inputs.w1, inputs.b1, inputs.w_up, inputs.b_up
+        )  # fmt: skip
+        self.inner = inner
+
+    def plan(self, launch: Any = None) -> Callable[..., None]:
+        args = (Rows.of(self.x), self.weight, self.bias is not None, self.activation, self.keeps_pre)
+        width = padded(self.inner, self.x.dtype)
+        if launch is None:
+            return plan_linear(*args, width, self.up)
+        return plan_linear_hopper(launch, *args, width, self.up)
+
+    def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
+        """What is left unwritten is NaN."""
+        n = self.weight.shape[0] * (2 if self.up is not None else 1)
+        out = self.x.new_full((self.x.shape[0], padded(self.inner, self.x.dtype)), torch.nan)
+        pre = self.x.new_full((self.x.shape[0], n), torch.nan) if self.keeps_pre else None
+        plan(self.x, self.weight, self.bias, out, pre, self.up, self.up_bias)
+        results = {"out": out[:, : self.inner]}
+        return results if pre is None else results | {"pre": pre}
+
+    def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        x, weight, bias, up, up_bias = (
+            None if tensor is None else tensor.to(dtype)
+            for tensor in (self.x, self.weight, self.bias, self.up, self.up_bias)
+        )
+        pre = functional.linear(x, weight, bias)
+        if up is not None:
+            pre = torch.cat([pre, functional.linear(x, up, up_bias)], 1)
+        results = {"out": references.linear.activated(pre, self.activation)}
+        return results | {"pre": pre} if self.keeps_pre else results
+
+    def verify(self, launch: Any = None) -> dict[str, Tensor]:
+        actual = self.run(self.plan(launch))
+        check(actual, self.reference(self.x.dtype), self.reference(torch.float64))
+        return actual
+
+
+class Gradient:
+    """Of one layer and the activation before it, of random tensors; weight's rows begin `apart` columns behind it."""
+
+    def __init__(
+        self, activation: str, columns: int, inner: int, rows: int, dtype: torch.dtype = torch.bfloat16,
+        bias: bool = True, apart: int = 0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+        self.activation, self.bias, self.inner = activation, bias, inner
+        self.dout, self.pre = draw(rows, columns), draw(rows, inner) * 2
+        self.weight = (draw(columns, inner + apart) / columns**0.5)[:, :inner]
+
+    def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
+        """What is left unwritten is NaN."""
+        dpre, h = (torch.full_like(self.pre, torch.nan) for _ in range(2))
+        sums = self.pre.new_full((count_of_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
+        plan(self.dout, self.weight, self.pre, dpre, h, sums)
+        results = {"dpre": dpre, "h": h}
+        return results | {"db": sums.sum(0).to(self.pre.dtype)} if self.bias else results
+
+    def plan(self) -> Callable[..., None]:
+        plan = plan_gradient(Rows.of(self.dout), self.weight, self.activation, self.bias)
+        assert plan is not None
+        return plan
+
+    def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        pre = self.pre.to(dtype).detach().requires_grad_()
+        h = references.linear.activated(pre, self.activation)
+        h.backward(self.dout.to(dtype) @ self.weight.to(dtype))
+        results = {"dpre": pre.grad, "h": h.detach()}
+        return results | {"db": pre.grad.sum(0)} if self.bias else results
+
+    def verify(self) -> dict[str, Tensor]:
+        actual = self.run(self.plan())
+        check(actual, self.reference(self.pre.dtype), self.reference(torch.float64))
+        return actual
+
+
+def verify_projection(inputs: QkvRopeInputs) -> None:
+    found = [
+        outcome(function, inputs, dtype, backward=False)
+        for function, dtype in (
+            (qkv_rope, None), (references.qkv_rope, None), (references.qkv_rope, torch.float64),
+        )
+    ]  # fmt: skip
+    check(*found)

@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from csrc_free_ops.configs.gemm_hopper import ROUND, tile_launch
-from tests.attention.test_attention_decode import verify as verify_decode
-from tests.attention.test_window_attn import verify
-from tests.gemm.test_gemm_gradient import Gradient
-from tests.gemm.test_gemm_hopper import Layer, verify_projection
+from tests.attention.verify import verify, verify_decode
+from tests.gemm.verify import Gradient, Layer, verify_projection
 from torch_ops import explain, settings, window_attn
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward

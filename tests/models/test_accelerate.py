@@ -18,8 +18,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
 
 from compile_tests.models import FAMILIES, GRID, draw_pixels, named_outputs, tiny_tower, vision_config
-from tests.models.test_models import check_outputs, doubled
-from tests.models.test_models import tiny_model as tiny_qwen3
+from tests.models.verify import check_outputs, doubled
+from tests.models.verify import tiny_model as tiny_qwen3
 from torch_ops.integrations.transformers import (
     accelerate,
     register_encoders,

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 import torch_ops
 from compile_tests.models import GRID, draw_pixels, named_outputs, tiny_tower
-from tests.models.test_models import KINDS, about, frozen, tiny_model
+from tests.models.verify import KINDS, about, frozen, tiny_model
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._core.device import gpu
 from torch_ops.integrations.transformers import accelerate

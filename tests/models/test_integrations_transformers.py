@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from tests.models.verify import tensors
 from torch_ops.integrations import transformers as integration
 from torch_ops.integrations.transformers import (
     ATTENTION_NAME,
@@ -84,15 +85,6 @@ def draw(tower: PreTrainedModel, grid: list[list[int]]) -> tuple[torch.Tensor, t
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     rows = int(grid_thw.prod(dim=1).sum())
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), grid_thw
-
-
-def tensors(output: Any) -> dict[str, torch.Tensor]:
-    taps = getattr(output, "deepstack_features", None) or ()
-    return {
-        "last_hidden_state": output.last_hidden_state,
-        "pooler_output": output.pooler_output,
-        **{f"deepstack_features[{i}]": tap for i, tap in enumerate(taps)},
-    }
 
 
 class OpCalls(TorchDispatchMode):

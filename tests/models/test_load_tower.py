@@ -1,6 +1,5 @@
 """The vision tower of a checkpoint: read whole, read alone, or refused by name."""
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -9,122 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3OmniMoeConfig,
-    Qwen3OmniMoeForConditionalGeneration,
-    Qwen3OmniMoeThinkerConfig,
-    Qwen3OmniMoeThinkerForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import Qwen3VLForConditionalGeneration
 
+from tests.models.verify import MODELS, assert_same_weights, save_full_model, tensors
 from torch_ops.models.qwen_vl import TOWERS, Tower, build_tower, encode, load_tower
 
 pytestmark = pytest.mark.no_interpret
-
-VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 48,
-    "out_hidden_size": 24,
-    "num_position_embeddings": 64,
-}
-TEXT: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
-_TAPPED = {**VISION, "deepstack_visual_indexes": [0]}
-_QWEN3 = {"vision_config": _TAPPED, "text_config": TEXT}
-# The language model of the older ones.
-_OLDER_TEXT = {
-    **{name: value for name, value in TEXT.items() if name != "head_dim"},
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
-}
-_QWEN2 = {
-    "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2},
-    "text_config": _OLDER_TEXT,
-}
-_QWEN2_5 = {
-    # Windows of 2 x 2 merged cells, and one layer of full attention.
-    "vision_config": {
-        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24,
-        "window_size": 56, "fullatt_block_indexes": [1],
-    },
-    "text_config": _OLDER_TEXT,
-}  # fmt: skip
-_THINKER = {
-    "vision_config": _TAPPED,
-    "text_config": {**TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
-    "audio_config": {
-        "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "d_model": 8,
-        "n_window": 4, "output_dim": 24, "downsample_hidden_size": 8, "max_source_positions": 20,
-    },
-}  # fmt: skip
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen2_vl": (Qwen2VLForConditionalGeneration, Qwen2VLConfig, _QWEN2),
-    "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, _QWEN2_5),
-    "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig, _QWEN3),
-    "qwen3_omni_moe": (
-        Qwen3OmniMoeForConditionalGeneration,
-        Qwen3OmniMoeConfig,
-        {"thinker_config": _THINKER, "enable_audio_output": False},
-    ),
-    "qwen3_omni_moe_thinker": (
-        Qwen3OmniMoeThinkerForConditionalGeneration,
-        Qwen3OmniMoeThinkerConfig,
-        _THINKER,
-    ),
-    "qwen3_5": (Qwen3_5ForConditionalGeneration, Qwen3_5Config, {"vision_config": VISION, "text_config": TEXT}),
-}
 
 
 def draw(columns: int = 1536) -> tuple[torch.Tensor, torch.Tensor]:
     grid = torch.tensor([[1, 6, 8], [2, 4, 4]])
     rows = int(grid.prod(dim=1).sum())
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), grid
-
-
-def tensors(output: Any) -> dict[str, torch.Tensor]:
-    taps = getattr(output, "deepstack_features", None) or ()
-    return {
-        "last_hidden_state": output.last_hidden_state,
-        "pooler_output": output.pooler_output,
-        **{f"deepstack_features[{i}]": tap for i, tap in enumerate(taps)},
-    }
-
-
-def assert_same_weights(left: PreTrainedModel, right: PreTrainedModel) -> None:
-    ours, theirs = left.state_dict(), right.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
-
-
-def save_full_model(directory: Path, family: str = "qwen3_vl", **options: Any) -> PreTrainedModel:
-    """A tiny vision-language model, written to ``directory``; returns its vision tower."""
-    model_class, config_class, sizes = MODELS[family]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = model_class(config_class(**copy.deepcopy(sizes)))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.eval().save_pretrained(directory, **options)
-    (visual,) = (module for name, module in model.named_modules() if name.split(".")[-1] == "visual")
-    assert isinstance(visual, PreTrainedModel)
-    return visual
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -200,7 +95,7 @@ def test_load_tower_as_published(tmp_path: Path, family: str, published: dict[st
     """The first checkpoints have the language model's sizes next to the vision configuration."""
     visual = save_full_model(tmp_path, family)
     rewrite(tmp_path, lambda state: {re.sub(r"^(model\.)?visual\.", prefix, k): v for k, v in state.items()})
-    text = {name: value for name, value in _OLDER_TEXT.items() if name != "rope_parameters"}
+    text = {name: value for name, value in MODELS[family][2]["text_config"].items() if name != "rope_parameters"}
     scaling = {"type": "mrope", "mrope_section": [2, 2, 2]}
     config = {"model_type": family, **text, "rope_theta": 1e6, "rope_scaling": scaling, "vision_config": published}
     (tmp_path / "config.json").write_text(json.dumps(config))

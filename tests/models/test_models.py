@@ -1,6 +1,5 @@
 """The vision encoder of the Qwen-VL families against Transformers' classes, and its metadata."""
 
-import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, vision_utils
+from transformers import vision_utils
 
 import torch_ops.models as models
 from compile_tests.models import GRID, draw_pixels, full_tower, named_outputs, tiny_tower, vision_config
+from tests.models.verify import KINDS, about, check_outputs, doubled, frozen, tiny_model
 from torch_ops.models import (
     Padding,
     QwenVisionEncoder,
@@ -38,8 +38,6 @@ from torch_ops.testing.tolerance import Draw
 
 pytestmark = pytest.mark.no_interpret
 
-# One of each kind; the MoE models of Qwen3-VL and Qwen3.5 have the towers of their relatives.
-KINDS = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_omni_moe_vision_encoder", "qwen3_5_vision")
 IMAGES = torch.tensor(GRID)
 
 
@@ -55,26 +53,6 @@ def run(tower: nn.Module, pixels: Tensor, grid: Tensor = IMAGES, seed: int = 0, 
     gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), grads)
     named_gradients = {f"d {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {**{name: output.detach() for name, output in outputs.items()}, **named_gradients}
-
-
-def doubled(module: nn.Module) -> Any:
-    """A copy in fp64, whose results are the reference."""
-    return copy.deepcopy(module).double()
-
-
-def check_outputs(actual: Any, eager: Any, truth: Any) -> None:
-    """The tolerance rule on outputs of Transformers' kind."""
-    assert list(actual) == list(eager)
-    check(*(named_outputs(outputs) for outputs in (actual, eager, truth)))
-
-
-def about(name: object) -> Callable[[str], str]:
-    return lambda message: f"{name}: {message}"
-
-
-def frozen(model_type: str, dtype: torch.dtype = torch.float64) -> QwenVisionEncoder:
-    """In fp64 what is computed in another order agrees to many digits."""
-    return from_transformers(tiny_tower(model_type, dtype)).requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +126,6 @@ def test_from_transformers_shares_the_very_parameters() -> None:
     check_outputs(encoder(pixels, IMAGES), after, doubled(tower)(pixels.double(), grid_thw=IMAGES))
     tower.double()
     assert encoder.dtype is torch.float64
-
-
-def tiny_model() -> Any:
-    vision = vision_config("qwen3_vl_vision").to_dict()
-    text = {
-        "vocab_size": 64, "hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 16,
-        "num_attention_heads": 2, "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-    }  # fmt: skip
-    config = Qwen3VLConfig(
-        vision_config=vision, text_config=text, image_token_id=5, vision_start_token_id=6, video_token_id=7
-    )
-    return Qwen3VLForConditionalGeneration._from_config(config).eval()
 
 
 def test_encoder_stands_in_a_whole_model() -> None:

@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from compile_tests.models import draw_pixels, named_outputs, tiny_tower
-from tests.command.test_cli import CPU, STREET, refused, vk
-from tests.command.test_encode import draw_image
+from tests.command.verify import CPU, STREET, draw_image, refused, vk
+from tests.models.verify import check_differences
 from torch_ops.command.inputs import frame_files
 from torch_ops.models import from_transformers, vision_metadata
-from torch_ops.models.qwen_vl import encode, image_processor, load_tower, open_frames, open_image, preprocess
+from torch_ops.models.qwen_vl import image_processor, open_frames, open_image, preprocess
 from torch_ops.models.video import preprocess_video
 from torch_ops.models.vision_metadata import _remembered
-from torch_ops.testing.tolerance import compare
 
 pytestmark = pytest.mark.no_interpret
 
@@ -229,30 +228,6 @@ def report(*arguments: object) -> Any:
 
 def video_of(files: list[Path]) -> tuple[Tensor, Tensor]:
     return preprocess_video(map(open_image, files))
-
-
-def check_differences(
-    differences: Any,
-    folder: Path,
-    batch: tuple[Tensor, Tensor],
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Two encoders that both keep the tolerance rule differ by no more than their errors together allow.
-
-    The error of Transformers' own tower is measured; of two encoders of ours each may have it twice.
-    """
-    pixels, grid = batch
-    pixels = pixels.to(device, dtype)
-    with torch.no_grad():
-        eager, truth = (
-            named_outputs(encode(load_tower(folder, kind, device), pixels.to(kind), grid))
-            for kind in (dtype, torch.float64)
-        )
-    assert differences.keys() == eager.keys()
-    for name, difference in differences.items():
-        report = compare(eager[name], eager[name], truth[name], name)
-        assert difference["absolute"] <= 2 * report.max_allowed, str(report)
 
 
 def test_encode_frames(clip: Path, checkpoint: Path) -> None:
