@@ -24,6 +24,7 @@ from tests.gemm.verify import (
     assert_second_derivatives_refused,
     left_to_pytorch,
 )
+from tests.testing.interpreter import with_dtypes
 from torch_ops import mlp
 from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm import plan as gemm
@@ -55,8 +56,7 @@ def verify(inputs: MlpInputs, recompute: bool = False) -> None:
     MLP.verify(inputs, recompute=recompute)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", mlp_cases("edge"), ids=lambda case: case.name)
+@with_dtypes(mlp_cases("edge"), DTYPES)
 def test_agrees_with_reference(case: MlpCase, dtype: torch.dtype, device: str) -> None:
     verify(make_mlp_inputs(case, dtype, device), case.recompute)
 
@@ -68,8 +68,7 @@ def test_agrees_at_real_shapes(name: str, device: str) -> None:
     verify(make_mlp_inputs(case, torch.bfloat16, device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", mlp_cases("smoke"), ids=lambda case: case.name)
+@with_dtypes(mlp_cases("smoke"), DTYPES)
 def test_agrees_where_a_row_leaves_products_to_pytorch(
     case: MlpCase, dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:
@@ -80,8 +79,7 @@ def test_agrees_where_a_row_leaves_products_to_pytorch(
         verify(inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART_ODD], ids=lambda case: case.name)
+@with_dtypes([*mlp_cases("smoke"), APART_ODD], DTYPES)
 def test_kernels_agree_where_pytorch_would_make_the_products(case: MlpCase, dtype: torch.dtype, device: str) -> None:
     with torch_ops.settings(path="portable"):
         verify(make_mlp_inputs(case, dtype, device))
@@ -214,8 +212,9 @@ def test_hidden_comes_when_a_gradient_may(device: str) -> None:
 def test_any_gradients_alone_are_those_of_all(case: MlpCase, recompute: bool, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float16, device)
     everything = outcome(mlp, inputs)
-    names = list(inputs.leaves)
-    for wanted in itertools.chain(itertools.combinations(names, 1), itertools.combinations(names, 2)):
+    # The interpreter takes a second for each pair.
+    sizes = (1, 2) if case is TOWER or not INTERPRET else (1,)
+    for wanted in itertools.chain(*(itertools.combinations(inputs.leaves, size) for size in sizes)):
         leaves = {name: inputs.leaves[name].detach().requires_grad_() for name in wanted}
         grads = torch.autograd.grad(inputs.call(mlp, recompute, **leaves), tuple(leaves.values()), inputs.dout)
         for name, gradient in zip(wanted, grads, strict=True):
@@ -314,6 +313,7 @@ def test_frozen_gates_keep_no_input(device: str) -> None:
         assert inputs.x.data_ptr() in kept
 
 
+@pytest.mark.no_interpret
 def test_no_second_derivative_of_two_weights_is_dropped(device: str) -> None:
     inputs = make_mlp_inputs(replace(APART, lead=(4,)), torch.float32, device)
     assert_second_derivatives_refused(mlp, references.mlp, inputs, "vk::mlp_backward has no derivative")
@@ -428,6 +428,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
 def test_refuses(name: str, change: Any, message: str, device: str) -> None:
     good = {
@@ -460,6 +461,7 @@ BACKWARD_REFUSALS = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("changes", "message"), BACKWARD_REFUSALS)
 def test_backward_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.gemm.verify import assert_second_derivatives_refused, check_outcome
+from tests.testing.interpreter import with_dtypes
 from torch_ops import patch_merger
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, merger_cases, outcome
@@ -29,8 +30,7 @@ def verify(inputs: MergerInputs) -> None:
     check_outcome(patch_merger, references.patch_merger, inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", merger_cases("edge"), ids=lambda case: case.name)
+@with_dtypes(merger_cases("edge"), DTYPES)
 def test_agrees_with_reference(case: MergerCase, dtype: torch.dtype, device: str) -> None:
     verify(make_merger_inputs(case, dtype, device))
 
@@ -94,6 +94,7 @@ def test_frozen_layers_keep_x_and_the_first_product_alone(device: str) -> None:
         assert kept.count((35, 96)) == 2 and (140, 24) not in kept
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("norm", ["layer", "rms", "none"])
 def test_no_second_derivative_is_dropped(norm: str, device: str) -> None:
     inputs = make_merger_inputs(MergerCase("second", "", 8, 6, 5, inner=7, norm=norm), torch.float32, device)
@@ -220,6 +221,7 @@ def _good(device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
 def test_refuses(name: str, change: Any, message: str, device: str) -> None:
     good = _good(device)

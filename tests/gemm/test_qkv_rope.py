@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.gemm.verify import INTERPRET, Projection, ProjectionTests, left_to_pytorch
+from tests.testing.interpreter import with_dtypes
 from torch_ops import qkv_rope
 from torch_ops.testing import references
 from torch_ops.testing.cases import (
@@ -51,8 +52,7 @@ def verify(inputs: QkvRopeInputs) -> None:
     QKV_ROPE.verify(inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", qkv_rope_cases("edge"), ids=lambda case: case.name)
+@with_dtypes(qkv_rope_cases("edge"), DTYPES)
 def test_agrees_with_reference(case: QkvRopeCase, dtype: torch.dtype, device: str) -> None:
     verify(make_qkv_rope_inputs(case, dtype, device))
 
@@ -64,8 +64,7 @@ def test_agrees_at_real_shapes(name: str, device: str) -> None:
     verify(make_qkv_rope_inputs(case, torch.bfloat16, device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", qkv_rope_cases("smoke"), ids=lambda case: case.name)
+@with_dtypes(qkv_rope_cases("smoke"), DTYPES)
 def test_agrees_where_a_row_leaves_products_to_pytorch(
     case: QkvRopeCase, dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:
@@ -77,8 +76,7 @@ def test_agrees_where_a_row_leaves_products_to_pytorch(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", qkv_rope_cases("smoke"), ids=lambda case: case.name)
+@with_dtypes(qkv_rope_cases("smoke"), DTYPES)
 def test_kernels_agree_where_pytorch_would_make_the_product(case: QkvRopeCase, dtype: torch.dtype, device: str) -> None:
     with torch_ops.settings(path="portable"):
         verify(make_qkv_rope_inputs(case, dtype, device))
@@ -300,6 +298,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
 def test_refuses(name: str, change: Any, message: str, device: str) -> None:
     good = {
@@ -321,6 +320,7 @@ BACKWARD_REFUSALS = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("changes", "message"), BACKWARD_REFUSALS)
 def test_backward_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {

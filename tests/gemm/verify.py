@@ -147,6 +147,7 @@ class ProjectionTests:
             assert dirty[5].isnan().all()
             assert torch.equal(dirty[6:], result[6:]) and torch.equal(dirty[:5], result[:5])
 
+    @pytest.mark.no_interpret
     def test_a_second_derivative_is_refused(self, device: str) -> None:
         inputs = self._inputs(torch.float32, device)
         x = inputs.x.requires_grad_()
@@ -155,6 +156,7 @@ class ProjectionTests:
         with pytest.raises(NotImplementedError, match=f"vk::{name}_backward has no derivative"):
             torch.autograd.grad(dx.sum(), x)
 
+    @pytest.mark.no_interpret
     def test_no_second_derivative_is_dropped(self, device: str) -> None:
         name = self.projection.function.__name__
         for options in self.projection.options:
@@ -164,6 +166,7 @@ class ProjectionTests:
                 f"vk::{name}_backward has no derivative",
             )  # fmt: skip
 
+    @pytest.mark.no_interpret
     def test_a_tangent_is_refused(self, device: str) -> None:
         inputs = self._inputs(torch.float32, device)
         name = self.projection.function.__name__

@@ -245,11 +245,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
     assert_refuses(pos_embed_interpolate, TestContract.good, change, message, device)
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -188,6 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
     assert_refuses(rotary_table, TestContract.good, change, message, device)

@@ -413,6 +413,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("kind", "call", "message"), REFUSED)
 def test_refuses(kind: str, call: Any, message: str) -> None:
     cache = make(kind)

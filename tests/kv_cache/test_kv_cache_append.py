@@ -314,6 +314,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
 def test_refuses(name: str, change: Any, message: str, device: str) -> None:
     inputs = _good(device)

@@ -47,7 +47,10 @@ def start(ranks: int, device: str, folder: Path) -> None:
     The others fail after it, since they lose a peer.
     """
     try:
-        mp.spawn(_run, (ranks, device, folder), ranks)
+        # A forked process has imported everything, but cannot use CUDA.
+        mp.start_processes(
+            _run, (ranks, device, folder), ranks, start_method="spawn" if torch.cuda.is_available() else "fork"
+        )
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         causes = sorted(folder.glob("rank*"), key=lambda path: path.stat().st_mtime_ns)
         raise AssertionError(f"{causes[0].name}: {causes[0].read_text()}" if causes else str(error)) from None

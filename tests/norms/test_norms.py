@@ -285,6 +285,7 @@ def test_gradcheck_in_fp64(op: str, parameters: str) -> None:
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("op", NORMS)
 def test_a_second_derivative_and_a_tangent_are_refused(op: str, device: str) -> None:
     inputs = of_case("narrow", op, torch.float32, device)
@@ -388,6 +389,7 @@ def _refusals() -> list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], s
     ]  # fmt: skip
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(
     ("name", "change", "message"), _refusals(), ids=lambda value: value if isinstance(value, str) else ""
 )
@@ -406,6 +408,7 @@ def test_refuses(op: str, name: str, change: Any, message: str, device: str) -> 
         PUBLIC[op](**{argument: given[argument] for argument in takes})
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -135,10 +135,13 @@ def without_checks_of_int32() -> Iterator[None]:
         yield
 
 
-def with_dtypes(cases: Sequence[Any], dtypes: Sequence[torch.dtype]) -> pytest.MarkDecorator:
-    """Parametrizes `case` and `dtype`: each case at every dtype, in the interpreter at one, dtypes in turn."""
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def with_dtypes(cases: Sequence[Any], dtypes: Sequence[torch.dtype], in_turn: bool = INTERPRET) -> pytest.MarkDecorator:
+    """Parametrize `case` and `dtype`: each case with every dtype, or with one where they go `in_turn`."""
     pairs = list(itertools.product(cases, dtypes))
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+    if in_turn:
         pairs = [(case, dtypes[place % len(dtypes)]) for place, case in enumerate(cases)]
     points = [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in pairs]
     return pytest.mark.parametrize(("case", "dtype"), points)
