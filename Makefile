@@ -55,15 +55,15 @@ ROOMS_OF = $(foreach room,tests/* compile_tests,$(room)/test_$(call TESTS_OF,$(1
 	$(if $(filter mlp qkv_rope patch_merger,$(1)),compile_tests/test_gemm*.py tests/gemm/test_gemm*.py tests/gemm/test_products.py)
 TESTED = $(if $(OP),$(or $(wildcard $(call ROOMS_OF,$(OP))),$(error no tests of OP=$(OP))))
 
-# The interpreter has a process of its own, since ahead-of-time builds fail in it; it runs beside the rest.
-test: $(VENV)/.installed-test ## all tests, JOBS at a time, and beside them the kernels in Triton's interpreter
-	@interpreted=$$(mktemp); status=0; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) >$$interpreted 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null; rm -f $$interpreted' EXIT; trap 'exit 130' INT TERM; \
+# The interpreter has processes of its own, because ahead-of-time builds fail in it. They start last, because more
+# processes than JOBS would share its cores.
+PYTEST = $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2))
+test: $(VENV)/.installed-test ## all tests, then the kernels in Triton's interpreter, JOBS at a time
+	@status=0; trap 'exit 130' INT TERM; \
 	echo "All tests, without the interpreter:"; \
-	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2)) $(TESTED) $(ARGS) || status=1; \
-	wait $$beside || status=1; \
-	echo "Kernels in the interpreter:"; cat $$interpreted; \
+	env -u TRITON_INTERPRET $(PYTEST) $(TESTED) $(ARGS) || status=1; \
+	echo "Kernels in the interpreter:"; \
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) || status=1; \
 	exit $$status
 
 builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a fifth
