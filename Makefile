@@ -51,19 +51,19 @@ demo: $(VENV)/.installed-test ## encode the example image on this machine, no GP
 # The tests of an op have its name, but for close relatives, which share their family's (CONTRIBUTING.md).
 TESTS_OF = $(if $(filter %layer_norm %rms_norm,$(1)),norms,$(1))
 # What is made of products has the tests of those too.
-ROOMS_OF = $(foreach room,tests compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
-	$(if $(filter mlp qkv_rope patch_merger,$(1)),*/test_gemm*.py tests/test_products.py)
+ROOMS_OF = $(foreach room,tests/* compile_tests,$(room)/test_$(call TESTS_OF,$(1)).py) \
+	$(if $(filter mlp qkv_rope patch_merger,$(1)),compile_tests/test_gemm*.py tests/gemm/test_gemm*.py tests/gemm/test_products.py)
 TESTED = $(if $(OP),$(or $(wildcard $(call ROOMS_OF,$(OP))),$(error no tests of OP=$(OP))))
 
-# The interpreter has a process of its own, since ahead-of-time builds fail in it; it runs beside the rest.
-test: $(VENV)/.installed-test ## all tests, JOBS at a time, and beside them the kernels in Triton's interpreter
-	@interpreted=$$(mktemp); status=0; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --require-run -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) >$$interpreted 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null; rm -f $$interpreted' EXIT; trap 'exit 130' INT TERM; \
+# The interpreter has processes of its own, because ahead-of-time builds fail in it. They start last, because more
+# processes than JOBS would share its cores.
+PYTEST = $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2))
+test: $(VENV)/.installed-test ## all tests, then the kernels in Triton's interpreter, JOBS at a time
+	@status=0; trap 'exit 130' INT TERM; \
 	echo "All tests, without the interpreter:"; \
-	env -u TRITON_INTERPRET $(BIN)/python -m pytest --require-run $(call AT_A_TIME,$(or $(JOBS),2)) $(TESTED) $(ARGS) || status=1; \
-	wait $$beside || status=1; \
-	echo "Kernels in the interpreter:"; cat $$interpreted; \
+	env -u TRITON_INTERPRET $(PYTEST) $(TESTED) $(ARGS) || status=1; \
+	echo "Kernels in the interpreter:"; \
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) || status=1; \
 	exit $$status
 
 builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a fifth
@@ -88,7 +88,7 @@ sanitize: ## attention kernels and Hopper products on small cases under compute-
 	@for tool in memcheck racecheck; do echo $$tool; \
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
 	$(SANITIZER) --tool $$tool --kernel-name 'regex=_attention|_gemm' --show-backtrace no --error-exitcode 1 \
-	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/test_sanitized.py $(ARGS) || exit 1; done
+	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/kernels/test_sanitized.py $(ARGS) || exit 1; done
 
 bench: ## time an op next to its peers (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)

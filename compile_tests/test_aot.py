@@ -235,7 +235,7 @@ WIDE_LOADS = {"one": {64: 6, 72: 6, 80: 6, 96: 3, 128: 4}, "many": {64: 2, 72: 2
 @pytest.mark.parametrize("head_dim", PARTS)
 @pytest.mark.parametrize("variant", WIDE_LOADS)
 def test_sums_are_read_by_threads_side_by_side(head_dim: int, variant: str) -> None:
-    """Along the axis that holds the runs of all rows (tests/test_sums.py), whatever a version of Triton prefers."""
+    """Along the axis that holds the runs of all rows (tests/kernels/test_sums.py), whatever Triton prefers."""
     round_kernel = list(_hopper_builds(head_dim, variant).values())[PLACES.index("round")]
     assert round_kernel.asm["ptx"].count("ld.global.v4.b32") == WIDE_LOADS[variant][head_dim]
     layouts = re.findall(r"= #ttg\.blocked<\{(.*)\}>", round_kernel.asm["ttgir"])

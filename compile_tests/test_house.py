@@ -105,14 +105,14 @@ def test_every_op_has_its_rooms(op: str) -> None:
     def found_by(target: str) -> list[tuple[str, str]]:
         command = ["make", "-n", target, f"OP={op}"]
         made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-        return re.findall(r"((?:compile_)?tests)/test_(\w+)\.py", made.stdout)
+        return re.findall(r"(tests/\w+|compile_tests)/test_(\w+)\.py", made.stdout)
 
     found = found_by("gpu-test")
     # Without a GPU the interpreter runs those of `tests` first.
-    assert found_by("test") == [each for each in found if each[0] == "tests"] + found
+    assert found_by("test") == [each for each in found if each[0].startswith("tests/")] + found
     files = [(folder, name) for folder, name in found if not re.match("gemm|products", name)]
     assert (found != files) == (op in ("mlp", "patch_merger", "qkv_rope"))
-    assert [folder for folder, _ in files] == ["tests", "compile_tests"]
+    assert [folder.split("/")[0] for folder, _ in files] == ["tests", "compile_tests"]
     ((room,),) = ({name for _, name in files},)
     assert op == room or op.endswith(room.removesuffix("s").split("_")[-1])
     assert (ROOT / "torch_ops" / "bench" / "rooms" / f"{room}.py").is_file() and op in BENCH_ROOMS
@@ -143,6 +143,14 @@ def test_imports_point_down_and_families_never_import_each_other() -> None:
 def test_configs_import_no_kernel() -> None:
     taken = {module for path in SOURCES if _room(_module(path)) == "configs" for module, _ in _imports(path)}
     assert not {module for module in taken if module in MODULES and _room(module) in ("tiles", "kernels")}
+
+
+def test_no_test_imports_another_test_file() -> None:
+    """Families share code in their verify.py."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    taken = [(path, f"{module}.{name}") for path in files for module, name in _imports(path)]
+    wrong = [f"{path.relative_to(ROOT)}: {name}" for path, name in taken if re.match(r"tests\.(.*\.)?test_", name)]
+    assert len(files) > 60 and not wrong, "\n".join(wrong)
 
 
 def test_private_names_stay_in_their_module() -> None:

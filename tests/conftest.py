@@ -24,7 +24,7 @@ import torch_ops
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 if INTERPRET:
-    from tests.interpreter import without_checks_of_int32, without_repetition
+    from tests.testing.interpreter import without_checks_of_int32, without_repetition
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")

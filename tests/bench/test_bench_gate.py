@@ -1,0 +1,206 @@
+"""What the benchmark takes for right: the gate, and the peers that it is held against."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.bench.verify import CPU, TERMS, broken, golden_report, measured, spoiled, wrong_dq
+from torch_ops.bench.measure import gate
+from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.bench.measure.room import Trial
+from torch_ops.bench.peers import packed as attention_peers
+from torch_ops.bench.peers.packed import REFERENCE
+from torch_ops.bench.rooms.packed_cases import find_cases, shorten
+from torch_ops.bench.rooms.window_attn import OURS, OURS_FREE, ROOM
+from torch_ops.bench.show import documents
+from torch_ops.bench.show.tables import markdown
+from torch_ops.testing import references
+from torch_ops.testing.cases import cumulative
+
+pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
+
+
+def test_gate_passes_what_is_right() -> None:
+    for one in measured(OURS, REFERENCE):
+        assert one.ours.status == OK and one.peers[0].status == OK
+        assert one.best_peer is one.peers[0]
+        assert one.ratio is not None and one.ratio > 0
+        names = ["out"] if one.direction == "forward" else ["dq", "dk", "dv"]
+        assert [report.name.split()[0] for report in one.ours.gate] == names
+        assert all(report.passed for report in one.ours.gate)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda out: out * 1.01, lambda out: out + 0.01, lambda out: out.roll(1, 0)],
+    ids=["scaled", "shifted", "rolled"],
+)
+def test_wrong_contender_is_never_best(spoil: Any) -> None:
+    forward, _ = measured(OURS, spoiled("liar", spoil), REFERENCE)
+    liar, reference = forward.peers
+    assert liar.status == WRONG and "outside the rule" in liar.note
+    assert len(liar.rounds_ms) == TERMS.rounds, "what is wrong is timed all the same"
+    fast = dataclasses.replace(liar, rounds_ms=(1e-9, 1e-9))
+    assert dataclasses.replace(forward, peers=(fast, reference)).best_peer is reference
+
+
+def test_our_other_way_is_no_peer() -> None:
+    forward, backward = measured(OURS, OURS_FREE, REFERENCE)
+    assert [peer.name for peer in forward.peers] == ["reference"], "it is the same forward"
+    free, reference = backward.peers
+    assert free.status == OK and free.rounds_ms
+    fast = dataclasses.replace(free, rounds_ms=(1e-9, 1e-9))
+    backward = dataclasses.replace(backward, peers=(fast, reference))
+    assert backward.best_peer is reference
+    report = Report(golden_report().provenance, measurements=(forward, backward))
+    assert f"{reference.ms / 1e-9:.2f} for vk_free |" in markdown(report)
+    assert documents.summary(report).splitlines()[0].endswith("| reference | backward ms | vk_free | reference |")
+
+
+def test_gate_finds_one_wrong_gradient() -> None:
+    forward, backward = measured(OURS, wrong_dq(), REFERENCE)
+    assert forward.peers[0].status == OK
+    assert backward.peers[0].status == WRONG
+    assert backward.peers[0].note.startswith("dq (") and "dk" not in backward.peers[0].note
+    assert backward.best_peer is backward.peers[1]
+
+
+def test_gate_finds_unwritten_output() -> None:
+    forward, _ = measured(OURS, spoiled("lazy", lambda out: 0 * out + torch.empty_like(out)))
+    assert forward.peers[0].status == WRONG
+
+
+@pytest.mark.parametrize(("later", "status"), [(4e-3, OK), (1e-3, WRONG), (None, WRONG)])
+def test_gate_takes_more_numbers_where_a_maximum_alone_is_outside(later: float | None, status: str) -> None:
+    """Of eager's largest errors, which may be small by luck."""
+
+    def draw(seed: int) -> Trial:
+        reference = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+        actual, eager = reference + 1e-3, reference + 1e-3
+        actual[7] += 4e-3
+        eager[5] += (later or 0.0) if seed else 0.0
+        inputs = SimpleNamespace(actual=actual.float())
+        again = None if later is None else draw
+        return Trial("drawn", None, inputs, lambda _, out: out, {"out": reference}, {"out": eager.float()}, again=again)
+
+    def bind(_: Any, inputs: Any) -> Any:
+        return SimpleNamespace(results=lambda backward: {"out": inputs.actual})
+
+    drawn = dataclasses.replace(REFERENCE, bind=bind)
+    assert gate.judge(drawn, ROOM.cases([], CPU)[0], [draw(0)], torch.float32, CPU, False).status == status
+
+
+def test_gate_looks_at_the_case_itself() -> None:
+    """A contender that is wrong only where it is long: the shortened case alone would miss it."""
+    (case,) = find_cases(["300+1500x4/2x16c"])
+    assert max(shorten(case, 2**22, 4).lengths) < 1500
+
+    def spoil(out: Tensor) -> Tensor:
+        return out * 1.1 if out.shape[0] >= 1500 else out
+
+    trials = ROOM.trials(case, torch.float32, CPU, True)
+    assert len(trials) == 2 and trials[1].case == case
+    liar = gate.judge(spoiled("liar", spoil), case, trials, torch.float32, CPU, True)
+    assert all(report.passed == ("key heads" not in report.name) for report in liar.reports[:5])
+    for right in (OURS, REFERENCE):
+        verdict = gate.judge(right, case, trials, torch.float32, CPU, True)
+        assert verdict.status == OK, verdict.reports
+
+
+def test_gate_ends_where_the_device_is_lost() -> None:
+    """What came next would fail too, and be blamed for it."""
+    (case,) = find_cases(["30x2x16"])
+    trials = ROOM.trials(case, torch.float32, CPU, True)
+    lost = mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("lost"))
+    with lost, pytest.raises(RuntimeError, match="lost"):
+        gate.judge(broken(), case, trials, torch.float32, torch.device("cuda"), True)
+
+
+def test_gate_marks_what_fails_and_what_cannot_run() -> None:
+    forward, backward = measured(OURS, broken(), attention_peers.CUDNN, attention_peers.FLASH4)
+    for one in (forward, backward):
+        assert [peer.status for peer in one.peers] == [FAILED, UNAVAILABLE, UNAVAILABLE]
+        assert one.peers[0].note.endswith("RuntimeError: no kernel for this")
+        assert [peer.note for peer in one.peers[1:]] == ["needs a GPU"] * 2
+        assert one.best_peer is None and one.ratio is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "cudnn", "flash2"),
+    [
+        ("1x40x2x16", "", ""),
+        ("2x40x2x16c", "", ""),
+        ("40+30x2x16", "equal segments", ""),
+        ("cross", "equal segments", ""),
+        ("window", "window_left", ""),
+        ("softcap_causal", "softcap", "softcap"),
+        ("padding", "equal segments", "unwritten"),
+        ("alibi", "equal segments", "alibi"),
+        ("sinks", "equal segments", "sinks"),
+        ("dropout", "equal segments", "dropout_p"),
+    ],
+)
+def test_peers_say_what_they_cannot_run(shape: str, cudnn: str, flash2: str) -> None:
+    (case,) = find_cases([shape])
+    device = torch.device("cuda")
+    for peer, reason in ((attention_peers.CUDNN, cudnn), (attention_peers.FLASH2, flash2)):
+        said = peer.refuses(case, torch.bfloat16, device)
+        assert reason in said if reason else said == ""
+        assert peer.refuses(case, torch.float32, device)
+
+
+def test_cudnn_view_is_the_packed_maths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batched view of packed tensors, run by a backend that the CPU has."""
+    monkeypatch.setattr(
+        attention_peers,
+        "sdpa_kernel",
+        lambda backend: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    )
+    peer = dataclasses.replace(attention_peers.CUDNN, refuses=lambda case, dtype, device: "")
+    for shape in ("3x20x2x16", "2x20x4/2x16c"):
+        for one in measured(OURS, peer, shape=shape):
+            assert one.peers[0].status == OK, one.peers[0].note
+
+
+@pytest.mark.parametrize(
+    ("shape", "flash2", "flash4"),
+    [
+        ("12+30x4/2x16c", (30, 30, None, (-1, 0), True), (30, 30)),
+        ("3x20x4/2x16", (20, 20, None, (-1, -1), True), ((3, 20, 4, 16), (3, 20, 2, 16))),
+    ],
+)
+def test_flash_peers_are_called_as_documented(
+    shape: str, flash2: tuple[Any, ...], flash4: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        seen["flash2"] = (max_q, max_k, scale, window_size, enable_gqa)
+        return references.window_attn(q, k, v, cu_q, cu_k, causal=window_size == (-1, 0))[0]
+
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        seen["flash4"] = (max_seqlen_q, max_seqlen_k)
+        return references.window_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal)
+
+    def flash_attn_func(q, k, v, *, causal):
+        seen["flash4"] = q.shape, k.shape
+        batch, length = q.shape[:2]
+        packed = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        out, lse = references.window_attn(*packed, cumulative((length,) * batch, q.device), causal=causal)
+        return out.unflatten(0, (batch, length)), lse
+
+    interface = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
+    monkeypatch.setattr(attention_peers, "_varlen_attn", lambda: varlen_attn)
+    monkeypatch.setattr(attention_peers, "flash4_function", interface.__getitem__)
+    peers = [
+        dataclasses.replace(peer, refuses=lambda case, dtype, device: "")
+        for peer in (attention_peers.FLASH2, attention_peers.FLASH4)
+    ]
+    for one in measured(OURS, *peers, shape=shape):
+        assert [peer.status for peer in one.peers] == [OK, OK], one.peers
+    assert seen == {"flash2": flash2, "flash4": flash4}

@@ -1,0 +1,258 @@
+"""Numerics, parity with Transformers and refusals of patch_merger."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.gemm.verify import assert_second_derivatives_refused, check_outcome
+from tests.testing.interpreter import with_dtypes
+from torch_ops import patch_merger
+from torch_ops.testing import check, references
+from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, merger_cases, outcome
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+GPU = torch.cuda.is_available()
+# The interpreter computes in numpy, which has no bf16.
+DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
+TOWER, AFTER, RMS = merger_cases("smoke")
+
+pytestmark = pytest.mark.interpret
+
+
+def verify(inputs: MergerInputs) -> None:
+    check_outcome(patch_merger, references.patch_merger, inputs)
+
+
+@with_dtypes(merger_cases("edge"), DTYPES)
+def test_agrees_with_reference(case: MergerCase, dtype: torch.dtype, device: str) -> None:
+    verify(make_merger_inputs(case, dtype, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["merger_1152_784", "merger_1280_3136", "deepstack_1152_3136"])
+def test_agrees_at_real_shapes(name: str, device: str) -> None:
+    case = next(case for case in merger_cases("bench") if case.name == name)
+    verify(make_merger_inputs(case, torch.bfloat16, device))
+
+
+@st.composite
+def mergers(draw) -> MergerCase:
+    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    merge_size = draw(st.integers(1, 3))
+    layout = draw(st.sampled_from(["contiguous", "row_strided", "column_strided"]))
+    return MergerCase(
+        "fuzz", "anything", merge_size**2 * draw(st.integers(30, 50)), draw(st.integers(24, 48)),
+        draw(st.one_of(st.none(), st.integers(24, 60))), draw(st.integers(24, 60)), merge_size,
+        draw(st.sampled_from(["layer", "rms", "none"])), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()),
+        layout,
+    )  # fmt: skip
+
+
+@given(mergers(), st.sampled_from([torch.float16] if INTERPRET else DTYPES), st.integers(0, 2**16))
+@hypothesis_settings(max_examples=8 if INTERPRET else 40)
+def test_agrees_on_anything(case: MergerCase, dtype: torch.dtype, seed: int) -> None:
+    verify(make_merger_inputs(case, dtype, "cuda" if GPU else "cpu", seed))
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("name", ["layer", "rms", "none"])
+@pytest.mark.parametrize("outer", [None, 3])
+@pytest.mark.parametrize("norm_after", [False, True])
+def test_gradcheck_in_fp64(name: str, outer: int | None, norm_after: bool) -> None:
+    case = MergerCase("gradcheck", "fp64", 8, 3, outer, inner=5, norm=name, norm_after=norm_after)
+    inputs = make_merger_inputs(case, torch.float64)
+    leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
+    assert torch.autograd.gradcheck(
+        lambda *given: inputs.call(patch_merger, **dict(zip(leaves, given, strict=True))), tuple(leaves.values())
+    )
+
+
+@pytest.mark.parametrize("case", merger_cases("smoke"), ids=lambda case: case.name)
+def test_same_bits_every_time(case: MergerCase, device: str) -> None:
+    inputs = make_merger_inputs(case, torch.float16, device)
+    first, second = (outcome(patch_merger, inputs) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_frozen_layers_keep_x_and_the_first_product_alone(device: str) -> None:
+    """As a norm and an mlp do: no merged rows, which are for the gradient of fc1_weight."""
+    inputs = make_merger_inputs(TOWER, torch.float16, device)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)), lambda _: None):
+        inputs.call(patch_merger, x=inputs.x.clone().requires_grad_())
+        assert sorted(shape for shape in kept if shape[0] in (TOWER.total, TOWER.rows)) == [(35, 96), (140, 24)]
+        kept.clear()
+        inputs.call(patch_merger, fc1_weight=inputs.fc1_weight.clone().requires_grad_())
+        assert kept.count((35, 96)) == 2 and (140, 24) not in kept
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("norm", ["layer", "rms", "none"])
+def test_no_second_derivative_is_dropped(norm: str, device: str) -> None:
+    inputs = make_merger_inputs(MergerCase("second", "", 8, 6, 5, inner=7, norm=norm), torch.float32, device)
+    assert_second_derivatives_refused(
+        patch_merger, references.patch_merger, inputs, r"vk::\w+_backward has no derivative"
+    )
+
+
+def test_contiguous_rows_are_merged_without_a_copy(device: str) -> None:
+    inputs = make_merger_inputs(MergerCase("view", "", 140, 24, 40, norm="none"), torch.float16, device)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
+        inputs.call(patch_merger, fc1_weight=inputs.fc1_weight.clone().requires_grad_())
+    assert inputs.x.data_ptr() in kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_follows_the_region(dtype: torch.dtype, device: str) -> None:
+    inputs = make_merger_inputs(TOWER, torch.float32, device)
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in inputs.leaves.items()}
+    with torch.autocast(device, dtype=dtype):
+        out = inputs.call(patch_merger, **{**leaves, "x": leaves["x"].to(dtype)})
+    assert out.dtype == dtype
+    out.sum().backward()
+    assert all(leaf.grad.dtype == torch.float32 and leaf.grad.isfinite().all() for leaf in leaves.values())
+
+
+class TestTransformers:
+    """What the installed Transformers computes for its Qwen-VL encoders."""
+
+    @staticmethod
+    def _assert_theirs(module: Any, norm: Any, layers: tuple[Any, Any], device: str, **options: Any) -> None:
+        module = module.to(device)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        parameters = [
+            norm.weight,
+            getattr(norm, "bias", None),
+            *(p for layer in layers for p in (layer.weight, layer.bias)),
+        ]
+        x = torch.randn(160, 24, device=device)
+        dout = torch.randn(40, 40, device=device)
+        leaves = [x.requires_grad_(), *(each for each in parameters if each is not None)]
+        names = [f"d{index}" for index in range(len(leaves))]
+
+        def results(out: Tensor) -> dict[str, Tensor]:
+            grads = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+            return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
+
+        ours = results(patch_merger(x, *parameters, **options))
+        theirs = results(module(x))
+        module.double()
+        doubled = [
+            norm.weight,
+            getattr(norm, "bias", None),
+            *(p for layer in layers for p in (layer.weight, layer.bias)),
+        ]
+        x = x.detach().double().requires_grad_()
+        leaves = [x, *(each for each in doubled if each is not None)]
+        check(ours, theirs, results(module(x).double()))
+
+    @pytest.mark.parametrize("norm_after", [False, True])
+    def test_merger_of_qwen3_vl(self, norm_after: bool, device: str) -> None:
+        qwen3 = pytest.importorskip("transformers.models.qwen3_vl.modeling_qwen3_vl")
+        config = SimpleNamespace(hidden_size=24, spatial_merge_size=2, out_hidden_size=40)
+        module = qwen3.Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=norm_after)
+        layers = module.linear_fc1, module.linear_fc2
+        self._assert_theirs(module, module.norm, layers, device, norm_after=norm_after)
+
+    def test_merger_of_qwen25_vl(self, device: str) -> None:
+        qwen25 = pytest.importorskip("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+        module = qwen25.Qwen2_5_VLPatchMerger(dim=40, context_dim=24)
+        # Its norm computes in fp32 whatever it is given, so in fp64 the yardstick is LayerNorm's sibling.
+        norm = torch.nn.RMSNorm(24, eps=1e-6)
+        norm.weight = module.ln_q.weight
+        theirs = module.ln_q(torch.ones(3, 24))
+        torch.testing.assert_close(theirs, norm(torch.ones(3, 24)))
+        module.ln_q = norm
+        self._assert_theirs(module, norm, (module.mlp[0], module.mlp[2]), device, rms=True)
+
+    def test_merger_of_qwen2_vl(self, device: str) -> None:
+        qwen2 = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+        module = qwen2.PatchMerger(dim=40, context_dim=24)
+        self._assert_theirs(module, module.ln_q, (module.mlp[0], module.mlp[2]), device)
+
+
+def _with(**changes: Any) -> Any:
+    return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
+
+
+REFUSALS = [
+    ("x", _with(x=lambda g: g["x"][None]), r"x must be of shape \[T, C\], got \[1, 40, 12\]"),
+    ("x_int", _with(x=lambda g: g["x"].int()), r"x must be float16, bfloat16 or float32 .* got int32"),
+    ("rows", _with(x=lambda g: g["x"][:39]), r"number of rows of x must be a multiple of merge_size\^2 = 4, got 39"),
+    ("merge_size", _with(merge_size=lambda g: 0), r"merge_size must be 1 or more, got 0"),
+    ("norm_weight", _with(norm_after=lambda g: True), r"norm_weight must be of shape \[48\], got \[12\]"),
+    ("norm_dtype", _with(norm_weight=lambda g: g["norm_weight"].half()), r"norm_weight must be float32 as x is, got"),
+    ("norm_bias", _with(norm_bias=lambda g: g["norm_bias"][1:]), r"norm_bias must be of shape \[12\], got \[11\]"),
+    ("rms", _with(rms=lambda g: True), r"norm_bias must be None with rms and where norm_weight is, got a tensor"),
+    ("no_norm", _with(norm_weight=lambda g: None), r"norm_bias must be None with rms and where norm_weight is"),
+    ("fc1", _with(fc1_weight=lambda g: g["fc1_weight"][:, 1:]), r"fc1_weight must be of shape .* = \[any, 48\]"),
+    ("fc1_dtype", _with(fc1_weight=lambda g: g["fc1_weight"].half()), r"fc1_weight must be float32 as x is"),
+    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias must be of shape \[30\], got \[29\]"),
+    ("fc2", _with(fc2_weight=lambda g: g["fc2_weight"][:, 1:]), r"fc2_weight must be of shape .* = \[any, 30\]"),
+    ("fc2_bias", _with(fc2_weight=lambda g: None), r"fc2_bias must be None where fc2_weight is, got a tensor"),
+    ("eps", _with(eps=lambda g: torch.ones(())), r"eps must be a number, since a tensor would get no gradient"),
+    ("eps_range", _with(eps=lambda g: -1.0), r"eps must be 0 or a positive number .* got -1"),
+    ("eps_of_no_norm", lambda g: {**g, "norm_weight": None, "norm_bias": None, "eps": -1.0}, r"eps must be 0 or "),
+    ("no_inner", _with(fc1_weight=lambda g: g["fc1_weight"][:0], fc1_bias=lambda g: None,
+                       fc2_weight=lambda g: g["fc2_weight"][:, :0]), r"rows of fc1_weight must be 1 or more, got 0"),
+    ("no_outer", _with(fc2_weight=lambda g: g["fc2_weight"][:0], fc2_bias=lambda g: None), r"of fc2_weight must be 1"),
+    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight must be on .* as x is, got meta"),
+]  # fmt: skip
+
+
+def _good(device: str) -> dict[str, Any]:
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device)
+
+    return {
+        "x": new(40, 12), "norm_weight": new(12), "norm_bias": new(12), "fc1_weight": new(30, 48),
+        "fc1_bias": new(30), "fc2_weight": new(20, 30), "fc2_bias": new(20),
+    }  # fmt: skip
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
+def test_refuses(name: str, change: Any, message: str, device: str) -> None:
+    good = _good(device)
+    assert patch_merger(**good).shape == (10, 20)
+    with pytest.raises(ValueError, match=f"^patch_merger: .*{message}"):
+        patch_merger(**change(good))
+
+
+def _alone(change: Any) -> Any:
+    """Of one projection."""
+    return lambda good: change({**good, "fc2_weight": None, "fc2_bias": None})
+
+
+IN_AUTOCAST = [
+    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias must be of shape \[30\], got \[29\]"),
+    ("fc1_bias_alone", _alone(_with(fc1_bias=lambda g: g["fc1_bias"][None])), r"fc1_bias must be of shape \[30\], got"),
+    ("fc2_bias", _with(fc2_bias=lambda g: g["fc2_bias"][:1]), r"fc2_bias must be of shape \[20\], got \[1\]"),
+    ("integers", _with(fc1_weight=lambda g: g["fc1_weight"].int()), r"fc1_weight must be float32 as x is, got int32"),
+    ("integers_alone", _alone(_with(fc1_weight=lambda g: g["fc1_weight"].int())), r"fc1_weight must be float32 as"),
+    ("double", _alone(_with(fc1_bias=lambda g: g["fc1_bias"].double())), r"fc1_bias must be float32 as x is, got"),
+    ("x_double", _alone(_with(x=lambda g: g["x"].double(), norm_weight=lambda g: None, norm_bias=lambda g: None)),
+     r"fc1_weight must be float64 as x is, got float32"),
+    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight must be on .* as x is, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize(("name", "change", "message"), IN_AUTOCAST, ids=[name for name, *_ in IN_AUTOCAST])
+def test_refuses_in_an_autocast_region(name: str, change: Any, message: str) -> None:
+    good = _good("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert patch_merger(**good).dtype == patch_merger(**_alone(dict)(good)).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=f"^patch_merger: .*{message}"):
+            patch_merger(**change(good))

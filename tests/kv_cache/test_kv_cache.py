@@ -1,0 +1,466 @@
+"""Caches of keys and values: what they hold after appending, growing, cutting, reordering, and what they refuse."""
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import torch_ops
+from compile_tests.contract import capture
+from torch_ops import KVCache, PagedKVCache
+from torch_ops.testing import check, references
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+LAYERS, BATCH, HEADS, HEAD_DIM, PAGE = 2, 3, 2, 16, 4
+Cache = KVCache | PagedKVCache
+
+pytestmark = pytest.mark.interpret
+
+
+def make(kind: str, capacity: int = 16, pages: int = 14, **options: Any) -> Cache:
+    """Of a paged cache sequences have pages for `capacity`, if there are that many."""
+    options = {"dtype": torch.float16, "device": DEVICE, **options}
+    if kind == "contiguous":
+        return KVCache(LAYERS, BATCH, HEADS, capacity, HEAD_DIM, **options)
+    cache = PagedKVCache(LAYERS, BATCH, HEADS, pages, PAGE, HEAD_DIM, **options)
+    if capacity:
+        cache.reserve(capacity)
+    return cache
+
+
+def new(tokens: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    k, v = (torch.randn(BATCH, HEADS, tokens, HEAD_DIM).to(DEVICE, dtype) for _ in range(2))
+    return k, v
+
+
+def held(cache: Cache, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of each sequence, [Hk, n, D]."""
+    k, v, seqlens, *table = cache.layer(layer)
+    if table:
+        k, v = (pool[table[0].long().clamp(min=0)].transpose(1, 2).flatten(2, 3) for pool in (k, v))
+    lengths = seqlens.tolist()
+    return tuple([each[b, :, :length] for b, length in enumerate(lengths)] for each in (k, v))
+
+
+def assert_holds(cache: Cache, layer: int, k: list[Tensor], v: list[Tensor]) -> None:
+    for actual, expected in zip(held(cache, layer), (k, v), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+KINDS = pytest.mark.parametrize("kind", ["contiguous", "paged"])
+
+
+@KINDS
+def test_layers_count_for_themselves(kind: str) -> None:
+    """A position that all layers share would advance once for each of them."""
+    cache = make(kind)
+    first, second, third = new(5), new(2), new(3)
+    cache.append(0, *first)
+    cache.append(0, *second)
+    cache.append(1, *third)
+    assert [seqlens.tolist() for seqlens in cache.seqlens] == [[7] * BATCH, [3] * BATCH]
+    assert_holds(cache, 0, *(list(torch.cat(pair, 2)) for pair in zip(first, second, strict=True)))
+    assert_holds(cache, 1, *map(list, third))
+
+
+@KINDS
+def test_ragged_tokens_leave_padding_out(kind: str) -> None:
+    cache = make(kind, 8)
+    parts = []
+    for lengths in ([5, 0, 2], [1, 3, 3], [0, 0, 0], [2, 5, 3]):
+        k, v = new(5)
+        cache.append(0, k, v, lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+        parts.append([[each[b, :, :length] for b, length in enumerate(lengths)] for each in (k, v)])
+    expected = [[torch.cat([part[which][b] for part in parts], 1) for b in range(BATCH)] for which in range(2)]
+    assert cache.seqlens[0].tolist() == [8, 8, 8] and cache.seqlens[1].tolist() == [0, 0, 0]
+    assert_holds(cache, 0, *expected)
+
+
+@KINDS
+def test_keys_and_queries_are_turned_by_their_position(kind: str) -> None:
+    cache = make(kind, dtype=torch.float32)
+    angles = 3 * torch.randn(16, HEAD_DIM // 2, device=DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+    results: list[dict[str, Tensor]] = [{}, {}, {}]
+    begin = 0
+    for tokens in (5, 1, 2):
+        k, v = new(tokens, torch.float32)
+        q = torch.randn(BATCH, 4, tokens, HEAD_DIM, device=DEVICE)
+        out = cache.append(1, k, v, q, cos, sin)
+        rows = slice(begin, begin + tokens)
+        results[0] |= {f"q{begin}": out, f"k{begin}": torch.stack(held(cache, 1)[0])[:, :, rows]}
+        for of, dtype in ((1, torch.float32), (2, torch.float64)):
+            turned = (references.turned(each.to(dtype), cos[rows], sin[rows]) for each in (q, k))
+            results[of] |= dict(zip((f"q{begin}", f"k{begin}"), turned, strict=True))
+        begin += tokens
+    check(*results)
+
+
+@KINDS
+def test_another_dtype_than_the_model_s(kind: str) -> None:
+    cache = make(kind, dtype=torch.float16)
+    k, v = new(3, torch.float32)
+    cache.append(0, k, v)
+    assert_holds(cache, 0, *(list(each.half()) for each in (k, v)))
+
+
+@KINDS
+def test_growing_keeps_what_there_is(kind: str) -> None:
+    cache = make(kind, 8, pages=6)
+    parts = [new(8)]
+    cache.append(0, *parts[0])
+    if isinstance(cache, KVCache):
+        cache.grow(13)
+        assert cache.capacity == 13
+    else:
+        with pytest.raises(ValueError, match=r"the number of free pages must be 3 or more for this, got 0 of 6"):
+            cache.reserve(12)
+        cache.grow(9, max_pages=8)
+        assert cache.num_pages == 9 and cache.free_pages == 3 and cache.block_table.shape == (BATCH, 8)
+        cache.reserve(12)
+    parts.append(new(4))
+    cache.append(0, *parts[1])
+    assert_holds(cache, 0, *(list(torch.cat(pair, 2)) for pair in zip(*parts, strict=True)))
+
+
+@KINDS
+def test_truncating_forgets_the_last(kind: str) -> None:
+    cache = make(kind)
+    k, v = new(9)
+    for layer in range(LAYERS):
+        cache.append(layer, k, v)
+    for lengths, left in (([4, 12, 0], [4, 9, 0]), (5, [4, 5, 0]), (torch.tensor([1, 9, 9], device=DEVICE), [1, 5, 0])):
+        cache.truncate(lengths)
+        for layer in range(LAYERS):
+            assert_holds(cache, layer, *([each[b, :, :n] for b, n in enumerate(left)] for each in (k, v)))
+    more = new(2)
+    if isinstance(cache, PagedKVCache):
+        assert cache.reserved == [4, 8, 0]
+        cache.reserve(8)
+    cache.append(0, *more)
+    both = zip((k, v), more, strict=True)
+    expected = ([torch.cat([old[b, :, :n], new[b]], 1) for b, n in enumerate(left)] for old, new in both)
+    assert_holds(cache, 0, *expected)
+
+
+@KINDS
+def test_reordering_beams(kind: str) -> None:
+    cache = make(kind, 6)
+    k, v = new(6)
+    for layer in range(LAYERS):
+        cache.append(layer, k, v)
+    for indices in ([2, 0, 1], [1, 1, 0], [2, 2, 2]):
+        cache.reorder(torch.tensor(indices, device=DEVICE) if isinstance(cache, KVCache) else indices)
+        k, v = k[indices], v[indices]
+        for layer in range(LAYERS):
+            assert_holds(cache, layer, *map(list, (k, v)))
+    if isinstance(cache, PagedKVCache):
+        # One page is full and shared, of the second each has its own.
+        assert cache.free_pages == 14 - 1 - BATCH
+    cache.truncate(5)
+    if isinstance(cache, PagedKVCache):
+        cache.truncate(3)
+        assert cache.free_pages == 14 - BATCH, "each has its own of what it will write to"
+        cache.reserve(6)
+    else:
+        cache.truncate(3)
+    more = new(2)
+    cache.append(0, *more)
+    assert_holds(cache, 0, *(list(torch.cat([old[:, :, :3], new], 2)) for old, new in zip((k, v), more, strict=True)))
+
+
+@KINDS
+def test_reset(kind: str) -> None:
+    cache = make(kind)
+    for _ in range(2):
+        k, v = new(5)
+        cache.append(0, k, v)
+        assert_holds(cache, 0, *map(list, (k, v)))
+        cache.reset()
+        assert cache.seqlens[0].tolist() == [0] * BATCH
+        if isinstance(cache, PagedKVCache):
+            assert cache.free_pages == cache.num_pages and (cache.block_table == -1).all()
+            cache.reserve(5)
+
+
+def test_pages_are_given_out_by_reserve_alone() -> None:
+    cache = make("paged", 0, pages=5)
+    assert cache.free_pages == 5 and cache.reserved == [0] * BATCH
+    k, v = new(1)
+    message = r"^PagedKVCache: the number of tokens of k must be at most 0, for which every sequence has pages"
+    with pytest.raises(ValueError, match=message):
+        cache.append(0, k, v)
+    cache.reserve([5, 1, 0])
+    assert cache.free_pages == 2 and cache.reserved == [8, 4, 0]
+    table = cache.block_table.clone()
+    with pytest.raises(ValueError, match=r"^PagedKVCache: the number of free pages must be 4 or more .*, got 2 of 5"):
+        cache.reserve([12, 8, 5])
+    assert torch.equal(cache.block_table, table) and cache.free_pages == 2
+    cache.reserve(4)
+    assert cache.reserved == [8, 4, 4] and (cache.block_table >= 0).sum(1).tolist() == [2, 1, 1]
+    cache.append(0, k, v)
+    assert_holds(cache, 0, *map(list, (k, v)))
+
+
+def test_without_pages_for_copies_nothing_changes() -> None:
+    def ragged(*lengths: int) -> Tensor:
+        return torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+    for lengths, pages, begin, change in (
+        ((6, 2, 0), 3, lambda cache: None, lambda cache: cache.reorder([0, 0, 0])),
+        ((8, 0, 0), 2, lambda cache: cache.reorder([0, 0, 1]), lambda cache: cache.truncate([6, 8, 0])),
+    ):
+        cache = make("paged", 0, pages=pages)
+        cache.reserve(lengths)
+        k, _ = new(8)
+        for layer in range(LAYERS):
+            cache.append(layer, k, k, lengths=ragged(*lengths))
+        begin(cache)
+        table, users = cache.block_table.clone(), list(cache._pages.users)
+        keys, values = held(cache, 0)
+        with pytest.raises(
+            ValueError, match=r"^PagedKVCache: the number of free pages must be \d or more for this, got"
+        ):
+            change(cache)
+        assert torch.equal(cache.block_table, table) and cache._pages.users == users
+        assert_holds(cache, 0, keys, values)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "compiled"])
+@KINDS
+@pytest.mark.no_interpret
+def test_a_model_s_step(kind: str, way: str) -> None:
+    """Weights that require gradients; and a step under torch.compile, over all layers."""
+    cache = make(kind, dtype=torch.float32)
+    weight = torch.randn(HEAD_DIM, HEAD_DIM, device=DEVICE, requires_grad=True)
+
+    def step(k: Tensor, v: Tensor) -> None:
+        for layer in range(LAYERS):
+            cache.append(layer, k @ weight, v)
+
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if way == "compiled" else step
+    parts = [new(3, torch.float32) for _ in range(2)]
+    with pytest.raises(Exception, match="no gradient, and k requires one"):
+        step(*parts[0])
+    with torch.no_grad():
+        for part in parts:
+            run(*part)
+        for layer in range(LAYERS):
+            assert cache.seqlens[layer].tolist() == [6] * BATCH
+            assert_holds(cache, layer, *(
+                list(torch.cat(pair, 2)) for pair in zip(*((k @ weight, v) for k, v in parts), strict=True)
+            ))  # fmt: skip
+
+
+@pytest.mark.gpu
+@KINDS
+def test_cuda_graph_replays_go_on(kind: str) -> None:
+    cache = make(kind)
+    k, v = new(1)
+    graph, _ = capture(lambda: [cache.append(layer, k, v) for layer in range(LAYERS)])
+    cache.truncate(0)
+    if isinstance(cache, PagedKVCache):
+        cache.reserve(16)
+    parts = []
+    for _ in range(5):
+        parts.append(tuple(tensor.normal_().clone() for tensor in (k, v)))
+        graph.replay()
+    for layer in range(LAYERS):
+        assert_holds(cache, layer, *(list(torch.cat(pair, 2)) for pair in zip(*parts, strict=True)))
+
+
+@pytest.mark.gpu
+@KINDS
+def test_compiled_steps_have_cuda_graphs(kind: str) -> None:
+    """A graph that writes to other inputs than static ones has none."""
+    caches = make(kind), make(kind)
+
+    def step(cache: Cache, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [cache.append(layer, k, v + layer) for layer in range(LAYERS)]
+
+    compiled = torch.compile(partial(step, caches[0]), fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    with torch.no_grad():
+        for _ in range(6):
+            k, v = new(1)
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(k, v)
+            step(caches[1], k, v)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    for layer in range(LAYERS):
+        assert_holds(caches[0], layer, *held(caches[1], layer))
+
+
+@pytest.mark.gpu
+@KINDS
+def test_a_step_waits_for_nothing(kind: str) -> None:
+    cache = make(kind)
+    part = new(1)
+    cache.append(0, *part)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.append(0, *part)
+        cache.truncate(1)
+        if isinstance(cache, PagedKVCache):
+            cache.reserve(8)
+            cache.reorder([1, 1, 0], 1)
+        else:
+            cache.reorder([1, 1, 0])
+        cache.reset()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Both kinds beside lists of tensors, one for each sequence of each layer."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.caches = [make("contiguous", 12), make("paged", 12, 40)]
+        empty = torch.zeros(HEADS, 0, HEAD_DIM, dtype=torch.float16, device=DEVICE)
+        self.rows = [[empty] * BATCH for _ in range(LAYERS)]
+
+    @rule(tokens=st.integers(1, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), data=st.data())
+    def append(self, tokens: int, layers: tuple[int, ...], data: Any) -> None:
+        lengths = data.draw(st.none() | st.lists(st.integers(0, tokens), min_size=BATCH, max_size=BATCH))
+        counts = lengths or [tokens] * BATCH
+        if any(rows[b].shape[1] + counts[b] > 12 for rows in self.rows for b in range(BATCH)):
+            return
+        given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.caches[1].reserve([max(rows[b].shape[1] for rows in self.rows) + counts[b] for b in range(BATCH)])
+        for layer in layers:
+            k, v = new(tokens)
+            for cache in self.caches:
+                cache.append(layer, k, k, lengths=given)
+            rows = self.rows[layer]
+            self.rows[layer] = [torch.cat([rows[b], k[b, :, : counts[b]]], 1) for b in range(BATCH)]
+
+    @rule(lengths=st.lists(st.integers(0, 12), min_size=BATCH, max_size=BATCH))
+    def truncate(self, lengths: list[int]) -> None:
+        for cache in self.caches:
+            cache.truncate(lengths)
+        self.rows = [[each[:, :n] for each, n in zip(rows, lengths, strict=True)] for rows in self.rows]
+        self.caches[1].reserve(4)
+
+    @rule(indices=st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH))
+    def reorder(self, indices: list[int]) -> None:
+        for cache in self.caches:
+            cache.reorder(indices)
+        self.rows = [[rows[place] for place in indices] for rows in self.rows]
+        self.caches[1].reserve(4)
+
+    @precondition(lambda self: hasattr(self, "rows"))
+    @invariant()
+    def both_hold_what_they_should(self) -> None:
+        for cache in self.caches:
+            for layer, rows in enumerate(self.rows):
+                assert_holds(cache, layer, rows, rows)
+        pages = self.caches[1]._pages
+        used = [page for table in pages.tables for page in table]
+        assert [used.count(page) for page in range(len(pages.users))] == pages.users
+        assert sorted(pages.free) == [page for page, users in enumerate(pages.users) if not users]
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = hypothesis_settings(
+    max_examples=4 if INTERPRET else 40, stateful_step_count=12, derandomize=True, deadline=None
+)
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("contiguous", lambda cache: cache.append(0.5, *new(1)), r"KVCache: layer must be an integer, got 0.5"),
+    ("contiguous", lambda cache: cache.append(0, None, None), r"KVCache.append: k must be a dense tensor, got None"),
+    (
+        "contiguous", lambda cache: cache.append(0, *(part[:, :1] for part in new(1))),
+        r"KVCache.append: k must be of shape \[B, Hk, Sn, D\] = \[.*\], got",
+    ),
+    ("contiguous", lambda cache: cache.reorder(None), r"KVCache.reorder: indices must be an integer, or one for each"),
+    ("contiguous", lambda cache: cache.truncate(0.5), r"KVCache.truncate: lengths must be an integer, or one for each"),
+    ("contiguous", lambda c: c.append(2, *new(1)), r"KVCache: layer must be from 0 to 1, got 2"),
+    ("contiguous", lambda c: c.layer(-1), r"KVCache: layer must be from 0 to 1, got -1"),
+    ("contiguous", lambda c: c.append(0, *new(17)),
+     r"KVCache: the number of tokens of k must be at most the capacity, 16, got 17"),
+    ("contiguous", lambda c: c.append(0, new(1)[0], new(2)[0]),
+     r"kv_cache_append: v must be of shape .* got \[3, 2, 2, 16\]"),
+    ("contiguous", lambda c: c.grow(8), r"KVCache.grow: capacity must be 16 or more, got 8"),
+    ("contiguous", lambda c: c.grow("8"), r"KVCache.grow: capacity must be an integer, got '8'"),
+    ("contiguous", lambda c: c.truncate(-1), r"KVCache.truncate: lengths must be 0 or more, got -1"),
+    ("contiguous", lambda c: c.truncate([1, 2]),
+     r"KVCache.truncate: lengths must be one for each of 3 sequences, got 2"),
+    ("contiguous", lambda c: c.truncate(torch.ones(3, device=DEVICE)),
+     r"KVCache.truncate: lengths must be int32 or int64, got float32"),
+    ("contiguous", lambda c: c.reorder([0, 1, 3]), r"KVCache.reorder: indices\[2\] must be at most 2, got 3"),
+    ("contiguous", lambda c: c.reorder(torch.tensor([0], device=DEVICE)),
+     r"KVCache.reorder: indices must be of shape \[3\], got \[1\]"),
+    ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] must be 0 or more, got -1"),
+    ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths must be at most 56, got 57"),
+    ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] must be an integer, got 1.5"),
+    ("paged", lambda c: c.append(0, *new(17)),
+     r"PagedKVCache: the number of tokens of k must be at most 16, for which"),
+    ("paged", lambda c: c.grow(13), r"PagedKVCache.grow: num_pages must be 14 or more, got 13"),
+    ("paged", lambda c: c.grow(14, 3), r"PagedKVCache.grow: max_pages must be 14 or more, got 3"),
+    ("paged", lambda c: (c.reorder([0, 0, 0], 4), c.truncate(torch.tensor([1, 1, 1], device=DEVICE))),
+     r"PagedKVCache.truncate: lengths must be integers on the host, since sequences share pages, got a tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize(("kind", "call", "message"), REFUSED)
+def test_refuses(kind: str, call: Any, message: str) -> None:
+    cache = make(kind)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(cache)
+    assert [seqlens.tolist() for seqlens in cache.seqlens] == [[0] * BATCH] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, r"num_layers must be 1 or more, got 0"),
+        ({"capacity": None}, r"capacity must be an integer, got None"),
+        ({"head_dim": 12}, r"the head dimension of the cache must be a multiple of 8 from 8 to 256, got 12"),
+        ({"dtype": torch.int32}, r"dtype must be float16, bfloat16 or float32 .*, got int32"),
+    ],
+)
+def test_sizes_are_refused(change: dict[str, Any], message: str) -> None:
+    sizes = {"num_layers": 1, "batch": 1, "num_kv_heads": 1, "capacity": 4, "head_dim": 16}
+    with pytest.raises(ValueError, match=f"^KVCache: {message}"):
+        KVCache(**{**sizes, **change})
+
+
+def test_checked_mode_refuses_what_does_not_fit_and_counts_nothing() -> None:
+    for kind in ("contiguous", "paged"):
+        cache = make(kind, 8, pages=6)
+        cache.append(0, *new(6))
+        with (
+            torch_ops.settings(checked=True),
+            pytest.raises(ValueError, match=r"^kv_cache_append: cache_seqlens\[0\]|block"),
+        ):
+            cache.append(0, *new(3))
+        assert cache.seqlens[0].tolist() == [6] * BATCH
+
+
+def test_a_cache_made_for_inference_outlives_it() -> None:
+    with torch.inference_mode():
+        cache = make("contiguous")
+        cache.append(0, *new(2))
+        cache.grow(20)
+    with torch.no_grad():
+        cache.append(0, *new(2))
+    assert cache.seqlens[0].tolist() == [4] * BATCH
+
+
+def test_lengths_beyond_int32_keep_everything() -> None:
+    cache = make("contiguous")
+    cache.append(0, *new(5))
+    cache.truncate(torch.tensor([2**32, 2**31, 3], device=DEVICE))
+    assert cache.seqlens[0].tolist() == [5, 5, 3]
