@@ -2,6 +2,8 @@
 
 from triton import next_power_of_2
 
+from csrc_free_ops.configs.attention_hopper import forward_rule
+from csrc_free_ops.configs.attention_hopper_backward import BLOCK_M, BLOCK_N, NUM_WARPS, pipeline_stages
 from csrc_free_ops.configs.rows import Gpu, Launch
 
 
@@ -81,12 +83,9 @@ def attention_rule(
             return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(32 if arch >= 120 else 64, 16, 8, 1)
         return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
     if kernel == "attention_bwd_hopper":
-        return Launch(64, 128, 8, 2 if width > 96 else 3)
+        return Launch(BLOCK_M, BLOCK_N, NUM_WARPS, pipeline_stages(width))
     if kernel == "attention_fwd_hopper":
-        # Warpgroups share K and V, so a taller tile reads less. A third warpgroup leaves no registers for masks or for
-        # wider heads.
-        stages = 2 if width > 80 else 3
-        return Launch(128, 128, 8, stages) if masked or width > 96 else Launch(192, 128, 12, stages)
+        return forward_rule(width, masked)
     if itemsize == 4 and (launch := _tensor_core_launch(kernel, gpu, width, precision, busy)):
         ladder = [launch]
     elif itemsize == 4:

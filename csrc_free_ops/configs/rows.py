@@ -6,6 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from csrc_free_ops.configs.attention_hopper_backward import BLOCK_M, BLOCK_N, NUM_WARPS, PIPELINE_STAGES
+
 ROWS_DIR = Path(__file__).parent
 
 
@@ -57,7 +59,7 @@ HOPPER_LAUNCHES = {
     "attention_fwd_hopper": tuple(
         Launch(rows, cols, rows // 16, stages) for rows in (128, 192) for cols in (64, 128) for stages in (2, 3)
     ),
-    "attention_bwd_hopper": tuple(Launch(64, 128, 8, stages) for stages in (2, 3)),
+    "attention_bwd_hopper": tuple(Launch(BLOCK_M, BLOCK_N, NUM_WARPS, stages) for stages in PIPELINE_STAGES),
 }
 
 

@@ -9,7 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.hopper.lanes import block_of_step, lane_distance, lead_of, longest_lead, turn_in_lane
+from csrc_free_ops.attention.hopper.dq_order import (
+    acc2_blocks,
+    acc2_distance,
+    block_of_step,
+    semaphore_value,
+    start_block_of,
+)
 from csrc_free_ops.tiles.images import from_merged, place_rows_in_frames, to_merged
 from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
@@ -157,15 +163,15 @@ def test_tiles_take_turns_at_a_block(
 
 @triton.jit
 def _lanes_kernel(out_ptr, longest_ptr, tiles, blocks, total, ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    distance = lane_distance(total, BLOCK)
-    tl.store(longest_ptr, longest_lead(tiles - 1, blocks, distance, ROUND))
+    distance = acc2_distance(total, BLOCK)
+    tl.store(longest_ptr, acc2_blocks(tiles - 1, blocks, distance, ROUND))
     for tile in range(tiles):
-        lead = lead_of(tile, blocks, distance, ROUND)
+        lead = start_block_of(tile, blocks, distance, ROUND)
         for step in range(blocks):
             place = out_ptr + (tile * blocks + step) * 3
             tl.store(place, block_of_step(step, lead, blocks))
             tl.store(place + 1, (step < lead).to(tl.int32))
-            tl.store(place + 2, turn_in_lane(tile, step, lead, blocks, distance, ROUND))
+            tl.store(place + 2, semaphore_value(tile, step, lead, blocks, distance, ROUND))
 
 
 @pytest.mark.parametrize("together", [2, 3, 8, 33])

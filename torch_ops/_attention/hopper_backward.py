@@ -16,7 +16,7 @@ from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     _attention_bwd_round_lanes_kernel,
     first_columns,
 )
-from csrc_free_ops.attention.hopper.bwd_protocol import lane_count, tile_columns
+from csrc_free_ops.attention.hopper.bwd_protocol import dq_acc_count, tile_columns
 from csrc_free_ops.attention.hopper.bwd_small import STAGES, _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE, EVEN, SINGLE
 from csrc_free_ops.configs.attention import split_head_dim
@@ -258,7 +258,7 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
     # The producer of wider heads lacks registers for EVEN.
     order = order_of(segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
     tiles = total_q // SENT_ROWS + segments + 2
-    lanes = lane_count(together)
+    lanes = dq_acc_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
     counts_fit = num_counts * 4 <= q.numel() * q.itemsize

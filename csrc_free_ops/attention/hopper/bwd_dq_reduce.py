@@ -1,4 +1,4 @@
-"""The way of dq's parts in the Hopper backward: from a consumer's registers to shared memory, and on to the sums."""
+"""The way of dq in the Hopper backward: from a consumer's registers to shared memory, and on to the accumulator."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,265 +6,240 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import first_columns
 from csrc_free_ops.attention.hopper.bwd_protocol import (
-    AFTER,
-    BATCH_STRIDES,
-    BEFORE,
-    BLOCK,
-    BLOCKS,
-    COUNTS,
-    DQ,
-    FETCHED,
-    FIRST_OTHER,
-    FREE,
-    HEAD,
-    HEAD_STRIDES,
-    LAST,
-    LEAD,
-    LENGTH,
-    MEETING,
-    OWN_EMPTY,
-    OWN_FULL,
-    OWNED,
-    PLACE,
-    ROW_OTHER,
-    SCALE,
-    SEGMENTS,
-    SENDERS,
-    SENT,
-    SHIFT,
-    SLOT,
-    STAGED,
-    SUMS,
-    TOTAL_OTHER,
-    block_at,
-    lane_count,
-    makers,
-    slot_count,
-    sum_bytes,
+    ADDRESS,
+    BLOCK_M,
+    BLOCK_N,
+    DQ_WRITERS,
+    KV_THREADS,
+    MBAR,
+    NAMED,
+    NUMBER,
+    TILE,
+    dq_acc_count,
+    m_block_of_step,
+    semaphores_per_head,
 )
-from csrc_free_ops.attention.hopper.lanes import lane_distance, turn_in_lane
-from csrc_free_ops.attention.hopper.scheduler import (
-    NOTES,
-    head_count,
-    is_dense,
-    kept_number,
-    kept_pointer,
-    kept_stride,
-    read_note_by_warp,
-)
+from csrc_free_ops.attention.hopper.dq_order import acc2_distance, semaphore_value
+from csrc_free_ops.attention.hopper.scheduler import head_count, is_dense
 from csrc_free_ops.tiles.hopper.memory import (
+    acquire_semaphore,
     add_tile,
     admit_kernel,
+    await_bulk_reads,
+    await_bulk_writes,
     await_kernel,
-    await_turn,
-    fetch_sums,
+    load_bulk,
     meet_in_warp,
-    pass_turn,
     put_float_pairs,
+    reduce_bulk,
+    release_semaphore,
     round_rows,
-    send_sums,
-    sent_all,
-    sent_from,
 )
-from csrc_free_ops.tiles.hopper.warpgroup import await_phase, barrier_arrive, barrier_sync, option, shared_base
+from csrc_free_ops.tiles.hopper.warpgroup import await_phase, barrier_arrive, barrier_sync, shared_base
 from csrc_free_ops.tiles.masks import tiles_seeing
 
 
 @gluon.constexpr_function
-def stage_bytes(head_dim):
-    """Of a part of dq in shared memory: of its columns in the first tensor of sums, and of the rest."""
+def dq_stage_bytes(head_dim):
+    """Bytes of a block of dq in shared memory: in the accumulator's first tensor, and in its second."""
     first = first_columns(head_dim)
-    return BLOCK.value * first * 4, BLOCK.value * (head_dim - first) * 4
+    return BLOCK_M.value * first * 4, BLOCK_M.value * (head_dim - first) * 4
 
 
 @gluon.jit
-def stage_dq(dq, address, stage, first_row, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Strips of dq, the first of which is FIRST, to shared memory as `hopper_bwd_sums` tells, at one of SENDERS stages.
+def stage_dq(dq, address, stage, q_start, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Strips of dq from strip FIRST on to shared memory, swizzled as `bwd_dq_finalize` says.
 
-    All stages of the first columns lie at `address`, those of the rest behind them.
+    The first tensor's columns of all stages lie at `address`, the second tensor's behind them.
     """
-    BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
+    BYTES: gl.constexpr = dq_stage_bytes(HEAD_DIM)
     STRIPS: gl.constexpr = first_columns(HEAD_DIM) // 8
     LAYOUT: gl.constexpr = dq[0].type.layout
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
     cols = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))[None, :] * 4
-    begin = address + stage * BYTES[0] + rows * (BYTES[0] // BLOCK) + cols
-    rest = address + SENDERS * BYTES[0] + stage * BYTES[1] + rows * (BYTES[1] // BLOCK) + cols
+    first = address + stage * BYTES[0] + rows * (BYTES[0] // BLOCK_M) + cols
+    second = address + DQ_WRITERS * BYTES[0] + stage * BYTES[1] + rows * (BYTES[1] // BLOCK_M) + cols
     for index in gl.static_range(len(dq)):
         if FIRST + index < STRIPS:
-            put_float_pairs(begin + (((FIRST + index) ^ ((rows + first_row) & 3)) * 32), dq[index])
+            put_float_pairs(first + (((FIRST + index) ^ ((rows + q_start) & 3)) * 32), dq[index])
         else:
-            put_float_pairs(rest + (FIRST + index - STRIPS) * 32, dq[index])
+            put_float_pairs(second + (FIRST + index - STRIPS) * 32, dq[index])
 
 
 @gluon.jit
-def _send_to_lane(desc, tiles, AT: gl.constexpr, head, row, position):
-    """Adds columns of a part, at byte AT of `tiles`, to the second lane from `row` on, or writes them at position 0."""
-    ROWS: gl.constexpr = desc.block_shape[1]
-    TILE: gl.constexpr = desc.block_type.nbytes
-    gl.static_assert(AT % TILE == 0 and BLOCK % ROWS == 0)
-    parts = tiles._reinterpret(gl.float32, [AT // TILE + BLOCK // ROWS] + desc.block_shape, desc.layout)
-    for index in gl.static_range(BLOCK // ROWS):
-        tile = parts.index(AT // TILE + index)
-        if position == 0:
-            tma.async_copy_shared_to_global(desc, [head, row + index * ROWS, 0, 0], tile)
+def _write_acc2(desc, tiles, AT: gl.constexpr, head, row, semaphore):
+    """Add columns of a block of dq, at byte AT of `tiles`, to the second accumulator, or write them at semaphore 0."""
+    HEIGHT: gl.constexpr = desc.block_shape[1]
+    TILE_BYTES: gl.constexpr = desc.block_type.nbytes
+    gl.static_assert(AT % TILE_BYTES == 0, "dq in shared memory must begin at a whole tile of the second accumulator")
+    gl.static_assert(BLOCK_M % HEIGHT == 0, "tiles of the second accumulator must divide a block of queries")
+    blocks = tiles._reinterpret(gl.float32, [AT // TILE_BYTES + BLOCK_M // HEIGHT] + desc.block_shape, desc.layout)
+    for index in gl.static_range(BLOCK_M // HEIGHT):
+        block = blocks.index(AT // TILE_BYTES + index)
+        if semaphore == 0:
+            tma.async_copy_shared_to_global(desc, [head, row + index * HEIGHT, 0, 0], block)
         else:
-            add_tile(desc, [head, row + index * ROWS, 0, 0], tile)
+            add_tile(desc, [head, row + index * HEIGHT, 0, 0], block)
 
 
 @gluon.jit
-def _round_block(
-    INDEX: gl.constexpr, bars, notes, addresses, tiles, head, other, rows, line, SUMS_AT: gl.constexpr,
-    OPTIONS: gl.constexpr,
-):  # fmt: skip
-    """dq of the block at `other`, the last part of whose sums, which begin at `line`, this warp has just sent."""
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
-    STRIDE: gl.constexpr = option(OPTIONS, "STRIDE_DQT")
-    BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
-    FIRST: gl.constexpr = first_columns(HEAD_DIM)
-    REST: gl.constexpr = HEAD_DIM - FIRST
-    base = shared_base()
-    first_at = base + SUMS_AT + INDEX * BYTES[0]
-    rest_at = base + SUMS_AT + SENDERS * BYTES[0] + INDEX * BYTES[1]
-    bar = base + SUMS_AT + sum_bytes(HEAD_DIM) + (FETCHED + INDEX) * 8
-    sums = kept_pointer(addresses, SUMS, gl.float32)
-    fetch_sums((sums + line * FIRST).to(gl.int64), first_at, rows * (FIRST * 4), bar)
-    await_phase(bar, 0)
-    if REST > 0:
-        total = kept_number(notes, TOTAL_OTHER).to(gl.int64)
-        rest = sums + total * (kept_number(notes, SEGMENTS) * HEADS * FIRST) + line * REST
-        fetch_sums(rest.to(gl.int64), rest_at, rows * (REST * 4), bar)
-        await_phase(bar, 1)
-    dq = kept_pointer(addresses, DQ, tiles.dtype) + other.to(gl.int64) * STRIDE
-    dq += head // HEADS * kept_stride(addresses, BATCH_STRIDES + 2)
-    dq += head % HEADS * kept_stride(addresses, HEAD_STRIDES + 2)
-    scale = kept_number(notes, SCALE).to(gl.float32, bitcast=True)
-    round_rows(first_at, dq, rows, scale, BLOCK, FIRST, True, STRIDE)
-    if REST > 0:
-        round_rows(rest_at, dq + FIRST, rows, scale, BLOCK, REST, False, STRIDE)
-    meet_in_warp()
-    if REST == 0:
-        # Two phases each time, so that none has to be remembered.
-        mbarrier.arrive(bars.index(FETCHED + INDEX), count=1)
+def _round_block(INDEX: gl.constexpr, shared, head, m_row, num_rows, acc_row, config):
+    """Write dq of the block at `m_row`, to whose sum this warp has just added the last contribution.
 
-
-@gluon.jit
-def _let_go(free, counter, ORDERED: gl.constexpr):
-    sent_from()
-    mbarrier.arrive(free, count=1)
-    if ORDERED:
-        pass_turn(counter.to(gl.int64))
-
-
-@gluon.jit
-def send(INDEX: gl.constexpr, told, bars, lane, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    """Adds the consumers' parts of dq to those of other programs, each in its turn; SENDERS warps do so in turns.
-
-    With ROUNDS the last part of a block's is followed by dq itself: its sum comes back, and is rounded.
+    The sum begins at row `acc_row` of the accumulator.
     """
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
-    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
-    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
-    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
-    ORDERED: gl.constexpr = option(OPTIONS, "ORDERED")
-    OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
-    ROUND: gl.constexpr = option(OPTIONS, "ROUND")
-    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
-    ROUNDS: gl.constexpr = option(OPTIONS, "ROUNDS")
-    notes, addresses = told
-    MAKERS: gl.constexpr = makers(HEAD_DIM)
-    BYTES: gl.constexpr = stage_bytes(HEAD_DIM)
-    FIRST: gl.constexpr = first_columns(HEAD_DIM)
-    FIRST_AT: gl.constexpr = SUMS_AT + INDEX * BYTES[0]
-    REST_AT: gl.constexpr = SUMS_AT + SENDERS * BYTES[0] + INDEX * BYTES[1]
+    STRIDE: gl.constexpr = config.STRIDE_DQT
+    BYTES: gl.constexpr = dq_stage_bytes(config.HEAD_DIM)
+    FIRST: gl.constexpr = first_columns(config.HEAD_DIM)
+    SECOND: gl.constexpr = config.HEAD_DIM - FIRST
+    bars, info = shared.bars, shared.info
     base = shared_base()
-    lane_descs, tiles = lane
-    turn = 0
-    skipped = INDEX
-    total = kept_number(notes, TOTAL_OTHER)
-    segments = kept_number(notes, SEGMENTS)
-    slots = slot_count(total, segments, ORDER)
-    heads = head_count(segments, HEADS, ORDER)
-    mbarrier.wait(bars.index(OWN_FULL), 0)
+    first_at = base + config.DQ_AT + INDEX * BYTES[0]
+    second_at = base + config.DQ_AT + DQ_WRITERS * BYTES[0] + INDEX * BYTES[1]
+    bar = base + config.BARRIERS_AT + (MBAR.DQ_FETCHED + INDEX) * 8
+    dq_acc = info.pointer(ADDRESS.DQ_ACC, gl.float32)
+    load_bulk((dq_acc + acc_row * FIRST).to(gl.int64), first_at, num_rows * (FIRST * 4), bar)
+    await_phase(bar, 0)
+    if SECOND > 0:
+        total_q = info.number(NUMBER.TOTAL_Q).to(gl.int64)
+        second = (
+            dq_acc + total_q * (info.number(NUMBER.NUM_SEGMENTS) * config.HEADS * FIRST) + acc_row * SECOND
+        )  # fmt: skip
+        load_bulk(second.to(gl.int64), second_at, num_rows * (SECOND * 4), bar)
+        await_phase(bar, 1)
+    dq = info.pointer(ADDRESS.DQ, shared.tiles.dtype) + m_row.to(gl.int64) * STRIDE
+    dq += head // config.HEADS * info.stride(ADDRESS.BATCH_STRIDES + 2)
+    dq += head % config.HEADS * info.stride(ADDRESS.HEAD_STRIDES + 2)
+    scale = info.number(NUMBER.SCALE).to(gl.float32, bitcast=True)
+    round_rows(first_at, dq, num_rows, scale, BLOCK_M, FIRST, True, STRIDE)
+    if SECOND > 0:
+        round_rows(second_at, dq + FIRST, num_rows, scale, BLOCK_M, SECOND, False, STRIDE)
+    meet_in_warp()
+    if SECOND == 0:
+        # The barrier goes through two phases each time, so that its phase need not be remembered.
+        mbarrier.arrive(bars.index(MBAR.DQ_FETCHED + INDEX), count=1)
+
+
+@gluon.jit
+def _release(dq_empty, semaphore_ptr, ORDERED: gl.constexpr):
+    """Release the stage once it has been read, and the block once the addition has arrived."""
+    await_bulk_reads()
+    mbarrier.arrive(dq_empty, count=1)
+    if ORDERED:
+        release_semaphore(semaphore_ptr.to(gl.int64))
+
+
+@gluon.jit
+def write_dq(INDEX: gl.constexpr, dq_acc2_descs, shared, config):
+    """Add the consumers' dq to the accumulator, block by block. DQ_WRITERS warps take turns by stage.
+
+    With ROUNDS_DQ the tile that adds last to a block also writes its dq: the sum comes back and is rounded.
+    """
+    GROUP: gl.constexpr = config.GROUP
+    ORDER: gl.constexpr = config.ORDER
+    ORDERED: gl.constexpr = config.ORDERED
+    WAVE: gl.constexpr = config.WAVE
+    KV_STAGES: gl.constexpr = config.KV_STAGES
+    BYTES: gl.constexpr = dq_stage_bytes(config.HEAD_DIM)
+    FIRST: gl.constexpr = first_columns(config.HEAD_DIM)
+    SECOND: gl.constexpr = config.HEAD_DIM - FIRST
+    FIRST_AT: gl.constexpr = config.DQ_AT + INDEX * BYTES[0]
+    SECOND_AT: gl.constexpr = config.DQ_AT + DQ_WRITERS * BYTES[0] + INDEX * BYTES[1]
+    bars, info = shared.bars, shared.info
+    base = shared_base()
+    count = 0
+    first_block = INDEX
+    total_q = info.number(NUMBER.TOTAL_Q)
+    num_segments = info.number(NUMBER.NUM_SEGMENTS)
+    semaphores = semaphores_per_head(total_q, num_segments, ORDER)
+    heads = head_count(num_segments, config.HEADS, ORDER)
+    mbarrier.wait(bars.index(MBAR.KV_FULL), 0)
     if ORDERED:
         await_kernel()
-        # Segments that overlap share counters, or are not found: then there is no order, and nobody waits.
-        ordered = True
+        # Segments that overlap share semaphores, or are not found. Then there is no order, and nobody waits.
+        in_order = True
         if not is_dense(ORDER):
-            ordered = gl.load(kept_pointer(addresses, COUNTS, gl.int32) + lane_count(ROUND) * heads * slots) == 0
-    blocks = read_note_by_warp(notes, 0, BLOCKS)
-    while blocks > 0:
-        slot = turn % NOTES
-        sent = read_note_by_warp(notes, slot, SENT)
-        first = read_note_by_warp(notes, slot, FIRST_OTHER)
-        row = 0
-        tile = 0
+            falls_ptr = info.pointer(ADDRESS.SEMAPHORES, gl.int32) + dq_acc_count(WAVE) * heads * semaphores
+            in_order = gl.load(falls_ptr) == 0
+    num_blocks = info.tile(0).read(TILE.NUM_BLOCKS)
+    while num_blocks > 0:
+        tile = info.tile(count)
+        seen_blocks = tile.read(TILE.NUM_SEEN_BLOCKS)
+        m_start = tile.read(TILE.M_START)
+        q_start = 0
+        first_semaphore = 0
         if not is_dense(ORDER):
-            row = read_note_by_warp(notes, slot, ROW_OTHER)
-            tile = read_note_by_warp(notes, slot, SLOT)
-        head = read_note_by_warp(notes, slot, HEAD) * GROUP
-        lead = read_note_by_warp(notes, slot, LEAD) if ROUND > 1 else 0
-        barrier_arrive(OWN_EMPTY + turn % OWN_STAGES, MEETING + 32 * SENDERS)
-        part = skipped
-        while part < GROUP * blocks:
-            step = part % blocks
-            if step < sent:
-                other = first + block_at(step, lead, blocks, HAS_RIGHT) * BLOCK
-                of_head = (head + part // blocks).to(gl.int64)
-                # Not the first, where there is no order.
-                position = 1
+            q_start = tile.read(TILE.Q_START)
+            first_semaphore = tile.read(TILE.SEMAPHORE)
+        first_head = tile.read(TILE.HEAD) * GROUP
+        start_block = tile.read(TILE.START_BLOCK) if WAVE > 1 else 0
+        barrier_arrive(NAMED.KV_EMPTY + count % KV_STAGES, KV_THREADS)
+        block = first_block
+        while block < GROUP * num_blocks:
+            step = block % num_blocks
+            if step < seen_blocks:
+                m_row = m_start + m_block_of_step(step, start_block, num_blocks, config.HAS_RIGHT) * BLOCK_M
+                head = (first_head + block // num_blocks).to(gl.int64)
+                # Without an order no tile is the first to add.
+                semaphore = 1
                 is_last = False
-                counter = kept_pointer(addresses, COUNTS, gl.int32) + of_head * slots + tile + other // BLOCK
+                semaphore_ptr = (
+                    info.pointer(ADDRESS.SEMAPHORES, gl.int32) + head * semaphores + first_semaphore + m_row // BLOCK_M
+                )  # fmt: skip
                 if ORDERED:
-                    # Read here: a sender has few registers.
-                    own = read_note_by_warp(notes, slot, PLACE)
-                    if ROUND > 1:
-                        position = turn_in_lane(own, step, lead, blocks, lane_distance(total, BLOCK), ROUND)
-                        counter += gl.where(step < lead, heads * slots, 0)
+                    # Read here, because a dq writer has few registers.
+                    n_block = tile.read(TILE.N_BLOCK)
+                    if WAVE > 1:
+                        distance = acc2_distance(total_q, BLOCK_M)
+                        semaphore = semaphore_value(n_block, step, start_block, num_blocks, distance, WAVE)
+                        semaphore_ptr += gl.where(step < start_block, heads * semaphores, 0)
                     else:
-                        shift = read_note_by_warp(notes, slot, SHIFT)
+                        shift = tile.read(TILE.SHIFT)
                         earliest, latest = tiles_seeing(
-                            read_note_by_warp(notes, slot, LAST), other, shift, kept_number(notes, BEFORE),
-                            kept_number(notes, AFTER), HAS_RIGHT, HAS_LEFT, OWNED, BLOCK,
+                            tile.read(TILE.LAST_N_BLOCK), m_row, shift, info.number(NUMBER.WINDOW_RIGHT),
+                            info.number(NUMBER.WINDOW_LEFT), config.HAS_RIGHT, config.HAS_LEFT, BLOCK_N, BLOCK_M,
                         )  # fmt: skip
-                        position = own - earliest
-                        is_last = own == latest
-                    # Awaited while the consumers still make the part.
-                    if ordered:
-                        await_turn(counter.to(gl.int64), position)
-                barrier_sync(STAGED + INDEX, MAKERS)
-                rows = gl.minimum(read_note_by_warp(notes, slot, LENGTH) - other, BLOCK)
-                line = of_head * total + row + other
-                if step < lead:
-                    if ROUND > 1:
-                        lane_row = row + other - lane_distance(total, BLOCK) * BLOCK
-                        _send_to_lane(lane_descs[0], tiles, FIRST_AT, of_head.to(gl.int32), lane_row, position)
-                        if FIRST < HEAD_DIM:
-                            _send_to_lane(lane_descs[1], tiles, REST_AT, of_head.to(gl.int32), lane_row, position)
+                        semaphore = n_block - earliest
+                        is_last = n_block == latest
+                    # Waits while the consumers still make dq.
+                    if in_order:
+                        acquire_semaphore(semaphore_ptr.to(gl.int64), semaphore)
+                barrier_sync(NAMED.DQ_FULL + INDEX, config.DQ_THREADS)
+                num_rows = gl.minimum(tile.read(TILE.Q_LENGTH) - m_row, BLOCK_M)
+                acc_row = head * total_q + q_start + m_row
+                if step < start_block:
+                    if WAVE > 1:
+                        acc2_row = q_start + m_row - acc2_distance(total_q, BLOCK_M) * BLOCK_M
+                        _write_acc2(
+                            dq_acc2_descs[0], shared.tiles, FIRST_AT, head.to(gl.int32), acc2_row, semaphore
+                        )  # fmt: skip
+                        if SECOND > 0:
+                            _write_acc2(
+                                dq_acc2_descs[1], shared.tiles, SECOND_AT, head.to(gl.int32), acc2_row, semaphore
+                            )  # fmt: skip
                 else:
-                    sums = kept_pointer(addresses, SUMS, gl.float32)
-                    send_sums((sums + line * FIRST).to(gl.int64), base + FIRST_AT, rows * (FIRST * 4), position)
-                    if FIRST < HEAD_DIM:
-                        rest = sums + total.to(gl.int64) * (heads * FIRST) + line * (HEAD_DIM - FIRST)
-                        send_sums(rest.to(gl.int64), base + REST_AT, rows * ((HEAD_DIM - FIRST) * 4), position)
-                if ROUNDS:
+                    dq_acc = info.pointer(ADDRESS.DQ_ACC, gl.float32)
+                    first = dq_acc + acc_row * FIRST
+                    reduce_bulk(first.to(gl.int64), base + FIRST_AT, num_rows * (FIRST * 4), semaphore)
+                    if SECOND > 0:
+                        second = dq_acc + total_q.to(gl.int64) * (heads * FIRST) + acc_row * SECOND
+                        reduce_bulk(second.to(gl.int64), base + SECOND_AT, num_rows * (SECOND * 4), semaphore)
+                if config.ROUNDS_DQ:
                     if is_last:
-                        _round_block(INDEX, bars, notes, addresses, tiles, of_head, other, rows, line, SUMS_AT, OPTIONS)
-                        mbarrier.arrive(bars.index(FREE + INDEX), count=1)
+                        _round_block(INDEX, shared, head, m_row, num_rows, acc_row, config)
+                        mbarrier.arrive(bars.index(MBAR.DQ_EMPTY + INDEX), count=1)
                     else:
-                        _let_go(bars.index(FREE + INDEX), counter, ORDERED)
+                        _release(bars.index(MBAR.DQ_EMPTY + INDEX), semaphore_ptr, ORDERED)
                 else:
-                    _let_go(bars.index(FREE + INDEX), counter, ORDERED)
+                    _release(bars.index(MBAR.DQ_EMPTY + INDEX), semaphore_ptr, ORDERED)
             else:
-                barrier_sync(STAGED + INDEX, MAKERS)
-                mbarrier.arrive(bars.index(FREE + INDEX), count=1)
-            part += SENDERS
-        skipped = part - GROUP * blocks
-        turn += 1
-        mbarrier.wait(bars.index(OWN_FULL + turn % OWN_STAGES), (turn // OWN_STAGES) & 1)
-        blocks = read_note_by_warp(notes, turn % NOTES, BLOCKS)
+                barrier_sync(NAMED.DQ_FULL + INDEX, config.DQ_THREADS)
+                mbarrier.arrive(bars.index(MBAR.DQ_EMPTY + INDEX), count=1)
+            block += DQ_WRITERS
+        first_block = block - GROUP * num_blocks
+        count += 1
+        mbarrier.wait(bars.index(MBAR.KV_FULL + count % KV_STAGES), (count // KV_STAGES) & 1)
+        num_blocks = info.tile(count).read(TILE.NUM_BLOCKS)
     admit_kernel()
-    # Shared memory must not end before what is sent from it.
-    sent_all()
+    # Shared memory must not end before everything that is sent from it.
+    await_bulk_writes()

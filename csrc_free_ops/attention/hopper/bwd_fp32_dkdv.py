@@ -1,15 +1,15 @@
-"""Gradients of keys and values of fp32 on Hopper, in Gluon: the maths of `portable_bwd`, on tensor cores.
+"""Gradients of fp32 keys and values on Hopper, in Gluon: the maths of `portable.bwd`, on tensor cores.
 
-A number is the sum of three bfloat16 parts, x = x0 + x1 + x2, and of the nine products of two such sums the six largest
-are summed (`bf16x6`, as stock Triton has it). A program owns 128 keys, whose parts stay in shared memory, and passes
-over blocks of query rows, the parts of which take turns in one place. Two warpgroups own 64 keys each:
+A number is the sum of three bfloat16 terms, x = x0 + x1 + x2. From the nine products of two such sums, the six largest
+are added (`bf16x6`, as in stock Triton). A program has 128 keys, whose terms stay in shared memory. It goes over blocks
+of query rows; the terms of q and dout take turns in one buffer. Two warpgroups have 64 keys each:
 
     rows = q        s = k q^T
     rows = dout     dp = v dout^T beside p = exp(scale s - lse);  dv += p dout
     rows = q        ds = p (dp - delta);  dk += ds q
 
-The products of a sum are in flight together, where stock Triton waits for each. A block's share of dk and dv has an
-accumulator of its own, since tensor cores cut off what they add up, and is then added as fp32 numbers are.
+The products of a sum are in flight together, where stock Triton waits for each. A block's contribution to dk and dv has
+an accumulator of its own, because tensor cores truncate what they add, and is then added in fp32.
 """
 
 from triton.experimental import gluon
@@ -21,8 +21,8 @@ from csrc_free_ops.tiles.scores import exponent_of_norm, exponential
 from csrc_free_ops.tiles.segments import place_dense
 
 BLOCK_M, BLOCK_N, WIDTH = (gl.constexpr(size) for size in (32, 128, 64))
-# Which parts the five smaller products are of. The largest is that of the first ones.
-SMALL_LEFT, SMALL_RIGHT = (gl.constexpr(parts) for parts in ((1, 0, 2, 0, 1), (1, 2, 0, 1, 0)))
+# The terms that the five smaller products multiply. The largest product multiplies the first terms.
+SMALL_LEFT, SMALL_RIGHT = (gl.constexpr(terms) for terms in ((1, 0, 2, 0, 1), (1, 2, 0, 1, 0)))
 
 
 @gluon.constexpr_function
@@ -32,32 +32,32 @@ def _product_layout(columns):
 
 @gluon.jit
 def _split(x):
-    """Three bfloat16 parts; of an infinity the last two are NaN, which `_numbers` drops from sums."""
+    """Three bfloat16 terms. The last two terms of an infinity are NaN, which `_numbers` replaces."""
     first = x.to(gl.bfloat16)
-    rest = x - first.to(gl.float32)
-    second = rest.to(gl.bfloat16)
-    return first, second, (rest - second.to(gl.float32)).to(gl.bfloat16)
+    residual = x - first.to(gl.float32)
+    second = residual.to(gl.bfloat16)
+    return first, second, (residual - second.to(gl.float32)).to(gl.bfloat16)
 
 
 @gluon.jit
 def _load(ptr, first, length, STRIDE: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr):
-    """ROWS rows from `first` on in halves of WIDTH columns, 0 from row `length` on."""
+    """ROWS rows from `first` on, in halves of WIDTH columns; 0 from row `length` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    place = ptr + rows.to(gl.int64) * STRIDE + columns
+    pointers = ptr + rows.to(gl.int64) * STRIDE + columns
     inside = (rows < length) & (columns >= 0)
     halves = ()
     for half in gl.static_range(HALVES):
-        halves = halves + (gl.load(place + half * WIDTH, mask=inside, other=0.0),)
+        halves = halves + (gl.load(pointers + half * WIDTH, mask=inside, other=0.0),)  # [ROWS, WIDTH]
     return halves
 
 
 @gluon.jit
-def _put(halves, tiles):
-    """The parts of halves to shared memory, where products read them.
+def _stage(halves, tiles):
+    """Store the terms of halves to shared memory, where products read them.
 
-    Triton has all warps meet before the stores, and between them and the products.
+    Triton makes all warps meet before the stores, and between the stores and the products.
     """
     for half in gl.static_range(len(halves)):
         first, second, third = _split(halves[half])
@@ -68,65 +68,67 @@ def _put(halves, tiles):
 
 
 @gluon.jit
-def _begin_scores(keys, rows, HALVES: gl.constexpr, zeros):
-    """Begins keys rows^T: the sum of the five smaller products and, of each half of the columns, of the largest."""
+def _issue_scores(kv_tiles, row_tiles, HALVES: gl.constexpr, zeros):
+    """Issue keys rows^T: the sum of the five smaller products, and the largest product of each half of the columns."""
     small = zeros
     for product in gl.static_range(len(SMALL_LEFT)):
         for half in gl.static_range(HALVES):
-            left = keys[SMALL_LEFT[product] * HALVES + half]
-            right = rows[SMALL_RIGHT[product] * HALVES + half].permute([1, 0])
-            small = warpgroup_mma(left, right, small, use_acc=product + half > 0, is_async=True)
-    sums = (small,)
+            left = kv_tiles[SMALL_LEFT[product] * HALVES + half]  # [BLOCK_N, WIDTH]
+            right = row_tiles[SMALL_RIGHT[product] * HALVES + half].permute([1, 0])  # [WIDTH, BLOCK_M]
+            small = warpgroup_mma(left, right, small, use_acc=product + half > 0, is_async=True)  # [BLOCK_N, BLOCK_M]
+    products = (small,)
     for half in gl.static_range(HALVES):
-        large = warpgroup_mma(keys[half], rows[half].permute([1, 0]), zeros, use_acc=False, is_async=True)
-        sums = sums + (large,)
-    return sums
+        large = warpgroup_mma(kv_tiles[half], row_tiles[half].permute([1, 0]), zeros, use_acc=False, is_async=True)
+        products = products + (large,)
+    return products
 
 
 @gluon.jit
 def _numbers(small):
-    """The smaller products, or 0 where they are NaN: then an infinity is among the numbers, and the largest right."""
+    """The smaller products, or 0 where they are NaN: then a factor is infinite, and the largest product is right."""
     return gl.where(small == small, small, 0.0)
 
 
 @gluon.jit
-def _whole(sums):
-    sums = warpgroup_mma_wait(0, sums)
-    large = sums[1]
-    for half in gl.static_range(2, len(sums)):
-        large += sums[half]
-    return large + _numbers(sums[0])
+def _wait_scores(products):
+    """The sum of what `_issue_scores` issued, [BLOCK_N, BLOCK_M]."""
+    products = warpgroup_mma_wait(0, products)
+    large = products[1]
+    for half in gl.static_range(2, len(products)):
+        large += products[half]
+    return large + _numbers(products[0])
 
 
 @gluon.jit
-def _add_products(sums, weights, rows, zeros):
-    """sums + weights rows, in halves."""
+def _accumulate(accumulators, weights, row_tiles, zeros):
+    """accumulators + weights rows, in halves, [BLOCK_N, WIDTH] each."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
-    HALVES: gl.constexpr = len(sums)
+    HALVES: gl.constexpr = len(accumulators)
     first, second, third = _split(weights)
-    parts = (
+    # [BLOCK_N, BLOCK_M]
+    terms = (
         gl.convert_layout(first, OPERAND), gl.convert_layout(second, OPERAND), gl.convert_layout(third, OPERAND)
     )  # fmt: skip
     added = ()
     for half in gl.static_range(HALVES):
-        share = zeros
+        block = zeros
         for product in gl.static_range(len(SMALL_LEFT)):
-            right = rows[SMALL_RIGHT[product] * HALVES + half]
-            share = warpgroup_mma(parts[SMALL_LEFT[product]], right, share, use_acc=product > 0, is_async=True)
-        share = _numbers(warpgroup_mma_wait(0, [share]))
-        share = warpgroup_mma_wait(0, [warpgroup_mma(parts[0], rows[half], share, is_async=True)])
-        added = added + (sums[half] + share,)
+            right = row_tiles[SMALL_RIGHT[product] * HALVES + half]  # [BLOCK_M, WIDTH]
+            block = warpgroup_mma(terms[SMALL_LEFT[product]], right, block, use_acc=product > 0, is_async=True)
+        block = _numbers(warpgroup_mma_wait(0, [block]))
+        block = warpgroup_mma_wait(0, [warpgroup_mma(terms[0], row_tiles[half], block, is_async=True)])
+        added = added + (accumulators[half] + block,)
     return added
 
 
 @gluon.jit
-def _store(ptr, sums, factor, first, length, STRIDE: gl.constexpr):
-    LAYOUT: gl.constexpr = sums[0].type.layout
+def _store(ptr, accumulators, factor, first, length, STRIDE: gl.constexpr):
+    LAYOUT: gl.constexpr = accumulators[0].type.layout
     rows = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    place = ptr + rows.to(gl.int64) * STRIDE + columns
-    for half in gl.static_range(len(sums)):
-        gl.store(place + half * WIDTH, sums[half] * factor, mask=(rows < length) & (columns >= 0))
+    pointers = ptr + rows.to(gl.int64) * STRIDE + columns
+    for half in gl.static_range(len(accumulators)):
+        gl.store(pointers + half * WIDTH, accumulators[half] * factor, mask=(rows < length) & (columns >= 0))
 
 
 @gluon.jit
@@ -140,12 +142,18 @@ def _attention_bwd_keys_hopper_kernel(
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N keys of all sequences, heads, SPLITS): dk and dv of fp32 [B, H, S, D] of one head each.
 
-    Of several splits each makes a part of them, by its share of the rows; those of a head follow each other, as so many
-    heads. HEAD_DIM is a multiple of WIDTH; strides of batch and head are in units of UNIT.
+    With several splits, each computes a contribution from its share of the rows. The contributions to a head lie behind
+    each other, like those of so many heads. HEAD_DIM is a multiple of WIDTH. Strides of batch and head are in units of
+    UNIT.
     """
+    gl.static_assert(HEAD_DIM % WIDTH == 0, "HEAD_DIM must be a multiple of 64, the columns of a tile")
+    gl.static_assert(
+        3 * HEAD_DIM * (2 * BLOCK_N + BLOCK_M) * 2 <= 232448,
+        "three terms of k, v and a block of rows need more than the 227 KiB of shared memory of a Hopper GPU",
+    )
     HALVES: gl.constexpr = HEAD_DIM // WIDTH
     SCORES: gl.constexpr = _product_layout(BLOCK_M)
-    SUMS: gl.constexpr = _product_layout(WIDTH)
+    GRADIENTS: gl.constexpr = _product_layout(WIDTH)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     head = gl.program_id(1).to(gl.int64)
     heads = gl.num_programs(1)
@@ -158,16 +166,16 @@ def _attention_bwd_keys_hopper_kernel(
     dout_ptr += (sequence * stride_dob + head * stride_doh) * UNIT
     statistics = (sequence * heads + head) * q_length
 
-    # Each tile by itself: between stores to tiles of one tensor Triton would have all warps meet.
-    keys = ()
-    values = ()
-    rows = ()
+    # Each tile is an allocation of its own: between stores to tiles of one tensor Triton would make all warps meet.
+    k_tiles = ()
+    v_tiles = ()
+    row_tiles = ()
     for _ in gl.static_range(3 * HALVES):
-        keys = keys + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, WIDTH], SHARED),)
-        values = values + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, WIDTH], SHARED),)
-        rows = rows + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, WIDTH], SHARED),)
-    _put(_load(k_ptr, first, k_length, STRIDE_KT, BLOCK_N, HALVES), keys)
-    _put(_load(v_ptr, first, k_length, STRIDE_VT, BLOCK_N, HALVES), values)
+        k_tiles = k_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, WIDTH], SHARED),)
+        v_tiles = v_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, WIDTH], SHARED),)
+        row_tiles = row_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, WIDTH], SHARED),)
+    _stage(_load(k_ptr, first, k_length, STRIDE_KT, BLOCK_N, HALVES), k_tiles)
+    _stage(_load(v_ptr, first, k_length, STRIDE_VT, BLOCK_N, HALVES), v_tiles)
 
     low, full_low, full_high, high = block_span(
         first, gl.minimum(first + BLOCK_N, k_length) - 1, q_length - k_length, window_right, window_left, q_length,
@@ -178,23 +186,23 @@ def _attention_bwd_keys_hopper_kernel(
             low, full_low, full_high, high, gl.program_id(2), SPLITS, BLOCK_M
         )
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
-    no_sums = gl.zeros([BLOCK_N, WIDTH], gl.float32, SUMS)
-    dk = (no_sums,)
-    dv = (no_sums,)
+    no_gradient = gl.zeros([BLOCK_N, WIDTH], gl.float32, GRADIENTS)
+    dk = (no_gradient,)
+    dv = (no_gradient,)
     for _ in gl.static_range(HALVES - 1):
-        dk = dk + (no_sums,)
-        dv = dv + (no_sums,)
+        dk = dk + (no_gradient,)
+        dv = dv + (no_gradient,)
     local = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
     cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
     q = _load(q_ptr, low, q_length, STRIDE_QT, BLOCK_M, HALVES)
     for start in range(low, high, BLOCK_M):
-        _put(q, rows)
+        _stage(q, row_tiles)
         dout = _load(dout_ptr, start, q_length, STRIDE_DOT, BLOCK_M, HALVES)
-        lse = gl.load(lse_ptr + statistics + start + local, mask=start + local < q_length, other=0.0)
-        s = _whole(_begin_scores(keys, rows, HALVES, no_scores))
-        _put(dout, rows)
-        products = _begin_scores(values, rows, HALVES, no_scores)
-        delta = gl.load(delta_ptr + statistics + start + local, mask=start + local < q_length, other=0.0)
+        lse = gl.load(lse_ptr + statistics + start + local, mask=start + local < q_length, other=0.0)  # [BLOCK_M]
+        s = _wait_scores(_issue_scores(k_tiles, row_tiles, HALVES, no_scores))  # [BLOCK_N, BLOCK_M]
+        _stage(dout, row_tiles)
+        dp = _issue_scores(v_tiles, row_tiles, HALVES, no_scores)
+        delta = gl.load(delta_ptr + statistics + start + local, mask=start + local < q_length, other=0.0)  # [BLOCK_M]
         p = exponential(s * scale - exponent_of_norm(lse, True)[None, :], True)
         if (start < full_low) | (start >= full_high):
             seen = within_bounds(
@@ -202,14 +210,14 @@ def _attention_bwd_keys_hopper_kernel(
                 window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = gl.where(seen, p, 0.0)
-        ds = p * (_whole(products) - delta[None, :])
-        dv = _add_products(dv, p, rows, no_sums)
-        _put(q, rows)
-        # What comes next is on its way during the products.
+        ds = p * (_wait_scores(dp) - delta[None, :])  # [BLOCK_N, BLOCK_M]
+        dv = _accumulate(dv, p, row_tiles, no_gradient)
+        _stage(q, row_tiles)
+        # The next block is loaded during the products.
         q = _load(q_ptr, start + BLOCK_M, q_length, STRIDE_QT, BLOCK_M, HALVES)
-        dk = _add_products(dk, ds, rows, no_sums)
-    part = head * SPLITS + gl.program_id(2)
-    dk_ptr += (sequence * stride_dkb + part * stride_dkh) * UNIT
-    dv_ptr += (sequence * stride_dvb + part * stride_dvh) * UNIT
+        dk = _accumulate(dk, ds, row_tiles, no_gradient)
+    split_head = head * SPLITS + gl.program_id(2)
+    dk_ptr += (sequence * stride_dkb + split_head * stride_dkh) * UNIT
+    dv_ptr += (sequence * stride_dvb + split_head * stride_dvh) * UNIT
     _store(dk_ptr, dk, scale, first, k_length, STRIDE_DKT)
     _store(dv_ptr, dv, 1.0, first, k_length, STRIDE_DVT)

@@ -1,264 +1,228 @@
-"""The producer of the Hopper backward: draws tiles, says what others must know of each, and brings what they read."""
+"""The producer of the Hopper backward: it takes tiles from the scheduler, publishes their info and loads them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from csrc_free_ops.attention.hopper.bwd_protocol import (
-    AFTER,
-    BATCH_STRIDES,
-    BEFORE,
-    BLOCK,
-    BLOCKS,
-    CU_OTHER,
-    CU_OWN,
-    DELTA,
-    DOUT_EMPTY,
-    DOUT_FULL,
+    ADDRESS,
+    BLOCK_M,
+    BLOCK_N,
     DOUT_STAGES,
-    FIRST_GRADIENT,
-    FIRST_OTHER,
-    FIRST_OTHERS,
-    FIRST_OWN,
-    HEAD,
-    HEAD_MASKED,
-    HEAD_STRIDES,
-    LAST,
-    LEAD,
-    LENGTH,
-    LSE,
-    MEETING,
-    OTHERS,
-    OWN_EMPTY,
-    OWN_FULL,
-    OWNED,
-    PLACE,
-    Q_EMPTY,
-    Q_FULL,
+    KV_THREADS,
+    MBAR,
+    NAMED,
+    NUMBER,
     ROW_BYTES,
-    ROW_OTHER,
-    ROWS,
-    SEEN_HIGH,
-    SEEN_LOW,
-    SEGMENTS,
-    SENDERS,
-    SENT,
-    SHIFT,
-    SLOT,
-    TAIL_MASKED,
-    TICKET,
-    TOTAL_OTHER,
-    TOTAL_OWN,
-    V_EMPTY,
-    WORK,
-    block_at,
+    STAGE_THREADS,
+    TILE,
     lse_to_subtract,
-    sum_bytes,
-    tile_columns,
-    tile_count,
+    m_block_of_step,
 )
-from csrc_free_ops.attention.hopper.lanes import lane_distance, lead_of
+from csrc_free_ops.attention.hopper.dq_order import acc2_distance, start_block_of
 from csrc_free_ops.attention.hopper.scheduler import (
     CACHED,
     CACHED_OF_ONE,
-    NOTES,
-    deal,
-    draw_in_order,
+    TileScheduler,
     has_one_segment,
     head_count,
     is_dense,
     is_inside,
-    kept_number,
-    kept_pointer,
-    kept_stride,
-    place,
+    next_tile_in_order,
     rows_of,
-    write_note,
 )
 from csrc_free_ops.tiles.hopper.memory import await_kernel, load_blocks
-from csrc_free_ops.tiles.hopper.warpgroup import barrier_sync, made_anew, option, shared_base, tell, turn_around
+from csrc_free_ops.tiles.hopper.warpgroup import advance_index, barrier_sync, made_anew, publish, shared_base
 from csrc_free_ops.tiles.masks import block_span
 
 
 @gluon.jit
-def _kept_boundaries(notes, addresses, NUMBERS: gl.constexpr, POINTER: gl.constexpr, ORDER: gl.constexpr):
+def _boundaries(info, SPAN: gl.constexpr, POINTER: gl.constexpr, ORDER: gl.constexpr):
+    """Boundaries as the functions of `scheduler` take them."""
     if has_one_segment(ORDER):
-        return kept_number(notes, NUMBERS), kept_number(notes, NUMBERS + 1)
+        return info.number(SPAN), info.number(SPAN + 1)
     elif is_dense(ORDER):
         return 0, 0
     else:
-        return kept_pointer(addresses, POINTER, gl.int32)
+        return info.pointer(POINTER, gl.int32)
 
 
 @gluon.jit
-def produce(descs, memory, bars, vectors, SUMS_AT: gl.constexpr, OPTIONS: gl.constexpr):
-    """Draws tiles, tells the others of each, and loads what they read: `own` rows are keys, the others queries."""
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
-    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
-    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
-    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
-    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
-    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
-    OWN_STAGES: gl.constexpr = option(OPTIONS, "OWN_STAGES")
-    ORDERED: gl.constexpr = option(OPTIONS, "ORDERED")
-    ROUND: gl.constexpr = option(OPTIONS, "ROUND")
-    STRIDES: gl.constexpr = (option(OPTIONS, "STRIDE_DKT"), option(OPTIONS, "STRIDE_DVT"))
-    FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
-    MEMBERS: gl.constexpr = option(OPTIONS, "MEMBERS")
-    own_descs, q_desc, dout_desc = descs
-    tiles, notes, addresses = memory
-    lses, deltas = vectors
-    TILES: gl.constexpr = tile_count(HEAD_DIM)
-    STAGE_BYTES: gl.constexpr = TILES * tile_columns(HEAD_DIM) * BLOCK * 2
-    FIRST_STAGE: gl.constexpr = OWN_STAGES * 4 * TILES
-    FIRST_DOUT: gl.constexpr = FIRST_STAGE + STAGES * TILES
+def _k_boundaries(info, ORDER: gl.constexpr):
+    return _boundaries(info, NUMBER.K_SPAN, ADDRESS.CU_K, ORDER)
+
+
+@gluon.jit
+def _publish_gradients(tile, info, k_row, head, DTYPE: gl.constexpr, config):
+    """Publish the addresses of the tile's dk and dv."""
+    K_HEADS: gl.constexpr = config.HEADS // config.GROUP
+    STRIDES: gl.constexpr = (config.STRIDE_DKT, config.STRIDE_DVT)
+    for index in gl.static_range(2):
+        gradient = info.pointer(ADDRESS.DK + index, DTYPE) + k_row * STRIDES[index]
+        if is_dense(config.ORDER):
+            gradient += head // K_HEADS * info.stride(ADDRESS.BATCH_STRIDES + index)
+            gradient += head % K_HEADS * info.stride(ADDRESS.HEAD_STRIDES + index)
+        else:
+            gradient += head * config.HEAD_DIM
+        tile.publish_address(ADDRESS.DK + index, gradient.to(gl.int64))
+
+
+@gluon.jit
+def produce(kv_descs, q_desc, dout_desc, shared, config):
+    """Take tiles of keys until none is left; publish each tile's info, and load its keys and blocks of queries."""
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    GROUP: gl.constexpr = config.GROUP
+    HEADS: gl.constexpr = config.HEADS
+    ORDER: gl.constexpr = config.ORDER
+    KV_STAGES: gl.constexpr = config.KV_STAGES
+    STAGES: gl.constexpr = config.STAGES
+    TILES: gl.constexpr = config.TILES
+    STAGE_BYTES: gl.constexpr = config.STAGE_BYTES
+    Q_TILE: gl.constexpr = KV_STAGES * 4 * TILES
+    DOUT_TILE: gl.constexpr = Q_TILE + STAGES * TILES
     K_HEADS: gl.constexpr = HEADS // GROUP
-    RESIDENT: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) and ORDERED else CACHED
-    # No head goes alone: its tiles would wait for each other's turns.
+    L2_BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) and config.ORDERED else CACHED
+    # No head goes alone: its tiles would wait for each other at the semaphores.
     NEVER: gl.constexpr = 2**31 - 1
-    bars_at = shared_base() + SUMS_AT + sum_bytes(HEAD_DIM)
-    heads = head_count(kept_number(notes, SEGMENTS), K_HEADS, ORDER)
-    num_tiles, dealt = deal(
-        _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), kept_number(notes, SEGMENTS),
-        kept_number(notes, TOTAL_OWN), heads, 2, ORDER,
-    )  # fmt: skip
-    write_note(notes, NOTES, WORK, num_tiles * heads)
+    tiles, bars, info = shared.tiles, shared.bars, shared.info
+    bars_at = shared_base() + config.BARRIERS_AT
+    heads = head_count(info.number(NUMBER.NUM_SEGMENTS), K_HEADS, ORDER)
+    tiles_per_head, split = TileScheduler(
+        _k_boundaries(info, ORDER), info.number(NUMBER.NUM_SEGMENTS), info.number(NUMBER.TOTAL_K), heads, 2, ORDER
+    ).split()
+    info.write_number(NUMBER.NUM_TILES, tiles_per_head * heads)
     q_stage = 0
     stage = 0
-    loaded = 0
+    blocks_loaded = 0
     count = 0
-    work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), kept_number(notes, WORK))
-    while work < kept_number(notes, WORK):
-        num_segments = kept_number(notes, SEGMENTS)
-        head, segment, start, length, unit, _ = place(
-            work, num_tiles, dealt, _kept_boundaries(notes, addresses, FIRST_OWN, CU_OWN, ORDER), num_segments,
-            kept_number(notes, TOTAL_OWN), head_count(num_segments, K_HEADS, ORDER), 2, ORDER,
-            RESIDENT // (GROUP * HEAD_DIM * ROW_BYTES), NEVER,
+    index = next_tile_in_order(info.pointer(ADDRESS.TILE_COUNTER, gl.int32), info.number(NUMBER.NUM_TILES))
+    while index < info.number(NUMBER.NUM_TILES):
+        num_segments = info.number(NUMBER.NUM_SEGMENTS)
+        scheduler = TileScheduler(
+            _k_boundaries(info, ORDER), num_segments, info.number(NUMBER.TOTAL_K),
+            head_count(num_segments, K_HEADS, ORDER), 2, ORDER,
         )  # fmt: skip
-        cu_other = _kept_boundaries(notes, addresses, FIRST_OTHERS, CU_OTHER, ORDER)
-        other_start, other_length = rows_of(cu_other, segment, num_segments, kept_number(notes, TOTAL_OTHER), ORDER)
-        other_length = gl.where(is_inside(segment, num_segments), other_length, 0)
-        if unit * BLOCK < length:
-            first = unit * BLOCK
-            rows = gl.minimum(OWNED, length - first)
-            shift = other_length - length
-            before = kept_number(notes, BEFORE)
-            after = kept_number(notes, AFTER)
-            low, full_low, full_high, high = block_span(
-                first, first + rows - 1, shift, before, after, other_length, HAS_RIGHT, HAS_LEFT, BLOCK
-            )
-            sent = gl.maximum((high - low + BLOCK - 1) // BLOCK, 0)
-            blocks = gl.maximum(sent, 1)
-            lead = 0
-            if ROUND > 1:
-                lead = lead_of(unit // 2, blocks, lane_distance(kept_number(notes, TOTAL_OTHER), BLOCK), ROUND)
-            slot = count % NOTES
-            own_stage = count % OWN_STAGES
-            own_head = head // MEMBERS
-            of_k = (kept_number(notes, TOTAL_OWN), K_HEADS // MEMBERS, FOLDED & 2)
-            of_v = (kept_number(notes, TOTAL_OWN), K_HEADS // MEMBERS, FOLDED & 4)
-            if OWN_STAGES == 1:
+        head, segment, k_start, k_length, row_block, _ = scheduler.locate(
+            index, tiles_per_head, split, L2_BYTES // (GROUP * HEAD_DIM * ROW_BYTES), NEVER
+        )
+        q_boundaries = _boundaries(info, NUMBER.Q_SPAN, ADDRESS.CU_Q, ORDER)
+        q_start, q_length = rows_of(q_boundaries, segment, num_segments, info.number(NUMBER.TOTAL_Q), ORDER)
+        q_length = gl.where(is_inside(segment, num_segments), q_length, 0)
+        if row_block * BLOCK_M < k_length:
+            n_start = row_block * BLOCK_M
+            num_keys = gl.minimum(BLOCK_N, k_length - n_start)
+            shift = q_length - k_length
+            window_right = info.number(NUMBER.WINDOW_RIGHT)
+            window_left = info.number(NUMBER.WINDOW_LEFT)
+            m_start, full_low, full_high, m_end = block_span(
+                n_start, n_start + num_keys - 1, shift, window_right, window_left, q_length,
+                config.HAS_RIGHT, config.HAS_LEFT, BLOCK_M,
+            )  # fmt: skip
+            seen_blocks = gl.maximum((m_end - m_start + BLOCK_M - 1) // BLOCK_M, 0)
+            num_blocks = gl.maximum(seen_blocks, 1)
+            start_block = 0
+            if config.WAVE > 1:
+                start_block = start_block_of(
+                    row_block // 2, num_blocks, acc2_distance(info.number(NUMBER.TOTAL_Q), BLOCK_M), config.WAVE
+                )
+            tile = info.tile(count)
+            kv_stage = count % KV_STAGES
+            k_head = head // config.DKDV_SPLITS
+            k_batch = (info.number(NUMBER.TOTAL_K), K_HEADS // config.DKDV_SPLITS, config.FOLDED & 2)
+            v_batch = (info.number(NUMBER.TOTAL_K), K_HEADS // config.DKDV_SPLITS, config.FOLDED & 4)
+            if KV_STAGES == 1:
                 if count > 0:
-                    barrier_sync(V_EMPTY, MEETING)
-                mbarrier.expect(bars.index(OWN_FULL + 1), 2 * STAGE_BYTES)
-                v_bar = bars.index(OWN_FULL + 1)
-                load_blocks(own_descs[1], start + first, own_head, of_v, v_bar, tiles, 2 * TILES, TILES, 2)
-            if count >= OWN_STAGES:
-                barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
-            bar = bars.index(OWN_FULL + own_stage)
-            if OWN_STAGES > 1:
-                load_blocks(own_descs[0], start + first, own_head, of_k, bar, tiles, own_stage * 4 * TILES, TILES, 2)
-                place_of_v = (own_stage * 4 + 2) * TILES
-                load_blocks(own_descs[1], start + first, own_head, of_v, bar, tiles, place_of_v, TILES, 2)
-            write_note(notes, slot, BLOCKS, blocks)
-            write_note(notes, slot, SENT, sent)
-            write_note(notes, slot, OTHERS, gl.minimum(high, other_length) - low)
-            if HAS_LEFT or HAS_RIGHT:
-                write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK)
-            elif ROUND > 1:
-                write_note(notes, slot, LEAD, lead)
-            write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK)
-            write_note(notes, slot, SEEN_LOW, first + shift - low - before)
-            write_note(notes, slot, SEEN_HIGH, first + shift - low + after)
-            write_note(notes, slot, ROWS, rows)
-            write_note(notes, slot, HEAD, head)
-            write_note(notes, slot, PLACE, unit // 2)
-            write_note(notes, slot, FIRST_OTHER, low)
-            write_note(notes, slot, ROW_OTHER, other_start)
-            write_note(notes, slot, LENGTH, other_length)
+                    barrier_sync(NAMED.V_EMPTY, STAGE_THREADS)
+                mbarrier.expect(bars.index(MBAR.KV_FULL + 1), 2 * STAGE_BYTES)
+                v_bar = bars.index(MBAR.KV_FULL + 1)
+                load_blocks(kv_descs[1], k_start + n_start, k_head, v_batch, v_bar, tiles, 2 * TILES, TILES, 2)
+            if count >= KV_STAGES:
+                barrier_sync(NAMED.KV_EMPTY + kv_stage, KV_THREADS)
+            bar = bars.index(MBAR.KV_FULL + kv_stage)
+            k_tile = kv_stage * 4 * TILES
+            if KV_STAGES > 1:
+                load_blocks(kv_descs[0], k_start + n_start, k_head, k_batch, bar, tiles, k_tile, TILES, 2)
+                v_tile = (kv_stage * 4 + 2) * TILES
+                load_blocks(kv_descs[1], k_start + n_start, k_head, v_batch, bar, tiles, v_tile, TILES, 2)
+            tile.publish(TILE.NUM_BLOCKS, num_blocks)
+            tile.publish(TILE.NUM_SEEN_BLOCKS, seen_blocks)
+            tile.publish(TILE.NUM_QUERIES, gl.minimum(m_end, q_length) - m_start)
+            if config.HAS_LEFT or config.HAS_RIGHT:
+                tile.publish(TILE.UNMASKED_HEAD, num_blocks - (full_low - m_start) // BLOCK_M)
+            elif config.WAVE > 1:
+                tile.publish(TILE.START_BLOCK, start_block)
+            tile.publish(TILE.MASKED_TAIL, num_blocks - (full_high - m_start) // BLOCK_M)
+            tile.publish(TILE.SEEN_LOW, n_start + shift - m_start - window_right)
+            tile.publish(TILE.SEEN_HIGH, n_start + shift - m_start + window_left)
+            tile.publish(TILE.NUM_KEYS, num_keys)
+            tile.publish(TILE.HEAD, head)
+            tile.publish(TILE.N_BLOCK, row_block // 2)
+            tile.publish(TILE.M_START, m_start)
+            tile.publish(TILE.Q_START, q_start)
+            tile.publish(TILE.Q_LENGTH, q_length)
             if is_dense(ORDER):
-                write_note(notes, slot, SLOT, 0)
+                tile.publish(TILE.SEMAPHORE, 0)
             else:
-                write_note(notes, slot, SLOT, other_start // BLOCK + segment)
-            write_note(notes, slot, SHIFT, shift)
-            write_note(notes, slot, LAST, (length - 1) // OWNED)
-            own_row = (start + first).to(gl.int64)
-            for index in gl.static_range(2):
-                gradient = kept_pointer(addresses, FIRST_GRADIENT + index, tiles.dtype) + own_row * STRIDES[index]
-                if is_dense(ORDER):
-                    gradient += head // K_HEADS * kept_stride(addresses, BATCH_STRIDES + index)
-                    gradient += head % K_HEADS * kept_stride(addresses, HEAD_STRIDES + index)
-                else:
-                    gradient += head * HEAD_DIM
-                write_note(addresses, slot, FIRST_GRADIENT + index, gradient.to(gl.int64))
-            if OWN_STAGES == 1:
-                load_blocks(own_descs[0], start + first, own_head, of_k, bar, tiles, own_stage * 4 * TILES, TILES, 2)
-            mbarrier.expect(bar, (4 if OWN_STAGES > 1 else 2) * STAGE_BYTES)
-            tell(bars_at + (OWN_FULL + own_stage) * 8)
-            for member in range(GROUP):
-                other_head = head * GROUP + member
-                of_q = (kept_number(notes, TOTAL_OTHER), HEADS, FOLDED & 1)
-                of_dout = (kept_number(notes, TOTAL_OTHER), HEADS, FOLDED & 8)
-                for step in range(blocks):
-                    other = low + block_at(step, lead, blocks, HAS_RIGHT) * BLOCK
-                    if loaded >= STAGES:
-                        barrier_sync(Q_EMPTY + q_stage, MEETING)
-                    q_bar = bars.index(Q_FULL + q_stage)
+                tile.publish(TILE.SEMAPHORE, q_start // BLOCK_M + segment)
+            tile.publish(TILE.SHIFT, shift)
+            tile.publish(TILE.LAST_N_BLOCK, (k_length - 1) // BLOCK_N)
+            _publish_gradients(tile, info, (k_start + n_start).to(gl.int64), head, tiles.dtype, config)
+            if KV_STAGES == 1:
+                load_blocks(kv_descs[0], k_start + n_start, k_head, k_batch, bar, tiles, k_tile, TILES, 2)
+            mbarrier.expect(bar, (4 if KV_STAGES > 1 else 2) * STAGE_BYTES)
+            publish(bars_at + (MBAR.KV_FULL + kv_stage) * 8)
+            for group_head in range(GROUP):
+                q_head = head * GROUP + group_head
+                q_batch = (info.number(NUMBER.TOTAL_Q), HEADS, config.FOLDED & 1)
+                dout_batch = (info.number(NUMBER.TOTAL_Q), HEADS, config.FOLDED & 8)
+                for step in range(num_blocks):
+                    m_row = m_start + m_block_of_step(step, start_block, num_blocks, config.HAS_RIGHT) * BLOCK_M
+                    if blocks_loaded >= STAGES:
+                        barrier_sync(NAMED.Q_EMPTY + q_stage, STAGE_THREADS)
+                    q_bar = bars.index(MBAR.Q_FULL + q_stage)
                     mbarrier.expect(q_bar, STAGE_BYTES)
-                    place_of_q = FIRST_STAGE + q_stage * TILES
-                    load_blocks(q_desc, other_start + other, other_head, of_q, q_bar, tiles, place_of_q, TILES, 1)
-                    local = made_anew(gl.arange(0, BLOCK, gl.BlockedLayout([2], [32], [1], [0])))
-                    inside = other + local < other_length
-                    place_of_row = other_head.to(gl.int64) * kept_number(notes, TOTAL_OTHER) + other_start + other
-                    lse_ptr = kept_pointer(addresses, LSE, gl.float32) + place_of_row
-                    lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))
-                    if loaded == 0:
+                    q_tile = Q_TILE + q_stage * TILES
+                    load_blocks(q_desc, q_start + m_row, q_head, q_batch, q_bar, tiles, q_tile, TILES, 1)
+                    local = made_anew(gl.arange(0, BLOCK_M, gl.BlockedLayout([2], [32], [1], [0])))
+                    inside = m_row + local < q_length
+                    row = q_head.to(gl.int64) * info.number(NUMBER.TOTAL_Q) + q_start + m_row
+                    lse_ptr = info.pointer(ADDRESS.LSE, gl.float32) + row
+                    lse = gl.load(lse_ptr + local, mask=inside, other=float("inf"))  # [BLOCK_M]
+                    if blocks_loaded == 0:
                         await_kernel()
-                    delta_ptr = kept_pointer(addresses, DELTA, gl.float32) + place_of_row
-                    delta = gl.load(delta_ptr + local, mask=inside, other=0.0)
-                    if loaded >= DOUT_STAGES:
-                        barrier_sync(DOUT_EMPTY + stage, MEETING)
-                    bar = bars.index(DOUT_FULL + stage)
-                    mbarrier.expect(bar, STAGE_BYTES)
-                    place_of_dout = FIRST_DOUT + stage * TILES
-                    load_blocks(
-                        dout_desc, other_start + other, other_head, of_dout, bar, tiles, place_of_dout, TILES, 1
-                    )
-                    lses.index(q_stage).store(lse_to_subtract(lse))
-                    deltas.index(q_stage).store(delta)
-                    tell(bars_at + (Q_FULL + q_stage) * 8)
-                    loaded += 1
-                    stage, _ = turn_around(stage, DOUT_STAGES)
-                    q_stage, _ = turn_around(q_stage, STAGES)
+                    delta_ptr = info.pointer(ADDRESS.DELTA, gl.float32) + row
+                    delta = gl.load(delta_ptr + local, mask=inside, other=0.0)  # [BLOCK_M]
+                    if blocks_loaded >= DOUT_STAGES:
+                        barrier_sync(NAMED.DOUT_EMPTY + stage, STAGE_THREADS)
+                    dout_bar = bars.index(MBAR.DOUT_FULL + stage)
+                    mbarrier.expect(dout_bar, STAGE_BYTES)
+                    dout_tile = DOUT_TILE + stage * TILES
+                    load_blocks(dout_desc, q_start + m_row, q_head, dout_batch, dout_bar, tiles, dout_tile, TILES, 1)
+                    shared.lse.index(q_stage).store(lse_to_subtract(lse))
+                    shared.delta.index(q_stage).store(delta)
+                    publish(bars_at + (MBAR.Q_FULL + q_stage) * 8)
+                    blocks_loaded += 1
+                    stage, _ = advance_index(stage, DOUT_STAGES)
+                    q_stage, _ = advance_index(q_stage, STAGES)
             count += 1
-        work = draw_in_order(kept_pointer(addresses, TICKET, gl.int32), kept_number(notes, WORK))
-    # Nor may this kernel be done before the one that it overlaps.
+        index = next_tile_in_order(info.pointer(ADDRESS.TILE_COUNTER, gl.int32), info.number(NUMBER.NUM_TILES))
+    # This kernel must not end before the kernel that it overlaps.
     await_kernel()
-    own_stage = count % OWN_STAGES
-    if count >= OWN_STAGES:
-        barrier_sync(OWN_EMPTY + own_stage, MEETING + 32 * SENDERS)
-    write_note(notes, count % NOTES, BLOCKS, 0)
-    mbarrier.arrive(bars.index(OWN_FULL + own_stage), count=1)
-    tell(bars_at + (OWN_FULL + own_stage) * 8)
-    if OWN_STAGES == 1:
+    kv_stage = count % KV_STAGES
+    if count >= KV_STAGES:
+        barrier_sync(NAMED.KV_EMPTY + kv_stage, KV_THREADS)
+    info.tile(count).publish(TILE.NUM_BLOCKS, 0)
+    mbarrier.arrive(bars.index(MBAR.KV_FULL + kv_stage), count=1)
+    publish(bars_at + (MBAR.KV_FULL + kv_stage) * 8)
+    # Named barriers must be complete when the kernel ends.
+    if KV_STAGES == 1:
         if count > 0:
-            barrier_sync(V_EMPTY, MEETING)
+            barrier_sync(NAMED.V_EMPTY, STAGE_THREADS)
     elif count > 0:
-        barrier_sync(OWN_EMPTY + 1 - own_stage, MEETING + 32 * SENDERS)
+        barrier_sync(NAMED.KV_EMPTY + 1 - kv_stage, KV_THREADS)
     for index in gl.static_range(STAGES):
-        if index < loaded:
-            barrier_sync(Q_EMPTY + index, MEETING)
+        if index < blocks_loaded:
+            barrier_sync(NAMED.Q_EMPTY + index, STAGE_THREADS)
     for index in gl.static_range(DOUT_STAGES):
-        if index < loaded:
-            barrier_sync(DOUT_EMPTY + index, MEETING)
+        if index < blocks_loaded:
+            barrier_sync(NAMED.DOUT_EMPTY + index, STAGE_THREADS)

@@ -1,18 +1,20 @@
-"""Attention forward on Hopper of fp32 inputs in a half type: `hopper_fwd`, inputs cast as it goes (`hopper_cast`)."""
+"""Attention forward on Hopper for fp32 inputs, computed in a half type.
+
+The kernel is that of `fwd` with cast warps (`fwd_fp32_producer`): they round keys and values, and each consumer rounds
+its own rows of q. out is fp32.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from csrc_free_ops.attention.hopper.fwd import consume, group_rows
-from csrc_free_ops.attention.hopper.fwd_fp32_producer import STAGE_BYTES, cast, caster_count
-from csrc_free_ops.attention.hopper.fwd_producer import ARRIVALS, produce
-from csrc_free_ops.attention.hopper.scheduler import NOTE, NOTES, POINTERS, keep
+from csrc_free_ops.attention.hopper.fwd_config import ARRIVALS, BARRIER_BYTES, ForwardConfig
+from csrc_free_ops.attention.hopper.fwd_fp32_producer import STAGE_BYTES, cast_kv, cast_warps
+from csrc_free_ops.attention.hopper.fwd_producer import produce
+from csrc_free_ops.attention.hopper.tile_info import make_info
 from csrc_free_ops.tiles.hopper.memory import await_kernel, columns_of, flat
-from csrc_free_ops.tiles.hopper.warpgroup import check_base, make_barriers, option, shared_base
-
-# For barriers.
-BARS_BYTES = gl.constexpr(16 * 8)
+from csrc_free_ops.tiles.hopper.warpgroup import check_base, make_barriers, shared_base
 
 
 @gluon.constexpr_function
@@ -21,16 +23,16 @@ def _columns(tile):
 
 
 @gluon.jit
-def _source(q_tiles, INDEX: gl.constexpr):
-    """A warpgroup's rows of q in fp32, as they lie."""
+def _fp32_rows(q_tiles, INDEX: gl.constexpr):
+    """A consumer's rows of q in fp32, not swizzled: [64, COLUMNS]."""
     COLUMNS: gl.constexpr = _columns(q_tiles)
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return q_tiles._reinterpret(gl.float32, [q_tiles.shape[0], 64, COLUMNS], ROWS).index(INDEX)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return q_tiles._reinterpret(gl.float32, [q_tiles.shape[0], 64, COLUMNS], PLAIN).index(INDEX)
 
 
 @gluon.jit
-def _part(q_tiles, like, AT: gl.constexpr, DTYPE: gl.constexpr):
-    """Rows of the half type, as wide as those of `like` and laid out as they, at byte AT of q's memory."""
+def _half_columns(q_tiles, like, AT: gl.constexpr, DTYPE: gl.constexpr):
+    """64 rows of the half type at byte AT of q's memory, as wide and laid out as the tile `like`."""
     WIDTH: gl.constexpr = _columns(like)
     BYTES: gl.constexpr = 64 * 2 * WIDTH
     COUNT: gl.constexpr = q_tiles.shape[0] * 64 * 4 * _columns(q_tiles) // BYTES
@@ -38,20 +40,20 @@ def _part(q_tiles, like, AT: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
-    """The parts of its rows in the half type, in the place of the first of those in fp32."""
+def _half_rows(q_tiles, k_tiles, INDEX: gl.constexpr, DTYPE: gl.constexpr):
+    """A consumer's rows of q in the half type, main columns and tail, in the memory of their fp32 values."""
     AT: gl.constexpr = INDEX * 64 * 4 * _columns(q_tiles)
-    parts = (_part(q_tiles, k_tiles[0], AT, DTYPE),)
+    rows = (_half_columns(q_tiles, k_tiles[0], AT, DTYPE),)
     if len(k_tiles) > 1:
-        parts = parts + (_part(q_tiles, k_tiles[1], AT + 64 * 2 * _columns(k_tiles[0]), DTYPE),)
-    return parts
+        rows = rows + (_half_columns(q_tiles, k_tiles[1], AT + 64 * 2 * _columns(k_tiles[0]), DTYPE),)
+    return rows
 
 
 @gluon.jit
-def _cast_third(FIRST_AT: gl.constexpr, sources, halves, counts, sizes, OPTIONS: gl.constexpr):
-    """Where there are only two, nothing: warps come by fours, so this one is there in any case."""
-    if option(OPTIONS, "CASTERS") == 3:
-        cast(2, FIRST_AT, sources, halves, counts, sizes, OPTIONS)
+def _third_cast_warp(STAGES_AT: gl.constexpr, sources, halves, counters, sizes, config):
+    """Warps of partitions come in fours, so the third one is there even if only two cast."""
+    if config.CAST_WARPS == 3:
+        cast_kv(2, STAGES_AT, sources, halves, counters, sizes, config)
 
 
 @gluon.jit
@@ -66,49 +68,46 @@ def _attention_fwd_cast_hopper_kernel(
     K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
     FOLDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). q_source describes fp32 [B, H, S, D], as k and v are; k_half, v_half and other descriptors are
-    what those are cast to.
+    """Grid (programs). q, k and v are fp32 [B, H, S, D]: q_source describes q, k_ptr and v_ptr point to k and v.
 
-    counts_ptr are int32, one for each key head of each sequence and one more; they, and ticket_ptr, hold 0, and do
-    again when the kernel ends. The rest is as in `_attention_fwd_hopper_kernel`, of two warpgroups.
+    k_half and v_half receive k and v rounded; the other descriptors describe them. counts_ptr has an int32 for each key
+    head of each sequence and one more. They and ticket_ptr are 0 before and after a launch. All else is as in
+    `_attention_fwd_hopper_kernel` with two consumers.
     """
     MAIN: gl.constexpr = columns_of(k_main)
-    WIDTH: gl.constexpr = columns_of(v_desc)
-    V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    V_WIDTH: gl.constexpr = columns_of(v_desc)
     DTYPE: gl.constexpr = k_main.dtype
-    CASTERS: gl.constexpr = caster_count(HEAD_DIM)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    CAST_WARPS: gl.constexpr = cast_warps(HEAD_DIM)
+    # Wider rows leave no memory for the next tile's.
+    SEPARATE_Q: gl.constexpr = HEAD_DIM == 64
+    config = ForwardConfig(
+        HEAD_DIM, HEADS, GROUP, HAS_LEFT, HAS_RIGHT, ORDER, GROUPS, BLOCK_N, STAGES, OVERLAP, HAS_LSE, HAS_SINKS,
+        OUT_STRIDE, FOLDED, gl.float32, V_WIDTH, CAST_WARPS, SEPARATE_Q, K_STRIDE, V_STRIDE,
+    )  # fmt: skip
+    gl.static_assert(GROUPS == 2, "the kernel for fp32 inputs has two consumer warpgroups: BLOCK_M must be 128")
+    gl.static_assert(config.has_barriers(), "too many STAGES: Hopper has 16 named barriers")
+    gl.static_assert(
+        config.has_registers(CONSUMER_REGISTERS, PRODUCER_REGISTERS),
+        "CONSUMER_REGISTERS and PRODUCER_REGISTERS exceed the 65536 registers of a multiprocessor",
+    )
     await_kernel()
-    # The largest, and first, as in `hopper_fwd`: v's tiles, barriers, and the casters' stages.
-    TILE_BYTES: gl.constexpr = BLOCK_N * WIDTH * 2
-    BARS_AT: gl.constexpr = STAGES * V_TILES * TILE_BYTES
-    FIRST_AT: gl.constexpr = BARS_AT + BARS_BYTES
-    # There is room for the next tile's rows only where they are this narrow.
-    Q_APART: gl.constexpr = HEAD_DIM == 64
-    PLACES: gl.constexpr = (FIRST_AT + 2 * CASTERS * STAGE_BYTES + TILE_BYTES - 1) // TILE_BYTES
-    v_tiles = gl.allocate_shared_memory(DTYPE, [PLACES] + v_desc.block_shape, v_desc.layout)
-    check_base(v_tiles.index(0).reshape([BLOCK_N, WIDTH]))
+    # The largest buffer and so the first: v's tiles, then barriers, then the stages of the cast warps (`check_base`).
+    TILE_BYTES: gl.constexpr = BLOCK_N * V_WIDTH * 2
+    STAGES_AT: gl.constexpr = config.BARRIERS_AT + BARRIER_BYTES
+    V_BUFFERS: gl.constexpr = (STAGES_AT + 2 * CAST_WARPS * STAGE_BYTES + TILE_BYTES - 1) // TILE_BYTES
+    v_tiles = gl.allocate_shared_memory(DTYPE, [V_BUFFERS] + v_desc.block_shape, v_desc.layout)
+    check_base(v_tiles.index(0).reshape([BLOCK_N, V_WIDTH]))
     k_tiles = (gl.allocate_shared_memory(DTYPE, [STAGES] + k_main.block_shape, k_main.layout),)
     k_descs = (k_main,)
     if HEAD_DIM > MAIN:
         k_tiles = k_tiles + (gl.allocate_shared_memory(DTYPE, [STAGES] + k_tail.block_shape, k_tail.layout),)
         k_descs = k_descs + (k_tail,)
     q_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + q_source.block_shape, q_source.layout)
-    notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTE, 1], VECTOR)
-    addresses = gl.allocate_shared_memory(gl.int64, [POINTERS + NOTE, 1], VECTOR)
-    keep(addresses, (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh, counts_ptr))
-    bars = v_tiles.index(STAGES * V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
-    make_barriers(shared_base() + BARS_AT, ARRIVALS)
+    info = make_info(False)
+    info.fill((), (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh, counts_ptr))
+    bars = v_tiles.index(STAGES * config.V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()
-    OPTIONS: gl.constexpr = (
-        "HEAD_DIM", HEAD_DIM, "GROUP", GROUP, "HAS_LEFT", HAS_LEFT, "HAS_RIGHT", HAS_RIGHT, "GROUPS", GROUPS,
-        "BLOCK_N", BLOCK_N, "STAGES", STAGES, "OVERLAP", OVERLAP, "HEADS", HEADS, "ORDER", ORDER,
-        "HAS_LSE", HAS_LSE, "HAS_SINKS", HAS_SINKS, "OUT_STRIDE", OUT_STRIDE,
-        "FOLDED", FOLDED, "OUT_DTYPE", gl.float32, "CASTERS", CASTERS, "Q_APART", Q_APART,
-        "K_STRIDE", K_STRIDE, "V_STRIDE", V_STRIDE,
-    )  # fmt: skip
-    descs = ((q_source,), k_descs, v_desc)
-    filled = ((q_tiles,), k_tiles, v_tiles, notes, addresses)
     sizes = (total_q, total_k, batch, window_left, window_right)
     sinks = lse_ptr
     if HAS_SINKS:
@@ -116,24 +115,30 @@ def _attention_fwd_cast_hopper_kernel(
     sources = (k_ptr, v_ptr, (stride_kb, stride_kh), (stride_vb, stride_vh))
     halves = (k_half, v_half)
     lengths = (total_k, batch)
-    if Q_APART:
+    if SEPARATE_Q:
         q_half = (gl.allocate_shared_memory(DTYPE, [GROUPS, 64, 1, MAIN], k_main.layout),)
-        first = group_rows(q_half, 0)
-        second = group_rows(q_half, 1)
+        first_q = group_rows(q_half, 0)
+        second_q = group_rows(q_half, 1)
+        q_buffers = (q_tiles,) + q_half
     else:
-        first = _rows(q_tiles, k_tiles, 0, DTYPE)
-        second = _rows(q_tiles, k_tiles, 1, DTYPE)
-    first_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 0))
-    second_used = (k_tiles, v_tiles, notes, addresses, _source(q_tiles, 1))
-    gl.static_assert(GROUPS == 2)
+        first_q = _half_rows(q_tiles, k_tiles, 0, DTYPE)
+        second_q = _half_rows(q_tiles, k_tiles, 1, DTYPE)
+        q_buffers = (q_tiles,)
+    gl.static_assert(
+        config.has_memory((v_tiles,) + k_tiles + q_buffers),
+        "the tile needs more than the 227 KiB of shared memory: lower BLOCK_N or STAGES",
+    )
+    first_tiles = (k_tiles, v_tiles, _fp32_rows(q_tiles, 0))
+    second_tiles = (k_tiles, v_tiles, _fp32_rows(q_tiles, 1))
+    all_tiles = ((q_tiles,), k_tiles, v_tiles)
     gl.warp_specialize(
         [
-            (consume, (0, first, ((), ()), first_used, bars, scale, total_q, sinks, OPTIONS)),
-            (consume, (1, second, ((), ()), second_used, bars, scale, total_q, sinks, OPTIONS)),
-            (produce, (descs, (0, 0), filled, bars, sizes, OPTIONS)),
-            (cast, (0, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
-            (cast, (1, FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
-            (_cast_third, (FIRST_AT, sources, halves, counts_ptr, lengths, OPTIONS)),
+            (consume, (0, first_q, ((), ()), first_tiles, info, bars, scale, total_q, sinks, config)),
+            (consume, (1, second_q, ((), ()), second_tiles, info, bars, scale, total_q, sinks, config)),
+            (produce, (((q_source,), k_descs, v_desc), (0, 0), all_tiles, info, bars, sizes, config)),
+            (cast_kv, (0, STAGES_AT, sources, halves, counts_ptr, lengths, config)),
+            (cast_kv, (1, STAGES_AT, sources, halves, counts_ptr, lengths, config)),
+            (_third_cast_warp, (STAGES_AT, sources, halves, counts_ptr, lengths, config)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

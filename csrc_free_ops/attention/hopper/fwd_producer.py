@@ -1,248 +1,229 @@
-"""The producer of the Hopper forward: draws tiles, notes what consumers must know of them, brings what they read."""
+"""The producer warp of the Hopper forward: it takes tiles, publishes their info, and loads what consumers read."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_free_ops.attention.hopper.fwd_fp32_producer import await_cast, draw_and_clear
+from csrc_free_ops.attention.hopper.fwd_config import (
+    BLOCKS,
+    CAST_COUNTERS,
+    HEAD,
+    INSIDE,
+    K_FULL,
+    LSE,
+    MASKED_ABOVE,
+    MASKED_UP_TO,
+    NUM_KEYS,
+    OUT,
+    OUT_BATCH_STRIDE,
+    OUT_HEAD_STRIDE,
+    Q_FULL,
+    ROW,
+    ROWS,
+    SEEN_HIGH,
+    SEEN_LOW,
+    SHARED,
+    TILE_COUNTER,
+    V_FULL,
+    info_index,
+)
+from csrc_free_ops.attention.hopper.fwd_fp32_producer import await_cast, next_tile_and_clear
 from csrc_free_ops.attention.hopper.scheduler import (
     ALONE,
     CACHED,
     CACHED_OF_ONE,
-    DENSE_ENDS,
-    NOTES,
-    deal,
-    draw,
+    TileScheduler,
     has_one_segment,
     head_count,
     is_dense,
     is_inside,
-    kept_pointer,
-    kept_stride,
-    place,
+    next_tile,
     rows_of,
-    write_note,
 )
+from csrc_free_ops.attention.hopper.tile_info import TILE_INFOS
 from csrc_free_ops.tiles.hopper.memory import columns_of, load_tile
-from csrc_free_ops.tiles.hopper.warpgroup import (
-    TOLD,
-    barrier_sync,
-    barrier_sync_among,
-    option,
-    shared_base,
-    tell,
-    turn_around,
-)
+from csrc_free_ops.tiles.hopper.warpgroup import advance_index, barrier_sync, barrier_sync_among, publish, shared_base
 from csrc_free_ops.tiles.masks import block_span
 
-# The first named barrier that is not Triton's, with three warpgroups.
-FIRST_BARRIER = gl.constexpr(5)
-# Of a key and its value, per column.
+# Bytes of a key and its value, per column.
 ROW_BYTES = gl.constexpr(4)
-# A note: what the producer tells the consumers of a tile. BLOCKS is 0 after the last tile; the first SHARED of them are
-# those of the other warpgroup too, where each has a note of its own.
-BLOCKS, KEYS, HEAD_MASKED, TAIL_MASKED, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HEAD, INSIDE, SHARED = (
-    gl.constexpr(field) for field in range(11)
-)
-# Barriers of memory, as many as GROUPS and STAGES at the most.
-Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
-ARRIVALS = gl.constexpr((TOLD.value,) * 4 + (1,) * 8)
-# Addresses, in notes of their own and of the whole tensors; there also out's strides of batch and head.
-OUT, LSE, TICKET, OUT_BATCH, OUT_HEAD, COUNTS = (gl.constexpr(field) for field in range(6))
 
 
 @gluon.jit
-def _note_tile(notes, addresses, slot, span, first, rows, place, sizes, OPTIONS: gl.constexpr):
-    """Writes the note of a tile of so many rows, the first of which is its segment's `first`; how many blocks it sees.
+def _publish_tile(info, index, span, first, rows, location, sizes, config):
+    """Publish the info of a tile and return how many blocks of keys it sees.
 
-    A tile that sees no key passes over one block that is all masked.
+    The tile has `rows` rows from row `first` of its segment on. One that sees no key gets one block, masked as a whole.
     """
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
-    BLOCK_N: gl.constexpr = option(OPTIONS, "BLOCK_N")
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
-    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
-    HAS_SINKS: gl.constexpr = option(OPTIONS, "HAS_SINKS")
-    OUT_STRIDE: gl.constexpr = option(OPTIONS, "OUT_STRIDE")
-    OUT_DTYPE: gl.constexpr = option(OPTIONS, "OUT_DTYPE")
     low, full_low, full_high, high = span
-    head, segment, q_start, shift, k_length = place
+    head, segment, q_start, shift, k_length = location
     total_q, total_k, num_segments, window_left, window_right = sizes
-    blocks = gl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
+    tile = info.at(index)
+    blocks = gl.maximum((high - low + config.BLOCK_N - 1) // config.BLOCK_N, 1)
     row = q_start + first
-    write_note(notes, slot, BLOCKS, blocks)
-    if ORDER == DENSE_ENDS:
-        # The others see keys that these rows do not.
-        write_note(notes, slot, KEYS, gl.minimum(blocks * BLOCK_N, k_length))
+    tile.publish(BLOCKS, blocks)
+    if config.ENDS:
+        # The other consumer sees keys of these blocks that this one does not.
+        tile.publish(NUM_KEYS, gl.minimum(blocks * config.BLOCK_N, k_length))
     else:
-        write_note(notes, slot, KEYS, gl.minimum(high, k_length) - low)
-    write_note(notes, slot, HEAD_MASKED, blocks - (full_low - low) // BLOCK_N)
-    write_note(notes, slot, TAIL_MASKED, blocks - (full_high - low) // BLOCK_N)
-    write_note(notes, slot, SEEN_LOW, first + shift - low - window_left)
-    write_note(notes, slot, SEEN_HIGH, first + shift - low + window_right)
-    write_note(notes, slot, ROW, row)
-    write_note(notes, slot, ROWS, rows)
-    write_note(notes, slot, HEAD, head)
-    if HAS_SINKS:
-        write_note(notes, slot, INSIDE, is_inside(segment, num_segments))
-    out_ptr = kept_pointer(addresses, OUT, OUT_DTYPE) + row.to(gl.int64) * OUT_STRIDE
-    if is_dense(ORDER):
-        out_ptr += head // HEADS * kept_stride(addresses, OUT_BATCH)
-        out_ptr += head % HEADS * kept_stride(addresses, OUT_HEAD)
+        tile.publish(NUM_KEYS, gl.minimum(high, k_length) - low)
+    tile.publish(MASKED_ABOVE, blocks - (full_low - low) // config.BLOCK_N)
+    tile.publish(MASKED_UP_TO, blocks - (full_high - low) // config.BLOCK_N)
+    tile.publish(SEEN_LOW, first + shift - low - window_left)
+    tile.publish(SEEN_HIGH, first + shift - low + window_right)
+    tile.publish(ROW, row)
+    tile.publish(ROWS, rows)
+    tile.publish(HEAD, head)
+    if config.HAS_SINKS:
+        tile.publish(INSIDE, is_inside(segment, num_segments))
+    out_ptr = info.pointer(OUT, config.OUT_DTYPE) + row.to(gl.int64) * config.OUT_STRIDE
+    if is_dense(config.ORDER):
+        out_ptr += head // config.HEADS * info.stride(OUT_BATCH_STRIDE)
+        out_ptr += head % config.HEADS * info.stride(OUT_HEAD_STRIDE)
     else:
-        out_ptr += head * HEAD_DIM
-    write_note(addresses, slot, OUT, out_ptr.to(gl.int64))
-    lse_ptr = kept_pointer(addresses, LSE, gl.float32)
-    write_note(addresses, slot, LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
+        out_ptr += head * config.HEAD_DIM
+    tile.publish_address(OUT, out_ptr.to(gl.int64))
+    lse_ptr = info.pointer(LSE, gl.float32)
+    tile.publish_address(LSE, (lse_ptr + head.to(gl.int64) * total_q + row).to(gl.int64))
     return blocks
 
 
 @gluon.jit
-def produce(descs, boundaries_of, tiles, bars, sizes, OPTIONS: gl.constexpr):
-    HEAD_DIM: gl.constexpr = option(OPTIONS, "HEAD_DIM")
-    GROUP: gl.constexpr = option(OPTIONS, "GROUP")
-    HAS_LEFT: gl.constexpr = option(OPTIONS, "HAS_LEFT")
-    HAS_RIGHT: gl.constexpr = option(OPTIONS, "HAS_RIGHT")
-    GROUPS: gl.constexpr = option(OPTIONS, "GROUPS")
-    BLOCK_N: gl.constexpr = option(OPTIONS, "BLOCK_N")
-    STAGES: gl.constexpr = option(OPTIONS, "STAGES")
-    HEADS: gl.constexpr = option(OPTIONS, "HEADS")
-    ORDER: gl.constexpr = option(OPTIONS, "ORDER")
-    FOLDED: gl.constexpr = option(OPTIONS, "FOLDED")
-    CASTERS: gl.constexpr = option(OPTIONS, "CASTERS")
-    # Each warpgroup has rows, and a note, of its own.
-    ENDS: gl.constexpr = ORDER == DENSE_ENDS
+def produce(descs, boundaries_of, tiles, info, bars, sizes, config):
     q_descs, k_descs, v_desc = descs
     cu_q, cu_k = boundaries_of
-    q_tiles, k_tiles, v_tiles, notes, addresses = tiles
+    q_tiles, k_tiles, v_tiles = tiles
     total_q, total_k, num_segments, window_left, window_right = sizes
-    EMPTY: gl.constexpr = 32 + 128 * GROUPS
-    K_EMPTY: gl.constexpr = FIRST_BARRIER
-    V_EMPTY: gl.constexpr = K_EMPTY + STAGES
-    Q_EMPTY: gl.constexpr = V_EMPTY + STAGES
-    PARTS: gl.constexpr = len(k_descs)
+    GROUPS: gl.constexpr = config.GROUPS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
+    V_TILES: gl.constexpr = config.V_TILES
+    V_WIDTH: gl.constexpr = config.V_WIDTH
+    K_SPLITS: gl.constexpr = len(k_descs)
     MAIN: gl.constexpr = columns_of(k_descs[0])
-    TAIL: gl.constexpr = columns_of(k_descs[PARTS - 1]) if PARTS > 1 else 0
+    TAIL: gl.constexpr = columns_of(k_descs[K_SPLITS - 1]) if K_SPLITS > 1 else 0
     Q_MAIN: gl.constexpr = columns_of(q_descs[0])
-    Q_BYTES: gl.constexpr = 64 * (Q_MAIN * 4 if CASTERS > 0 else (MAIN + TAIL) * 2)
-    WIDTH: gl.constexpr = columns_of(v_desc)
-    V_TILES: gl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    # Of what is being cast, fewer heads together: the first are soon there.
-    BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(ORDER) else CACHED // 2 if CASTERS > 0 else CACHED
-    RESIDENT: gl.constexpr = BYTES * GROUP // (HEAD_DIM * ROW_BYTES)
-    LONE: gl.constexpr = ALONE * GROUP // (HEAD_DIM * ROW_BYTES)
+    Q_BYTES: gl.constexpr = 64 * (Q_MAIN * 4 if config.CAST_WARPS > 0 else (MAIN + TAIL) * 2)
+    # Keys that are still being rounded: with fewer heads at a time, the first are ready sooner.
+    CACHED_HERE: gl.constexpr = CACHED // 2 if config.CAST_WARPS > 0 else CACHED
+    CACHED_BYTES: gl.constexpr = CACHED_OF_ONE if has_one_segment(config.ORDER) else CACHED_HERE
+    CACHED_ROWS: gl.constexpr = CACHED_BYTES * config.GROUP // (config.HEAD_DIM * ROW_BYTES)
+    ALONE_ROWS: gl.constexpr = ALONE * config.GROUP // (config.HEAD_DIM * ROW_BYTES)
 
-    q_batch = (total_q, HEADS, FOLDED & 1)
-    k_batch = (total_k, HEADS // GROUP, FOLDED & 2)
-    v_batch = (total_k, HEADS // GROUP, FOLDED & 4)
-    bars_at = shared_base() + STAGES * V_TILES * BLOCK_N * WIDTH * 2
-    heads = head_count(num_segments, HEADS, ORDER)
-    num_tiles, dealt = deal(cu_q, num_segments, total_q, heads, GROUPS, ORDER)
-    num_work = num_tiles * heads
+    q_batch = (total_q, config.HEADS, config.FOLDED & 1)
+    k_batch = (total_k, config.HEADS // config.GROUP, config.FOLDED & 2)
+    v_batch = (total_k, config.HEADS // config.GROUP, config.FOLDED & 4)
+    bars_at = shared_base() + config.BARRIERS_AT
+    heads = head_count(num_segments, config.HEADS, config.ORDER)
+    scheduler = TileScheduler(cu_q, num_segments, total_q, heads, GROUPS, config.ORDER)
+    tiles_per_head, split = scheduler.split()
+    num_tiles = tiles_per_head * heads
     stage = 0
     loaded = 0
     count = 0
     shared = 0
-    work = gl.program_id(0)
-    while work < num_work:
-        head, segment, q_start, q_length, unit, taken = place(
-            work, num_tiles, dealt, cu_q, num_segments, total_q, heads, GROUPS, ORDER, RESIDENT, LONE
+    index = gl.program_id(0)
+    while index < num_tiles:
+        head, segment, q_start, q_length, row_block, num_blocks = scheduler.locate(
+            index, tiles_per_head, split, CACHED_ROWS, ALONE_ROWS
         )  # fmt: skip
-        k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, ORDER)
+        k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, config.ORDER)
         k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
-        first = unit * 64
-        if HAS_RIGHT and not ENDS:
-            # The longest first: the later a row, the more keys it sees.
-            first = gl.maximum((q_length + 63) // 64 - taken - unit, 0) * 64
-            taken = gl.minimum(taken, (q_length + 63) // 64 - unit)
-        if unit * 64 < q_length:
-            rows = gl.minimum(taken * 64, q_length - first)
+        first = row_block * 64
+        if config.HAS_RIGHT and not config.ENDS:
+            # Later rows see more keys, so the last tile comes first.
+            first = gl.maximum((q_length + 63) // 64 - num_blocks - row_block, 0) * 64
+            num_blocks = gl.minimum(num_blocks, (q_length + 63) // 64 - row_block)
+        if row_block * 64 < q_length:
+            rows = gl.minimum(num_blocks * 64, q_length - first)
             shift = k_length - q_length
             low, full_low, full_high, high = block_span(
-                first, first + rows - 1, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
+                first, first + rows - 1, shift, window_left, window_right, k_length,
+                config.HAS_LEFT, config.HAS_RIGHT, BLOCK_N,
             )  # fmt: skip
-            slot = count % NOTES
+            info_at = count % TILE_INFOS
             for group in gl.static_range(GROUPS):
                 if count > 0:
-                    barrier_sync(Q_EMPTY + group, 160)
+                    barrier_sync(config.Q_EMPTY + group, config.Q_THREADS)
             row = q_start + first
-            apart = 64
-            place_of_tile = (head, segment, q_start, shift, k_length)
+            group_stride = 64
+            location = (head, segment, q_start, shift, k_length)
             span = (low, full_low, full_high, high)
-            if ENDS:
-                slot = count % 2 * GROUPS
-                other = num_tiles * (GROUPS * 64) - 64 - first
-                apart = other - first
-                other_span = block_span(
-                    other, other + 63, shift, window_left, window_right, k_length, HAS_LEFT, HAS_RIGHT, BLOCK_N
+            if config.ENDS:
+                info_at = info_index(count, 0, config)
+                mirrored = tiles_per_head * (GROUPS * 64) - 64 - first
+                group_stride = mirrored - first
+                mirrored_span = block_span(
+                    mirrored, mirrored + 63, shift, window_left, window_right, k_length,
+                    config.HAS_LEFT, config.HAS_RIGHT, BLOCK_N,
                 )  # fmt: skip
-                shared = _note_tile(
-                    notes, addresses, slot + 1, other_span, other, 64, place_of_tile, sizes, OPTIONS
-                )  # fmt: skip
-                write_note(notes, slot, SHARED, shared)
-            blocks = _note_tile(notes, addresses, slot, span, first, rows, place_of_tile, sizes, OPTIONS)
+                shared = _publish_tile(info, info_at + 1, mirrored_span, mirrored, 64, location, sizes, config)
+                info.at(info_at).publish(SHARED, shared)
+            blocks = _publish_tile(info, info_at, span, first, rows, location, sizes, config)
             for group in gl.static_range(GROUPS):
                 bar = bars.index(Q_FULL + group)
                 mbarrier.expect(bar, Q_BYTES)
-                tell(bars_at + (Q_FULL + group) * 8)
-                for part in gl.static_range(len(q_descs)):
+                publish(bars_at + (Q_FULL + group) * 8)
+                for split_index in gl.static_range(len(q_descs)):
                     load_tile(
-                        q_descs[part],
-                        row + group * apart,
-                        head,
-                        part * Q_MAIN,
-                        q_batch,
-                        bar,
-                        q_tiles[part].index(group),
-                    )
-            k_head = head // GROUP
-            if CASTERS > 0:
-                await_cast(kept_pointer(addresses, COUNTS, gl.int32), k_head, total_k, HEAD_DIM)
+                        q_descs[split_index], row + group * group_stride, head, split_index * Q_MAIN, q_batch, bar,
+                        q_tiles[split_index].index(group),
+                    )  # fmt: skip
+            k_head = head // config.GROUP
+            if config.CAST_WARPS > 0:
+                await_cast(info.pointer(CAST_COUNTERS, gl.int32), k_head, total_k, config.HEAD_DIM)
             for block in range(blocks):
                 key = k_start + low + block * BLOCK_N
-                readers = gl.where(loaded - STAGES < shared, EMPTY, 160)
+                readers = gl.where(loaded - STAGES < shared, config.STAGE_THREADS, config.Q_THREADS)
                 if loaded >= STAGES:
-                    if ENDS:
-                        barrier_sync_among(K_EMPTY + stage, readers)
+                    if config.ENDS:
+                        barrier_sync_among(config.K_EMPTY + stage, readers)
                     else:
-                        barrier_sync(K_EMPTY + stage, EMPTY)
+                        barrier_sync(config.K_EMPTY + stage, config.STAGE_THREADS)
                 bar = bars.index(K_FULL + stage)
                 mbarrier.expect(bar, BLOCK_N * (MAIN + TAIL) * 2)
-                for part in gl.static_range(PARTS):
-                    load_tile(k_descs[part], key, k_head, part * MAIN, k_batch, bar, k_tiles[part].index(stage))
+                for split_index in gl.static_range(K_SPLITS):
+                    load_tile(
+                        k_descs[split_index], key, k_head, split_index * MAIN, k_batch, bar,
+                        k_tiles[split_index].index(stage),
+                    )  # fmt: skip
                 if loaded >= STAGES:
-                    if ENDS:
-                        barrier_sync_among(V_EMPTY + stage, readers)
+                    if config.ENDS:
+                        barrier_sync_among(config.V_EMPTY + stage, readers)
                     else:
-                        barrier_sync(V_EMPTY + stage, EMPTY)
+                        barrier_sync(config.V_EMPTY + stage, config.STAGE_THREADS)
                 bar = bars.index(V_FULL + stage)
-                mbarrier.expect(bar, BLOCK_N * V_TILES * WIDTH * 2)
-                for part in gl.static_range(V_TILES):
-                    load_tile(v_desc, key, k_head, part * WIDTH, v_batch, bar, v_tiles.index(stage * V_TILES + part))
+                mbarrier.expect(bar, BLOCK_N * V_TILES * V_WIDTH * 2)
+                for v_tile in gl.static_range(V_TILES):
+                    load_tile(
+                        v_desc, key, k_head, v_tile * V_WIDTH, v_batch, bar, v_tiles.index(stage * V_TILES + v_tile)
+                    )
                 loaded += 1
-                stage, _ = turn_around(stage, STAGES)
+                stage, _ = advance_index(stage, STAGES)
             count += 1
-        if CASTERS > 0:
-            work = draw_and_clear(
-                kept_pointer(addresses, TICKET, gl.int32), kept_pointer(addresses, COUNTS, gl.int32), num_work,
-                num_segments * (HEADS // GROUP),
+        if config.CAST_WARPS > 0:
+            index = next_tile_and_clear(
+                info.pointer(TILE_COUNTER, gl.int32), info.pointer(CAST_COUNTERS, gl.int32), num_tiles,
+                num_segments * (config.HEADS // config.GROUP),
             )  # fmt: skip
         else:
-            work = draw(kept_pointer(addresses, TICKET, gl.int32), num_work)
+            index = next_tile(info.pointer(TILE_COUNTER, gl.int32), num_tiles)
     for group in gl.static_range(GROUPS):
         if count > 0:
-            barrier_sync(Q_EMPTY + group, 160)
+            barrier_sync(config.Q_EMPTY + group, config.Q_THREADS)
     for group in gl.static_range(GROUPS):
-        write_note(notes, count % 2 * GROUPS + group if ENDS else count % NOTES, BLOCKS, 0)
+        info.at(info_index(count, group, config)).publish(BLOCKS, 0)
         mbarrier.arrive(bars.index(Q_FULL + group), count=1)
-        tell(bars_at + (Q_FULL + group) * 8)
-    # What consumers arrived at must be left as it was found.
-    for index in gl.static_range(STAGES):
-        if index < loaded:
-            if ENDS:
+        publish(bars_at + (Q_FULL + group) * 8)
+    # Consumers arrived at these named barriers for the last stages; a kernel must leave none half full.
+    for stage_index in gl.static_range(STAGES):
+        if stage_index < loaded:
+            if config.ENDS:
                 # The last block that was in this stage.
-                readers = gl.where(loaded - 1 - (loaded - 1 - index) % STAGES < shared, EMPTY, 160)
-                barrier_sync_among(K_EMPTY + index, readers)
-                barrier_sync_among(V_EMPTY + index, readers)
+                last = loaded - 1 - (loaded - 1 - stage_index) % STAGES
+                readers = gl.where(last < shared, config.STAGE_THREADS, config.Q_THREADS)
+                barrier_sync_among(config.K_EMPTY + stage_index, readers)
+                barrier_sync_among(config.V_EMPTY + stage_index, readers)
             else:
-                barrier_sync(K_EMPTY + index, EMPTY)
-                barrier_sync(V_EMPTY + index, EMPTY)
+                barrier_sync(config.K_EMPTY + stage_index, config.STAGE_THREADS)
+                barrier_sync(config.V_EMPTY + stage_index, config.STAGE_THREADS)

@@ -497,13 +497,3 @@ def store_rows(address, o, num_rows, DTYPE: gl.constexpr, STRIDE: gl.constexpr):
         _store_strips(strips, quarter, begin + (first * 16 + quarter * 16), inside, DTYPE)
     for strip in gl.static_range(WHOLE, len(o)):
         _store_strips((o[strip],), quarter, begin + (strip * 16 + quarter * 4), inside, DTYPE)
-
-
-# Names that the attention kernels still use.
-take_ticket = increment_counter
-await_turn = acquire_semaphore
-pass_turn = release_semaphore
-send_sums = reduce_bulk
-fetch_sums = load_bulk
-sent_from = await_bulk_reads
-sent_all = await_bulk_writes
