@@ -14,12 +14,13 @@ import torch
 from compile_tests import norms, rope
 from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
 from compile_tests.contract import APART, SM90, TARGETS, Build, build, fake_gpu, sampled, sass, shared_memory
+from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import ROWS_DIR, Gpu, Launch, Row, as_document, shipped_rows
 from torch_ops import settings
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
-from torch_ops._attention.hopper import PARTS, Descriptors, describe
+from torch_ops._attention.hopper import Descriptors, describe
 from torch_ops._attention.options import AttentionOptions
 
 # The target of every GPU that has rows in csrc_free_ops/configs.
@@ -184,7 +185,7 @@ def _hopper_builds(head_dim: int, variant: str) -> dict[str, Build]:
 
 # At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
 HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
-    (head_dim, variant) for head_dim in PARTS for variant in ("one", "many", "window", "apart") if head_dim != 72
+    (head_dim, variant) for head_dim in HEAD_DIMS for variant in ("one", "many", "window", "apart") if head_dim != 72
 ]
 PLACES = ("forward", "delta", "backward", "round")
 
@@ -232,7 +233,7 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
 WIDE_LOADS = {"one": {64: 6, 72: 6, 80: 6, 96: 3, 128: 4}, "many": {64: 2, 72: 2, 80: 2, 96: 3, 128: 4}}
 
 
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("variant", WIDE_LOADS)
 def test_sums_are_read_by_threads_side_by_side(head_dim: int, variant: str) -> None:
     """Along the axis that holds the runs of all rows (tests/kernels/test_sums.py), whatever Triton prefers."""

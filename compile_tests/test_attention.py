@@ -46,12 +46,13 @@ from compile_tests.contract import (
     trace_kernels,
 )
 from compile_tests.dense import FEW, VARIANTS, WRITES, dense_calls, dense_launches, writes_of
+from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops import attention
 from torch_ops._attention import hopper_dkdv as attention_dense_keys
 from torch_ops._attention import parts as attention_parts
-from torch_ops._attention.hopper import PARTS, describe, folded, fp32_launch
+from torch_ops._attention.hopper import describe, folded
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.registry import OPS
 from torch_ops.testing.cases import DENSE, DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
@@ -492,7 +493,9 @@ def _hopper_builds(head_dim: int, variant: str) -> dict[str, Build]:
         return {name: build(launch, SM90) for name, launch in launches.items()}
 
 
-@pytest.mark.parametrize(("head_dim", "variant"), sampled([(d, variant) for d in PARTS for variant in HOPPER_VARIANTS]))
+@pytest.mark.parametrize(
+    ("head_dim", "variant"), sampled([(d, variant) for d in HEAD_DIMS for variant in HOPPER_VARIANTS])
+)
 def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str) -> None:
     """As the packed kernels: nothing spills, and ptxas does not make wgmma wait for each other."""
     builds = _hopper_builds(head_dim, variant)
@@ -583,7 +586,9 @@ CAST_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("head_dim", "variant"), sampled([(d, variant) for d in PARTS for variant in CAST_VARIANTS]))
+@pytest.mark.parametrize(
+    ("head_dim", "variant"), sampled([(d, variant) for d in HEAD_DIMS for variant in CAST_VARIANTS])
+)
 def test_forward_that_casts_fits_and_overlaps(head_dim: int, variant: str) -> None:
     (launch,) = hopper_launches({}, head_dim, dtype=torch.float32, **{"batch": 3, **CAST_VARIANTS[variant]}).values()
     with fake_gpu(SM90):
@@ -607,7 +612,7 @@ def test_explain_says_whether_the_forward_casts() -> None:
         report = explained()
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
         assert list(report["kernels"]) == ["attention_fwd_cast_hopper", "attention_bwd_apart"]
-        assert report["kernels"]["attention_fwd_cast_hopper"]["launch"] == fp32_launch(64).entry()
+        assert report["kernels"]["attention_fwd_cast_hopper"]["launch"] == HEAD_DIMS[64].fp32.entry()
         assert explained(100)["path"] == explained(softcap=1.0)["path"] == "portable"
 
 

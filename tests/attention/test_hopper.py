@@ -33,7 +33,7 @@ from torch_ops.bench.measure.timing import peak_bytes
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
-HEAD_DIMS = tuple(attention_hopper.PARTS)
+HEAD_DIMS = tuple(attention_hopper.HEAD_DIMS)
 # One, few and many segments are dealt out differently; one segment is cut so that the last round is full.
 LENGTHS = {
     "one": (1024,),

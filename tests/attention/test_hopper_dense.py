@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from csrc_free_ops.attention.hopper.scheduler import DENSE_ENDS
+from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from tests.attention.verify import differentiate, verify, verify_downcast
 from torch_ops import attention, explain, settings
 from torch_ops._attention import hopper_backward as attention_hopper_backward
-from torch_ops._attention.hopper import PARTS, _forward_order, forward_launch
+from torch_ops._attention.hopper import _forward_order, forward_launch
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Forward
 from torch_ops._core.counters import WorkCounters, block_size, work_counters
@@ -51,7 +52,7 @@ def _assert_right(case: DenseCase, times: int = 5) -> None:
 
 
 @pytest.mark.parametrize(("length", "k_length"), [(1024, 1024), (1010, 1100), (1010, 700), (120, 400), (120, 60)])
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None:
     units = -(-length // 64)
     k_heads = -(-3 * programs(0) // (4 * units))
@@ -66,7 +67,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
 
 @pytest.mark.parametrize("is_apart", [False, True], ids=["in_order", "apart"])
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_gradients(head_dim: int, bounds: str, is_apart: bool) -> None:
     """Whichever backward there would have been for so few tiles."""
     case = DenseCase("grads", "a backward", 2, 6, 500, head_dim, 3, 610, "rows_first", BOUNDS[bounds])
@@ -75,7 +76,7 @@ def test_gradients(head_dim: int, bounds: str, is_apart: bool) -> None:
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_many_tiles(head_dim: int, bounds: str) -> None:
     _assert_right(DenseCase("rounds", "several of tiles", 5, 16, 700, head_dim, 4, 450, options=BOUNDS[bounds]))
 
@@ -95,7 +96,7 @@ def _assert_downcast_right(case: DenseCase, dtype: torch.dtype = torch.bfloat16,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_downcast_of_many_tiles(head_dim: int, bounds: str, dtype: torch.dtype) -> None:
     case = DenseCase("rounds", "several of tiles", 5, 16, 700, head_dim, 4, 450, options=BOUNDS[bounds])
     _assert_downcast_right(case, dtype)
@@ -104,7 +105,7 @@ def test_downcast_of_many_tiles(head_dim: int, bounds: str, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("length", "k_length"), [(1024, 1024), (1010, 1100), (1010, 700), (120, 400), (120, 60), (1, 1)]
 )
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_downcast_of_few_tiles(head_dim: int, length: int, k_length: int) -> None:
     """Fewer than programs, with an odd end each, and those that have rows from either end."""
     case = DenseCase("few", "one round", 1, 6, length, head_dim, 3, k_length, options=CAUSAL)
@@ -118,14 +119,14 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_layouts(head_dim: int, layout: str) -> None:
     """In three dimensions and in four, and some in either."""
     _assert_right(DenseCase(layout, "strides", 3, 4, 300, head_dim, 2, 200, layout, CAUSAL))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", PARTS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_downcast_of_any_layout(head_dim: int, layout: str) -> None:
     """The same."""
     _assert_downcast_right(DenseCase(layout, "strides", 3, 4, 300, head_dim, 2, 200, layout, CAUSAL))

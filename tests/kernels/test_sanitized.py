@@ -44,7 +44,7 @@ CAUSAL = {"causal": True}
 CASES = [
     *(
         _case(f"{name}-{head_dim}", lengths, head_dim, **rest)
-        for head_dim in attention_hopper.PARTS
+        for head_dim in attention_hopper.HEAD_DIMS
         for name, lengths, rest in (
             ("one", (300,), {}),
             ("few", (130, 17, 0, 200, 1), {}),
@@ -68,7 +68,7 @@ CASES = [
 
 
 APART = [
-    *(_case(f"apart-{head_dim}", (300,), head_dim) for head_dim in attention_hopper.PARTS),
+    *(_case(f"apart-{head_dim}", (300,), head_dim) for head_dim in attention_hopper.HEAD_DIMS),
     _case("apart_groups", (130,), 72, 4, num_k_heads=2),
     _case("apart_other_keys", (140,), 64, k_lengths=(600,), padding=45, skipped=9),
 ]

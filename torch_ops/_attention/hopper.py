@@ -3,7 +3,6 @@
 `refusal` says from metadata alone why a call cannot take this path.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE_CUT, DENSE_ENDS, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.configs.attention_hopper import HEAD_DIMS, one_segment_launch, overlaps, pairs_ends, registers
 from csrc_free_ops.configs.rows import Gpu, Launch
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
@@ -27,15 +27,6 @@ from torch_ops._core.plan import Bound, Plan, addressable
 from torch_ops.settings import settings
 
 LOG2E = 1.4426950408889634
-# By head dimension: columns of the two parts of q and k (of one that is not there, 16), and of v's tiles.
-PARTS = {64: (64, 16, 64), 72: (64, 16, 16), 80: (64, 16, 16), 96: (64, 32, 32), 128: (128, 16, 64)}
-# By consumer warpgroups and whether they overlap: registers of a consumer's thread, of the producer's, and at launch.
-REGISTERS = {(2, True): (232, 40, 168), (3, True): (160, 32, 128), (3, False): (152, 56, 128)}
-# Registers of a thread where warps cast: those need more than a producer.
-CAST_REGISTERS = 224, 56
-# How long a round of tiles of so many warpgroups takes, by that of two; other head dimensions take the last. By 2048
-# and 16 x 1024 rows on an H200.
-ROUND = {64: {1: 0.5, 2: 1.0, 3: 1.2}, 0: {1: 0.8, 2: 1.0, 3: 1.35}}
 
 
 def refusal(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -> str:
@@ -43,9 +34,9 @@ def refusal(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -> str:
     q = tensors["q"]
     if reason := hopper_refusal(gpu, options.compute_dtype or q.dtype):
         return reason
-    # Not `in PARTS`: in graphs the size may be a symbol, which has no hash.
-    if all(q.shape[-1] != head_dim for head_dim in PARTS):
-        return f"the Hopper path takes head dimensions {', '.join(map(str, PARTS))}"
+    # Not `in HEAD_DIMS`: in graphs the size may be a symbol, which has no hash.
+    if all(q.shape[-1] != head_dim for head_dim in HEAD_DIMS):
+        return f"the Hopper path takes head dimensions {', '.join(map(str, HEAD_DIMS))}"
     for name, is_on in (("softcap", options.softcap), ("ALiBi", options.alibi), ("dropout", options.dropout)):
         if is_on:
             return f"the Hopper path has no {name}"
@@ -146,46 +137,30 @@ def forward_launch(q: Tensor, options: AttentionOptions, num_segments: int) -> t
     launch, source = choose("attention_fwd_hopper", q, options, mean_length(rows, num_segments))
     if num_segments != 1 or any(row.launch is launch for row in settings.rows):
         return launch, source
-    launch, source = choose("attention_fwd_hopper", q, options, None, ())
-    if launch.block_m != 192:
-        return launch, source
-    head_dim = q.shape[-1]
-    each = -(-rows // 64) * heads / programs(q.device.index)
-    if q.dim() == 4 and head_dim == 64 and options.masked and each > 2:
-        # 4 x 32 x 1024 causal rows take 54.7 us on an H200, with tiles of three warpgroups 58.0.
-        return Launch(128, 128, 8, 3), source
-    rounds, rest = divmod(each, 3)
-    takes = ROUND.get(head_dim, ROUND[0])
-    tall = rounds * takes[3] + (takes[math.ceil(rest)] if rest else 0)
-    if each > 2 and tall <= math.ceil(each / 2):
-        return launch, source
-    columns = 64 if each <= 2 or head_dim == 72 else launch.block_n
-    return Launch(128, columns, 8, 3 if head_dim <= 80 else launch.num_stages), source
+    long, source = choose("attention_fwd_hopper", q, options, None, ())
+    count = programs(q.device.index)
+    return one_segment_launch(long, q.shape[-1], rows, heads, count, options.masked, q.dim() == 4), source
 
 
 def _forward_constants(t: Forward, options: AttentionOptions, launch: Launch, folded: int) -> dict[str, Any]:
-    # With three warpgroups, scores and weights of a wider head do not fit the registers at once.
-    overlap = launch.block_m == 128 or t.q.shape[-1] <= 72
-    groups = launch.block_m // 64
+    head_dim = t.q.shape[-1]
     return {
-        **constants_of(t.q, t.k, launch, options, REGISTERS[groups, overlap]),
-        "GROUPS": groups, "BLOCK_N": launch.block_n, "OVERLAP": overlap, "ORDER": _forward_order(t, launch, options),
+        **constants_of(t.q, t.k, launch, options, registers(launch, head_dim, options.compute_dtype is not None)),
+        "GROUPS": launch.block_m // 64, "BLOCK_N": launch.block_n, "OVERLAP": overlaps(launch, head_dim),
+        "ORDER": _forward_order(t, launch, options),
         "HAS_LSE": options.has_lse, "HAS_SINKS": options.has_sinks,
         "OUT_STRIDE": t.out.stride(0 if t.cu_q is not None else 2), "FOLDED": folded, "launch_pdl": True,
     }  # fmt: skip
 
 
 def _forward_order(t: Forward, launch: Launch, options: AttentionOptions) -> int:
-    """The scheduler's order of tiles.
-
-    Rows that see more keys the later they are make tiles of one round end at very different times.
-    """
+    """The scheduler's order of tiles."""
     if t.cu_q is not None:
         return order_of(num_segments(t), SINGLE.value)
-    units = -(-t.q.shape[2] // 64)
-    rounds = units * t.q.shape[0] * t.q.shape[1] / programs(t.q.device.index)
-    pairs = launch.block_m == 128 and units % 2 == 0 and 1 < rounds <= 2
-    return (DENSE_ENDS if pairs and options.left < 0 <= options.right else DENSE_CUT).value
+    batch, heads, rows, _ = t.q.shape
+    count = programs(t.q.device.index)
+    ends = pairs_ends(launch, rows, batch * heads, count, options.left, options.right)
+    return (DENSE_ENDS if ends else DENSE_CUT).value
 
 
 def _forward_scalars(t: Forward, options: AttentionOptions) -> tuple[Any, ...]:
@@ -200,7 +175,8 @@ def plan_forward_hopper(t: Forward, options: AttentionOptions) -> Plan:
     launch, source = forward_launch(t.q, options, num_segments(t))
     bits = 0 if t.cu_q is not None else folded(t.q, t.k, t.v, t.out)
     # Main and tail of each but v.
-    main, tail, width = PARTS[t.q.shape[-1]]
+    sizes = HEAD_DIMS[t.q.shape[-1]]
+    main, tail, width = sizes.main, sizes.tail, sizes.v_columns
     columns = launch.block_n
     tiles = ((64, main), (64, tail), (columns, main), (columns, tail), (columns, width), (64, main), (64, tail))
     descriptors_of = Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
@@ -221,21 +197,16 @@ def plan_forward_hopper(t: Forward, options: AttentionOptions) -> Plan:
     return Plan(launch_forward, {"attention_fwd_hopper": (launch, source)})
 
 
-def fp32_launch(head_dim: int) -> Launch:
-    """The launch of the forward that casts as it goes, whose stages leave room for no more keys."""
-    return Launch(128, 128 if head_dim == 64 else 64, 8, 2 if head_dim == 96 else 3)
-
-
 def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
     """Plan dense fp32 inputs that one kernel casts to `compute_dtype` as it goes; out is not rounded."""
-    launch, dtype = fp32_launch(t.q.shape[3]), options.compute_dtype
+    sizes, dtype = HEAD_DIMS[t.q.shape[3]], options.compute_dtype
+    launch = sizes.fp32
     halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (t.k, t.v)]
     constants = _forward_constants(t, options, launch, folded(t.q, *halves, t.out))
-    constants |= dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), CAST_REGISTERS, strict=True))
     constants |= {"K_STRIDE": t.k.stride(2), "V_STRIDE": t.v.stride(2)}
     scalars = (*t.k.stride()[:2], *t.v.stride()[:2], *_forward_scalars(t, options))
     device, block = t.q.device, launch.block_n
-    main, tail, width = PARTS[t.q.shape[3]]
+    main, tail, width = sizes.main, sizes.tail, sizes.v_columns
     # q comes in one part, of whole columns.
     tiles = ((64, int(next_power_of_2(t.q.shape[3]))), (block, main), (block, tail), (block, width))
     descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])

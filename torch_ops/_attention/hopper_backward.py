@@ -17,12 +17,22 @@ from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     first_columns,
 )
 from csrc_free_ops.attention.hopper.bwd_protocol import dq_acc_count, tile_columns
-from csrc_free_ops.attention.hopper.bwd_small import STAGES, _attention_bwd_apart_kernel
+from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_apart_kernel
 from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE, EVEN, SINGLE
 from csrc_free_ops.configs.attention import split_head_dim
+from csrc_free_ops.configs.attention_hopper_backward import (
+    BLOCK_M,
+    BLOCK_N,
+    DQ_ACC2_ROWS,
+    FINALIZED_ROWS,
+    NUM_WARPS,
+    SMALL_STAGES,
+    kv_stages,
+    registers,
+)
 from csrc_free_ops.configs.rows import Launch
 from torch_ops._attention.choose import choose
-from torch_ops._attention.hopper import REGISTERS, constants_of, describe, folded, has_tiles, order_of
+from torch_ops._attention.hopper import constants_of, describe, folded, has_tiles, order_of
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.parts import parts_of, plan_parts
 from torch_ops._attention.tensors import Backward, num_segments, query_length
@@ -31,25 +41,16 @@ from torch_ops._core.hopper import Descriptors, programs
 from torch_ops._core.launch import dense_like, dense_strides, head_strides, row_stride
 from torch_ops._core.plan import Bound, Plan, addressable
 
-# Query rows whose dq is sent at once, keys of a program, and rows that are rounded at once.
-SENT_ROWS, PASS_KEYS, ROUNDED_ROWS = 64, 128, 16
-# Rows of what goes to a second lane at once, of the first and of the rest of the columns.
-LANE_ROWS, LANE_REST_ROWS = 32, 64
 # Of 12 and more rounds an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); between
 # 10 and 12 none was measured.
 MANY_ROUNDS = 10
 # As rows would say it, of the kernel that has none, where gradients are made apart.
-APART = Launch(SENT_ROWS, PASS_KEYS, 8, STAGES.value)
-
-
-def _registers(head_dim: int) -> tuple[int, int, int]:
-    """Beside two sums of 128 columns ptxas makes every product wait for the last where a consumer has fewer."""
-    return REGISTERS[2, True] if head_dim <= 96 else (240, 24, 168)
+APART = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
 
 
 def _rows_back(total: int) -> int:
     """What `lane_distance` is on the device, in rows."""
-    return (-(-total // SENT_ROWS) - 1) // 2 * SENT_ROWS
+    return (-(-total // BLOCK_M) - 1) // 2 * BLOCK_M
 
 
 def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
@@ -73,9 +74,9 @@ def _tiles_together(q: Tensor, k: Tensor, segments: int, options: AttentionOptio
     64, and of 8 or 16 more. Counters of both lanes must fit the first block of dq.
     """
     together = programs(q.device.index) // k.shape[1]
-    tiles = -(-k.shape[0] // PASS_KEYS)
-    counters = 2 * (q.shape[0] // SENT_ROWS + 3) + 1
-    has_room = q.shape[0] > 2 * SENT_ROWS and counters * 4 <= SENT_ROWS * q.shape[2] * q.itemsize
+    tiles = -(-k.shape[0] // BLOCK_N)
+    counters = 2 * (q.shape[0] // BLOCK_M + 3) + 1
+    has_room = q.shape[0] > 2 * BLOCK_M and counters * 4 <= BLOCK_M * q.shape[2] * q.itemsize
     few = segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
     return together if few and has_room and not options.masked else 1
 
@@ -87,7 +88,7 @@ def fits_apart(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -
     for masks.
     """
     batch, row = (q.shape[0], 2) if q.dim() == 4 else (1, 0)
-    tiles = sum(-(-tensor.shape[row] // PASS_KEYS) * tensor.shape[1] for tensor in (q, k)) * batch
+    tiles = sum(-(-tensor.shape[row] // BLOCK_N) * tensor.shape[1] for tensor in (q, k)) * batch
     has_registers = q.shape[-1] <= 96 or not options.masked
     return segments == 1 and has_registers and tiles <= programs(q.device.index)
 
@@ -98,8 +99,8 @@ def _keeps_order(q: Tensor, k: Tensor, segments: int, deterministic: bool) -> bo
     Of several segments and many rounds of tiles there is hardly anything to wait for, and in order the first part is
     written, not added to zeros.
     """
-    rounds = k.shape[0] // PASS_KEYS * k.shape[1] / programs(q.device.index)
-    return k.shape[0] > 2 * PASS_KEYS and (deterministic or (segments > 1 and rounds > MANY_ROUNDS))
+    rounds = k.shape[0] // BLOCK_N * k.shape[1] / programs(q.device.index)
+    return k.shape[0] > 2 * BLOCK_N and (deterministic or (segments > 1 and rounds > MANY_ROUNDS))
 
 
 def _members_apart(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
@@ -109,7 +110,7 @@ def _members_apart(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
     bounds, since tiles then take unequally long.
     """
     group = q.shape[1] // k.shape[1]
-    rounds = -(-k.shape[2] // PASS_KEYS) * k.shape[0] * k.shape[1] / programs(q.device.index)
+    rounds = -(-k.shape[2] // BLOCK_N) * k.shape[0] * k.shape[1] / programs(q.device.index)
     return group if rounds <= (2 if options.masked else 0.5) else 1
 
 
@@ -124,14 +125,14 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, l
     constants = {
         "HEAD_DIM": head_dim, "MAIN": main, "TAIL": tail, "HAS_DLSE": t.dlse is not None,
         "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0,
-        "BLOCK_M": SENT_ROWS, "BLOCK_N": PASS_KEYS, "num_stages": 1, "num_warps": 8, "launch_pdl": True,
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_stages": 1, "num_warps": NUM_WARPS, "launch_pdl": True,
     }  # fmt: skip
     if is_dense:
         batch, heads, length, _ = t.q.shape
         unit, outer, rows = dense_strides(t.out, t.dout, t.dq)
         constants |= {**dict(zip(("STRIDE_OT", "STRIDE_DOT", "STRIDE_DQT"), rows, strict=True)), "UNIT": unit}
         scalars = (*outer, heads, length, t.k.shape[2], *options.bounds())
-        return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // SENT_ROWS)), scalars, constants)
+        return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // BLOCK_M)), scalars, constants)
     segments, total_q = num_segments(t), t.q.shape[0]
     unit, head_stride = head_strides(t.out, t.dout)
     constants |= {
@@ -139,13 +140,13 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, l
         "ORDERED": ordered, "LANES": lanes, "ONE": segments == 1, "OVERLAPPED": True,
     }  # fmt: skip
     scalars = (*head_stride, total_q, t.k.shape[0], segments, *options.bounds())
-    grid = (total_q // SENT_ROWS + segments + 2, t.q.shape[1])
+    grid = (total_q // BLOCK_M + segments + 2, t.q.shape[1])
     return Bound(_attention_bwd_delta_kernel, grid, scalars, constants)
 
 
 def _tile_descriptors(head_dim: int) -> list[Any]:
     """Those of q, k, v and dout."""
-    return [partial(describe, rows=SENT_ROWS, columns=tile_columns(head_dim))] * 4
+    return [partial(describe, rows=BLOCK_M, columns=tile_columns(head_dim))] * 4
 
 
 def _row_strides(t: Backward) -> dict[str, int]:
@@ -171,7 +172,7 @@ def _folded(t: Backward) -> int:
 
 
 def apart_constants(t: Backward, options: AttentionOptions) -> dict[str, Any]:
-    constants = constants_of(t.q, t.k, APART, options, _registers(t.q.shape[-1]))
+    constants = constants_of(t.q, t.k, APART, options, registers(t.q.shape[-1]))
     del constants["STAGES"]
     order = DENSE.value if t.cu_q is None else SINGLE.value
     return {**constants, "ORDER": order, **_row_strides(t), "FOLDED": _folded(t), "launch_pdl": True}
@@ -183,11 +184,11 @@ def pass_constants(
 ) -> dict[str, Any]:  # fmt: skip
     head_dim = t.q.shape[-1]
     return {
-        **constants_of(t.q, t.k, launch, options, _registers(head_dim)),
+        **constants_of(t.q, t.k, launch, options, registers(head_dim)),
         "ORDERED": ordered, "ORDER": order, "ROUND": together, **_row_strides(t), "FOLDED": _folded(t),
         "MEMBERS": members,
         # Keys of as many tiles as there is shared memory for.
-        "OWN_STAGES": 2 if head_dim <= 80 else 1,
+        "OWN_STAGES": kv_stages(head_dim),
         # Its programs begin while the kernel before ends, and do what needs none of its results.
         "launch_pdl": True,
     }  # fmt: skip
@@ -218,7 +219,7 @@ def _plan_apart(t: Backward, options: AttentionOptions) -> Plan:
     """Plan dq, and dk and dv, by programs of their own, where `fits_apart`."""
     is_dense = t.cu_q is None
     batch, row = (t.q.shape[0], 2) if is_dense else (1, 0)
-    grid = (batch * sum(-(-x.shape[row] // PASS_KEYS) * x.shape[1] for x in (t.q, t.k)), 1)
+    grid = (batch * sum(-(-x.shape[row] // BLOCK_N) * x.shape[1] for x in (t.q, t.k)), 1)
     bound_delta = _bind_delta(t, options)
     descriptors_of = Descriptors(*_tile_descriptors(t.q.shape[-1]))
     bound = Bound(_attention_bwd_apart_kernel, grid, _scalars(t, options), apart_constants(t, options))
@@ -257,7 +258,7 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
     together = _tiles_together(q, k, segments, options) if ordered else 1
     # The producer of wider heads lacks registers for EVEN.
     order = order_of(segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
-    tiles = total_q // SENT_ROWS + segments + 2
+    tiles = total_q // BLOCK_M + segments + 2
     lanes = dq_acc_count(together)
     # Counters lie in dq, which is written last, where it has room for them.
     num_counts = lanes * num_heads * tiles + 1
@@ -266,7 +267,7 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
     has_rest = widths[1] > 0
     round_constants = {
-        "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "BLOCK_M": ROUNDED_ROWS, "OVERLAPS": True,
+        "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "BLOCK_M": FINALIZED_ROWS, "OVERLAPS": True,
         "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     rounded_rows = total_q
@@ -280,13 +281,13 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
         # The rows before those are rounded with them.
         rounded_rows -= _rows_back(total_q)
         round_scalars = (total_q, k.shape[0], options.scale)
-        round_constants |= {"ROUND": together, "BLOCK": SENT_ROWS, "OWNED": PASS_KEYS}
-        in_lane = [partial(_describe_lane, rows=rows) for rows in (LANE_ROWS, LANE_REST_ROWS)]
+        round_constants |= {"ROUND": together, "BLOCK": BLOCK_M, "OWNED": BLOCK_N}
+        in_lane = [partial(_describe_lane, rows=rows) for rows in DQ_ACC2_ROWS]
         descriptors_of = Descriptors(*_tile_descriptors(head_dim), *in_lane[: 2 if has_rest else 1])
     device = q.device
     constants = pass_constants(t, options, launch, ordered=ordered, order=order, together=together)
     bound = Bound(_attention_bwd_hopper_kernel, (programs(device.index), 1), _scalars(t, options), constants)
-    bound_round = Bound(round_kernel, (-(-rounded_rows // ROUNDED_ROWS), num_heads), round_scalars, round_constants)
+    bound_round = Bound(round_kernel, (-(-rounded_rows // FINALIZED_ROWS), num_heads), round_scalars, round_constants)
 
     def launch_backward(t: Backward) -> None:
         lse, (cu_q, cu_k) = t.lse.contiguous(), _boundaries(t)
@@ -321,7 +322,7 @@ def _plan_dense(t: Backward, options: AttentionOptions) -> Plan:
     """
     launch, source = choose("attention_bwd_hopper", t.q, options, query_length(t))
     batch, heads, length, head_dim = t.q.shape
-    lines, tiles = batch * heads, -(-length // SENT_ROWS)
+    lines, tiles = batch * heads, -(-length // BLOCK_M)
     members = _members_apart(t.q, t.k, options)
     # Parts of dk and dv are as those of as many key heads as there are query heads.
     own = t
