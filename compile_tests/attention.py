@@ -18,10 +18,10 @@ from csrc_free_ops.attention.hopper.bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
+    _attention_bwd_round_acc2_kernel,
     _attention_bwd_round_kernel,
-    _attention_bwd_round_lanes_kernel,
 )
-from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_apart_kernel
+from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_small_hopper_kernel
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
 from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_parts_kernel
@@ -100,8 +100,8 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
         _attention_fwd_hopper_kernel, _attention_fwd_cast_hopper_kernel,
-        _attention_bwd_hopper_kernel, _attention_bwd_apart_kernel,
-        _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_lanes_kernel,
+        _attention_bwd_hopper_kernel, _attention_bwd_small_hopper_kernel,
+        _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_acc2_kernel,
         _attention_bwd_delta_dense_kernel, _attention_bwd_parts_kernel,
     )
 }  # fmt: skip

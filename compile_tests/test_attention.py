@@ -500,7 +500,7 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str) -> None:
     """As the packed kernels: nothing spills, and ptxas does not make wgmma wait for each other."""
     builds = _hopper_builds(head_dim, variant)
     assert builds.keys() <= HOPPER_KERNELS.keys()
-    backward = "apart" if variant == "apart" and head_dim <= 96 else "hopper"
+    backward = "small_hopper" if variant == "apart" and head_dim <= 96 else "hopper"
     assert {"_attention_bwd_delta_dense_kernel", f"_attention_bwd_{backward}_kernel"} < builds.keys()
     for built in builds.values():
         assert built.shared <= shared_memory(SM90) and built.spilled == 0, str(built)
@@ -540,7 +540,7 @@ def _launches_of_keys(tensor: Tensor, lse: Tensor, options: AttentionOptions) ->
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(attention_dense_keys, "programs", lambda index: 132))
         for module, name in (
-            (attention_dense_keys, "_attention_bwd_keys_hopper_kernel"),
+            (attention_dense_keys, "_attention_bwd_fp32_dkdv_hopper_kernel"),
             (attention_parts, "_attention_bwd_parts_kernel"),
         ):
             recorder = Recorder(launched, vars(module)[name])

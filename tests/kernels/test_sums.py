@@ -10,8 +10,8 @@ import triton.language as tl
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     RUN,
     _attention_bwd_delta_kernel,
+    _attention_bwd_round_acc2_kernel,
     _attention_bwd_round_kernel,
-    _attention_bwd_round_lanes_kernel,
     _clear,
     _runs,
     first_columns,
@@ -56,7 +56,7 @@ def test_delta_counters_and_sums(
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
         STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, UNIT=8, HAS_DLSE=has_dlse,
-        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, LANES=lanes, ONE=False,
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, DQ_ACCS=lanes, ONE_SEGMENT=False,
         OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(head_dim),
     )  # fmt: skip
     products = out.double() * dout.double()
@@ -105,7 +105,7 @@ def test_one_segment_is_found_without_a_search(begin: int, end: int, keys: tuple
         _attention_bwd_delta_kernel[(tiles, heads)](
             out, lse, dout, lse, cu_q, cu_k, *made, counts, 8, 8, total, 50, 1, 0, 0,
             STRIDE_OT=heads * 64, STRIDE_DOT=heads * 64, UNIT=8, HAS_DLSE=True, HAS_LEFT=False, HAS_RIGHT=True,
-            ORDERED=True, LANES=1, ONE=one, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
+            ORDERED=True, DQ_ACCS=1, ONE_SEGMENT=one, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
         )  # fmt: skip
         found.append([*made, counts])
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*found, strict=True))
@@ -128,7 +128,7 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, total, total, segments, 0, 0,
         STRIDE_OT=64, STRIDE_DOT=64, UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
-        LANES=1, ONE=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
+        DQ_ACCS=1, ONE_SEGMENT=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
     assert counts[-1].item() == (falling != "neither")
 
@@ -218,8 +218,8 @@ def test_rounding_adds_the_second_lane(case: str, head_dim: int, device: str) ->
             parts = [part[:, row].chunk(2, 1)[half] for part in (of_first, of_rest) if part.numel()]
             second[at] = torch.cat(parts, 1)
     cu_q, cu_k = (torch.tensor([begin, begin + rows], dtype=torch.int32, device=device) for rows in (length, keys))
-    _attention_bwd_round_lanes_kernel[(-(-(total - distance * BLOCK_M) // 8), heads)](
+    _attention_bwd_round_acc2_kernel[(-(-(total - distance * BLOCK_M) // 8), heads)](
         sums, second, dq, cu_q, cu_k, total, begin + keys, scale, STRIDE_DQT=heads * head_dim, HEAD_DIM=head_dim,
-        ROUND=together, BLOCK_M=8, BLOCK=BLOCK_M, OWNED=BLOCK_N, OVERLAPS=False,
+        WAVE=together, BLOCK_M=8, ACC_BLOCK=BLOCK_M, BLOCK_N=BLOCK_N, OVERLAPS=False,
     )  # fmt: skip
     assert torch.equal(dq, ((exact + added) * scale).half().transpose(0, 1))

@@ -12,12 +12,12 @@ from csrc_free_ops.attention.hopper.bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     _attention_bwd_delta_dense_kernel,
     _attention_bwd_delta_kernel,
+    _attention_bwd_round_acc2_kernel,
     _attention_bwd_round_kernel,
-    _attention_bwd_round_lanes_kernel,
     first_columns,
 )
 from csrc_free_ops.attention.hopper.bwd_protocol import dq_acc_count, tile_columns
-from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_apart_kernel
+from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_small_hopper_kernel
 from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE, EVEN, SINGLE
 from csrc_free_ops.configs.attention import split_head_dim
 from csrc_free_ops.configs.attention_hopper_backward import (
@@ -137,7 +137,7 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, l
     unit, head_stride = head_strides(t.out, t.dout)
     constants |= {
         "STRIDE_OT": row_stride(t.out), "STRIDE_DOT": row_stride(t.dout), "UNIT": unit,
-        "ORDERED": ordered, "LANES": lanes, "ONE": segments == 1, "OVERLAPPED": True,
+        "ORDERED": ordered, "DQ_ACCS": lanes, "ONE_SEGMENT": segments == 1, "OVERLAPPED": True,
     }  # fmt: skip
     scalars = (*head_stride, total_q, t.k.shape[0], segments, *options.bounds())
     grid = (total_q // BLOCK_M + segments + 2, t.q.shape[1])
@@ -185,10 +185,10 @@ def pass_constants(
     head_dim = t.q.shape[-1]
     return {
         **constants_of(t.q, t.k, launch, options, registers(head_dim)),
-        "ORDERED": ordered, "ORDER": order, "ROUND": together, **_row_strides(t), "FOLDED": _folded(t),
-        "MEMBERS": members,
+        "ORDERED": ordered, "ORDER": order, "WAVE": together, **_row_strides(t), "FOLDED": _folded(t),
+        "DKDV_SPLITS": members,
         # Keys of as many tiles as there is shared memory for.
-        "OWN_STAGES": kv_stages(head_dim),
+        "KV_STAGES": kv_stages(head_dim),
         # Its programs begin while the kernel before ends, and do what needs none of its results.
         "launch_pdl": True,
     }  # fmt: skip
@@ -222,7 +222,7 @@ def _plan_apart(t: Backward, options: AttentionOptions) -> Plan:
     grid = (batch * sum(-(-x.shape[row] // BLOCK_N) * x.shape[1] for x in (t.q, t.k)), 1)
     bound_delta = _bind_delta(t, options)
     descriptors_of = Descriptors(*_tile_descriptors(t.q.shape[-1]))
-    bound = Bound(_attention_bwd_apart_kernel, grid, _scalars(t, options), apart_constants(t, options))
+    bound = Bound(_attention_bwd_small_hopper_kernel, grid, _scalars(t, options), apart_constants(t, options))
 
     def launch_backward(t: Backward) -> None:
         lse = t.lse.contiguous()
@@ -277,11 +277,11 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
         round_constants |= {"MAIN": main, "TAIL": tail, "num_stages": 1}
         descriptors_of = Descriptors(*_tile_descriptors(head_dim))
     else:
-        round_kernel = _attention_bwd_round_lanes_kernel
+        round_kernel = _attention_bwd_round_acc2_kernel
         # The rows before those are rounded with them.
         rounded_rows -= _rows_back(total_q)
         round_scalars = (total_q, k.shape[0], options.scale)
-        round_constants |= {"ROUND": together, "BLOCK": BLOCK_M, "OWNED": BLOCK_N}
+        round_constants |= {"WAVE": together, "ACC_BLOCK": BLOCK_M, "BLOCK_N": BLOCK_N}
         in_lane = [partial(_describe_lane, rows=rows) for rows in DQ_ACC2_ROWS]
         descriptors_of = Descriptors(*_tile_descriptors(head_dim), *in_lane[: 2 if has_rest else 1])
     device = q.device

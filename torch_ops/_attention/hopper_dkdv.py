@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton import cdiv
 
-from csrc_free_ops.attention.hopper.bwd_fp32_dkdv import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_keys_hopper_kernel
+from csrc_free_ops.attention.hopper.bwd_fp32_dkdv import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_fp32_dkdv_hopper_kernel
 from csrc_free_ops.configs.rows import Launch
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
@@ -81,7 +81,7 @@ def plan_dense_keys(t: Keys, options: AttentionOptions) -> Plan:
         "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "num_warps": KEYS_LAUNCH.num_warps,
     }  # fmt: skip
     grid = (cdiv(k_length, BLOCK_N.value) * batch, heads, splits)
-    bound = Bound(_attention_bwd_keys_hopper_kernel, grid, scalars, constants)
+    bound = Bound(_attention_bwd_fp32_dkdv_hopper_kernel, grid, scalars, constants)
     add_parts = plan_parts((t.dk, t.dk, t.dv), 1, splits) if splits > 1 else None
 
     def launch(t: Keys) -> None:

@@ -366,14 +366,14 @@ def _consume(INDEX: gl.constexpr, shared, scale, config):
 
 @gluon.jit
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lane_desc, lane_rest_desc,
-    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, sums_ptr, counts_ptr, ticket_ptr, dk_ptr, dv_ptr, dq_ptr,
+    q_desc, k_desc, v_desc, dout_desc, dq_acc2_desc, dq_acc2_second_desc,
+    lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dq_acc_ptr, semaphores_ptr, tile_counter_ptr, dk_ptr, dv_ptr, dq_ptr,
     stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh,
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    ORDER: gl.constexpr, OWN_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, ROUND: gl.constexpr,
+    ORDER: gl.constexpr, KV_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, WAVE: gl.constexpr,
     STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, STRIDE_DQT: gl.constexpr, FOLDED: gl.constexpr,
-    MEMBERS: gl.constexpr,
+    DKDV_SPLITS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs): dk, dv and the accumulated dq, between the kernels of `bwd_dq_finalize`.
@@ -390,8 +390,8 @@ def _attention_bwd_hopper_kernel(
     k_boundaries = boundaries(cu_k_ptr, ORDER)
     q_boundaries = boundaries(cu_q_ptr, ORDER)
     config = Config(
-        HEAD_DIM, HEADS, GROUP, HAS_LEFT, HAS_RIGHT, ORDER, q_desc.dtype, OWN_STAGES, STAGES, ORDERED, ROUND,
-        STRIDE_DKT, STRIDE_DVT, STRIDE_DQT, FOLDED, MEMBERS,
+        HEAD_DIM, HEADS, GROUP, HAS_LEFT, HAS_RIGHT, ORDER, q_desc.dtype, KV_STAGES, STAGES, ORDERED, WAVE,
+        STRIDE_DKT, STRIDE_DVT, STRIDE_DQT, FOLDED, DKDV_SPLITS,
     )  # fmt: skip
     check_sizes(config, CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -403,7 +403,7 @@ def _attention_bwd_hopper_kernel(
     )  # fmt: skip
     check_base(flat(tiles.index(0)))
     bars = whole.index(config.BARRIERS_AT // 256)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
-    make_barriers(shared_base() + config.BARRIERS_AT, barrier_arrivals(OWN_STAGES))
+    make_barriers(shared_base() + config.BARRIERS_AT, barrier_arrivals(KV_STAGES))
     fence_async_shared()
     info = make_info()
     # The last row of lse is never written.
@@ -411,7 +411,7 @@ def _attention_bwd_hopper_kernel(
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     shared = Shared(tiles, bars, lse, delta, info)
     # Both in the order of their slots.
-    addresses = (dk_ptr, dv_ptr, lse_ptr, delta_ptr, sums_ptr, counts_ptr, ticket_ptr)
+    addresses = (dk_ptr, dv_ptr, lse_ptr, delta_ptr, dq_acc_ptr, semaphores_ptr, tile_counter_ptr)
     if is_dense(ORDER):
         addresses = addresses + (dq_ptr, stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh)
     else:
@@ -423,10 +423,10 @@ def _attention_bwd_hopper_kernel(
         numbers = numbers + (scale.to(gl.int32, bitcast=True),)
     info.fill(numbers, addresses)
     dq_acc2_descs = ()
-    if ROUND > 1:
-        dq_acc2_descs = (lane_desc,)
-        if lane_rest_desc is not None:
-            dq_acc2_descs = (lane_desc, lane_rest_desc)
+    if WAVE > 1:
+        dq_acc2_descs = (dq_acc2_desc,)
+        if dq_acc2_second_desc is not None:
+            dq_acc2_descs = (dq_acc2_desc, dq_acc2_second_desc)
     gl.warp_specialize(
         [
             (_consume, (0, shared, scale, config)),

@@ -82,12 +82,13 @@ def _clear_dq_acc(dq_acc_ptr, acc_row, rows, acc_rows, HEAD_DIM: tl.constexpr, B
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_delta_kernel(
-    out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, sums_ptr, counts_ptr,
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_acc_ptr, semaphores_ptr,
     stride_oh, stride_doh, total_q, total_k, num_segments, window_left, window_right,
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
-    LANES: tl.constexpr, ONE: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DQ_ACCS: tl.constexpr, ONE_SEGMENT: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's semaphores at 0, and its dq_acc where it must be 0.
 
@@ -114,11 +115,11 @@ def _attention_bwd_delta_kernel(
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     statistics = head * total_q + row + local
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
-    if LANES > 0:
-        falling_ptr = counts_ptr + LANES * tl.num_programs(1) * tl.num_programs(0)
+    if DQ_ACCS > 0:
+        falling_ptr = semaphores_ptr + DQ_ACCS * tl.num_programs(1) * tl.num_programs(0)
         # The last tile has the least to do: rows end before it.
         writes_flag = (tile == tl.num_programs(0) - 1) & (head == 0)
-        if ONE:
+        if ONE_SEGMENT:
             # All boundaries in one round trip to memory, where a search takes several.
             q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
             k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
@@ -142,9 +143,9 @@ def _attention_bwd_delta_kernel(
             k_begin, k_end = tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind)
     delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, local < remaining, HAS_DLSE)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
-    if LANES > 0:
-        for accumulator in tl.static_range(LANES):
-            tl.store(counts_ptr + (accumulator * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
+    if DQ_ACCS > 0:
+        for accumulator in tl.static_range(DQ_ACCS):
+            tl.store(semaphores_ptr + (accumulator * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
         # dq_acc follows the segments.
         q_start, q_length, first, k_start, k_length = place_tile(
             q_begin, q_end, k_begin, k_end, segment, total_q, total_k, tile, BLOCK_M
@@ -153,12 +154,12 @@ def _attention_bwd_delta_kernel(
         seen = is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
         if not (ORDERED and seen):
             acc_rows = tl.num_programs(1).to(tl.int64) * total_q
-            _clear_dq_acc(sums_ptr, head * total_q + q_start + first, q_length - first, acc_rows, HEAD_DIM, BLOCK_M)
+            _clear_dq_acc(dq_acc_ptr, head * total_q + q_start + first, q_length - first, acc_rows, HEAD_DIM, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=DENSE_SIZES)
 def _attention_bwd_delta_dense_kernel(
-    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr, counts_ptr,
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr, semaphores_ptr,
     stride_ob, stride_oh, stride_dob, stride_doh, stride_dqb, stride_dqh,
     heads, q_length, k_length, window_left, window_right,
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
@@ -189,8 +190,8 @@ def _attention_bwd_delta_dense_kernel(
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
     delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, local < remaining, HAS_DLSE)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
-    if counts_ptr is not None:
-        tl.store(counts_ptr + all_heads * tl.num_programs(1) + tile, 0)
+    if semaphores_ptr is not None:
+        tl.store(semaphores_ptr + all_heads * tl.num_programs(1) + tile, 0)
         shift = q_length - k_length
         if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
             dq_base = row_base(batch_base(dq_ptr, batch, stride_dqb, UNIT), first, head, stride_dqh, STRIDE_DQT, UNIT)
@@ -209,7 +210,7 @@ def _store_rounded(
 
 @triton.jit(do_not_specialize=("total_q",))
 def _attention_bwd_round_kernel(
-    sums_ptr, dq_ptr, total_q, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr,
+    dq_acc_ptr, dq_ptr, total_q, scale, STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr,
     TAIL: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BLOCK_M rows, heads): dq = scale dq_acc, rounded.
@@ -225,14 +226,14 @@ def _attention_bwd_round_kernel(
     row, run, within = _runs(first, BLOCK_M, MAIN)
     for START in tl.static_range(0, HEAD_DIM - MAIN + 1, MAIN):
         offsets = _acc_offsets(head, heads, row, run, within, total_q, START, HEAD_DIM)
-        acc = tl.load(sums_ptr + offsets, mask=row < total_q, other=0.0)  # [BLOCK_M MAIN / RUN, RUN]
+        acc = tl.load(dq_acc_ptr + offsets, mask=row < total_q, other=0.0)  # [BLOCK_M MAIN / RUN, RUN]
         _store_rounded(dq_base, acc, row, run, within, scale, row < total_q, START, STRIDE_DQT)
     if TAIL > 0:
         LAST: tl.constexpr = HEAD_DIM // MAIN * MAIN
         row, run, within = _runs(first, BLOCK_M, TAIL)
         mask = (row < total_q) & (LAST + RUN * run < HEAD_DIM)
         offsets = _acc_offsets(head, heads, row, run, within, total_q, LAST, HEAD_DIM)
-        acc = tl.load(sums_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_M TAIL / RUN, RUN]
+        acc = tl.load(dq_acc_ptr + offsets, mask=mask, other=0.0)  # [BLOCK_M TAIL / RUN, RUN]
         _store_rounded(dq_base, acc, row, run, within, scale, mask, LAST, STRIDE_DQT)
 
 
@@ -279,12 +280,12 @@ def _store_dq(
 
 
 @triton.jit(do_not_specialize=("total_q", "total_k"))
-def _attention_bwd_round_lanes_kernel(
-    sums_ptr, lane_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, total_q, total_k, scale,
-    STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, OWNED: tl.constexpr, OVERLAPS: tl.constexpr,
+def _attention_bwd_round_acc2_kernel(
+    dq_acc_ptr, dq_acc2_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, total_q, total_k, scale,
+    STRIDE_DQT: tl.constexpr, HEAD_DIM: tl.constexpr, WAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, ACC_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one segment whose blocks of BLOCK rows have a second accumulator (`dq_order`), which lies in dq.
+    """dq of one segment whose blocks of ACC_BLOCK rows have a second accumulator (`dq_order`), which lies in dq.
 
     Grid (blocks of BLOCK_M rows from row `back` on, heads). The second accumulator is dq as fp32. A row of it lies in
     its own row of dq and in the row `back` before; the program that reads it writes both. Everything is read before the
@@ -293,8 +294,8 @@ def _attention_bwd_round_lanes_kernel(
     FIRST: tl.constexpr = first_columns(HEAD_DIM)
     SECOND: tl.constexpr = HEAD_DIM - FIRST
     head = tl.program_id(1)
-    distance = acc2_distance(total_q, BLOCK)
-    back = distance * BLOCK
+    distance = acc2_distance(total_q, ACC_BLOCK)
+    back = distance * ACC_BLOCK
     first = back + tl.program_id(0) * BLOCK_M
     row, run, within = _runs(first, BLOCK_M, FIRST)
     q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
@@ -303,18 +304,29 @@ def _attention_bwd_round_lanes_kernel(
         # For the accumulators; boundaries are inputs.
         tl.extra.cuda.gdc_wait()
     acc, acc2, acc_before = _load_accumulators(
-        sums_ptr, lane_ptr, head, row, run, within, back, total_q, 0, FIRST, HEAD_DIM, STRIDE_DQT
+        dq_acc_ptr, dq_acc2_ptr, head, row, run, within, back, total_q, 0, FIRST, HEAD_DIM, STRIDE_DQT
     )
     if SECOND > 0:
         last_row, last_run, _ = _runs(first, BLOCK_M, SECOND)
         last_acc, last_acc2, last_acc_before = _load_accumulators(
-            sums_ptr, lane_ptr, head, last_row, last_run, within, back, total_q, FIRST, SECOND, HEAD_DIM, STRIDE_DQT
+            dq_acc_ptr,
+            dq_acc2_ptr,
+            head,
+            last_row,
+            last_run,
+            within,
+            back,
+            total_q,
+            FIRST,
+            SECOND,
+            HEAD_DIM,
+            STRIDE_DQT,
         )
     q_start, q_length = clamp_span(q_begin, q_end, total_q)
     _, k_length = clamp_span(k_begin, k_end, total_k)
-    blocks = (q_length + BLOCK - 1) // BLOCK
-    num_acc2_blocks = acc2_blocks((k_length + OWNED - 1) // OWNED - 1, blocks, distance, ROUND)
-    begin = q_start + (blocks - num_acc2_blocks) * BLOCK
+    blocks = (q_length + ACC_BLOCK - 1) // ACC_BLOCK
+    num_acc2_blocks = acc2_blocks((k_length + BLOCK_N - 1) // BLOCK_N - 1, blocks, distance, WAVE)
+    begin = q_start + (blocks - num_acc2_blocks) * ACC_BLOCK
     end = tl.where(num_acc2_blocks > 0, q_start + q_length, begin)
     # All rows of the second accumulator are read before any row is written.
     tl.debug_barrier()

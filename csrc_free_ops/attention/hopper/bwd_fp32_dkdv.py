@@ -132,7 +132,7 @@ def _store(ptr, accumulators, factor, first, length, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _attention_bwd_keys_hopper_kernel(
+def _attention_bwd_fp32_dkdv_hopper_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh, q_length, k_length, scale, window_left, window_right,

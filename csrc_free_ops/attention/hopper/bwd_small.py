@@ -418,7 +418,7 @@ def _gradient_address(ptr, batch, head, row, stride_batch, stride_head, STRIDE: 
 
 
 @gluon.jit
-def _attention_bwd_apart_kernel(
+def _attention_bwd_small_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, dq_ptr,
     stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh,
