@@ -1,19 +1,14 @@
-"""Calls of the attention ops on fake CUDA tensors, and what their bodies launch."""
+"""Launches of attention on the Hopper path, whose kernels are opaque in traces."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._library.triton import get_triton_kernels_for_op
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from compile_tests.contract import SM90, KernelLaunch, Recorder, fake_gpu, record_launches
+from compile_tests.contract.trace import SM90, KernelLaunch, Recorder, fake_gpu
 from csrc_free_ops.attention.hopper.bwd import _attention_bwd_hopper_kernel
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     _attention_bwd_delta_dense_kernel,
@@ -32,69 +27,6 @@ from torch_ops._attention import parts as attention_parts
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.launch import dense_like
-from torch_ops._core.registry import OPS
-from torch_ops.testing import check, references
-from torch_ops.testing.cases import WindowAttnInputs
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window_and_softcap": {"window_left": 9, "window_right": 3, "softcap": 5.0},
-    "gqa": {"num_k_heads": 1},
-    "other_keys": {"keys": 70},
-    "dlse": {"dlse": True},
-    "head_major": {"head_major": True},
-    "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
-    "short": {"rows": 100},
-    "short_with_everything": {"rows": 100, "window_left": 9, "window_right": 3, "softcap": 5.0, "dlse": True},
-}
-ATTENTION = ("window_attn", "window_attn_backward")
-KERNELS: dict[str, JITFunction] = {
-    kernel.fn.__name__: kernel
-    for name in ATTENTION
-    for kernel in get_triton_kernels_for_op(f"vk::{name}")
-    # Dense calls share the plans of packed ones.
-    if not any(word in kernel.fn.__name__ for word in ("dense", "few", "parts", "delta"))
-}
-
-
-def attention_calls(
-    rows: Any = 200, segments: Any = 2, head_dim: int = 72, num_heads: int = 2, num_k_heads: int | None = None,
-    keys: int | None = None, dlse: bool = False, head_major: bool = False, dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
-    """Arguments of both attention ops, on CUDA tensors of the fake mode in force."""
-
-    def packed(rows: Any, heads: int) -> Tensor:
-        if head_major:
-            return torch.empty(heads, rows, head_dim, device="cuda", dtype=dtype).transpose(0, 1)
-        return torch.empty(rows, heads, head_dim, device="cuda", dtype=dtype)
-
-    def boundaries() -> Tensor:
-        return torch.empty(segments + 1, device="cuda", dtype=torch.int32)
-
-    q, out, dout = (packed(rows, num_heads) for _ in range(3))
-    k, v = (packed(rows if keys is None else keys, num_k_heads or num_heads) for _ in range(2))
-    lse = torch.empty(num_heads, rows, device="cuda")
-    cu = boundaries(), None if keys is None else boundaries()
-    return {
-        "window_attn": ((q, k, v, *cu), options),
-        "window_attn_backward": ((dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *cu), options),
-    }
-
-
-def is_short(name: str) -> bool:
-    """Whether this variant, or this kernel, is one of short segments."""
-    return "short" in name or "rest" in name
-
-
-def attention_launches(target: GPUTarget = SM90, gpu: str = "no-such-gpu", **variant: Any) -> dict[str, KernelLaunch]:
-    """By kernel name, what the bodies of both ops launch on such a GPU; up to 64 rows a segment count as short."""
-    with fake_gpu(target, gpu) as mode, record_launches() as launches, mode:
-        for name, (args, options) in attention_calls(**variant).items():
-            OPS[name].body(*args, **options)
-    return {launch.name: launch for launch in launches}
-
 
 HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
@@ -162,35 +94,3 @@ def hopper_launches(
         attention_hopper.plan_forward_hopper(forward, options).launch(forward)
         attention_hopper_backward.plan_backward_hopper(backward, options).launch(backward)
     return {launch.name: launch for launch in launched}
-
-
-def results(function: Callable[..., Any], inputs: WindowAttnInputs, marked: bool = False) -> dict[str, Tensor]:
-    """Outputs and gradients of function(q, k, v, *places, **options) -> (out, lse).
-
-    With `marked`, rows and boundaries are marked as dynamic for Dynamo.
-    """
-    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    if marked:
-        for tensor in (*leaves.values(), *inputs.places):
-            if tensor is not None:
-                torch._dynamo.mark_dynamic(tensor, 0)
-    out, lse = inputs.call(function, **leaves)
-    # Rows that see no key have lse -inf; their dlse is ignored.
-    torch.autograd.backward((out, lse), (inputs.dout, inputs.dlse))
-    return {"out": out, "lse": lse, **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
-
-
-def assert_right(actual: dict[str, Tensor], inputs: WindowAttnInputs) -> None:
-    """The tolerance rule, with eager PyTorch at the same dtype as the yardstick."""
-    double = {
-        name: value.double()
-        for name, value in vars(inputs).items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    reference = getattr(references, inputs.op)
-    check(actual, results(reference, inputs), results(reference, replace(inputs, **double)))
-
-
-def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
-    assert not different, f"{', '.join(different)} differ from the eager call's"

@@ -1,4 +1,8 @@
-"""Every test here starts from clean compilers and caches of its own, and runs unchanged on a CPU and on a GPU."""
+"""Every test here starts from clean compilers, and runs unchanged on a CPU and on a GPU.
+
+Inductor's caches are off, because their keys miss changed op bodies and backwards (test_caches.py). Triton's cache is
+kept between runs: its key holds the kernel's sources, the options, the target and Triton's version.
+"""
 
 import os
 from collections.abc import Iterator
@@ -16,6 +20,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 HERE = Path(__file__).parent
+TRITON_CACHE = HERE.parent / ".pytest_cache" / "triton"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -31,11 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    caches = tmp_path_factory.mktemp("caches")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))
-        patch.setenv("TRITON_CACHE_DIR", str(caches / "triton"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR") or str(TRITON_CACHE))
         yield
 
 

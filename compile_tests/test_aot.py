@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from compile_tests import norms, rope
-from compile_tests.attention import KERNELS, attention_launches, hopper_launches, is_short
-from compile_tests.contract import APART, SM90, TARGETS, Build, build, fake_gpu, sampled, sass, shared_memory
+from compile_tests.attention import hopper_launches
+from compile_tests.contract.build import APART, TARGETS, Build, build, sampled, sass
+from compile_tests.contract.trace import SM90, fake_gpu, shared_memory
+from compile_tests.kernels import NORMS, ROPE_WINDOW_ATTN, WINDOW_ATTN, is_short
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import ROWS_DIR, Gpu, Launch, Row, as_document, shipped_rows
@@ -112,13 +113,16 @@ BUILT = sampled(POINTS)
 @lru_cache
 def _builds(point: Point) -> tuple[Build, ...]:
     target = TARGETS[point.target]
-    launches = attention_launches(
+    found = WINDOW_ATTN.launches(
         target, point.gpu, rows=2 * point.length, segments=2, num_heads=16, head_dim=point.head_dim,
         dtype=point.dtype, causal=point.causal, **dict(point.variant),
     )  # fmt: skip
-    assert set(launches) == {name for name in KERNELS if is_short(name) == point.short}
+    launches = [launch for each in found.values() for launch in each]
+    assert {launch.name for launch in launches} == {
+        name for name in WINDOW_ATTN.functions if is_short(name) == point.short
+    }
     with fake_gpu(target):
-        return tuple(build(launch, target) for launch in launches.values())
+        return tuple(build(launch, target) for launch in launches)
 
 
 # Rows and the rule are chosen without these in mind, so they may spill; they must still fit.
@@ -259,7 +263,7 @@ OVERLAPPING = {"fwd_short": (True, 0), "fwd_rest": (False, 1), "bwd_short": (Tru
 
 def test_short_kernels_wait_where_they_must() -> None:
     """Eager launches overlap; those of traces do not, and carry no word of it."""
-    launches = attention_launches(rows=100)
+    launches = {launch.name: launch for each in WINDOW_ATTN.launches(rows=100).values() for launch in each}
     assert launches.keys() == {f"_attention_{name}_kernel" for name in OVERLAPPING}
     for name, (admits, waits) in OVERLAPPING.items():
         launch = launches[f"_attention_{name}_kernel"]
@@ -273,9 +277,9 @@ def test_short_kernels_wait_where_they_must() -> None:
 def test_kernels_that_may_begin_early_wait_first_of_all() -> None:
     """Whatever came before them; and the attention kernel for Hopper GPUs, which admits none."""
     launches = [
-        norms.norm_launches("add_layer_norm")["_norm_fwd_kernel"],
-        norms.norm_launches("add_layer_norm", width=20000)["_norm_fwd_wide_kernel"],
-        rope.rope_launches("rope_window_attn")[0],
+        NORMS["add_layer_norm"].launch("_norm_fwd_kernel"),
+        NORMS["add_layer_norm"].launch("_norm_fwd_wide_kernel", width=20000),
+        ROPE_WINDOW_ATTN.launch("_rope_kernel"),
     ]
     for launch in launches:
         assert not launch.kwargs["OVERLAPS"] and "launch_pdl" not in launch.kwargs
@@ -371,7 +375,7 @@ def test_every_gpu_with_shipped_rows_is_built_here() -> None:
 
 def test_spills_are_seen() -> None:
     """A tile far too large for its warps, so that a silent measure would show."""
-    launch = attention_launches(head_dim=128)["_attention_fwd_kernel"]
+    launch = WINDOW_ATTN.launch("_attention_fwd_kernel", head_dim=128)
     launch.kwargs.update(BLOCK_M=256, BLOCK_N=128, num_warps=4, num_stages=1)
     with fake_gpu(SM90):
         assert build(launch, SM90).spilled > 0

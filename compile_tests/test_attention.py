@@ -1,6 +1,5 @@
-"""`vk::attention` under torch.compile, torch.export, CUDA graphs, autocast, and built for every kind of GPU."""
+"""The graph contract of `vk::attention`, and its kernels built for every kind of GPU."""
 
-import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,40 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.virtualized import V
-from torch._library.triton import get_triton_kernels_for_op
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ops
-from compile_tests.attention import (
-    HOPPER_KERNELS,
-    assert_right,
-    assert_same_bits,
-    attention_launches,
-    hopper_launches,
-)
-from compile_tests.contract import (
-    SM90,
-    TARGETS,
-    Build,
-    Recorder,
-    assert_expected_inline,
-    assert_kernels,
-    assert_plain_launch,
-    build,
-    capture,
-    capture_graphs,
-    fake_gpu,
-    opcheck_fully,
-    recompiling_fails,
-    run_forked,
-    sampled,
-    sass,
-    shared_memory,
-    symbolic_size,
-    trace_kernels,
-)
-from compile_tests.dense import FEW, VARIANTS, WRITES, dense_calls, dense_launches, writes_of
+from compile_tests.attention import HOPPER_KERNELS, hopper_launches
+from compile_tests.contract.build import TARGETS, Build, build, sampled, sass
+from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject, assert_same_bits, compiled_by
+from compile_tests.contract.kernels import Kernels
+from compile_tests.contract.trace import SM90, Recorder, assert_kernels, capture, fake_gpu, shared_memory
+from compile_tests.kernels import ATTENTION, DENSE_BACKWARD, WINDOW_ATTN
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Gpu
@@ -54,192 +27,109 @@ from torch_ops._attention import hopper_dkdv as attention_dense_keys
 from torch_ops._attention import parts as attention_parts
 from torch_ops._attention.hopper import describe, folded
 from torch_ops._attention.options import AttentionOptions
-from torch_ops._core.registry import OPS
-from torch_ops.testing.cases import DENSE, DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
+from torch_ops.testing import references
+from torch_ops.testing.cases import DENSE, DENSE_LAYOUTS, DenseCase, make_dense_inputs
 
 CASES = {case.name: case for case in DENSE}
-# Small heads and fp32, as of window_attn.
-OPCHECKED = [
-    *(replace(CASES[name], head_dim=16) for name in ("batch", "causal_wide", "gqa", "sliding", "softcap", "all_steps")),
-    *(DenseCase(layout, "strides", 2, 2, 30, 16, layout=layout) for layout in DENSE_LAYOUTS),
-]
-# Of fp32 in a half type: on a Hopper GPU of the kernel that casts as it goes, and of copies.
+# fp32 in a half type: a Hopper GPU takes the kernel that casts as it goes, or copies.
 DOWNCASTS = (
     DenseCase("downcast", "", 2, 4, 140, 64, num_k_heads=2, options={"causal": True, "sinks": True}),
     DenseCase("downcast_qkv_view", "", 2, 2, 140, 72, layout="qkv_view"),
     DenseCase("downcast_steps", "", 2, 2, 40, 16, layout="column_strided", options={"softcap": 5.0, "dropout_p": 0.1}),
 )
-BACKENDS = ("aot_eager", "inductor")
 # Batch, rows and keys of calls that share one graph, none of them the number of heads.
-SIZES = ((3, 40, 23), (4, 100, 150), (5, 17, 64), (7, 300, 31))
-with_lse = partial(attention, return_lse=True)
-
-
-def _ids(case: DenseCase) -> str:
-    return case.name
-
-
-def _inputs(case: DenseCase, device: str, dtype: torch.dtype | None = None) -> DenseInputs:
-    return make_dense_inputs(case, dtype or (torch.float16 if device == "cuda" else torch.float32), device)
-
-
-def _sized(batch: int, rows: int, keys: int, device: str, dtype: torch.dtype | None = None) -> DenseInputs:
-    return _inputs(DenseCase("sized", "", batch, 2, rows, 72, k_length=keys), device, dtype)
-
-
-def _results(function: Any, inputs: DenseInputs) -> dict[str, Tensor]:
-    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
-    out, lse = inputs.call(function, **leaves)
-    torch.autograd.backward((out, lse), (inputs.dout, inputs.dlse))
-    return {"out": out, "lse": lse, **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
-
-
-@pytest.mark.parametrize("case", OPCHECKED, ids=_ids)
-def test_opcheck_passes_forward(case: DenseCase, device: str) -> None:
-    inputs = _inputs(case, device, torch.float32)
-    tensors = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-    opcheck_fully(torch.ops.vk.attention.default, tuple(tensors), inputs.options)
-
-
-@pytest.mark.parametrize("case", DOWNCASTS, ids=_ids)
-def test_opcheck_passes_with_a_compute_dtype(case: DenseCase, device: str) -> None:
-    inputs = _inputs(case, device, torch.float32)
-    options = {**inputs.options, "compute_dtype": torch.float16}
-    tensors = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-    opcheck_fully(torch.ops.vk.attention.default, tuple(tensors), options)
-    out, lse = torch.ops.vk.attention(inputs.q, inputs.k, inputs.v, **options)
-    args = (inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse)
-    options.pop("sinks", None)
-    opcheck_fully(torch.ops.vk.attention_backward.default, args, options)
-
-
-@pytest.mark.parametrize("dlse", (True, False), ids=("dlse", "no_dlse"))
-@pytest.mark.parametrize("case", OPCHECKED, ids=_ids)
-def test_opcheck_passes_backward(case: DenseCase, dlse: bool, device: str) -> None:
-    inputs = _inputs(case, device, torch.float32)
-    out, lse = inputs.call(torch.ops.vk.attention)
-    args = (inputs.dout, inputs.dlse if dlse else None, inputs.q, inputs.k, inputs.v, out, lse)
-    options = {name: value for name, value in inputs.options.items() if name != "sinks"}
-    opcheck_fully(torch.ops.vk.attention_backward.default, args, options)
-
-
-def test_graphs_hold_only_vk_ops(device: str) -> None:
-    function, graphs = capture_graphs(partial(attention, causal=True))
-    inputs = _sized(2, 40, 23, device)
-    q, k, v = (tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    function(q, k, v).backward(inputs.dout)
-    assert_expected_inline(graphs.dynamo, """vk.attention.default\n""")
-    if device == "cpu":
-        assert_expected_inline(graphs.forward, """vk.attention.default\n""")
-        assert_expected_inline(graphs.backward, """vk.attention_backward.default\n""")
-
-
-def test_graphs_for_cuda_hold_only_allocations_and_kernels() -> None:
-    with fake_gpu() as mode:
-        with mode:
-            calls = dense_calls()
-        forward, backward = (trace_kernels(getattr(torch.ops.vk, op), *call).targets for op, call in calls.items())
-    assert_expected_inline(
-        forward,
-        """\
-aten.empty_like.default
-aten.new_empty.default
-triton_kernel_wrapper_functional
-""",
-    )
-    assert_expected_inline(
-        backward,
-        """\
-aten.empty_like.default
-aten.empty_like.default
-aten.empty_like.default
-aten.empty_like.default
-triton_kernel_wrapper_functional
-triton_kernel_wrapper_functional
-""",
-    )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("op", WRITES)
-def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
-    with fake_gpu() as mode:
-        with mode:
-            args, options = dense_calls(**VARIANTS[variant])[op]
-        assert_kernels(trace_kernels(OPS[op].overload, args, options), writes_of(op, variant))
-
-
-@pytest.mark.parametrize("path", ("portable", "hopper", "packaged"))
-@pytest.mark.parametrize("variant", ("plain", "downcast"))
-@pytest.mark.parametrize("op", WRITES)
-def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, variant: str, path: str) -> None:
-    """On the Hopper path a graph holds one opaque launch, but in a package, which has no Python to call it with."""
-    with (
-        fake_gpu(name="h200", path="portable" if path == "portable" else "hopper") as mode,
-        V.set_aot_compilation(path == "packaged"),
-    ):
-        with mode:
-            sizes = {
-                name: symbolic_size(mode, name, hint) for name, hint in (("batch", 5), ("rows", 100), ("keys", 70))
-            }
-            args, options = dense_calls(**sizes, **VARIANTS[variant])[op]
-        trace = trace_kernels(OPS[op].overload, args, options)
-    assert ("auto_functionalized" in trace.targets) == (path == "hopper")
-    assert_kernels(trace, {} if path == "hopper" else WRITES[op])
-    assert not mode.shape_env.guards and not mode.shape_env.replacements
-
-
-@pytest.mark.parametrize("op", WRITES)
-def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
-    found = [kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")]
-    # Packed and dense calls share their plans, so kernels of both are found.
-    assert set(found) >= set(WRITES[op] | (FEW if op == "attention_backward" else {}))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_launches_carry_nothing_that_compilation_drops(variant: str) -> None:
-    launches = dense_launches(**VARIANTS[variant])
-    assert launches.keys() == {kernel for op in WRITES for kernel in writes_of(op, variant)}
-    for launch in launches.values():
-        assert_plain_launch(launch)
-
-
-COMPILED = ("batch", "gqa", "cross", "rows_first", "cut", "column_strided", "all_steps")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, None) for name in COMPILED), ("gqa", torch.float32), ("rows_first", torch.float32)]
+SIZES = tuple(
+    DenseCase(f"{batch}x{rows}x{keys}", "", batch, 2, rows, 72, k_length=keys)
+    for batch, rows, keys in ((3, 40, 23), (4, 100, 150), (5, 17, 64), (7, 300, 31))
 )
-def test_compiled_equals_eager(name: str, dtype: torch.dtype | None, backend: str, device: str) -> None:
-    """fp32 too, whose gradients of few rows come in parts."""
-    inputs = _inputs(CASES[name], device, dtype)
-    compiled = torch.compile(with_lse, fullgraph=True, dynamic=False, backend=backend)
-    assert_same_bits(_results(compiled, inputs), _results(with_lse, inputs))
+BATCH, ROWS, KEYS = (torch.export.Dim(name, min=2, max=4096) for name in ("batch", "rows", "keys"))
+with_lse = partial(attention, return_lse=True)
+downcast = partial(with_lse, compute_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", DOWNCASTS, ids=_ids)
-def test_compiled_downcast_equals_eager(case: DenseCase, backend: str, device: str) -> None:
-    """In a region of autocast too, whose type is another."""
-
-    def in_region(*args: Any, **options: Any) -> Any:
-        with torch.autocast(device, torch.bfloat16):
-            return downcast(*args, **options)
-
-    downcast = partial(with_lse, compute_dtype=torch.float16)
-    inputs = _inputs(case, device, torch.float32)
-    expected = _results(downcast, inputs)
-    for function in (downcast, in_region):
-        compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
-        assert_same_bits(_results(compiled, inputs), expected)
+def draw(case: DenseCase, dtype: torch.dtype, seed: int = 0) -> Call:
+    inputs = make_dense_inputs(case, dtype, DEVICE, seed)
+    grads = {"out": inputs.dout, "lse": inputs.dlse}
+    return Call.of(with_lse, inputs, ("q", "k", "v"), grads=grads)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_draws_the_seed_of_dropout(backend: str, device: str) -> None:
-    """By the region's own generator: the same results for the same torch.manual_seed, others for another."""
-    q = torch.randn(1, 2, 40, 16, device=device)
-    compiled = torch.compile(partial(attention, dropout_p=0.5), fullgraph=True, backend=backend)
+def draw_downcast(case: DenseCase, dtype: torch.dtype, seed: int = 0) -> Call:
+    call = draw(case, torch.float32, seed)
+    return replace(call, args={**call.args, "compute_dtype": torch.float16})
+
+
+def backward(call: Call) -> dict[str, Any]:
+    out, lse = call(torch.ops.vk.attention)
+    kept = {name: value for name, value in call.args.items() if name != "sinks"}
+    return {"dout": call.grads["out"], "dlse": call.grads["lse"], "out": out, "lse": lse, **kept}
+
+
+SUBJECT = Subject(
+    "attention", with_lse, references.attention, draw, SIZES,
+    moving={"q": {0: BATCH, 2: ROWS}, "k": {0: BATCH, 2: KEYS}, "v": {0: BATCH, 2: KEYS}},
+    kernels=ATTENTION,
+    backward=backward,
+    partial=lambda call: ({**backward(call), "dlse": None},),
+    # Small heads, because opcheck compares calls of static and symbolic size, which may launch different tiles.
+    checked=(
+        *(
+            replace(CASES[name], head_dim=16)
+            for name in ("batch", "causal_wide", "gqa", "sliding", "softcap", "all_steps")
+        ),
+        *(DenseCase(layout, "strides", 2, 2, 30, 16, layout=layout) for layout in DENSE_LAYOUTS),
+    ),
+    compiled=tuple(
+        CASES[name] for name in ("batch", "gqa", "cross", "rows_first", "cut", "column_strided", "all_steps")
+    ),
+    layouts=tuple(DenseCase(layout, "strides", 2, 2, 40, 72, k_length=23, layout=layout) for layout in DENSE_LAYOUTS),
+    replayed=(DenseCase("graph", "", 2, 4, 300, 72, options={"causal": True}),) * 2,
+    autocast="follows",
+    batched="q",
+)  # fmt: skip
+
+
+class TestGraphs(GraphContract):
+    subjects = (SUBJECT,)
+
+
+@pytest.mark.parametrize("case", DOWNCASTS, ids=lambda case: case.name)
+class TestDowncast:
+    """A call with a compute_dtype."""
+
+    subject = replace(SUBJECT, draw=draw_downcast)
+
+    def test_opcheck_passes(self, case: DenseCase) -> None:
+        contract = TestGraphs()
+        contract.test_opcheck_passes_forward(self.subject, case)
+        contract.test_opcheck_passes_backward(self.subject, case)
+
+    def test_compiled_equals_eager_also_in_a_region_of_another_type(self, case: DenseCase) -> None:
+        def in_region(**args: Any) -> Any:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return with_lse(**args)
+
+        call = self.subject.call(case)
+        expected = call.outcome(with_lse)
+        for function in (with_lse, in_region):
+            assert_same_bits(call.outcome(compiled_by("aot_eager", function, dynamic=False)), expected)
+
+
+def test_exported_program_keeps_its_compute_dtype() -> None:
+    subject = replace(SUBJECT, draw=draw_downcast)
+    TestGraphs().test_exported_program_survives_saving_and_runs_at_other_sizes_and_has_gradients(subject)
+
+
+@pytest.mark.parametrize("name", ("gqa", "rows_first"))
+def test_compiled_equals_eager_in_fp32_whose_gradients_come_in_parts(name: str) -> None:
+    call = draw(CASES[name], torch.float32)
+    compiled = compiled_by("inductor" if DEVICE == "cuda" else "aot_eager", with_lse, dynamic=False)
+    assert_same_bits(call.outcome(compiled), call.outcome(with_lse))
+
+
+def test_compiled_draws_the_seed_of_dropout() -> None:
+    """Results follow torch.manual_seed."""
+    q = torch.randn(1, 2, 40, 16, device=DEVICE)
+    compiled = compiled_by("inductor" if DEVICE == "cuda" else "aot_eager", partial(attention, dropout_p=0.5))
     outs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -247,155 +137,42 @@ def test_compiled_draws_the_seed_of_dropout(backend: str, device: str) -> None:
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dynamic_shapes_never_recompile(backend: str, device: str) -> None:
-    compiled = torch.compile(with_lse, fullgraph=True, dynamic=True, backend=backend)
-    with recompiling_fails():
-        for sizes in SIZES:
-            inputs = _sized(*sizes, device)
-            assert_right(_results(compiled, inputs), inputs)
-
-
-class _Attention(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(q, k, v, window_left=30, softcap=20.0, return_lse=True)
-
-
-class _Downcast(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(q, k, v, window_left=30, return_lse=True, compute_dtype=torch.float16)
-
-
-@pytest.mark.parametrize("module", (_Attention, _Downcast))
-def test_exported_program_survives_saving_and_runs_at_other_sizes(module: type[torch.nn.Module], device: str) -> None:
-    batch, rows, keys = (torch.export.Dim(name, min=2, max=4096) for name in ("batch", "rows", "keys"))
-    dtype = torch.float32 if module is _Downcast else None
-    first = _sized(3, 40, 23, device, dtype)
-    shapes = ({0: batch, 2: rows}, {0: batch, 2: keys}, {0: batch, 2: keys})
-    program = torch.export.export(module(), (first.q, first.k, first.v), dynamic_shapes=shapes)
-    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert called[0] == "vk.attention.default" and len(called) == 3
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for sizes in SIZES:
-        inputs = _sized(*sizes, device, dtype)
-        args = (inputs.q, inputs.k, inputs.v)
-        for actual, expected in zip(loaded(*args), module()(*args), strict=True):
-            assert torch.equal(actual, expected)
-
-
-FIRST_CALL = """
-import torch, torch_ops
-q, k, v = torch.randn(3, 2, 2, 40, 72, device={device!r}).to({dtype}).requires_grad_().unbind()
-out = torch.compile(torch_ops.attention, fullgraph=True)(q, k, v)
-out.sum().backward()
-assert torch.equal(out, torch_ops.attention(q, k, v))
-print("equal")
-"""
-
-
-def test_first_call_of_a_process_works(device: str) -> None:
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    assert run_forked(FIRST_CALL.format(device=device, dtype=dtype)) == "equal\n"
-
-
-def _both_ops(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    out, lse = torch.ops.vk.attention(q, k, v)
-    return out, lse, *torch.ops.vk.attention_backward(dout, None, q, k, v, out, lse)
-
-
-@pytest.mark.parametrize("layout", DENSE_LAYOUTS)
-def test_fake_and_meta_outputs_have_the_strides_of_real_ones(layout: str, device: str) -> None:
-    inputs = _inputs(DenseCase(layout, "strides", 2, 2, 40, 72, k_length=23, layout=layout), device)
-    args = (inputs.q, inputs.k, inputs.v, inputs.dout)
-    real = _both_ops(*args)
-    with FakeTensorMode() as mode:
-        fake = _both_ops(*map(mode.from_tensor, args))
-    meta = _both_ops(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in args))
-    for other in (fake, meta):
-        assert [(t.shape, t.stride(), t.dtype) for t in other] == [(t.shape, t.stride(), t.dtype) for t in real]
-
-
-@pytest.mark.parametrize("backend", (None, *BACKENDS), ids=("eager", *BACKENDS))
-def test_autocast_follows_the_dtype_of_its_region(backend: str | None, device: str) -> None:
-    """Slopes and sinks in fp32 stay so."""
-
+@pytest.mark.parametrize("region", ("eager", "aot_eager", *(["inductor"] if DEVICE == "cuda" else [])))
+def test_autocast_leaves_slopes_and_sinks_in_fp32(region: str) -> None:
     def in_region(*args: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return attention(*args, alibi_slopes=slopes, sinks=sinks)
 
-    slopes, sinks = torch.rand(2, device=device), torch.rand(2, device=device)
-    inputs = _sized(2, 40, 23, device, torch.float32)
-    q, k, v = (tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    function = torch.compile(in_region, fullgraph=True, backend=backend) if backend else in_region
-    out = function(q, k, v)
-    halves = (tensor.detach().bfloat16() for tensor in (q, k, v))
-    assert torch.equal(out, attention(*halves, alibi_slopes=slopes, sinks=sinks))
-    out.sum().backward()
-    assert all(tensor.grad.dtype is torch.float32 and tensor.grad.abs().sum() > 0 for tensor in (q, k, v))
+    slopes, sinks = torch.rand(2, device=DEVICE), torch.rand(2, device=DEVICE)
+    args = [SUBJECT.call(dtype=torch.float32).args[name] for name in "qkv"]
+    halves = (tensor.bfloat16() for tensor in args)
+    assert torch.equal(compiled_by(region, in_region)(*args), attention(*halves, alibi_slopes=slopes, sinks=sinks))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "options"),
     (
-        (torch.bfloat16, {"causal": True}), (torch.bfloat16, {"dropout_p": 0.2}), (torch.float32, {"causal": True}),
-        (torch.float32, {"dropout_p": 0.2}), (torch.float32, {"causal": True, "compute_dtype": torch.bfloat16}),
+        (torch.bfloat16, {"dropout_p": 0.2}), (torch.float32, {"dropout_p": 0.2}), (torch.float32, {"causal": True}),
+        (torch.float32, {"causal": True, "compute_dtype": torch.bfloat16}),
     ),
     ids=str,
 )  # fmt: skip
 def test_cuda_graph_replays(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """With dropout, each replay draws its own mask, as PyTorch's own dropout does."""
-    inputs = _inputs(DenseCase("graph", "", 2, 4, 300, 72), "cuda", dtype)
-
-    def step() -> tuple[Tensor, ...]:
-        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-        out = attention(*leaves, **options)
-        return out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)
-
-    graph, captured = capture(step)
+    inputs = make_dense_inputs(DenseCase("graph", "", 2, 4, 300, 72), dtype, "cuda")
+    call = Call.of(attention, inputs, ("q", "k", "v"), grads={"out": inputs.dout})
+    function = partial(attention, **options)
+    graph, captured = capture(lambda: call.outcome(function))
     replays = []
     for _ in range(2):
         graph.replay()
-        replays.append([tensor.clone() for tensor in captured])
-    same = [torch.equal(one, other) for one, other in zip(*replays, strict=True)]
+        replays.append({name: tensor.clone() for name, tensor in captured.items()})
     if "dropout_p" in options:
-        assert not any(same)
+        assert not any(torch.equal(replays[0][name], replays[1][name]) for name in captured)
     else:
-        assert all(same) and all(torch.equal(one, other) for one, other in zip(replays[0], step(), strict=True))
-
-
-@pytest.mark.gpu
-def test_reduce_overhead_replays_cuda_graphs() -> None:
-    compiled = torch.compile(with_lse, fullgraph=True, mode="reduce-overhead", dynamic=False)
-    for seed in range(3):
-        inputs = make_dense_inputs(DenseCase("graphed", "", 2, 4, 300, 64), torch.bfloat16, "cuda", seed)
-        for _ in range(2):
-            torch.compiler.cudagraph_mark_step_begin()
-            actual = {name: tensor.clone() for name, tensor in _results(compiled, inputs).items()}
-        assert_same_bits(actual, _results(with_lse, inputs))
-
-
-BUILT = sampled(
-    [
-        (target, head_dim, variant)
-        for target in ("sm_80", "sm_90", "sm_100", "gfx942")
-        for head_dim in (64, 72, 128)
-        for variant in ("causal_gqa", "window_and_softcap", "steps")
-    ]
-)
-
-
-@pytest.mark.parametrize(("target", "head_dim", "variant"), BUILT)
-def test_builds_fit_and_do_not_spill(target: str, head_dim: int, variant: str) -> None:
-    launches = dense_launches(TARGETS[target], head_dim=head_dim, **VARIANTS[variant])
-    limit = shared_memory(TARGETS[target])
-    with fake_gpu(TARGETS[target]):
-        for launch in launches.values():
-            built = build(launch, TARGETS[target])
-            assert built.shared <= limit and built.spilled == 0, str(built)
+        assert_same_bits(replays[0], replays[1])
+        assert_same_bits(replays[0], call.outcome(function))
 
 
 @pytest.fixture
@@ -410,15 +187,13 @@ def set_products() -> Iterator[Callable[[str], None]]:
     torch.backends.cuda.matmul.fp32_precision = "none"
 
 
-@pytest.mark.parametrize("launches_of", (attention_launches, dense_launches))
-def test_products_of_fp32_are_made_of_bfloat16_on_hopper(
-    launches_of: Callable[..., Any], set_products: Callable[[str], None]
-) -> None:
+@pytest.mark.parametrize("kernels", (WINDOW_ATTN, ATTENTION), ids=("window_attn", "attention"))
+def test_products_of_fp32_are_made_of_bfloat16_on_hopper(kernels: Kernels, set_products: Callable[[str], None]) -> None:
     """Where PyTorch allows no tf32, and heads are not too wide for it."""
 
     def products(target: str, head_dim: int) -> set[str]:
-        launches = launches_of(TARGETS[target], head_dim=head_dim, dtype=torch.float32)
-        return {launch.kwargs["PRECISION"] for launch in launches.values() if "PRECISION" in launch.kwargs}
+        launches = kernels.launches(TARGETS[target], head_dim=head_dim, dtype=torch.float32).values()
+        return {launch.kwargs["PRECISION"] for each in launches for launch in each if "PRECISION" in launch.kwargs}
 
     assert products("sm_90", 64) == products("sm_90", 128) == {"bf16x6"}
     assert products("sm_90", 48) == products("sm_90", 136) == {"ieee"}
@@ -457,12 +232,15 @@ def test_products_of_fp32_are_on_tensor_cores_and_spill_little(
 ) -> None:
     """Of a large batch two kernels make gradients, of a small one a single kernel does, if they have as many warps."""
     set_products(setting)
-    options = {**VARIANTS[variant], "causal": variant != "window_and_softcap"}
-    launches = dense_launches(batch=batch, dtype=torch.float32, head_dim=head_dim, **options)
-    assert ("_attention_bwd_few_kernel" in launches) == (batch == 3 and variant != "window_and_softcap")
+    options = {**ATTENTION.variants[variant], "causal": variant != "window_and_softcap"}
+    found = ATTENTION.launches(batch=batch, dtype=torch.float32, head_dim=head_dim, **options).values()
+    launches = [launch for each in found for launch in each]
+    assert ("_attention_bwd_few_kernel" in {launch.name for launch in launches}) == (
+        batch == 3 and variant != "window_and_softcap"
+    )
     limit, spills = shared_memory(SM90), MOST_SPILLED.get((setting, head_dim, variant), {})
     with fake_gpu(SM90):
-        for launch in launches.values():
+        for launch in launches:
             built = build(launch, SM90)
             assert built.shared <= limit and built.spilled <= spills.get(launch.name, 0), str(built)
             kind = "bf16.bf16" if setting == "ieee" else "tf32.tf32"
@@ -552,30 +330,20 @@ def _launches_of_keys(tensor: Tensor, lse: Tensor, options: AttentionOptions) ->
 
 @pytest.mark.parametrize("way", ("graph", "package", "portable"))
 def test_gradients_of_fp32_keys_are_an_opaque_launch_but_in_packages(way: str) -> None:
-    path = "portable" if way == "portable" else "auto"
-    with fake_gpu(name="h200", path=path) as mode, V.set_aot_compilation(way == "package"):
-        with mode:
-            sizes = {
-                name: symbolic_size(mode, name, hint) for name, hint in (("batch", 5), ("rows", 100), ("keys", 70))
-            }
-            args, options = dense_calls(**sizes, head_dim=128, dtype=torch.float32)["attention_backward"]
-        trace = trace_kernels(OPS["attention_backward"].overload, args, options)
-    kernels = dict(WRITES["attention_backward"])
-    if way == "graph":
-        del kernels["_attention_bwd_dkdv_dense_kernel"]
+    trace, _, shapes = ATTENTION.trace(
+        "attention_backward", {"batch": 5, "rows": 100, "keys": 70}, "h200",
+        "portable" if way == "portable" else "auto", way == "package", head_dim=128, dtype=torch.float32,
+    )  # fmt: skip
     assert ("auto_functionalized" in trace.targets) == (way == "graph")
-    assert_kernels(trace, kernels)
-    assert not mode.shape_env.guards and not mode.shape_env.replacements
+    assert_kernels(trace, DENSE_BACKWARD[:1] if way == "graph" else DENSE_BACKWARD)
+    assert not shapes.guards and not shapes.replacements
 
 
 @pytest.mark.parametrize("rest", ({"num_k_heads": 1}, {"softcap": 5.0}, {"head_dim": 72}), ids=str)
 def test_other_gradients_of_fp32_keys_are_stock_tritons(rest: dict[str, Any]) -> None:
-    with fake_gpu(name="h200", path="auto") as mode:
-        with mode:
-            args, options = dense_calls(**{"batch": 300, "head_dim": 128, "dtype": torch.float32, **rest})[
-                "attention_backward"
-            ]
-        assert_kernels(trace_kernels(OPS["attention_backward"].overload, args, options), WRITES["attention_backward"])
+    options = {"batch": 300, "head_dim": 128, "dtype": torch.float32, **rest}
+    trace, _, _ = ATTENTION.trace("attention_backward", gpu="h200", path="auto", **options)
+    assert_kernels(trace, DENSE_BACKWARD)
 
 
 CAST_VARIANTS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_tests.contract import ROOT, run_python
+from compile_tests.contract.process import ROOT, run_python
 from torch_ops.settings import hash_sources, source_hash
 
 COMPILED_CALL = """

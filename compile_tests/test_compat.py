@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_tests.contract import (
+from compile_tests.contract.trace import (
     assert_expected_inline,
     capture_graphs,
     cloned_tensors,

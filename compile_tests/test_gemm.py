@@ -8,87 +8,39 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.virtualized import V
-from torch._library.triton import get_triton_kernels_for_op
 
-from compile_tests.contract import (
-    APART,
+from compile_tests.contract.build import APART, TARGETS, Build, build, sampled, sass
+from compile_tests.contract.kernels import Writes
+from compile_tests.contract.trace import (
     SM90,
-    Build,
     Trace,
     assert_kernels,
     assert_plain_launch,
-    build,
     fake_gpu,
-    sampled,
-    sass,
     shared_memory,
     symbolic_size,
     trace_kernels,
 )
-from compile_tests.gemm import (
-    GEMM,
-    GEMM_KERNELS,
-    GEMM_VARIANTS,
-    gemm_calls,
-    gemm_launches,
-    hopper_gradient,
-    hopper_linear,
-    hopper_rotary,
-)
-from compile_tests.test_aot import TARGETS
+from compile_tests.gemm import hopper_gradient, hopper_linear, hopper_rotary
+from compile_tests.kernels import GEMM_VARIANTS, GRADIENT, MLP, QKV_ROPE, gemm_calls, gemm_writes
 from csrc_free_ops.configs.gemm_hopper import ROUND, linear_launch, tile_launch
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import OPS
 from torch_ops._gemm import plan as gemm
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, LinearOptions, Rotary, RotaryOptions
 
-LINEAR = ("_gemm_kernel", {"out_ptr"})
-KEEPING = ("_gemm_kernel", {"out_ptr", "pre_ptr"})
-GRADIENT = ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr", "sums_ptr"})
-# By op, the kernels of its body and what torch must take each to write; by variant, where they differ.
-WRITES: dict[str, list[tuple[str, set[str]]]] = {
-    "mlp": [KEEPING, LINEAR],
-    "mlp_backward": [GRADIENT],
-    "qkv_rope": [("_gemm_pair_kernel", {"first_ptr", "second_ptr", "third_ptr"})],
-    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "sums_ptr"})],
-}
-OTHER_WRITES: dict[tuple[str, str], list[tuple[str, set[str]]]] = {
-    ("mlp", "swiglu"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), LINEAR],
-    ("mlp", "apart"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), LINEAR],
-    ("mlp", "apart_again"): [("_gemm_pair_kernel", {"first_ptr"}), LINEAR],
-    ("mlp_backward", "apart_again"): [("_gemm_pair_kernel", {"first_ptr", "second_ptr"}), GRADIENT],
-    ("mlp", "forward_alone"): [LINEAR, LINEAR],
-    ("mlp_backward", "forward_alone"): [LINEAR, GRADIENT],
-    ("mlp_backward", "bare"): [("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr"})],
-    ("qkv_rope_backward", "bare"): [("_qkv_rope_bwd_kernel", {"packed_ptr"})],
-}
+GEMM = {op: kernels for kernels in (MLP, QKV_ROPE) for op in kernels.ops}
 # Where PyTorch makes the products, what is left to kernels.
-BESIDE_ATEN: dict[str, list[tuple[str, set[str]]]] = {
+BESIDE_ATEN: dict[str, Writes] = {
     "mlp": [("_activate_kernel", {"out_ptr"})],
     "mlp_backward": [GRADIENT],
     "qkv_rope": [("_rotate_kernel", {"q_ptr", "k_ptr", "v_ptr"})],
-    "qkv_rope_backward": WRITES["qkv_rope_backward"],
-}
-USED = {
-    "mlp": {"_gemm_kernel", "_gemm_pair_kernel", "_activate_kernel"},
-    "mlp_backward": {"_gemm_kernel", "_gemm_pair_kernel", "_activate_kernel", "_mlp_bwd_kernel"},
-    "qkv_rope": {"_gemm_pair_kernel", "_rotate_kernel"},
-    "qkv_rope_backward": {"_qkv_rope_bwd_kernel"},
+    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "sums_ptr"})],
 }
 
 
 def _trace(op: str, path: str = "portable", **variant: Any) -> Trace:
-    with fake_gpu(path=path) as mode:
-        with mode:
-            args, options = gemm_calls(**variant)[op]
-        return trace_kernels(OPS[op].overload, args, options)
-
-
-@pytest.mark.parametrize("variant", GEMM_VARIANTS)
-@pytest.mark.parametrize("op", GEMM)
-def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
-    assert_kernels(_trace(op, **GEMM_VARIANTS[variant]), OTHER_WRITES.get((op, variant), WRITES[op]))
+    return GEMM[op].trace(op, path=path, **variant)[0]
 
 
 def test_products_of_two_weights_may_be_left_to_pytorch() -> None:
@@ -109,19 +61,6 @@ def test_products_may_be_left_to_pytorch(op: str) -> None:
     assert "copy_" not in trace.targets
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
-@pytest.mark.parametrize("op", GEMM)
-def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str, activation: str) -> None:
-    with fake_gpu(name="h200") as mode:
-        with mode:
-            args, options = gemm_calls(rows=symbolic_size(mode, "rows", 100), activation=activation)[op]
-        trace = trace_kernels(OPS[op].overload, args, options)
-    variant = "swiglu" if activation == "swiglu" else "plain"
-    assert_kernels(trace, OTHER_WRITES.get((op, variant), WRITES[op]))
-    guards = [str(guard.expr) for guard in mode.shape_env.guards]
-    assert not guards and not mode.shape_env.replacements
-
-
 @pytest.mark.parametrize("op", ["mlp", "mlp_backward"])
 def test_traces_of_symbolic_leading_dimensions_hold_for_all(op: str) -> None:
     with fake_gpu() as mode:
@@ -130,38 +69,27 @@ def test_traces_of_symbolic_leading_dimensions_hold_for_all(op: str) -> None:
             (*args,), options = gemm_calls(rows=batch * length)[op]
             for place in (0, 1) if op == "mlp_backward" else (0,):
                 args[place] = args[place].new_empty((batch, length, args[place].shape[1]))
-        assert_kernels(trace_kernels(OPS[op].overload, tuple(args), options), WRITES[op])
+        assert_kernels(trace_kernels(OPS[op].overload, tuple(args), options), gemm_writes(op, "plain"))
     assert not mode.shape_env.guards and not mode.shape_env.replacements
 
 
-@pytest.mark.parametrize("op", GEMM)
-def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
-    assert {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")} == USED[op]
-
-
-@pytest.mark.parametrize("path", ["portable", "auto"])
 @pytest.mark.parametrize("variant", GEMM_VARIANTS)
-def test_launches_carry_nothing_that_compilation_drops(variant: str, path: str) -> None:
-    # On Hopper GPUs the products of half types are opaque launches, unless the portable path is asked for.
-    target = SM90 if path == "portable" else TARGETS["sm_80"]
-    for launches in gemm_launches(target, path=path, **GEMM_VARIANTS[variant]).values():
-        assert launches
-        for launch in launches:
-            assert_plain_launch(launch)
-
-
-@pytest.mark.parametrize("op", GEMM)
-def test_launch_options_reach_the_traced_kernel(op: str) -> None:
-    traced = [{"num_warps": each.num_warps, "num_stages": each.num_stages} for each in _trace(op).kernels]
-    assert traced == [launch.options for launch in gemm_launches()[op]]
+def test_launches_carry_nothing_that_compilation_drops(variant: str) -> None:
+    """On a Hopper GPU the products of half types are opaque launches."""
+    for kernels in (MLP, QKV_ROPE):
+        for launches in kernels.launches(TARGETS["sm_80"], path="auto", **GEMM_VARIANTS[variant]).values():
+            assert launches
+            for launch in launches:
+                assert_plain_launch(launch)
 
 
 @lru_cache
 def _builds(target: str, variant: str) -> tuple[Build, ...]:
     launches: dict[str, Any] = {}
     for path in ("portable", "auto"):
-        for each in gemm_launches(TARGETS[target], path=path, rows=4096, **GEMM_VARIANTS[variant]).values():
-            launches |= {f"{launch.name} {sorted(map(str, launch.kwargs.items()))}": launch for launch in each}
+        for kernels in (MLP, QKV_ROPE):
+            for each in kernels.launches(TARGETS[target], path=path, rows=4096, **GEMM_VARIANTS[variant]).values():
+                launches |= {f"{launch.name} {sorted(map(str, launch.kwargs.items()))}": launch for launch in each}
     with fake_gpu(TARGETS[target]):
         return tuple(build(launch, TARGETS[target]) for launch in launches.values())
 
@@ -196,7 +124,7 @@ def test_hopper_multiplies_half_types_by_wgmma_and_loads_16_bytes(variant: str) 
 
 def test_every_kernel_of_the_core_is_built_here() -> None:
     found = {built.launch.name for variant in ("plain", "fp32") for built in _builds("sm_90", variant)}
-    assert found == set(GEMM_KERNELS)
+    assert found == {*MLP.functions, *QKV_ROPE.functions}
 
 
 # Of 1365 and 3420 columns, so that rows of w2 do not begin at 16 bytes.
@@ -209,14 +137,13 @@ def test_odd_weights_are_copied_once_for_whoever_makes_the_product(variant: str,
     """Kernels take the layer in front, as of any weight. Of the gradient of w2 the columns there are are copied."""
     target = SM90 if way in ("h200", "packaged") else TARGETS["sm_80"]
     path = "portable" if way == "portable" else "auto"
-    *first, second = OTHER_WRITES.get(("mlp", variant), WRITES["mlp"])
+    *first, second = gemm_writes("mlp", variant)
     expected = {"h200": [], "portable": [*first, second]}.get(way, first)
     for op in ("mlp", "mlp_backward"):
         gpu = "h200" if target is SM90 else "no-such-gpu"
-        with fake_gpu(target, gpu, path) as mode, V.set_aot_compilation(way == "packaged"):
-            with mode:
-                args, options = gemm_calls(**GEMM_VARIANTS[variant])[op]
-            trace = trace_kernels(OPS[op].overload, args, options)
+        trace, *_ = MLP.trace(
+            op, gpu=gpu, path=path, packaged=way == "packaged", target=target, **GEMM_VARIANTS[variant]
+        )
         copies = sum(trace.targets.count(name) for name in ("constant_pad_nd", "clone", "aten.copy"))
         # w2 and its gradient; of the first layer each weight that has odd rows.
         of_first = {"swiglu": 0, "apart": 2, "apart_again": 2}.get(variant, 1)
@@ -228,17 +155,15 @@ def test_odd_weights_are_copied_once_for_whoever_makes_the_product(variant: str,
 def test_gradients_of_two_weights_begin_at_16_bytes_each() -> None:
     """So do the operands of their products; 3420 columns and what follows them do not."""
     for variant, expected in (("apart", [3420, 6840, 3424, 6848]), ("swiglu", [3420, 6840, 3420, 6840])):
-        (launch,) = (
-            each for each in gemm_launches(**GEMM_VARIANTS[variant])["mlp_backward"] if each.name == GRADIENT[0]
-        )
+        launch = MLP.launch(GRADIENT[0], **GEMM_VARIANTS[variant])
         assert [launch.arguments[name] for name in ("N", "STRIDE_PM", "UP_BEGINS", "STRIDE_DM")] == expected
 
 
 def test_an_odd_weight_is_copied_only_where_x_is_not_odd() -> None:
     """Rows of 1365 half types begin nowhere in particular; between the layers they are 1368 apart."""
-    _, second = gemm_launches(**GEMM_VARIANTS["silu"])["mlp"]
+    _, second = MLP.launches(**GEMM_VARIANTS["silu"])["mlp"]
     assert [second.arguments[name] for name in ("K", "STRIDE_XM", "STRIDE_WN")] == [1365, 1368, 1368]
-    first, _ = gemm_launches(width=1365)["mlp"]
+    first, _ = MLP.launches(width=1365)["mlp"]
     assert [first.arguments[name] for name in ("K", "STRIDE_XM", "STRIDE_WN")] == [1365, 1365, 1365]
     with fake_gpu(SM90):
         assert build(first, SM90).spilled == 0
@@ -361,7 +286,7 @@ def test_every_tile_that_may_be_chosen_is_built_here() -> None:
 
 
 # By op and variant, how many opaque launches stand in a graph for a Hopper GPU, and which kernels beside them.
-OPAQUE: dict[tuple[str, str], tuple[int, list[tuple[str, set[str]]]]] = {
+OPAQUE: dict[tuple[str, str], tuple[int, Writes]] = {
     ("mlp", "plain"): (1, []),
     ("mlp", "apart"): (1, []),
     ("mlp", "forward_alone"): (1, []),
@@ -378,28 +303,24 @@ OPAQUE: dict[tuple[str, str], tuple[int, list[tuple[str, set[str]]]]] = {
 def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, variant: str, way: str, symbolic: bool) -> None:
     """An AOTInductor package has no Python to call the launch with: it gets the portable kernels."""
     path = "portable" if way == "portable" else "auto"
-    with fake_gpu(name="h200", path=path) as mode, V.set_aot_compilation(way == "packaged"):
-        with mode:
-            rows = symbolic_size(mode, "rows", 100) if symbolic else 100
-            args, options = gemm_calls(rows=rows, **GEMM_VARIANTS[variant])[op]
-        trace = trace_kernels(OPS[op].overload, args, options)
-    launches, kernels = OPAQUE[op, variant] if way == "auto" else (0, OTHER_WRITES.get((op, variant), WRITES[op]))
+    sizes, rows = ({"rows": 100}, {}) if symbolic else ({}, {"rows": 100})
+    options = {**GEMM_VARIANTS[variant], **rows}
+    trace, _, shapes = GEMM[op].trace(op, sizes, "h200", path, way == "packaged", **options)
+    launches, kernels = OPAQUE[op, variant] if way == "auto" else (0, gemm_writes(op, variant))
     if way == "packaged" and op == "mlp" and variant in ODD:
         kernels = kernels[:-1]
     assert trace.targets.count("auto_functionalized") == launches
     assert_kernels(trace, kernels)
-    assert not mode.shape_env.guards and not mode.shape_env.replacements
+    assert not shapes.guards and not shapes.replacements
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("variant", GEMM_VARIANTS)
 def test_gradient_and_its_product_are_one_opaque_launch(variant: str, symbolic: bool) -> None:
     """Of "swiglu", of rows of no whole 16 bytes and of fp32 the product is apart, and the kernel behind it."""
-    with fake_gpu(name="h200", path="auto") as mode:
-        with mode:
-            rows = symbolic_size(mode, "rows", 100) if symbolic else 100
-            args, options = gemm_calls(rows=rows, **GEMM_VARIANTS[variant])["mlp_backward"]
-        trace = trace_kernels(OPS["mlp_backward"].overload, args, options)
+    sizes, rows = ({"rows": 100}, {}) if symbolic else ({}, {"rows": 100})
+    options = {**GEMM_VARIANTS[variant], **rows}
+    trace, _, shapes = MLP.trace("mlp_backward", sizes, "h200", "auto", **options)
     whole = variant in ("plain", "gelu", "bare", "forward_alone")
     kernels = [each.name for each in trace.kernels]
     assert ("_mlp_bwd_kernel" not in kernels) == whole
@@ -407,7 +328,7 @@ def test_gradient_and_its_product_are_one_opaque_launch(variant: str, symbolic: 
     assert trace.targets.count("auto_functionalized") == (whole or variant == "apart_again")
     if whole:
         assert trace.targets.splitlines().count("aten.mm.default") == 3, "dx, dw1 and dw2"
-    assert not mode.shape_env.guards and not mode.shape_env.replacements
+    assert not shapes.guards and not shapes.replacements
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compile_tests.contract import ROOT
+from compile_tests.contract.process import ROOT
 from torch_ops._core.registry import OPS, KernelOp
 from torch_ops.bench.app import ROOMS as BENCH_ROOMS
 

@@ -16,47 +16,42 @@ import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.runtime.jit import JITFunction
 
-from compile_tests import attention, decode, dense, gemm, grids, kv_cache, norms, rope
-from compile_tests.contract import ROOT, SM90, KernelLaunch, build, fake_gpu
+from compile_tests.contract.build import build
+from compile_tests.contract.kernels import Kernels
+from compile_tests.contract.process import ROOT
+from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu
+from compile_tests.kernels import ATTENTION, ATTENTION_DECODE, EVERY, GRIDS, KV_CACHE_APPEND, NORMS
 
-KERNELS: dict[str, JITFunction] = {
-    **attention.KERNELS,
-    **norms.KERNELS,
-    **gemm.GEMM_KERNELS,
-    **grids.KERNELS,
-    **rope.KERNELS,
-    **kv_cache.KERNELS,
-    **decode.KERNELS,
-    **dense.KERNELS,
+# Sizes that Triton takes for nothing in particular; with others, it builds code that options of jit decide.
+ODD: dict[Kernels, dict[str, Any]] = {
+    ATTENTION: {"rows": 203, "keys": 77, "window_left": 50, "window_right": 7},
+    ATTENTION_DECODE: {
+        "batch": 3, "num_heads": 6, "num_k_heads": 2, "capacity": 1003, "queries": 3, "causal": False,
+        "window_left": 50, "window_right": 7, "num_splits": 3,
+    },
+    KV_CACHE_APPEND: {"tokens": 7, "page_size": 63, "max_pages": 15, "max_positions": 4095},
+    **{kernels: {"order": "raster"} for kernels in GRIDS.values()},
+}  # fmt: skip
+# Where PyTorch makes the products, kernels beside them are launched.
+BESIDE_PRODUCTS = {"path": "auto", "dtype": torch.float32}
+KERNELS: dict[str, tuple[JITFunction, Kernels]] = {
+    name: (function, kernels)
+    for kernels in (*EVERY, NORMS["add_layer_norm"])
+    for name, function in kernels.functions.items()
 }
 
 
 def _launch(name: str) -> KernelLaunch:
-    """One of those by which ops launch the kernel."""
-    if name in norms.KERNELS:
-        return norms.norm_launches("add_layer_norm", width=20000 if "wide" in name else 1152)[name]
-    if name in grids.KERNELS:
-        return grids.grid_launches(order="raster")[name]
-    if name in rope.KERNELS:
-        return rope.rope_launches("rope_window_attn")[0]
-    if name in kv_cache.KERNELS:
-        return kv_cache.kv_cache_launch(tokens=7, page_size=63, max_pages=15, max_positions=4095)
-    if name in decode.KERNELS:
-        # Sizes that Triton takes for nothing in particular: what it does with others is said in options of jit.
-        launches = decode.decode_launches(
-            batch=3, num_heads=6, num_k_heads=2, capacity=1003, queries=3, causal=False, window_left=50, window_right=7,
-            num_splits=3,
-        )  # fmt: skip
-        return next(launch for launch in launches if launch.name == name)
-    if name in dense.KERNELS:
-        dtype = torch.float32 if name in dense.FEW else torch.bfloat16
-        return dense.dense_launches(rows=203, keys=77, window_left=50, window_right=7, dtype=dtype)[name]
-    if name in attention.KERNELS:
-        return attention.attention_launches(rows=100 if attention.is_short(name) else 200)[name]
-    # In fp32 PyTorch makes the products, and the kernels beside them are launched.
-    plain = ({}, {"path": "auto", "dtype": torch.float32})
-    launches = [launch for variant in plain for each in gemm.gemm_launches(**variant).values() for launch in each]
-    return next(launch for launch in launches if launch.name == name)
+    """One of the launches of the kernel by its op."""
+    _, kernels = KERNELS[name]
+    odd = ODD.get(kernels, {})
+    others = [BESIDE_PRODUCTS] if kernels.others else [{**odd, "dtype": torch.float32}]
+    for variant in (odd, *others, *kernels.variants.values()):
+        for launches in kernels.launches(**variant).values():
+            for launch in launches:
+                if launch.name == name:
+                    return launch
+    raise AssertionError(f"no variant launches {name}")
 
 
 def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]:
@@ -79,7 +74,7 @@ def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]
 def test_names_in_kernels_keep_their_meaning(name: str) -> None:
     meanings: dict[str, Any] = {"tl": tl}
     problems = []
-    for function, used, value in _global_names(KERNELS[name]):
+    for function, used, value in _global_names(KERNELS[name][0]):
         where = f"{function.fn.__module__}.{function.fn.__name__}"
         if meanings.setdefault(used, value) is not value:
             problems.append(f"{where}: {used} means one thing here and another elsewhere in the kernel")
@@ -98,13 +93,13 @@ def test_names_in_kernels_keep_their_meaning(name: str) -> None:
 def test_reemitted_kernel_builds_to_the_same_code(name: str, tmp_path: Path) -> None:
     """Inductor's own text of the kernel, alone in a file, against the kernel where it lives."""
     launch = _launch(name)
-    source = user_defined_triton_kernel_transitive_closure_source_code(KERNELS[name])
+    source = user_defined_triton_kernel_transitive_closure_source_code(KERNELS[name][0])
     file = tmp_path / "reemitted.py"
     file.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")
     spec = importlib.util.spec_from_file_location("reemitted", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kernels = (KERNELS[name], vars(module)[name])
+    kernels = (KERNELS[name][0], vars(module)[name])
     with fake_gpu(SM90):
         built, rebuilt = (build(replace(launch, kernel=kernel), SM90).asm["ptx"] for kernel in kernels)
     assert _instructions(rebuilt) == _instructions(built)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from compile_tests.contract import capture_graphs, run_forked
+from compile_tests.contract.process import run_forked
+from compile_tests.contract.trace import capture_graphs
 from compile_tests.models import draw_pixels, named_outputs, tiny_tower
 from torch_ops.models import PackedEncoder, QwenVisionEncoder, from_transformers, vision_metadata
 from torch_ops.models.vision_metadata import VisionMetadata

@@ -1,6 +1,6 @@
-"""`vk::patch_merger` under torch.compile, torch.export, AOTInductor, CUDA graphs, autocast and in traces.
+"""The graph contract of `vk::patch_merger`, which is made of ops.
 
-It is made of ops: whole in the graphs of Dynamo and torch.export, its parts in all others.
+It is whole in the graphs of Dynamo and torch.export; all others hold its parts.
 """
 
 from functools import partial
@@ -13,11 +13,22 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.flop_counter import FlopCounterMode
 
-from compile_tests.contract import assert_kernels, fake_gpu, opcheck_fully, run_python, symbolic_size, trace_kernels
-from compile_tests.linear import BACKENDS, DEVICE, DTYPE, GraphContract, Subject
+from compile_tests.contract.graph import (
+    DEVICE,
+    HALF_TYPES,
+    Call,
+    Fixed,
+    GraphContract,
+    Subject,
+    assert_right,
+    backends_of,
+    compiled_by,
+)
+from compile_tests.contract.process import run_python
+from compile_tests.contract.trace import assert_kernels, fake_gpu, symbolic_size, trace_kernels
 from torch_ops import patch_merger
-from torch_ops.testing import check, references
-from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, outcome
+from torch_ops.testing import references
+from torch_ops.testing.cases import MergerCase, make_merger_inputs
 
 FORMS: dict[str, dict[str, Any]] = {
     "norm_after": {"norm_after": True},
@@ -28,55 +39,55 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _of_rows(rows: int, dtype: torch.dtype, device: str, seed: int = 0, **changes: Any) -> MergerInputs:
-    named = {"outer": 16, "inner": 40, **changes}
-    total = rows * named.get("merge_size", 2) ** 2
-    return make_merger_inputs(MergerCase("contract", "", total, 24, **named), dtype, device, seed)
+def _case(name: str, rows: int = 20, **changes: Any) -> MergerCase:
+    total = rows * changes.get("merge_size", 2) ** 2
+    return MergerCase(name, "", total, 24, **{"outer": 16, "inner": 40, **changes})
 
 
-class TestPatchMerger(GraphContract):
-    subject = Subject(
-        "patch_merger", patch_merger, references.patch_merger, of_rows=_of_rows, backward=None, moving=("x",),
-        source="args = (draw(252, 24), draw(24), draw(24), draw(40, 96), draw(40), draw(16, 40), draw(16))",
-        parts=("layer_norm", "mlp"),
-        forward_graph="vk.layer_norm.default\naten.view.default\nvk.mlp.default\n",
-        backward_graph="vk.mlp_backward.default\naten.view.default\nvk.layer_norm_backward.default\n",
-        step=4,
-    )  # fmt: skip
-
-    @pytest.mark.parametrize("backend", (None, *BACKENDS), ids=("eager", *BACKENDS))
-    @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-    def test_autocast_follows_the_dtype_of_its_region(self, dtype: torch.dtype, backend: str | None) -> None:
-        """The products do; the norm before them has x's dtype."""
-
-        def in_region(*args: Any) -> Any:
-            with torch.autocast(DEVICE, dtype):
-                return patch_merger(*args)
-
-        inputs = self.subject.inputs(dtype=torch.float32)
-        function = torch.compile(in_region, fullgraph=True, backend=backend) if backend else in_region
-        actual = outcome(function, inputs)
-        leaves = inputs.leaves
-        normed = torch.ops.vk.layer_norm(leaves["x"], leaves["norm_weight"], leaves["norm_bias"]).view(-1, 96)
-        layers = [leaves[name].to(dtype) for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")]
-        expected, _ = torch.ops.vk.mlp(normed.to(dtype), *layers, "gelu")
-        assert actual["out"].dtype is dtype and torch.equal(actual["out"], expected)
-        assert all(actual[f"d{name}"].dtype is torch.float32 for name in leaves)
+LEAVES = ("x", "norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
-def test_opcheck_passes_of_every_form(changes: dict[str, Any]) -> None:
-    inputs = _of_rows(20, torch.float32, DEVICE, **changes)
-    for leaf in inputs.leaves.values():
-        leaf.requires_grad_()
-    opcheck_fully(torch.ops.vk.patch_merger.default, inputs.call(lambda *args: args))
+def draw(case: MergerCase, dtype: torch.dtype, seed: int = 0) -> Call:
+    inputs = make_merger_inputs(case, dtype, DEVICE, seed)
+    return Call.of(patch_merger, inputs, LEAVES, grads={"out": inputs.dout})
 
 
-@pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
-def test_every_form_compiles(changes: dict[str, Any]) -> None:
-    inputs = _of_rows(20, DTYPE, DEVICE, **changes)
-    results = (outcome(references.patch_merger, inputs, dtype) for dtype in (None, torch.float64))
-    check(outcome(torch.compile(patch_merger, fullgraph=True), inputs), *results)
+SUBJECT = Subject(
+    "patch_merger", patch_merger, references.patch_merger, draw,
+    tuple(_case(str(rows), rows) for rows in (63, 200, 7, 320, 128)),
+    moving={"x": {0: 4 * torch.export.Dim("rows", min=2, max=65536)}},
+    checked=tuple(_case(name, **changes) for name, changes in {"plain": {}, **FORMS}.items()),
+    replayed=(_case("graph", 512),) * 2,
+    autocast="",
+    batched="x",
+    parts=("layer_norm", "mlp"),
+    forward_graph="vk.layer_norm.default\naten.view.default\nvk.mlp.default\n",
+    backward_graph="vk.mlp_backward.default\naten.view.default\nvk.layer_norm_backward.default\n",
+)  # fmt: skip
+
+
+class TestGraphs(GraphContract):
+    subjects = (SUBJECT,)
+
+
+@pytest.mark.parametrize("region", ("eager", *backends_of("patch_merger")))
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+def test_autocast_reaches_the_products_and_not_the_norm(dtype: torch.dtype, region: str) -> None:
+    def in_region(**args: Any) -> Any:
+        with torch.autocast(DEVICE, dtype):
+            return patch_merger(**args)
+
+    call = SUBJECT.call(dtype=torch.float32)
+    actual = call.outcome(compiled_by(region, in_region))
+    normed = torch.ops.vk.layer_norm(*(call.args[name] for name in LEAVES[:3])).view(-1, 96)
+    expected, _ = torch.ops.vk.mlp(normed.to(dtype), *(call.args[name].to(dtype) for name in LEAVES[3:]), "gelu")
+    assert actual["out"].dtype is dtype and torch.equal(actual["out"], expected)
+    assert all(actual[f"d{name}"].dtype is torch.float32 for name in LEAVES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_compiles(form: str) -> None:
+    assert_right(SUBJECT, compiled_by(backends_of("patch_merger")[-1], patch_merger), _case(form, **FORMS[form]))
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
@@ -93,7 +104,7 @@ def test_graphs_keep_the_first_product_only_for_a_gradient(trained: bool, grad_m
         shapes.append(tuple(node.meta["val"][1].shape))
         return make_boxed_func(graph.forward)
 
-    inputs = _of_rows(20, torch.float32, "cpu")
+    inputs = make_merger_inputs(_case("kept"), torch.float32, "cpu")
     for leaf in inputs.leaves.values():
         leaf.requires_grad_(trained)
     aot = aot_autograd(fw_compiler=backend, bw_compiler=lambda graph, _: graph)
@@ -102,14 +113,13 @@ def test_graphs_keep_the_first_product_only_for_a_gradient(trained: bool, grad_m
     assert shapes == [(20, 40 if trained and grad_mode else 0)]
 
 
-class Merger(torch.nn.Module):
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return patch_merger(*tensors)
+def _exported() -> tuple[torch.export.ExportedProgram, Call]:
+    call = SUBJECT.call()
+    return torch.export.export(Fixed(patch_merger, call), tuple(call.tensors.values())), call
 
 
 def test_an_empty_table_of_decompositions_leaves_it_whole() -> None:
-    tensors = _of_rows(20, DTYPE, DEVICE).call(lambda *args: args[:7])
-    graph = torch.export.export(Merger(), tensors).run_decompositions({}).graph
+    graph = _exported()[0].run_decompositions({}).graph
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.vk.patch_merger.default]
 
 
@@ -123,15 +133,15 @@ print("equal")
 
 
 def test_a_saved_program_runs_in_a_process_that_only_imports_the_library(tmp_path: Path) -> None:
-    tensors = _of_rows(20, DTYPE, DEVICE).call(lambda *args: args[:7])
     program, calls = str(tmp_path / "merger.pt2"), str(tmp_path / "calls.pt")
-    torch.export.save(torch.export.export(Merger(), tensors), program)
-    torch.save((tensors, patch_merger(*tensors)), calls)
+    exported, call = _exported()
+    torch.export.save(exported, program)
+    torch.save((tuple(call.tensors.values()), call(patch_merger)), calls)
     assert run_python(LOAD.format(program=program, calls=calls)) == "equal\n"
 
 
 def test_flops_are_those_of_its_products() -> None:
-    inputs = _of_rows(20, torch.float32, DEVICE)
+    inputs = make_merger_inputs(_case("flops"), torch.float32, DEVICE)
     product = 2 * 20 * (96 * 40 + 40 * 16)
     leaves = {name: leaf.requires_grad_() for name, leaf in inputs.leaves.items()}
     with FlopCounterMode(display=False) as counter:

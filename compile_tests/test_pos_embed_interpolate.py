@@ -1,61 +1,60 @@
-"""`pos_embed_interpolate` under torch.compile, torch.export, AOTInductor, CUDA graphs, and built for every target."""
+"""The graph contract of `vk::pos_embed_interpolate`, and the code of its kernels."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_tests.contract import opcheck_fully
-from compile_tests.grids import BATCHES, CASES, GraphContract, assert_no_second_derivative, ids, make_grid
+from compile_tests.contract.graph import Call, GraphContract
+from compile_tests.contract.trace import opcheck_fully
+from compile_tests.grids import assert_rows_move_by_16_bytes, subject
+from compile_tests.kernels import GRIDS
 from torch_ops import pos_embed_interpolate
 from torch_ops.testing import references
-from torch_ops.testing.cases import GridCase, make_grid_inputs
+
+
+def interpolate(x: Tensor, table: Tensor, grid: Tensor, merge_size: int) -> Tensor:
+    return pos_embed_interpolate(table, grid, x.shape[0], merge_size)
+
+
+def reference(x: Tensor, table: Tensor, grid: Tensor, merge_size: int) -> Tensor:
+    return references.pos_embed_interpolate(table, grid, x.shape[0], merge_size)
+
+
+def operator(call: Call) -> dict[str, Any]:
+    given = {name: call.args[name] for name in ("table", "grid", "merge_size")}
+    return {**given, "total": call.args["x"].shape[0]}
+
+
+def backward(call: Call) -> dict[str, Any]:
+    given = {name: call.args[name] for name in ("grid", "merge_size")}
+    return {**given, "dout": call.grads["out"], "entries": call.args["table"].shape[0]}
+
+
+SUBJECT = subject(
+    "pos_embed_interpolate", interpolate, reference, "table", kernels=GRIDS["pos_embed_interpolate"],
+    operator=operator, backward=backward, partial=lambda call: ({**backward(call), "align_corners": False},),
+)  # fmt: skip
 
 
 class TestGraphs(GraphContract):
-    name = "pos_embed_interpolate"
-    graph = "vk.pos_embed_interpolate.default\n<built-in function add>\n"
-    first_calls = {
-        "compiled_with_backward": (
-            "table = draw(9, 8); torch.compile(torch_ops.pos_embed_interpolate)(table, grid, 32).sum().backward(); "
-            "assert table.grad.abs().sum() > 0"
-        )
-    }
-
-    def tensors(self, total: int, device: str) -> tuple[Tensor, ...]:
-        return torch.randn(total, 24, device=device), torch.randn(25, 24, device=device)
-
-    def encode(self, x: Tensor, table: Tensor, grid: Tensor) -> Tensor:
-        return x + pos_embed_interpolate(table, grid, x.shape[0])
-
-    def every_op(self, x: Tensor, table: Tensor, dout: Tensor, grid: Tensor) -> tuple[Tensor, ...]:
-        return (
-            torch.ops.vk.pos_embed_interpolate(table, grid, x.shape[0]),
-            torch.ops.vk.pos_embed_interpolate_backward(dout, grid, table.shape[0]),
-        )
+    subjects = (SUBJECT,)
 
 
-@pytest.mark.parametrize("case", CASES, ids=ids)
-def test_opcheck_passes(case: GridCase, device: str) -> None:
-    inputs = make_grid_inputs(case, torch.float32, device)
-    grid, size, table = inputs.grid, inputs.merge_size, inputs.table.requires_grad_()
-    for align_corners in (True, False):
-        opcheck_fully(torch.ops.vk.pos_embed_interpolate.default, (table, grid, inputs.total, size, align_corners))
-    opcheck_fully(torch.ops.vk.pos_embed_interpolate_backward.default, (inputs.dout, grid, table.shape[0], size))
+def test_opcheck_passes_without_aligned_corners() -> None:
+    args = SUBJECT.arguments(SUBJECT.call(dtype=torch.float32).requiring())
+    opcheck_fully(torch.ops.vk.pos_embed_interpolate.default, (*args, False))
 
 
-def test_opcheck_passes_backward_of_zero_stride_gradients(device: str) -> None:
-    grid, total = make_grid(BATCHES[0], device)
-    dout = torch.ones((), device=device).expand(total, 8)
-    opcheck_fully(torch.ops.vk.pos_embed_interpolate_backward.default, (dout, grid, 9))
+@pytest.mark.parametrize("variant", ("plain", "mean_of_raster", "fp32"))
+def test_rows_move_by_16_bytes(variant: str) -> None:
+    assert_rows_move_by_16_bytes("pos_embed_interpolate", variant)
 
 
-def test_double_backward_is_refused(device: str) -> None:
-    assert_no_second_derivative(pos_embed_interpolate, device)
-
-
-def test_reference_reads_the_grid_back_and_the_op_does_not(device: str) -> None:
-    """A guard on the point of it all: under fake tensors, whose values nobody knows, only the op can be called."""
+def test_reference_reads_the_grid_back_and_the_op_does_not() -> None:
+    """Under fake tensors, whose values nobody knows, only the op can be called."""
     with FakeTensorMode():
         grid, table = torch.empty(2, 3, dtype=torch.int64), torch.empty(9, 8)
         assert pos_embed_interpolate(table, grid, 32).shape == (32, 8)

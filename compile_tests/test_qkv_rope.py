@@ -1,78 +1,59 @@
-"""`vk::qkv_rope` under torch.compile, torch.export, CUDA graphs, autocast and checkpointing."""
+"""The graph contract of `vk::qkv_rope`."""
 
 from typing import Any
 
-import pytest
 import torch
 
-from compile_tests.contract import assert_expected_inline, fake_gpu, opcheck_fully, trace_kernels
-from compile_tests.gemm import gemm_calls
-from compile_tests.linear import DEVICE, GraphContract, Subject
+from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject
+from compile_tests.kernels import QKV_ROPE
 from torch_ops import qkv_rope
 from torch_ops.testing import references
-from torch_ops.testing.cases import LINEAR_LAYOUTS, QkvRopeCase, QkvRopeInputs, make_qkv_rope_inputs
+from torch_ops.testing.cases import LINEAR_LAYOUTS, QkvRopeCase, make_qkv_rope_inputs
+
+# Rows of calls that share one graph.
+SIZES = tuple(QkvRopeCase(str(rows), "", rows, 40, 2, 24, num_k_heads=1) for rows in (63, 200, 7, 320, 128))
+NEEDS = ("x", "weight", "bias")
+ROWS = torch.export.Dim("rows", min=2, max=65536)
 
 
-def _of_rows(rows: int, dtype: torch.dtype, device: str, seed: int = 0) -> QkvRopeInputs:
-    case = QkvRopeCase("contract", "", rows, 40, 2, 24, num_k_heads=1)
-    return make_qkv_rope_inputs(case, dtype, device, seed)
+def draw(case: QkvRopeCase, dtype: torch.dtype, seed: int = 0) -> Call:
+    inputs = make_qkv_rope_inputs(case, dtype, DEVICE, seed)
+    return Call.of(qkv_rope, inputs, NEEDS, grads=inputs.douts)
 
 
-def _backward(inputs: QkvRopeInputs) -> tuple[Any, ...]:
-    return inputs.dq, inputs.dk, inputs.dv, inputs.x, inputs.weight, inputs.cos, inputs.sin
+def backward(call: Call) -> dict[str, Any]:
+    kept = {name: call.args[name] for name in ("x", "weight", "cos", "sin")}
+    return {**{f"d{name}": grad for name, grad in call.grads.items()}, **kept}
 
 
-class TestQkvRope(GraphContract):
-    subject = Subject(
-        "qkv_rope", qkv_rope, references.qkv_rope, of_rows=_of_rows, backward=_backward, moving=("x", "cos", "sin"),
-        source="args = (draw(63, 40), draw(96, 40), draw(96), draw(63, 24), draw(63, 24), 2, 1)",
+def partly(call: Call) -> list[dict[str, Any]]:
+    """Some gradients; only that of the weight needs x."""
+    needs = [(False, True, False), (True, False, True), (False, False, True)]
+    whole = backward(call)
+    return [
+        {
+            **whole,
+            "x": whole["x"] if each[1] else None,
+            **{f"needs_{name}": needed for name, needed in zip(NEEDS, each, strict=True)},
+        }
+        for each in needs
+    ]
+
+
+class TestGraphs(GraphContract):
+    subjects = (
+        Subject(
+            "qkv_rope", qkv_rope, references.qkv_rope, draw, SIZES,
+            moving=dict.fromkeys(("x", "cos", "sin"), {0: ROWS}),
+            kernels=QKV_ROPE,
+            backward=backward,
+            partial=partly,
+            checked=(
+                SIZES[0],
+                *(QkvRopeCase(layout, "", 40, 40, 2, 24, layout=layout, half_table=True) for layout in LINEAR_LAYOUTS),
+            ),
+            replayed=(QkvRopeCase("graph", "", 512, 40, 2, 24, num_k_heads=1),) * 2,
+            autocast="follows",
+            batched="x",
+        ),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", LINEAR_LAYOUTS)
-def test_opcheck_passes_in_every_layout(layout: str) -> None:
-    case = QkvRopeCase(layout, "", 40, 40, 2, 24, layout=layout, half_table=True)
-    inputs = make_qkv_rope_inputs(case, torch.float32, DEVICE)
-    for leaf in inputs.leaves.values():
-        leaf.requires_grad_()
-    opcheck_fully(torch.ops.vk.qkv_rope.default, inputs.call(lambda *args: args))
-
-
-@pytest.mark.parametrize("needs", [(False, True, False), (True, False, True), (False, False, True)], ids=str)
-def test_opcheck_passes_backward_of_some_gradients(needs: tuple[bool, bool, bool]) -> None:
-    inputs = _of_rows(63, torch.float32, DEVICE)
-    dq, dk, dv, x, *rest = _backward(inputs)
-    # Of a sum's backward, without strides.
-    dq = dq[:1, :1, :1].expand(dq.shape)
-    opcheck_fully(torch.ops.vk.qkv_rope_backward.default, (dq, dk, dv, x if needs[1] else None, *rest, *needs))
-
-
-def test_graphs_for_cuda_hold_only_allocations_products_and_kernels() -> None:
-    with fake_gpu() as mode:
-        with mode:
-            calls = gemm_calls()
-        forward, backward = (
-            trace_kernels(getattr(torch.ops.vk, op), *calls[op]).targets for op in ("qkv_rope", "qkv_rope_backward")
-        )
-    assert_expected_inline(
-        forward,
-        """\
-aten.new_empty.default
-aten.new_empty.default
-aten.new_empty.default
-triton_kernel_wrapper_functional
-""",
-    )
-    assert_expected_inline(
-        backward,
-        """\
-aten.new_empty.default
-aten.new_empty.default
-triton_kernel_wrapper_functional
-aten.mm.default
-aten.t.default
-aten.mm.default
-aten.sum.dim_IntList
-aten._to_copy.default
-""",
-    )

@@ -11,22 +11,18 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from torch._inductor.virtualized import V
 from torch._library.triton import get_triton_kernels_for_op
 
-from compile_tests import broken_ops, decode, dense, grids, kv_cache, norms, rope
-from compile_tests.attention import KERNELS, VARIANTS, attention_calls, attention_launches, is_short
-from compile_tests.contract import (
+from compile_tests import broken_ops
+from compile_tests.contract.trace import (
     KernelLaunch,
-    Trace,
     assert_kernels,
     assert_plain_launch,
     capture_graphs,
     fake_gpu,
-    symbolic_size,
     trace_kernels,
 )
-from compile_tests.gemm import GEMM
+from compile_tests.kernels import EVERY
 from torch_ops import settings, window_attn
 from torch_ops._core import plan as plans
 from torch_ops._core import registry
@@ -37,98 +33,12 @@ from torch_ops._core.versions import refuse_pair
 from torch_ops.settings import Settings
 
 SCHEMAS = Path(__file__).with_name("schemas.txt")
-# What torch must take each kernel to write: a tensor too few loses the kernel, one too many clones it.
-WRITES = {
-    "window_attn": {"_attention_fwd_kernel": {"out_ptr", "lse_ptr"}},
-    "window_attn_backward": {
-        "_attention_bwd_dq_kernel": {"delta_ptr", "dq_ptr"},
-        "_attention_bwd_dkdv_kernel": {"dk_ptr", "dv_ptr"},
-    },
-}
-SHORT_WRITES = {
-    "window_attn": {
-        "_attention_fwd_short_kernel": {"out_ptr", "lse_ptr"},
-        "_attention_fwd_rest_kernel": {"out_ptr", "lse_ptr"},
-    },
-    "window_attn_backward": {
-        "_attention_bwd_short_kernel": {"dq_ptr", "dk_ptr", "dv_ptr"},
-        "_attention_bwd_dq_rest_kernel": {"delta_ptr", "dq_ptr"},
-        "_attention_bwd_dkdv_rest_kernel": {"dk_ptr", "dv_ptr"},
-    },
-}
 
 
-def _trace(op: str, **variant: Any) -> Trace:
-    with fake_gpu() as mode:
-        with mode:
-            args, options = attention_calls(**variant)[op]
-        return trace_kernels(OPS[op].overload, args, options)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("op", WRITES)
-def test_traced_kernels_are_all_there_and_write_only_outputs(op: str, variant: str) -> None:
-    expected = SHORT_WRITES if is_short(variant) else WRITES
-    assert_kernels(_trace(op, **VARIANTS[variant]), expected[op])
-
-
-@pytest.mark.parametrize("op", WRITES)
-def test_traces_of_symbolic_sizes_hold_for_all_sizes(op: str) -> None:
-    """On a GPU with launch rows for ranges of lengths, where choosing by length would guard on it."""
-    with fake_gpu(name="h200") as mode:
-        with mode:
-            rows, segments = symbolic_size(mode, "rows", 100), symbolic_size(mode, "segments", 3)
-            args, options = attention_calls(rows=rows, segments=segments)[op]
-        assert_kernels(trace_kernels(OPS[op].overload, args, options), WRITES[op])
-    guards = [str(guard.expr) for guard in mode.shape_env.guards]
-    assert not guards and not mode.shape_env.replacements
-
-
-@pytest.mark.parametrize("ahead_of_time", [False, True])
-@pytest.mark.parametrize("op", WRITES)
-def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, ahead_of_time: bool) -> None:
-    """An AOTInductor package has no Python to call the launch with: it gets the portable kernel."""
-    with fake_gpu(name="h200", path="hopper") as mode, V.set_aot_compilation(ahead_of_time):
-        with mode:
-            rows, segments = symbolic_size(mode, "rows", 100), symbolic_size(mode, "segments", 3)
-            args, options = attention_calls(rows=rows, segments=segments)[op]
-        trace = trace_kernels(OPS[op].overload, args, options)
-    assert ("auto_functionalized" in trace.targets) == (not ahead_of_time)
-    assert_kernels(trace, WRITES[op] if ahead_of_time else {})
-    assert not mode.shape_env.guards and not mode.shape_env.replacements
-
-
-def test_every_op_with_kernels_is_traced_here() -> None:
-    """Others than packed attention and products in their own tests."""
-    attention = {*WRITES, *rope.ROPE, *dense.WRITES, *kv_cache.KV_CACHE, decode.OP}
-    traced = attention | {*GEMM, *norms.KERNELS_OF, *grids.WRITES}
+def test_every_op_with_kernels_has_them_in_the_graph_contract() -> None:
+    traced = {op for kernels in EVERY for op in kernels.ops}
     assert traced == {name for name in OPS if get_triton_kernels_for_op(f"vk::{name}")}
     assert {name for name, op in OPS.items() if not isinstance(op, KernelOp)} == {"patch_merger"}
-
-
-@pytest.mark.parametrize("op", WRITES)
-def test_kernels_enter_the_key_of_compiled_artefacts(op: str) -> None:
-    """A kernel that torch does not find in an op's source could be served from a stale cache after an edit."""
-    found = [kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")]
-    # Packed and dense calls share their plans, so kernels of both are found.
-    assert set(found) >= {*WRITES[op], *SHORT_WRITES[op]}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_launches_carry_nothing_that_compilation_drops(variant: str) -> None:
-    launches = attention_launches(**VARIANTS[variant])
-    assert set(launches) == {name for name in KERNELS if is_short(name) == is_short(variant)}
-    for launch in launches.values():
-        assert_plain_launch(launch)
-
-
-@pytest.mark.parametrize("rows", [100, 200], ids=["short", "long"])
-@pytest.mark.parametrize("op", WRITES)
-def test_launch_options_reach_the_traced_kernel(op: str, rows: int) -> None:
-    launches = attention_launches(rows=rows)
-    for kernel in _trace(op, rows=rows).kernels:
-        traced = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
-        assert traced == launches[kernel.name].options
 
 
 @pytest.mark.parametrize(
@@ -145,7 +55,7 @@ def test_a_broken_trace_is_caught(op: Callable[..., Tensor], kernel: str, messag
             x = torch.empty(16, device="cuda")
         trace = trace_kernels(op, (x,))
     with pytest.raises(AssertionError, match=message):
-        assert_kernels(trace, {kernel: {"out_ptr"}})
+        assert_kernels(trace, [(kernel, {"out_ptr"})])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import torch_ops
-from compile_tests.contract import capture
+from compile_tests.contract.trace import capture
 from torch_ops import KVCache, PagedKVCache
 from torch_ops.testing import check, references
 

@@ -1,26 +1,16 @@
-"""The graph contract as helpers: what the tests of every op apply to it.
+"""An op in the graphs of Dynamo and AOTAutograd, and traced for a GPU that is not there.
 
-- `opcheck_fully` and `capture_graphs`: the op in torch's own eyes and in the graphs that Dynamo and AOTAutograd make.
-- `fake_gpu`, `trace_kernels`, `record_launches`, `build`: the CUDA path of an op with no GPU, from fake tensors to the
-  machine code for any target.
-- `run_python` and `run_forked`: fresh processes, the latter without the seconds that imports take.
+- `opcheck_fully`, `capture_graphs`, `capture`: the op in PyTorch's own checks, in graphs and in CUDA graphs.
+- `fake_gpu`, `trace_kernels`, `record_launches`: the kernels of a call on fake CUDA tensors.
 """
 
 import contextlib
-import dataclasses
 import inspect
-import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,25 +26,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction, MockTensor
+from triton.runtime.jit import JITFunction
 
 import torch_ops
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops._core import device, registry
-
-Point = TypeVar("Point")
 
 try:
     from expecttest import assert_expected_inline
 except ImportError:
 
     def assert_expected_inline(actual: str, expect: str) -> None:
-        """GPU machines run the tests on what they came with; there a changed text is refused but not accepted."""
+        """Compare alone: GPU machines may lack expecttest, which would also accept a changed text."""
         assert actual == expect
 
 
-ROOT = Path(__file__).resolve().parent.parent
 OPCHECKS = (
     "test_schema",
     "test_autograd_registration",
@@ -63,30 +49,6 @@ OPCHECKS = (
     "test_aot_dispatch_static",
 )
 SM90 = GPUTarget("cuda", 90, 32)
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": SM90,
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-# These multiply as sm_80 does, with less shared memory: a few builds for them are enough, those that need most of it.
-ALIKE = ("sm_86", "sm_89", "sm_120")
-APART = tuple(target for target in TARGETS if target not in ALIKE)
-# Runs an AOTInductor package on saved arguments, next to what was expected of them.
-RUN_PACKAGE = """
-import torch, torch_ops
-package, file = {paths!r}
-model = torch._inductor.aoti_load_package(package)
-for args, expected in torch.load(file):
-    actual = model(*args)
-    actual = actual if isinstance(actual, (tuple, list)) else (actual,)
-    for one, wanted in zip(actual, expected, strict=True):
-        assert torch.equal(one, wanted), (one - wanted).abs().max()
-print("equal")
-"""
 
 
 def opcheck_fully(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
@@ -299,17 +261,12 @@ def cloned_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[
     return cloned
 
 
-def assert_kernels(
-    trace: Trace, expected: dict[str, set[str]] | list[tuple[str, set[str]]], mutated: frozenset[str] = frozenset()
-) -> None:
+def assert_kernels(trace: Trace, wanted: list[tuple[str, set[str]]], mutated: frozenset[str] = frozenset()) -> None:
     """The trace holds exactly these kernels in this order, and torch sees exactly these tensors written.
-
-    In pairs, where a kernel is launched more than once.
 
     A missing kernel computes nothing; an input among the written tensors is cloned, or counts as mutated, and a
     graph that mutates its inputs loses CUDA graphs: `mutated` names those that the op says it writes to.
     """
-    wanted = list(expected.items()) if isinstance(expected, dict) else expected
     found = [(kernel.name, set(kernel.writes)) for kernel in trace.kernels]
     names, wanted_names = ([name for name, _ in pairs] for pairs in (found, wanted))
     assert names == wanted_names, f"kernels in the graph: {names}, expected {wanted_names}"
@@ -382,146 +339,3 @@ def record_launches() -> Iterator[list[KernelLaunch]]:
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "wrap_triton", partial(Recorder, launches)))
         yield launches
-
-
-@dataclass(frozen=True)
-class Build:
-    """A kernel built ahead of time for one target; `spilled` is bytes of stack and local memory, or VGPRs on AMD."""
-
-    launch: KernelLaunch
-    target: GPUTarget
-    shared: int
-    spilled: int
-    asm: dict[str, Any] = field(repr=False)
-
-    def __str__(self) -> str:
-        blocks = {name: value for name, value in self.launch.arguments.items() if name.startswith("BLOCK")}
-        return f"{self.launch.name} {blocks | self.launch.options}: {self.spilled} spilled, {self.shared} bytes shared"
-
-
-def sampled(points: Iterable[Point]) -> list[Point]:
-    """All of them, or with VK_BUILDS=some, as `make test` has it, a fifth, by their names; `make builds` has all."""
-    every = list(points)
-    if os.environ.get("VK_BUILDS", "all") == "all":
-        return every
-    kept = set(sorted(map(str, every), key=lambda name: (zlib.crc32(name.encode()), name))[::5])
-    return [point for point in every if str(point) in kept]
-
-
-def build(launch: KernelLaunch, target: GPUTarget) -> Build:
-    """The launch through Triton's own specialization and compiler, up to the machine code. Needs `fake_gpu(target)`."""
-    args = [_stand_in(value) for value in launch.args]
-    compiled = launch.kernel.warmup(*args, grid=launch.grid, **launch.kwargs)
-    spilled = _local_bytes(compiled.asm["cubin"]) if target.backend == "cuda" else _vgprs(compiled.asm["amdgcn"])
-    return Build(launch, target, compiled.metadata.shared, spilled, compiled.asm)
-
-
-def _stand_in(value: Any) -> Any:
-    """For a tensor, one that Triton's compiler takes for it."""
-    if isinstance(value, TensorDescriptor):
-        return dataclasses.replace(value, base=MockTensor(value.base.dtype))
-    return MockTensor(value.dtype) if isinstance(value, Tensor) else value
-
-
-def _cuobjdump(cubin: bytes, *options: str) -> str:
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([program, *options, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def sass(built: Build) -> str:
-    """The machine code of a build for an NVIDIA GPU."""
-    return _cuobjdump(built.asm["cubin"], "-sass")
-
-
-def registers(built: Build) -> int:
-    """What a thread has of them, on an NVIDIA GPU."""
-    return _usage(built.asm["cubin"], "REG")
-
-
-def _local_bytes(cubin: bytes) -> int:
-    return _usage(cubin, "STACK") + _usage(cubin, "LOCAL")
-
-
-def _usage(cubin: bytes, resource: str) -> int:
-    usage = _cuobjdump(cubin, "-res-usage")
-    figures = re.findall(rf"\b{resource}:(\d+)", usage)
-    assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {usage!r}"
-    return int(figures[0])
-
-
-def _vgprs(amdgcn: str) -> int:
-    return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)[0])
-
-
-# Imports the library and waits for code, which it runs in children: each as fresh as a process that has just imported.
-SERVER = """
-import json, os, signal, sys, tempfile, traceback
-import torch, torch_ops
-for line in sys.stdin:
-    code, environment = json.loads(line)
-    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            signal.alarm(600)
-            os.environ.clear()
-            os.environ.update(environment)
-            for file, stream in ((os.open(os.devnull, os.O_RDONLY), 0), (out.fileno(), 1), (err.fileno(), 2)):
-                os.dup2(file, stream)
-            exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    texts = []
-    for file in (out, err):
-        file.seek(0)
-        texts.append(file.read().decode(errors="replace"))
-        file.close()
-    print(json.dumps([status, *texts]), flush=True)
-"""
-
-
-@lru_cache
-def _server() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "VK_ROWS": ""},
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run_forked(code: str) -> str:
-    """The output of `code` in a process of its own that has imported the library and done nothing else."""
-    server = _server()
-    assert server.stdin and server.stdout
-    server.stdin.write(json.dumps([code, {**os.environ, "PYTHONPATH": str(ROOT), "VK_ROWS": ""}]) + "\n")
-    server.stdin.flush()
-    status, out, err = json.loads(server.stdout.readline())
-    assert status == 0, f"exit status {status}\n{err[-6000:]}"
-    return out
-
-
-def run_python(code: str, *, path: Path = ROOT, **environment: str) -> str:
-    """The output of `code` in a fresh process that imports the packages under `path`."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(path), "VK_ROWS": "", **environment},
-        cwd=path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr[-6000:]}"
-    return result.stdout

@@ -1,0 +1,107 @@
+"""Kernels built ahead of time, up to the machine code, for any target."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import MockTensor
+
+from compile_tests.contract.trace import SM90, KernelLaunch
+
+Point = TypeVar("Point")
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": SM90,
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# These multiply as sm_80 does, with less shared memory: a few builds that need most of it are enough for them.
+ALIKE = ("sm_86", "sm_89", "sm_120")
+APART = tuple(target for target in TARGETS if target not in ALIKE)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel built ahead of time for one target; `spilled` is bytes of stack and local memory, or VGPRs on AMD."""
+
+    launch: KernelLaunch
+    target: GPUTarget
+    shared: int
+    spilled: int
+    asm: dict[str, Any] = field(repr=False)
+
+    def __str__(self) -> str:
+        blocks = {name: value for name, value in self.launch.arguments.items() if name.startswith("BLOCK")}
+        return f"{self.launch.name} {blocks | self.launch.options}: {self.spilled} spilled, {self.shared} bytes shared"
+
+
+def sampled(points: Iterable[Point]) -> list[Point]:
+    """All of them, or with VK_BUILDS=some, as `make test` has it, a fifth, by their names; `make builds` has all."""
+    every = list(points)
+    if os.environ.get("VK_BUILDS", "all") == "all":
+        return every
+    kept = set(sorted(map(str, every), key=lambda name: (zlib.crc32(name.encode()), name))[::5])
+    return [point for point in every if str(point) in kept]
+
+
+def build(launch: KernelLaunch, target: GPUTarget) -> Build:
+    """The launch through Triton's own specialization and compiler, up to the machine code. Needs `fake_gpu(target)`."""
+    args = [_stand_in(value) for value in launch.args]
+    compiled = launch.kernel.warmup(*args, grid=launch.grid, **launch.kwargs)
+    spilled = _local_bytes(compiled.asm["cubin"]) if target.backend == "cuda" else _vgprs(compiled.asm["amdgcn"])
+    return Build(launch, target, compiled.metadata.shared, spilled, compiled.asm)
+
+
+def _stand_in(value: Any) -> Any:
+    """For a tensor, one that Triton's compiler takes for it."""
+    if isinstance(value, TensorDescriptor):
+        return dataclasses.replace(value, base=MockTensor(value.base.dtype))
+    return MockTensor(value.dtype) if isinstance(value, Tensor) else value
+
+
+def _cuobjdump(cubin: bytes, *options: str) -> str:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([program, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def sass(built: Build) -> str:
+    """The machine code of a build for an NVIDIA GPU."""
+    return _cuobjdump(built.asm["cubin"], "-sass")
+
+
+def registers(built: Build) -> int:
+    """What a thread has of them, on an NVIDIA GPU."""
+    return _usage(built.asm["cubin"], "REG")
+
+
+def _local_bytes(cubin: bytes) -> int:
+    return _usage(cubin, "STACK") + _usage(cubin, "LOCAL")
+
+
+def _usage(cubin: bytes, resource: str) -> int:
+    usage = _cuobjdump(cubin, "-res-usage")
+    figures = re.findall(rf"\b{resource}:(\d+)", usage)
+    assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {usage!r}"
+    return int(figures[0])
+
+
+def _vgprs(amdgcn: str) -> int:
+    return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)[0])
