@@ -8,7 +8,8 @@ import torch
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 
 from compile_tests.attention import hopper_launches
-from compile_tests.contract.trace import SM90, KernelLaunch, build, fake_gpu
+from compile_tests.contract.build import build
+from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.attention_hopper_backward import BLOCK_M, BLOCK_N, NUM_WARPS
 from csrc_free_ops.configs.rows import Launch
