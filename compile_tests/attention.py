@@ -45,7 +45,7 @@ def hopper_launches(
     deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
     cut: str = "",
 ) -> dict[str, KernelLaunch]:  # fmt: skip
-    """By kernel name, what the launchers of the Hopper path launch, with `launches` by the names of the rows.
+    """The launches of the Hopper path by kernel name, with `launches` by the names of the rows.
 
     With a `batch` tensors are [B, H, S, D] of `rows` rows; those that `cut` names, of q, k and v, TMA takes in four
     dimensions. fp32 ones are what the forward casts to bf16, and have no backward.

@@ -393,7 +393,7 @@ def _norm_writes(op: str, variant: str) -> Writes:
 
 # Many and few rows, which have launches of their own.
 MANY = 25088
-# Of all four norms, `add_layer_norm` with fp32 parameters holds most registers.
+# `add_layer_norm` with fp32 parameters holds most registers of the four norms.
 _NORM_POINTS: dict[str, list[Point]] = {
     "add_layer_norm": [
         *(Point.of(target, "mixed", rows=MANY, width=w) for target in APART for w in (72, 1152, 4608, 8192, 20000)),

@@ -230,7 +230,7 @@ MOST_SPILLED = {
 def test_products_of_fp32_are_on_tensor_cores_and_spill_little(
     batch: int, setting: str, head_dim: int, variant: str, set_products: Callable[[str], None]
 ) -> None:
-    """Of a large batch two kernels make gradients, of a small one a single kernel does, if they have as many warps."""
+    """Two kernels make the gradients of a large batch; one does for a small batch, if both have as many warps."""
     set_products(setting)
     options = {**ATTENTION.variants[variant], "causal": variant != "window_and_softcap"}
     found = ATTENTION.launches(batch=batch, dtype=torch.float32, head_dim=head_dim, **options).values()

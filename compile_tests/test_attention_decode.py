@@ -133,6 +133,6 @@ def test_splits_are_as_many_as_there_are_multiprocessors_for() -> None:
     assert splits(16, 8192) == splits(64, 4096) == 1
     # 136 shares would leave all but four idle in a second wave.
     assert splits(17, 65536) == 12
-    # Of short caches each split has some blocks.
+    # Each split of a short cache has some blocks.
     assert splits(1, 1024) == 4 and splits(1, 10) == splits(0, 10) == 1
     assert decode_splits(h200, launch, None, None, 512) == decode_splits(h200, launch, None, 8192, 512)

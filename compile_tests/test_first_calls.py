@@ -51,7 +51,7 @@ print("right")
 
 
 def _calls() -> dict[str, tuple[dict[str, Any], str]]:
-    """By op, the arguments of a small call, and one that has a gradient."""
+    """The arguments of a small call of each op, and the name of one with a gradient."""
     x, table = (torch.randn(32, 8, device=DEVICE, dtype=DTYPE) for _ in range(2))
     found: dict[str, tuple[dict[str, Any], str]] = {
         "rotary_table": ({"grid": GRID, "total": 32, "dim": 16}, ""),

@@ -142,7 +142,7 @@ def test_compiled_steps_equal_eager_ones(backend: str, step: Any) -> None:
 
 @pytest.mark.parametrize("step", (_step, _fresh), ids=("inputs", "intermediates"))
 def test_generated_code_copies_no_cache(step: Any) -> None:
-    """Of what Inductor writes only the caches that the graph makes have a cache's shape."""
+    """Only the caches that the graph makes have a cache's shape in the code that Inductor writes."""
     case = replace(CASE, capacity=59)
     _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), *vars(_inputs(case)).values())
     made = re.findall(r"empty_strided\w*\(\(3, 2, 59, 32\)", "".join(codes))
@@ -251,7 +251,7 @@ def test_compiled_with_cuda_graphs_equals_eager() -> None:
 
 @pytest.mark.parametrize("variant", ("decode", "paged", "plain", "wide", "interleaved", "fp32"))
 def test_rows_move_by_16_bytes(variant: str) -> None:
-    """What is left are lengths and pages, one for each row."""
+    """The other accesses read lengths and pages, one for each row."""
     ptx = KV_CACHE_APPEND.builds("sm_90", variant)[0].asm["ptx"]
     accesses = re.findall(r"(ld|st)\.global\S*?(\.v\d)?\.b(\d+)", ptx)
     widths = {(what, int(lanes[2:] or 1) * int(width)) for what, lanes, width in accesses}

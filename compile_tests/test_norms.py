@@ -141,7 +141,7 @@ def test_layer_norm_of_many_rows_has_two_rows_in_the_place_of_one(width: int, dt
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_backward_exchanges_no_rows(width: int) -> None:
-    """What is rearranged are the sums of columns, once, after the last row."""
+    """Only the sums of columns are rearranged, once, after the last row."""
     built = NORMS["add_layer_norm"].builds("sm_90", "mixed", rows=MANY, width=width)[1]
     ttgir = built.asm["ttgir"]
     assert "ttg.convert_layout" not in ttgir[ttgir.index("scf.for") : ttgir.index("scf.yield")]

@@ -93,7 +93,7 @@ def test_every_form_compiles(form: str) -> None:
 @pytest.mark.parametrize("grad_mode", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
 def test_graphs_keep_the_first_product_only_for_a_gradient(trained: bool, grad_mode: bool) -> None:
-    """What `mlp` itself asks for once its arguments are known, though Dynamo did not look inside.
+    """`mlp` decides once its arguments are known, though Dynamo did not look inside.
 
     On the CPU, where graphs hold it and not its kernels.
     """

@@ -88,7 +88,7 @@ def sass(built: Build) -> str:
 
 
 def registers(built: Build) -> int:
-    """What a thread has of them, on an NVIDIA GPU."""
+    """The registers of a thread, on an NVIDIA GPU."""
     return _usage(built.asm["cubin"], "REG")
 
 

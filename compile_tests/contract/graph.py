@@ -193,7 +193,7 @@ class Subject:
 
 
 WAYS = ("portable", "hopper", "packaged")
-# By argument of a test, what each subject has of it.
+# Values of a test's arguments, from its subject.
 CHOICES: dict[str, Callable[[Subject], Iterable[Any]]] = {
     "case": lambda subject: subject.checked or subject.sizes[:1],
     "layout": lambda subject: subject.layouts or subject.sizes[:1],
@@ -236,7 +236,7 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def assert_right(subject: Subject, function: Callable[..., Any], case: Any) -> None:
-    """By the tolerance rule, with eager PyTorch at the same dtype as the yardstick."""
+    """Apply the tolerance rule, with eager PyTorch at the same dtype as the yardstick."""
 
     def draw(seed: int) -> Draw:
         call = subject.call(case, seed=seed)

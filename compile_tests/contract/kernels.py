@@ -59,7 +59,7 @@ def positional(overload: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """What an op and its backward, if it has one, launch.
+    """The kernels of an op and of its backward, if it has one.
 
     calls: makes the arguments of each op, on CUDA tensors of the fake mode in force, from the options of a variant.
     writes: by op and name of a variant, the kernels that a graph must hold.
@@ -115,7 +115,7 @@ class Kernels:
     def launches(
         self, target: GPUTarget = SM90, gpu: str = "no-such-gpu", path: str = "portable", **variant: Any
     ) -> dict[str, list[KernelLaunch]]:
-        """By op, what its body launches on such a GPU, in order."""
+        """The launches of each op's body on such a GPU, in order."""
         found = {}
         with fake_gpu(target, gpu, path) as mode, mode:
             calls = self.calls(**variant)

@@ -187,7 +187,7 @@ class KernelNode:
 
 @dataclass(frozen=True)
 class Trace:
-    """What AOTAutograd makes of a call on CUDA tensors."""
+    """The graph that AOTAutograd makes of a call on CUDA tensors."""
 
     kernels: tuple[KernelNode, ...]
     mutated_inputs: frozenset[str]
@@ -235,8 +235,9 @@ def _kernel_nodes(graph: torch.fx.Graph) -> list[Node]:
 
 
 def cloned_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[set[str]]:
-    """Of each kernel that `trace_kernels` finds, the tensors that Inductor clones before the launch; of each opaque op
-    that writes to tensors, those of the graph that it writes to a clone of.
+    """The tensors that Inductor clones before each kernel that `trace_kernels` finds.
+
+    For an opaque op that writes to tensors, these are the tensors of the graph that it writes a clone of.
 
     A graph for Inductor ends with copies of what became of its inputs into them. Its pass over the graph then lets
     kernels write in place, and drops the copies, where nobody could tell.
@@ -276,7 +277,7 @@ def assert_kernels(trace: Trace, wanted: list[tuple[str, set[str]]], mutated: fr
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """What a launcher asked for: kernel[grid](*args, **kwargs)."""
+    """One launch: kernel[grid](*args, **kwargs)."""
 
     kernel: JITFunction
     grid: tuple[Any, ...]
@@ -289,13 +290,13 @@ class KernelLaunch:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By the kernel's own names."""
+        """Arguments by the kernel's own names."""
         named = {name: value for name, value in self.kwargs.items() if name in self.kernel.arg_names}
         return {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **named}
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is for the compiler and not for the kernel."""
+        """Options for the compiler, which the kernel does not take."""
         return {name: value for name, value in self.kwargs.items() if name not in self.kernel.arg_names}
 
 

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from typer.testing import CliRunner
 
 import torch_ops
-from compile_tests.contract import fake_gpu
+from compile_tests.contract.trace import fake_gpu
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.gemm import pick_product, product_rule
 from csrc_free_ops.configs.gemm_hopper import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
