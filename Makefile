@@ -90,7 +90,7 @@ sanitize: ## attention kernels and Hopper products on small cases under compute-
 	$(SANITIZER) --tool $$tool --kernel-name 'regex=_attention|_gemm' --show-backtrace no --error-exitcode 1 \
 	$(PYTHON) -m pytest --require-gpu $(if $(SHARD),--shard $(SHARD)) tests/kernels/test_sanitized.py $(ARGS) || exit 1; done
 
-bench: ## time an op next to its peers (OP=..., default window_attn)
+bench: ## time an op next to its baselines (OP=..., default window_attn)
 	$(FROM_TREE) torch_ops.bench $(or $(OP),window_attn) $(ARGS)
 
 # FILE, its place among GPUS, and the arguments of the run.
@@ -129,7 +129,7 @@ figures-dense-cold:
 	$(call FIGURES,window_attn_dense_cold,4,window_attn --shapes $(DENSE) $(NEXT_TO_PEERS) --cold)
 # It wants the host to itself, so after the others, unless it is asked for by itself.
 figures-encoder: $(if $(filter figures,$(MAKECMDGOALS)),| $(filter-out figures-encoder,$(RUNS)))
-	$(call FIGURES,encoder,1,encoder --side-by-side)
+	$(call FIGURES,encoder,1,encoder)
 	$(call FIGURES,encoder_timeline,1,timeline)
 
 # Of the other ops: parts of some minutes, each on a GPU of its own.
@@ -156,7 +156,7 @@ figures-vision-attention:
 	$(call FIGURES,host_ops,4,host qkv_rope mlp patch_merger norms rope_window_attn vision_attention grids)
 
 tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
-	$(BIN)/vk bench table --into $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))
+	$(BIN)/python docs/refresh.py $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))
 	$(BIN)/vk bench chart $(RESULTS)/$(GPU)_window_attn.json $(RESULTS)/$(GPU)_window_attn.svg
 	$(if $(wildcard $(RESULTS)/$(GPU)_encoder_timeline.json),$(BIN)/vk bench chart \
 		$(RESULTS)/$(GPU)_encoder_timeline.json docs/encoder_timeline.svg)

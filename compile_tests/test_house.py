@@ -12,7 +12,7 @@ import pytest
 
 from compile_tests.contract.process import ROOT
 from torch_ops._core.registry import OPS, KernelOp
-from torch_ops.bench.app import ROOMS as BENCH_ROOMS
+from torch_ops.bench.app import BENCHES
 
 # An op lives in a module of its own name, or in that of a close relative, whose public functions it is among.
 OP_MODULES = {op.body.__module__ for op in OPS.values() if isinstance(op, KernelOp)}
@@ -115,7 +115,7 @@ def test_every_op_has_its_rooms(op: str) -> None:
     assert [folder.split("/")[0] for folder, _ in files] == ["tests", "compile_tests"]
     ((room,),) = ({name for _, name in files},)
     assert op == room or op.endswith(room.removesuffix("s").split("_")[-1])
-    assert (ROOT / "torch_ops" / "bench" / "rooms" / f"{room}.py").is_file() and op in BENCH_ROOMS
+    assert (ROOT / "torch_ops" / "bench" / "rooms" / f"{room}.py").is_file() and op in BENCHES
 
 
 def test_every_package_of_torch_ops_is_a_room_of_its_own() -> None:

@@ -1,6 +1,7 @@
-"""What the tests of the encoder's bench share: a tower for the CPU, and stand-ins for kernels and compilers."""
+"""What the tests of the encoder's benchmark share: a tower for the CPU, and stand-ins for kernels and compilers."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,30 +9,52 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from torch_ops.bench.commands import encoder
-from torch_ops.bench.encoder import contest as encoder_contest
+from torch_ops.bench.commands import run as run_command
 from torch_ops.bench.encoder import peers as encoder_peers
-from torch_ops.bench.encoder.contenders import CONTENDERS
-from torch_ops.bench.encoder.rows import SMOKE, Session, make_tower
+from torch_ops.bench.encoder.impls import IMPLS, Bound, encoder_bench
+from torch_ops.bench.encoder.rows import SMOKE, Features, Row, Scene, Session, check_of, make_tower, named_features
 from torch_ops.bench.measure import timing
-from torch_ops.bench.measure.results import Ceilings
+from torch_ops.bench.measure.opbench import Impl
+from torch_ops.bench.measure.results import Ceilings, Record
+from torch_ops.bench.measure.run import Setup, run_case
+from torch_ops.testing import check
 
 CPU = torch.device("cpu")
 TINY, TRAINED = SMOKE
-BY_NAME = {contender.name: contender for contender in CONTENDERS}
+BY_NAME = {impl.name: impl for impl in IMPLS}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
-    monkeypatch.setattr(encoder_contest, "MOST_CALLS", 1)
-    monkeypatch.setattr(encoder, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "float32"))
+    monkeypatch.setattr(timing, "MIN_SAMPLES", 1)
+    monkeypatch.setattr(run_command, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "float32"))
     monkeypatch.setenv("COLUMNS", "200")
     threads = torch.get_num_threads()
     # What is so small has nothing to share out.
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def measured(session: Session, row: Row, impls: Sequence[Impl]) -> dict[str, Record]:
+    """Two rounds, by name."""
+    setup = Setup(torch.float32, session.tower.device, (row.direction,), rounds=2, wall=True)
+    able = [each for each in impls if row.direction in each.directions]
+    return {one.name: one for one in run_case(encoder_bench(session), row, able, setup)}
+
+
+def bound(name: str, scene: Scene) -> Bound:
+    return BY_NAME[name].bind(scene.row, scene).bound
+
+
+def check_features(features: Features, scene: Scene) -> None:
+    truth = check_of(scene)
+    check(named_features(features), truth.eager, truth.reference)
+
+
+def runnable(*names: str) -> list[Impl]:
+    return [dataclasses.replace(BY_NAME[name], refuses=lambda *_: "") for name in names]
 
 
 @pytest.fixture

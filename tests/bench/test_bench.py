@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
-from tests.bench.verify import TINY, bench, broken, refused, spoiled
-from torch_ops.bench.app import ROOMS
-from torch_ops.bench.commands import contest as contest_command
+from tests.bench.verify import TINY, bench, broken, by_case, refused, spoiled
+from torch_ops.bench.app import BENCHES
+from torch_ops.bench.commands import run as run_command
+from torch_ops.bench.measure.opbench import Impl
 from torch_ops.bench.measure.results import FAILED, WRONG, Report
-from torch_ops.bench.measure.room import Contender
-from torch_ops.bench.rooms.window_attn import ROOM
+from torch_ops.bench.rooms.window_attn import BENCH
 from torch_ops.bench.show.tables import markdown
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 
 def test_a_case_too_large_for_the_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def contest_without_memory(*_: Any) -> Any:
+    def without_memory(*_: Any) -> Any:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr(contest_command, "contest", contest_without_memory)
+    monkeypatch.setattr(run_command, "run_case", without_memory)
     result = bench("window_attn", "--shapes", TINY, "--device", "cpu")
     assert result.exit_code == 2 and result.stdout == ""
     assert f"{TINY} does not fit into the memory of CPU" in result.stderr.splitlines()[-1]
 
 
-def test_contest_command(tmp_path: Path) -> None:
+def test_run_command(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     result = bench(
         "window_attn", "--shapes", f"{TINY},image", "--shapes", "causal", "--backward",
@@ -40,11 +40,12 @@ def test_contest_command(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = Report.from_json(out.read_text())
-    assert [(one.case, one.direction) for one in report.measurements] == [
+    groups = by_case(report.records)
+    assert [(one.ours.case, one.ours.direction) for one in groups] == [
         (case, direction) for case in (TINY, "image", "causal") for direction in ("forward", "backward")
     ]
-    for one in report.measurements:
-        assert one.dtype == "bfloat16" and one.ratio is not None and one.flops > 0
+    for one in groups:
+        assert one.ours.dtype == "bfloat16" and one.ratios is not None and one.ours.flops > 0
         assert len(one.ours.rounds_ms) == 2 and one.ours.timer == "wall"
     assert report.provenance.commit == "abc"
     assert report.ceilings is not None and report.ceilings.copy_gb_s > 0
@@ -56,20 +57,22 @@ def test_contest_command(tmp_path: Path) -> None:
 def test_plain_tables_show_the_same_cells() -> None:
     result = bench("window_attn", "--shapes", TINY, "--peers", "cudnn,reference")
     assert result.exit_code == 0, result.output
-    assert "best correct peer / ours" in result.stdout and TINY in result.stdout
+    assert "best correct baseline / ours" in result.stdout and TINY in result.stdout
     assert f"cudnn cannot run {TINY}: needs a GPU" in result.stdout
     assert TINY in result.stderr
 
 
 @pytest.mark.parametrize("liar", [spoiled("vk", lambda out: out * 1.01), broken()])
-def test_wrong_ours_exits_1(liar: Contender, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(ROOMS, "window_attn", dataclasses.replace(ROOM, ours=liar))
+def test_wrong_ours_exits_1(liar: Impl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(
+        BENCHES, "window_attn", dataclasses.replace(BENCH, ours=dataclasses.replace(liar, group="ours"))
+    )
     out = tmp_path / "run.json"
     result = bench("window_attn", "--shapes", TINY, "--out", out)
     assert result.exit_code == 1, result.output
     assert "vk: window_attn" in result.stderr
-    (one,) = Report.from_json(out.read_text()).measurements
-    assert one.ours.status in (WRONG, FAILED) and one.ratio is None
+    (one,) = by_case(Report.from_json(out.read_text()).records)
+    assert one.ours.status in (WRONG, FAILED) and one.ratios is None
 
 
 def test_profile_command(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "No such command" in refused("conv")
     other = tmp_path / "other.json"
     other.write_text('{"schema": 7}')
-    assert "schema 7" in refused("table", other)
+    assert "schema is 7, expected 2" in refused("table", other)
     other.write_text("no JSON")
     assert str(other) in refused("table", other)
 

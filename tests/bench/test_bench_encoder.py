@@ -1,11 +1,10 @@
-"""The bench of the whole encoder: who is right, what is compiled how often, what the command writes."""
+"""The benchmark of the whole encoder: what is right, what is compiled how often, what the command writes."""
 
 import dataclasses
-import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,10 @@ from typer.testing import CliRunner
 
 from compile_tests.models import tiny_tower
 from tests.bench import encoder_bench
-from tests.bench.encoder_bench import BY_NAME, CPU, TINY, TRAINED
+from tests.bench.encoder_bench import BY_NAME, CPU, TINY, TRAINED, measured, runnable
 from torch_ops.bench.commands import encoder
-from torch_ops.bench.encoder import contest as encoder_contest
 from torch_ops.bench.encoder import peers as encoder_peers
-from torch_ops.bench.encoder.contenders import CONTENDERS, Bound, EncoderContender
-from torch_ops.bench.encoder.contest import Entry, contest_row, may_win
+from torch_ops.bench.encoder.impls import IMPLS, Bound, EncoderCall
 from torch_ops.bench.encoder.rows import (
     ROWS,
     SMOKE,
@@ -33,7 +30,8 @@ from torch_ops.bench.encoder.rows import (
     make_scene,
     transformers_metadata,
 )
-from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Report
+from torch_ops.bench.measure.opbench import Impl
+from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Record, Report
 from torch_ops.command import app as cli
 from torch_ops.testing import references
 
@@ -49,9 +47,15 @@ def encoded(*arguments: object) -> Any:
     return run("encoder", "--device", "cpu", "--rounds", 2, "--commit", "abc", *arguments)
 
 
-def changed(name: str, change: Callable[[Scene, Bound], Bound]) -> EncoderContender:
-    contender = BY_NAME[name]
-    return dataclasses.replace(contender, bind=lambda scene: change(scene, contender.bind(scene)))
+def changed(name: str, change: Callable[[Bound], Bound]) -> Impl:
+    def bind(row: Row, scene: Scene) -> EncoderCall:
+        return EncoderCall(scene, change(BY_NAME[name].bind(row, scene).bound))
+
+    return dataclasses.replace(BY_NAME[name], bind=bind)
+
+
+def broken(bound: Bound) -> Bound:
+    raise RuntimeError("no kernel\nfor this")
 
 
 def test_batches_are_those_of_the_models() -> None:
@@ -63,8 +67,6 @@ def test_batches_are_those_of_the_models() -> None:
     assert [row.name for row in ROWS if row.training] == ["train_8x896"]
     assert {row.name: row.shape for row in ROWS}["mixed"] == "784+1764+3136+7056"
     assert find_rows((), torch.device("cuda")) == ROWS and find_rows((), CPU) == SMOKE
-    with pytest.raises(ValueError, match="no case is called '9x9'; give some of 448, 896"):
-        find_rows(["9x9"], CPU)
 
 
 def test_flops_are_those_of_the_products(session: Session) -> None:
@@ -79,36 +81,29 @@ def test_flops_are_those_of_the_products(session: Session) -> None:
 
 @pytest.mark.parametrize("row", SMOKE, ids=lambda row: row.name)
 def test_a_cpu_runs_what_is_eager_and_says_of_the_rest_why_not(session: Session, row: Row) -> None:
-    said: list[str] = []
-    made = contest_row(make_scene(session, row), CONTENDERS, 2, said.append)
-    everyone = {timed.name: timed for timed in (*made.ours, *made.uncaptured, *made.assembled)}
-    assert everyone.keys() == BY_NAME.keys()
-    ran = {name for name, timed in everyone.items() if timed.status == OK}
+    found = measured(session, row, IMPLS)
+    assert found.keys() == {each.name for each in IMPLS if row.direction in each.directions}
+    ran = {name for name, one in found.items() if one.status == OK}
     assert ran == {"vk", "vk_ready", "hf", "hf_ready", *([] if row.training else ["vk_graph", "vk_graph_new"])}
-    for name, timed in everyone.items():
-        assert bool(timed.rounds_ms) == (name in ran) and timed.peak_bytes is None
-        if name not in ran:
-            assert timed.status == UNAVAILABLE and timed.note in ("needs a GPU", "is for inference")
-    assert made.path == "reference" and made.direction == row.direction and made.flops > 0
-    assert any("vk: ok, ready after" in line for line in said)
+    for name, one in found.items():
+        assert bool(one.rounds_ms) == (name in ran) and one.peak_bytes is None
+        assert name in ran or (one.status, one.note) == (UNAVAILABLE, "needs a GPU")
+        assert (one.path, one.direction, one.timer) == ("reference", row.direction, "wall" * (name in ran))
+        assert one.flops > 0 and len(one.reports) <= 6
     assert all(parameter.grad is None for parameter in session.tower.parameters()) != row.training
 
 
 def test_what_is_off_or_raises_is_marked(session: Session) -> None:
-    def off(scene: Scene, bound: Bound) -> Bound:
+    def off(bound: Bound) -> Bound:
         def encode() -> Any:
             last, pooled, taps = bound.encode()
             return last, pooled * 1.01, taps
 
         return Bound(encode)
 
-    def broken(scene: Scene, bound: Bound) -> Bound:
-        raise RuntimeError("no kernel\nfor this")
-
-    made = contest_row(make_scene(session, TINY), (changed("vk", off), changed("vk_ready", broken)), 2, str)
-    wrong, failed = made.ours
-    assert wrong.status == WRONG and "1 of 3 tensors: pooler_output: outside the rule" in wrong.note and wrong.rounds_ms
-    assert failed.status == FAILED and failed.note == "RuntimeError: no kernel for this" and not failed.rounds_ms
+    wrong, failed = measured(session, TINY, (changed("vk", off), changed("vk_ready", broken))).values()
+    assert wrong.status == WRONG and wrong.note.startswith("pooler_output") and wrong.rounds_ms
+    assert failed.status == FAILED and failed.note.endswith("RuntimeError: no kernel for this") and not failed.rounds_ms
 
 
 class _WrongQueryGradient(torch.autograd.Function):
@@ -130,22 +125,17 @@ def test_a_wrong_gradient_of_queries_is_found_in_a_training_step(
         return references.window_attn(_WrongQueryGradient.apply(q), k, v, cu_seqlens)[0]
 
     monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", attend)
-    peer = dataclasses.replace(BY_NAME["hf_flash4"], refuses=lambda scene: "")
-    statuses = {}
-    for row in SMOKE:
-        (timed,) = contest_row(make_scene(session, row), (peer,), 2, str).uncaptured
-        statuses[row.name] = timed.status
-    assert statuses == {"tiny": OK, "train_tiny": WRONG}
-    assert "d blocks" in timed.note and "qkv" in timed.note
+    found = {row.name: measured(session, row, runnable("hf_flash4"))["hf_flash4"] for row in SMOKE}
+    assert {name: one.status for name, one in found.items()} == {"tiny": OK, "train_tiny": WRONG}
+    note = found["train_tiny"].note
+    assert "d blocks" in note and "qkv" in note
 
 
 @pytest.mark.parametrize("row", SMOKE, ids=lambda row: row.name)
 def test_whatever_is_not_captured_is_right(session: Session, stand_ins: list[str], row: Row) -> None:
-    scene = make_scene(session, row)
     names = [name for name in BY_NAME if "graph" not in name and "reduced" not in name]
-    runnable = [dataclasses.replace(BY_NAME[name], refuses=lambda scene: "") for name in names]
-    made = contest_row(scene, runnable, 2, str)
-    assert {timed.name: timed.note for timed in (*made.ours, *made.uncaptured)} == dict.fromkeys(names, "")
+    found = measured(session, row, runnable(*names))
+    assert {name: one.note for name, one in found.items()} == dict.fromkeys(names, "")
 
 
 @pytest.mark.gpu
@@ -157,13 +147,16 @@ def test_everyone_is_right_on_a_gpu() -> None:
     tower = tower.cuda()
     session = Session(tower)
     for row in (*small, Row("train", small[0].grid, training=True)):
-        made = contest_row(make_scene(session, row), CONTENDERS, 2, print)
-        for timed in (*made.ours, *made.uncaptured, *made.assembled):
-            wrong_by_design = row.training and "flash4" in timed.name
-            assert timed.status in (OK, UNAVAILABLE) or wrong_by_design, timed
-            assert timed.status != UNAVAILABLE or "flash4" in timed.name or timed.note == "is for inference"
-            if timed.status == OK and "reduced" not in timed.name:
-                assert timed.peak_bytes is not None and timed.peak_bytes > sum(p.nbytes for p in tower.parameters())
+        for name, one in measured(session, row, IMPLS).items():
+            wrong_by_design = row.training and "flash4" in name
+            assert one.status in (OK, UNAVAILABLE) or wrong_by_design, one
+            assert one.status != UNAVAILABLE or "flash4" in name
+            if one.status == OK and "reduced" not in name:
+                assert one.peak_bytes is not None and one.peak_bytes > sum(p.nbytes for p in tower.parameters())
+
+
+def records(file: Path) -> tuple[Record, ...]:
+    return Report.from_json(file.read_text()).records
 
 
 def test_command_writes_row_by_row_and_goes_on(tmp_path: Path) -> None:
@@ -172,42 +165,21 @@ def test_command_writes_row_by_row_and_goes_on(tmp_path: Path) -> None:
     result = encoded(*options, "--rows", "tiny", "--markdown")
     assert result.exit_code == 0, result.output
     report = Report.from_json(out.read_text())
-    (row,) = report.encoders
-    assert report.provenance.commit == "abc" and "flash2" in report.provenance.peers
+    assert report.provenance.commit == "abc" and "flash2" in report.provenance.baselines
     assert Report.from_json(report.to_json()) == report
-    assert "| vk | ours |" in result.stdout and "graph_flash2: unavailable, needs a GPU" in result.stdout
+    assert "| vk | ours |" in result.stdout
+    assert re.search("graph_flash2[^:]*: unavailable, needs a GPU", result.stdout)
     again = encoded(*options, "--resume")
     assert again.exit_code == 0, again.output
-    both = Report.from_json(out.read_text()).encoders
-    assert both[0] == row and [each.row for each in both] == ["tiny", "train_tiny"]
+    assert records(out)[: len(report.records)] == report.records
+    assert {one.case for one in records(out)} == {"tiny", "train_tiny"}
     assert "tiny: kept" in again.stderr and "measured anew" not in again.stderr
     other = run("encoder", "--device", "cpu", *options, "--resume", "--commit", "other")
     assert other.exit_code == 2 and "of another commit, abc" in other.stderr
-
-
-def test_rows_of_another_kind_are_not_taken_for_done(tmp_path: Path) -> None:
-    out = tmp_path / "run.json"
-    options = ("--rows", "tiny", "--out", out)
-
-    def told(*more: object) -> str:
-        result = encoded(*options, "--resume", *more)
-        assert result.exit_code == 0, result.output
-        return str(result.stderr)
-
-    assert encoded(*options, "--contenders", "vk,hf", "--quick").exit_code == 0
-    (quick_look,) = Report.from_json(out.read_text()).encoders
-    assert {len(timed.rounds_ms) for timed in quick_look.everyone} == {2}
-    assert "tiny: kept" in told("--contenders", "vk", "--quick")
-    assert "tiny: measured anew" in told("--contenders", "vk,hf"), "after a quick look"
-    assert "tiny: kept" in told("--contenders", "vk")
-    assert "tiny: measured anew" in told("--contenders", "vk,hf_ready"), "of other contenders"
-    assert "tiny: measured anew" in told("--contenders", "vk", "--dtype", "float16")
-    report = Report.from_json(out.read_text())
-    (row,) = report.encoders
-    assert (row.dtype, [timed.name for timed in row.everyone]) == ("float16", ["vk"])
-    other = dataclasses.replace(report, encoders=(dataclasses.replace(row, path="hopper"),))
-    out.write_text(other.to_json())
-    assert "tiny: measured anew" in told("--contenders", "vk", "--dtype", "float16"), "of another path"
+    for more in (("--dtype", "float16"), ("--contenders", "vk,hf_ready")):
+        told = encoded("--rows", "tiny", "--out", out, "--resume", "--contenders", "vk", *more)
+        assert told.exit_code == 0 and "tiny: measured anew" in told.stderr, told.output
+    assert [one.name for one in records(out) if one.case == "tiny"] == ["vk", "hf_ready"]
 
 
 def test_a_group_is_chosen_by_its_name_and_a_quick_look_is_at_two(tmp_path: Path) -> None:
@@ -215,58 +187,11 @@ def test_a_group_is_chosen_by_its_name_and_a_quick_look_is_at_two(tmp_path: Path
         out = tmp_path / "run.json"
         result = encoded("--rows", "tiny", "--out", out, *options)
         assert result.exit_code == 0, result.output
-        (row,) = Report.from_json(out.read_text()).encoders
-        return [timed.name for timed in row.everyone]
+        return [one.name for one in records(out)]
 
-    ours = [each.name for each in CONTENDERS if each.group == "ours"]
+    ours = [each.name for each in IMPLS if each.group == "ours"]
     graphs = ["graph_cudnn", "graph_flash2", "graph_flash4"]
     assert names("--contenders", "ours,graph_*") == names("--quick") == [*ours, *graphs]
-    assert names("--contenders", "assembled,vk") == ["vk", *graphs]
-
-
-def test_peers_without_a_chance_are_not_timed_in_all_rounds(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = {
-        "vk": 9.0,
-        "vk_ready": 1.0,
-        "hf": 2.0,
-        "hf_ready": 1.5,
-        "hf_flash2": 1.9,
-        "hf_cudnn": 0.1,
-        "graph_flash2": 7.0,
-    }
-    entries = [Entry(BY_NAME[name]) for name in looks]
-    entries[5].status = WRONG
-    assert may_win(entries, looks) == {"vk", "vk_ready", "hf_ready", "hf_flash2", "graph_flash2"}
-    contenders = BY_NAME["vk"], BY_NAME["hf"], BY_NAME["hf_ready"]
-    scene = make_scene(session, TINY)
-    # Two take turns in whole cycles of two rounds.
-    for slow_ms, count in ((1e9, 12), (0.0, 8)):
-        monkeypatch.setattr(encoder_contest, "SLOW_MS", slow_ms)
-        monkeypatch.setattr(encoder_contest, "may_win", lambda entries, looks: {"vk", "hf_ready"})
-        made = contest_row(scene, contenders, 6, str)
-        assert {timed.name: len(timed.rounds_ms) for timed in made.everyone} == {
-            "vk": count,
-            "hf": 2,
-            "hf_ready": count,
-        }
-
-
-def test_weighing_looks_for_new_garbage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, stood in for: what fails is marked, and afterwards everything is looked through again."""
-    frozen: list[int] = []
-
-    def weighed(scene: Any, entry: Entry) -> int:
-        frozen.append(gc.get_freeze_count())
-        if entry.contender.name == "hf":
-            raise RuntimeError("out of memory")
-        return 5
-
-    monkeypatch.setattr(encoder_contest, "_peak_bytes", weighed)
-    monkeypatch.setattr(encoder_contest, "synchronize", lambda device: None)
-    entries = [Entry(BY_NAME[name], work=lambda: None) for name in ("vk", "hf", "hf_ready")]
-    encoder_contest._weigh(cast(Scene, SimpleNamespace(device=torch.device("cuda"))), entries)
-    assert [(entry.status, entry.peak) for entry in entries] == [(OK, 5), (FAILED, None), (OK, 5)]
-    assert min(frozen) > 0 and gc.get_freeze_count() == 0
 
 
 def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,10 +199,7 @@ def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch
     assert "hf_flash2_blocks" in encoded("--contenders", "flash9").stderr
     assert "folder" in encoded("--out", tmp_path / "none" / "run.json").stderr
     assert "a timeline needs a GPU" in run("timeline", "--device", "cpu", "--out", tmp_path / "t.json").stderr
-
-    def broken(scene: Scene, bound: Bound) -> Bound:
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(encoder, "CONTENDERS", (changed("vk", broken),))
+    monkeypatch.setattr(encoder, "IMPLS", (changed("vk", broken),))
     result = encoded("--rows", "tiny")
-    assert result.exit_code == 1 and "vk: vk is failed on tiny: RuntimeError: no kernel" in result.stderr
+    assert result.exit_code == 1 and "vk: encoder failed on tiny, forward, vk: tiny" not in result.stdout
+    assert "RuntimeError: no kernel for this" in result.stderr

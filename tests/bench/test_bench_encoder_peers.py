@@ -1,4 +1,4 @@
-"""The encoder's peers: what is compiled how often, which parameters they read, what a captured graph must write."""
+"""The encoder's baselines: what is compiled how often, which parameters they read, what a captured graph must write."""
 
 import contextlib
 import dataclasses
@@ -15,17 +15,15 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bench import encoder_bench
-from tests.bench.encoder_bench import BY_NAME, TINY, TRAINED
-from torch_ops.bench.encoder import contenders as encoder_contenders
-from torch_ops.bench.encoder import contest as encoder_contest
+from tests.bench.encoder_bench import BY_NAME, TINY, TRAINED, bound, check_features, measured, runnable
+from torch_ops.bench.encoder import impls as encoder_impls
 from torch_ops.bench.encoder import peers as encoder_peers
-from torch_ops.bench.encoder.contenders import NO_TABLES
-from torch_ops.bench.encoder.contest import contest_row
+from torch_ops.bench.encoder.impls import NO_TABLES, held_bytes
 from torch_ops.bench.encoder.peers import Assembly
-from torch_ops.bench.encoder.rows import Row, Scene, Session, make_scene, named_features, transformers_metadata, truths
+from torch_ops.bench.encoder.rows import Row, Scene, Session, make_scene, transformers_metadata
 from torch_ops.bench.measure.results import WRONG
 from torch_ops.models import _recording
-from torch_ops.testing import check, references
+from torch_ops.testing import references
 
 pytestmark = pytest.mark.no_interpret
 metadata_module = importlib.import_module("torch_ops.models.vision_metadata")
@@ -35,18 +33,15 @@ quick, session, stand_ins = encoder_bench.quick, encoder_bench.session, encoder_
 def test_one_block_is_compiled_for_all_that_share_it(session: Session, stand_ins: list[str]) -> None:
     with torch.no_grad():
         scene = make_scene(session, TINY)
-        reference, eager = truths(scene)
-        BY_NAME["hf_flash2_blocks"].bind(scene).encode()
+        bound("hf_flash2_blocks", scene).encode()
         assert stand_ins == ["Qwen3VLVisionBlock.forward"], "of two blocks"
         assembly = Assembly(scene, "flash2")
         for _ in range(2):
-            check(named_features(assembly(scene.pixels)), eager, reference)
+            check_features(assembly(scene.pixels), scene)
         assert stand_ins[1:] == ["Qwen3VLVisionPatchMerger.forward"] * 2, "one before the shuffle, one after it"
-        ours = BY_NAME["vk_compiled"]
         for grid in (TINY.grid, ((1, 8, 4), (1, 2, 2)), ((3, 2, 4),), ((1, 6, 6),)):
             other = make_scene(session, Row("other", grid))
-            features = named_features(ours.bind(other).encode())
-            check(features, *reversed(truths(other)))
+            check_features(bound("vk_compiled", other).encode(), other)
     assert stand_ins[3:] == ["QwenVisionEncoder.encode_packed"] * 2, "one for all images, and one for one"
 
 
@@ -65,10 +60,9 @@ def test_flash4_leaves_a_compiled_block_whole(session: Session, stand_ins: list[
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", encoder_peers.attend_flash4)
     names = [name for name in BY_NAME if name.startswith("hf_flash4")]
-    peers = [dataclasses.replace(BY_NAME[name], refuses=lambda scene: "") for name in names]
     for row in (TINY, Row("equal", ((1, 4, 4), (1, 4, 4))), TRAINED):
-        made = contest_row(make_scene(session, row), peers, 2, str)
-        assert {timed.name: timed.note for timed in made.uncaptured} == dict.fromkeys(names, "")
+        found = measured(session, row, runnable(*names))
+        assert {name: one.note for name, one in found.items()} == dict.fromkeys(names, "")
         if not row.training:
             assert set(stand_ins) == {"Qwen3VLVisionBlock.forward"} and len(stand_ins) == 1 + (row is not TINY)
 
@@ -89,7 +83,7 @@ def test_flash4_is_called_directly_where_nothing_is_compiled(session: Session, m
     interface = SimpleNamespace(flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     with torch.no_grad(), Seen() as seen:
-        BY_NAME["hf_flash4"].bind(make_scene(session, TINY)).encode()
+        bound("hf_flash4", make_scene(session, TINY)).encode()
     assert seen.names and not [name for name in seen.names if name.startswith("vk_bench")]
 
 
@@ -108,7 +102,7 @@ def test_only_what_is_said_to_be_ready_is_made_before_a_call(session: Session, m
         scene = make_scene(session, TINY)
         remembered = scene.metadata()
         for name in ("vk", "vk_ready", "vk_graph", "vk_graph_new"):
-            encode = BY_NAME[name].bind(scene).encode
+            encode = bound(name, scene).encode
             encode()
             made.clear()
             for _ in range(3):
@@ -124,16 +118,16 @@ def test_segments_that_are_read_back_stay_on_the_host(
 ) -> None:
     """Where Transformers' sdpa attention reads them in every layer."""
     asked: dict[str, bool] = {}
-    original = encoder_contenders.transformers_metadata
+    original = encoder_impls.transformers_metadata
 
     def noted(scene: Scene, segments_on_host: bool = False) -> Any:
         asked[name] = segments_on_host
         return original(scene, segments_on_host)
 
-    monkeypatch.setattr(encoder_contenders, "transformers_metadata", noted)
+    monkeypatch.setattr(encoder_impls, "transformers_metadata", noted)
     for name in BY_NAME:
         if name.startswith("hf"):
-            BY_NAME[name].bind(make_scene(session, TINY))
+            bound(name, make_scene(session, TINY))
     assert [name for name, on_host in asked.items() if on_host] == ["hf_ready", "hf_compiled", "hf_reduced_host"]
     assert not asked["hf_reduced"]
 
@@ -153,18 +147,18 @@ def test_our_graph_has_no_room_but_for_the_batch(session: Session, monkeypatch: 
     """Where there are no graphs the encoder on the same static tensors stands in."""
     with torch.no_grad():
         scene = make_scene(session, TINY)
-        bound = BY_NAME["vk_graph"].bind(scene)
+        ours = bound("vk_graph", scene)
         for _ in range(2):
-            check(named_features(bound.encode()), *reversed(truths(scene)))
-    assert bound.pool is None
-    pixels, grid, cu_seqlens, cos, sin = bound.held
+            check_features(ours.encode(), scene)
+    assert ours.pool is None
+    pixels, grid, cu_seqlens, cos, sin = ours.held
     assert pixels.shape == scene.pixels.shape and pixels.data_ptr() != scene.pixels.data_ptr()
     assert torch.equal(grid, scene.grid) and cos.shape == sin.shape == (len(pixels), 16)
     assert cu_seqlens.diff().tolist() == list(TINY.segments)
-    bound = dataclasses.replace(bound, pool=(0, 1))
+    ours = dataclasses.replace(ours, pool=(0, 1))
     segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)
+    assert held_bytes(ours) == 5 + sum(tensor.nbytes for tensor in ours.held)
 
 
 def test_our_graph_that_writes_nothing_is_wrong(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +168,7 @@ def test_our_graph_that_writes_nothing_is_wrong(session: Session, monkeypatch: p
         return lambda: outputs
 
     monkeypatch.setattr(_recording, "_repeated", captured_alone)
-    (timed,) = contest_row(make_scene(session, TINY), (BY_NAME["vk_graph"],), 2, str).ours
+    (timed,) = measured(session, TINY, (BY_NAME["vk_graph"],)).values()
     assert timed.status == WRONG and "entries are not finite" in timed.note
 
 
@@ -188,7 +182,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, attribute, value)
     own = SimpleNamespace(stream=None, pool=(0, 1))
-    monkeypatch.setattr(encoder_contenders, "own_stream", lambda device: own)
+    monkeypatch.setattr(encoder_impls, "own_stream", lambda device: own)
     return replays
 
 
@@ -203,7 +197,7 @@ def test_what_is_made_before_the_call_counts_as_memory(
     """A graph's pixels are its own; rotary tables and segments are in everyone's metadata, or what they are made of."""
     scene = make_scene(session, TINY)
     with torch.no_grad():
-        held = BY_NAME[name].bind(scene).held
+        held = bound(name, scene).held
     tables = transformers_metadata(scene) if name == "hf_ready" else dict(scene.metadata().tensors())
     tables.pop("grid", None)
     least = nbytes(value for value in tables.values() if isinstance(value, Tensor))
@@ -219,13 +213,11 @@ def test_a_graph_that_writes_nothing_is_wrong(
 ) -> None:
     """A call copies its pixels in and replays, and what the capture left does not count."""
     scene = make_scene(session, TINY)
-    contender = dataclasses.replace(BY_NAME["graph_flash2"], refuses=lambda scene: "")
-    made = contest_row(scene, (contender,), 2, str)
-    (timed,) = made.assembled
+    (timed,) = measured(session, TINY, runnable("graph_flash2")).values()
     assert timed.status == WRONG and "entries are not finite" in timed.note and replayed
-    bound = contender.bind(scene)
-    static, *_ = bound.held
+    ours = bound("graph_flash2", scene)
+    static, *_ = ours.held
     assert static.data_ptr() != scene.pixels.data_ptr() and torch.equal(static, scene.pixels)
     segments = [{"segment_pool_id": (0, 1), "total_size": 5}, {"segment_pool_id": (0, 0), "total_size": 7}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert encoder_contest._held_bytes(bound) == 5 + sum(tensor.nbytes for tensor in bound.held)
+    assert held_bytes(ours) == 5 + sum(tensor.nbytes for tensor in ours.held)

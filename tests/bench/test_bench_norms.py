@@ -1,4 +1,4 @@
-"""The bench rooms of the norms, and beside them a copy and a negation, which are yardsticks and no peers."""
+"""The benchmarks of the norms, and a copy and a negation, which are reference points and no baselines."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,13 @@ import torch
 from typer.testing import CliRunner
 
 from csrc_free_ops.configs.rows import Gpu
+from tests.bench.verify import by_case
 from torch_ops import settings
 from torch_ops._norms import plan, portable
 from torch_ops.bench.app import app
-from torch_ops.bench.measure.contest import Terms, contest
-from torch_ops.bench.measure.results import OK, YARDSTICK, Report
-from torch_ops.bench.measure.room import find_named
+from torch_ops.bench.measure.opbench import find_named
+from torch_ops.bench.measure.results import OK, REFERENCE_POINT, Report
+from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.bench.rooms import norms
 from torch_ops.bench.show.tables import markdown
 from torch_ops.testing.cases import NormCase, make_norm_inputs
@@ -21,21 +22,21 @@ from torch_ops.testing.cases import NormCase, make_norm_inputs
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 CPU = torch.device("cpu")
-ROOMS = {room.op: room for room in norms.ROOMS}
+BENCHES = {bench.op: bench for bench in norms.BENCHES}
 TINY = NormCase("tiny", "a contest", (30,), 64)
 
 
-@pytest.mark.parametrize("op", ROOMS)
+@pytest.mark.parametrize("op", BENCHES)
 def test_ours_and_eager_are_right_and_yardsticks_are_no_peers(op: str) -> None:
-    room = ROOMS[op]
-    peers = tuple(peer for peer in room.peers if peer.name != "compiled")
-    terms = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
-    for measured in contest(room, TINY, (room.ours, *peers), terms):
+    bench = BENCHES[op]
+    baselines = tuple(baseline for baseline in bench.baselines if baseline.name != "compiled")
+    setup = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)
+    for measured in by_case(run_case(bench, TINY, (bench.ours, *baselines), setup)):
         assert measured.ours.status == OK, measured.ours
-        statuses = {peer.name: peer.status for peer in measured.peers}
-        assert statuses == {"eager": OK, "copy": YARDSTICK, "neg": YARDSTICK}
-        assert all(peer.ms for peer in measured.peers)
-        assert measured.best_peer is not None and measured.best_peer.name == "eager"
+        statuses = {baseline.name: baseline.status for baseline in measured.baselines}
+        assert statuses == {"eager": OK, "copy": REFERENCE_POINT, "neg": REFERENCE_POINT}
+        assert all(baseline.ms for baseline in measured.baselines)
+        assert measured.best() is not None and measured.best().name == "eager"
 
 
 @pytest.mark.parametrize(
@@ -49,24 +50,24 @@ def test_ours_and_eager_are_right_and_yardsticks_are_no_peers(op: str) -> None:
 )
 def test_bytes_count_once_and_yardsticks_move_all_rows(op: str, backward: bool, tensors: int, vectors: int) -> None:
     inputs = make_norm_inputs(op, TINY, torch.bfloat16)
-    cost = ROOMS[op].cost(inputs, backward)
+    cost = BENCHES[op].cost(inputs, backward)
     assert cost.bytes_moved == 2 * 64 * (tensors * 30 + vectors)
-    for yardstick in norms.YARDSTICKS:
-        call = yardstick.bind(TINY, inputs)
+    for each in norms.REFERENCE_POINTS:
+        call = each.bind(TINY, inputs)
         (moved,) = call.backward_of(call.forward())() if backward else (call.forward(),)
         assert 2 * moved.nbytes == 2 * 64 * tensors * 30
 
 
 def test_cases_by_name_and_by_shape() -> None:
-    room = ROOMS["rms_norm"]
-    shapes = [room.shape(case) for case in room.cases(["784x1152,qwen_l_*", "30x7"], CPU)]
+    bench = BENCHES["rms_norm"]
+    shapes = [bench.shape(case) for case in bench.cases(["784x1152,qwen_l_*", "30x7"], CPU)]
     assert shapes == ["784x1152", "784x1152", "4096x1152", "25088x1152", "30x7"]
     with pytest.raises(ValueError, match="no case is called '7x'"):
-        room.cases(["7x"], CPU)
-    assert find_named(norms.NORMS, [norms.PROFILED])
+        bench.cases(["7x"], CPU)
+    assert find_named(norms.NORMS, [BENCHES["rms_norm"].profiled])
 
 
-@pytest.mark.parametrize("op", ROOMS)
+@pytest.mark.parametrize("op", BENCHES)
 def test_raw_launch_is_the_forward_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
 
@@ -95,8 +96,8 @@ def test_command_writes_what_the_tables_show(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--out", str(file)])
     assert result.exit_code == 0, result.output
     report = Report.from_json(file.read_text())
-    assert json.loads(file.read_text())["measurements"][0]["peers"][1]["status"] == YARDSTICK
+    assert json.loads(file.read_text())["records"][2]["status"] == REFERENCE_POINT
     shown = markdown(report)
-    assert "copy is a yardstick, not a peer, on" in shown and "wrong" not in shown
+    assert "copy is a reference point, not a baseline, on" in shown and "wrong" not in shown
     host = CliRunner().invoke(app, ["host", "add_rms_norm", "--device", "cpu"])
     assert host.exit_code == 0 and "torch_ops.add_rms_norm with gradients" in host.output

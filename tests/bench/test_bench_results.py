@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -11,26 +12,24 @@ from unittest import mock
 import expecttest
 import pytest
 
-from tests.bench.verify import CPU, bench, golden_report, refused
+from tests.bench.verify import CPU, bench, by_case, golden_report, refused
 from torch_ops.bench.measure import machine, results
 from torch_ops.bench.measure.results import Report
-from torch_ops.bench.show import documents
-from torch_ops.bench.show.tables import markdown
+from torch_ops.bench.show.tables import markdown, tables
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 ROOT = Path(__file__).resolve().parents[2]
+refresh = runpy.run_path(str(ROOT / "docs" / "refresh.py"))["refresh"]
 
 
 def test_ratios() -> None:
-    one, two, bad = golden_report().measurements
-    assert one.ours.ms == 0.21
-    assert one.best_peer is one.peers[0], "the fastest is wrong"
-    assert one.ratio == pytest.approx(0.42 / 0.21)
-    assert one.ratio_range == pytest.approx((0.42 / 0.25, 0.44 / 0.2))
-    assert one.tflops == pytest.approx(200)
-    assert two.best_peer is two.peers[1]
-    assert bad.ratio is None and bad.ratio_range is None, "no speed-up is reported of what is wrong"
+    one, two, bad = by_case(golden_report().records)
+    assert one.ours.ms == 0.21 and one.ours.tflops == pytest.approx(200)
+    assert one.best() is one.baselines[0], "the fastest is wrong"
+    assert one.ratios == pytest.approx((0.42 / 0.21, 0.42 / 0.25, 0.44 / 0.2))
+    assert two.best() is two.baselines[1]
+    assert bad.ratios is None, "no speed-up is reported of what is wrong"
 
 
 def test_bound_and_floor() -> None:
@@ -38,11 +37,10 @@ def test_bound_and_floor() -> None:
     assert report.ceilings is not None and report.ceilings.ridge == pytest.approx(200)
     (profile,) = report.profiles
     assert profile.intensity == pytest.approx(40)
-    assert profile.bound(report.ceilings) == "memory"
     assert profile.floor_ms(report.ceilings) == pytest.approx(0.025)
     assert profile.gb_s == pytest.approx(2000) and profile.tflops == pytest.approx(80)
     busy = dataclasses.replace(profile, flops=400 * 10**9)
-    assert busy.bound(report.ceilings) == "compute"
+    assert tables(dataclasses.replace(report, profiles=(profile, busy)))[1].rows[1][9] == "compute"
     assert busy.floor_ms(report.ceilings) == pytest.approx(0.5)
 
 
@@ -53,12 +51,10 @@ def test_json_round_trip(tmp_path: Path) -> None:
     text = (tmp_path / "run.json").read_text()
     assert Report.from_json(text) == report
     document = json.loads(text)
-    assert document["schema"] == 1
-    assert list(document) == [
-        "schema", "provenance", "ceilings", "measurements", "profiles", "host", "encoders",
-    ]  # fmt: skip
-    for other in ({**document, "schema": 2}, {}, [1], {**document, "host": [{"name": 1}]}):
-        with pytest.raises(ValueError, match="schema 1"):
+    assert list(document) == ["schema", "provenance", "ceilings", "records", "profiles", "host"]
+    assert sum(line.startswith('{"op": "window_attn", "case"') for line in text.splitlines()) == 10, "a record a line"
+    for other in ({**document, "schema": 1}, {}, [1], {**document, "host": [{"name": 1}]}):
+        with pytest.raises(ValueError, match=r"expected 2|schema 2"):
             Report.from_json(json.dumps(other))
 
 
@@ -71,7 +67,7 @@ class TestMarkdown(expecttest.TestCase):
             """\
 ### window_attn, backward, bfloat16, portable path, warm cache
 
-| case | shape | ours ms | cudnn ms | flash4 ms | best correct peer / ours | TFLOP/s | peak MiB, ours / best peer |
+| case | shape | ours ms | cudnn ms | flash4 ms | best correct baseline / ours | TFLOP/s | peak MiB, ours / best baseline |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 | one | 1x40x2x72 | 0.2100 (0.2000..0.2500) | 0.4200 (0.4100..0.4400) | 0.1000 (0.1000..0.1000) wrong | 2.00 (1.68..2.20) cudnn | 200 | 3.0 / 4.0 |
 | two | 40+8x2x72 | 0.2100 (0.2000..0.2500) | - | 0.4200 (0.4100..0.4400) | 2.00 (1.68..2.20) flash4 | 200 | 3.0 / 4.0 |
@@ -90,7 +86,7 @@ class TestMarkdown(expecttest.TestCase):
 | window_attn forward, one, bfloat16, portable path | 1x40x2x72 | 0.05000 | 100 | 2000 | 50.0% | 80.0 | 10.0% | 40.0 | memory | 0.02500 | 2.00 |
 
 - bytes moved: each input read once, each output written once
-- compute-bound above 200 FLOP/byte, memory-bound below
+- compute-bound where FLOP/byte exceeds the measured matmul rate over the measured copy rate, else memory-bound
 
 ### window_attn, host time per call
 
@@ -129,34 +125,31 @@ def test_commands_are_noted_without_where_results_go(monkeypatch: pytest.MonkeyP
 MARKED = "# Title\n\n<!-- vk bench table {}run.json -->\nold\n<!-- vk bench table end -->\n\nRest.\n"
 
 
-@pytest.mark.parametrize("summary", [False, True])
-def test_tables_in_documents_are_made_anew(tmp_path: Path, summary: bool) -> None:
-    (tmp_path / "run.json").write_text(golden_report().to_json())
+@pytest.mark.parametrize("option", ["", "--summary"])
+def test_tables_in_documents_are_made_anew(tmp_path: Path, option: str) -> None:
     document = tmp_path / "page.md"
-    document.write_text(MARKED.format("--summary " * summary))
-    assert bench("table", "--into", document).exit_code == 0
+    document.write_text(MARKED.format(f"{option} --if-measured ".lstrip()))
+    assert refresh(document) and "old" not in document.read_text(), "a place that waits for results is empty"
+    (tmp_path / "run.json").write_text(golden_report().to_json())
+    assert refresh(document)
     text = document.read_text()
-    made = bench("table", *["--summary"] * summary, tmp_path / "run.json").stdout
-    assert made in text and "old" not in text and text.startswith("# Title\n") and text.endswith("\n\nRest.\n")
-    assert bench("table", "--into", document).exit_code == 0 and document.read_text() == text
+    made = bench("table", *[option] * bool(option), tmp_path / "run.json").stdout
+    assert made in text and text.startswith("# Title\n") and text.endswith("\n\nRest.\n")
+    assert refresh(document) and document.read_text() == text
 
 
-def test_documents_without_tables_or_results_are_refused(tmp_path: Path) -> None:
+def test_documents_without_results_or_ends_are_refused(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
-    document.write_text(MARKED.format(""))
-    assert "there are no results at" in refused("table", "--into", document)
-    assert document.read_text() == MARKED.format("")
+    for text, message in (
+        (MARKED.format(""), "there are no results at"),
+        ("<!-- vk bench table other.json -->\n\nprose\n\n" + MARKED.format(""), "table of other.json has no end mark"),
+    ):
+        document.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            refresh(document)
+        assert document.read_text() == text
     document.write_text("no tables\n")
-    assert "marks no table" in refused("table", "--into", document)
-
-
-def test_a_table_without_an_end_takes_nothing_of_what_follows(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(golden_report().to_json())
-    document = tmp_path / "page.md"
-    text = "<!-- vk bench table other.json -->\n\nprose\n\n" + MARKED.format("")
-    document.write_text(text)
-    assert "the table of other.json has no end mark of its own" in refused("table", "--into", document)
-    assert document.read_text() == text
+    assert not refresh(document)
 
 
 def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +167,7 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 
 def test_summary_sets_every_peer_against_ours() -> None:
-    lines = documents.summary(golden_report()).splitlines()
+    lines = markdown(golden_report(), "summary").splitlines()
     assert lines[0] == "| case | shape | backward ms | cudnn | flash4 |"
     assert lines[2:5] == [
         "| one | 1x40x2x72 | 0.210 | 2.00 | 0.48 *wrong* |",
@@ -185,12 +178,12 @@ def test_summary_sets_every_peer_against_ours() -> None:
 
 def test_summary_says_what_was_measured() -> None:
     report = golden_report()
-    (kind,) = {f"{one.dtype}, {one.cache} cache, {one.path} path" for one in report.measurements}
-    assert f"\n- {kind}\n" in documents.summary(report)
-    first, *others = report.measurements
-    cold = dataclasses.replace(first, cache="cold", path="portable")
-    parted = dataclasses.replace(report, measurements=(cold, *others))
-    assert f"\n- {kind}; {first.case}: {first.dtype}, cold cache, portable path\n" in documents.summary(parted)
+    (kind,) = {f"{one.dtype}, {one.cache} cache, {one.path} path" for one in report.records}
+    assert f"\n- {kind}\n" in markdown(report, "summary")
+    first, *others = report.records
+    cold = dataclasses.replace(first, cache="cold", path="portable", case="cold_one")
+    parted = dataclasses.replace(report, records=(cold, *others))
+    assert f"\n- {kind}; cold_one: {first.dtype}, cold cache, portable path\n" in markdown(parted, "summary")
 
 
 PAGES = [f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope")]
@@ -202,8 +195,8 @@ def test_tables_of_this_repository_are_those_of_its_results(name: str, tmp_path:
     copy = tmp_path / name
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     copy.write_text(page.read_text())
-    assert documents.refresh(copy)
-    assert copy.read_text() == page.read_text(), f"out of date: vk bench table --into {name}"
+    assert refresh(copy)
+    assert copy.read_text() == page.read_text(), f"out of date: python docs/refresh.py {name}"
 
 
 def test_chart_shows_every_contender_and_is_the_same_twice(tmp_path: Path) -> None:
@@ -215,6 +208,6 @@ def test_chart_shows_every_contender_and_is_the_same_twice(tmp_path: Path) -> No
     assert one == two
     for word in ("vk", "cudnn", "flash4", "result is wrong", "window_attn, backward, bfloat16, NVIDIA H200", "200"):
         assert f">{word}<" in one or f"> {word}<" in one, word
-    (tmp_path / "host.json").write_text(dataclasses.replace(golden_report(), measurements=()).to_json())
+    (tmp_path / "host.json").write_text(dataclasses.replace(golden_report(), records=()).to_json())
     assert "no measurements" in refused("chart", tmp_path / "host.json", tmp_path / "three.svg")
     assert "Format 'word' is not supported" in refused("chart", tmp_path / "run.json", tmp_path / "three.word")

@@ -1,4 +1,4 @@
-"""The bench room of vk::rope_window_attn: peers turn first and attend then, and are judged like any other."""
+"""The benchmark of vk::rope_window_attn: baselines turn first and attend then, and are judged like any other."""
 
 import dataclasses
 import json
@@ -8,27 +8,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.bench.verify import by_case
 from torch_ops.bench.app import app
-from torch_ops.bench.measure.contest import Terms, contest
 from torch_ops.bench.measure.results import OK, WRONG
+from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.bench.peers import packed as attention_peers
 from torch_ops.bench.peers.packed import turned_first
 from torch_ops.bench.rooms import packed
-from torch_ops.bench.rooms.rope_window_attn import PEERS, ROOM, SHAPES
+from torch_ops.bench.rooms.rope_window_attn import BASELINES, BENCH, SHAPES
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import cumulative, make_projected_rope_inputs, rope_window_attn_cases
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 CPU = torch.device("cpu")
-TERMS = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
+SETUP = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)
 
 
 def test_default_cases_are_those_of_the_models() -> None:
-    cases = ROOM.cases((), torch.device("cuda"))
+    cases = BENCH.cases((), torch.device("cuda"))
     assert tuple(case.name for case in cases) == SHAPES
     assert {case.name for case in cases} <= {case.name for case in rope_window_attn_cases("bench")}
-    inputs = ROOM.inputs(cases[0], torch.bfloat16, CPU, 0)
+    inputs = BENCH.inputs(cases[0], torch.bfloat16, CPU, 0)
     views = inputs.q, inputs.k, inputs.v
     assert [view.stride() for view in views] == [(3 * 16 * 72, 72, 1)] * 3
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
@@ -36,7 +37,7 @@ def test_default_cases_are_those_of_the_models() -> None:
 
 def test_a_case_with_boundaries_of_its_own_for_keys_is_refused() -> None:
     with pytest.raises(ValueError, match="'own_boundaries' has boundaries of its own for keys"):
-        ROOM.cases(["own_boundaries"], CPU)
+        BENCH.cases(["own_boundaries"], CPU)
 
 
 @pytest.mark.parametrize("shape", ["2x40x2x16", "33+2*64x4/2x72c"])
@@ -56,12 +57,14 @@ def test_ours_and_peers_are_right(shape: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention_peers, "scaled_dot_product_attention", sdpa)
     wanted = ["eager_flash2", "compiled_flash2", "reference", *(["compiled_cudnn"] if "+" not in shape else [])]
     rivals = [
-        dataclasses.replace(peer, refuses=lambda case, dtype, device: "") for peer in PEERS if peer.name in wanted
+        dataclasses.replace(baseline, refuses=lambda case, dtype, device: "")
+        for baseline in BASELINES
+        if baseline.name in wanted
     ]
-    (case,) = ROOM.cases([shape], CPU)
-    for measured in contest(ROOM, case, (ROOM.ours, *rivals), TERMS):
+    (case,) = BENCH.cases([shape], CPU)
+    for measured in by_case(run_case(BENCH, case, (BENCH.ours, *rivals), SETUP)):
         assert measured.ours.status == OK, measured.ours
-        assert {peer.name: peer.status for peer in measured.peers} == dict.fromkeys(wanted, OK)
+        assert {baseline.name: baseline.status for baseline in measured.baselines} == dict.fromkeys(wanted, OK)
 
 
 def test_a_peer_that_turns_wrongly_is_seen() -> None:
@@ -72,25 +75,25 @@ def test_a_peer_that_turns_wrongly_is_seen() -> None:
 
         return turn
 
-    peer = turned_first(attention_peers.REFERENCE, "other", the_other_way, "turned the other way")
-    (case,) = ROOM.cases(["1x40x2x16"], CPU)
-    for measured in contest(ROOM, case, (ROOM.ours, peer), TERMS):
-        assert [each.status for each in measured.peers] == [WRONG] and measured.ours.status == OK
+    baseline = turned_first(attention_peers.REFERENCE, "other", the_other_way, "turned the other way")
+    (case,) = BENCH.cases(["1x40x2x16"], CPU)
+    for measured in by_case(run_case(BENCH, case, (BENCH.ours, baseline), SETUP)):
+        assert [each.status for each in measured.baselines] == [WRONG] and measured.ours.status == OK
 
 
 def test_cuts_of_a_case_take_their_rows_of_the_tables() -> None:
-    (case,) = ROOM.cases(["3*1200x2/1x16"], CPU)
-    trials = ROOM.trials(case, torch.float32, CPU, True)
-    assert len(trials) == 2, "the case is judged whole too"
-    for trial in trials:
-        actual = ROOM.ours.bind(trial.case, trial.inputs).results(True)
-        check({name: trial.look(name, actual[name]) for name in trial.reference}, trial.eager, trial.reference)
+    (case,) = BENCH.cases(["3*1200x2/1x16"], CPU)
+    parts = BENCH.checks(case, torch.float32, CPU, True)
+    assert len(parts) == 2, "the case is judged whole too"
+    for part in parts:
+        actual = BENCH.ours.bind(part.case, part.inputs).results(True)
+        check({name: part.look(name, actual[name]) for name in part.reference}, part.eager, part.reference)
 
 
 def test_tables_count_as_bytes_and_nothing_else_does() -> None:
-    (case,) = ROOM.cases(["1x40x2x16"], CPU)
+    (case,) = BENCH.cases(["1x40x2x16"], CPU)
     inputs = make_projected_rope_inputs(case, torch.bfloat16)
-    cost = ROOM.cost(inputs, False)
+    cost = BENCH.cost(inputs, False)
     assert cost.flops == 4 * 2 * 16 * 40 * 40
     assert cost.bytes_moved == 2 * 4 * 40 * 2 * 16 + 4 * 2 * 40 + inputs.cu_seqlens.nbytes + 2 * 4 * 40 * 16
 
@@ -98,8 +101,8 @@ def test_tables_count_as_bytes_and_nothing_else_does() -> None:
 def test_a_row_of_the_rotation_is_bound_to_rows_and_to_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"kernels": dict.fromkeys(("rope", "attention_fwd"))}
     monkeypatch.setattr(packed, "explained", lambda inputs: report)
-    (case,) = ROOM.cases(["4x100x2x16c"], CPU)
-    rotation, attention = ROOM.kernels(case, make_projected_rope_inputs(case, torch.bfloat16))
+    (case,) = BENCH.cases(["4x100x2x16c"], CPU)
+    rotation, attention = BENCH.kernels(case, make_projected_rope_inputs(case, torch.bfloat16))
     assert (rotation.name, rotation.length, rotation.masked, rotation.backward) == ("rope", 400, False, False)
     assert (attention.length, attention.masked) == (100, True)
 
@@ -109,7 +112,7 @@ def test_command(tmp_path: Path) -> None:
     args = ["rope_window_attn", "--shapes", "image", "--device", "cpu", "--rounds", "2", "--out", str(out)]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
-    (measured,) = json.loads(out.read_text())["measurements"]
-    assert measured["op"] == "rope_window_attn" and measured["peers"][0]["name"] == "reference"
+    ours, other = json.loads(out.read_text())["records"]
+    assert ours["op"] == "rope_window_attn" and other["name"] == "reference"
     host = CliRunner().invoke(app, ["host", "rope_window_attn", "--device", "cpu", "--markdown"])
     assert host.exit_code == 0 and "torch_ops.rope_window_attn with gradients" in host.stdout

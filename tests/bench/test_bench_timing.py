@@ -73,7 +73,7 @@ def test_recorded_launches_repeat_the_call(length: int, monkeypatch: pytest.Monk
             return lambda *args, **options: made.append((grid, args, options))
 
     made: list[Any] = []
-    (case,) = find_cases([f"1x{length}x2x16"])
+    (case,) = find_cases([f"1x{length}x2x16"], CPU)
     inputs = make_inputs(case, torch.float16)
     monkeypatch.setattr(attention_portable, "_attention_fwd_kernel", Kernel())
     monkeypatch.setattr(attention_short, "_attention_fwd_short_kernel", Kernel())

@@ -17,7 +17,7 @@ from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops.bench.app import app
 from torch_ops.bench.measure import tune
-from torch_ops.bench.measure.room import TunedKernel
+from torch_ops.bench.measure.opbench import TunedKernel
 from torch_ops.bench.measure.timing import Timer
 from torch_ops.bench.measure.tune import Journal, Measured, Tried, rows_of
 from torch_ops.command import app as cli

@@ -1,37 +1,40 @@
-"""What the tests of the benchmark share: the command, contenders that are wrong, and a report of known figures."""
+"""What the tests of the benchmark share: the command, implementations that are wrong, and a report of known figures."""
 
-import dataclasses
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from torch_ops.bench.measure import contest
-from torch_ops.bench.measure.contest import Terms
+from torch_ops.bench.measure.opbench import Call, Impl
 from torch_ops.bench.measure.results import (
+    BASELINE,
     OK,
+    OURS,
     UNAVAILABLE,
     WRONG,
     Ceilings,
+    Group,
     HostTime,
-    Measurement,
-    Profile,
     Provenance,
+    Record,
     Report,
-    Timed,
+    grouped,
 )
-from torch_ops.bench.measure.room import Call, Contender
+from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.bench.peers.packed import packed_call
 from torch_ops.bench.rooms.packed_cases import find_cases
-from torch_ops.bench.rooms.window_attn import ROOM
+from torch_ops.bench.rooms.window_attn import BENCH
 from torch_ops.command import app as cli
-from torch_ops.testing import Report as GateReport
+from torch_ops.testing import Report as ToleranceReport
 from torch_ops.testing import references
 
 TINY = "1x40x2x16"
 CPU = torch.device("cpu")
-TERMS = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
+BOTH = "forward", "backward"
+SETUP = Setup(torch.float32, CPU, BOTH, rounds=2)
 
 
 def bench(*arguments: object) -> Any:
@@ -50,20 +53,23 @@ def refused(*arguments: object) -> str:
     return str(line)
 
 
-def spoiled(name: str, spoil: Any) -> Contender:
-    """The reference, with its output put through `spoil`."""
+def stand_in(name: str, forward: Any) -> Impl:
+    """The reference, of which `forward(q, k, v, out)` makes something else."""
 
     def bind(case: Any, inputs: Any) -> Call:
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return spoil(inputs.call(references.window_attn, q=q, k=k, v=v)[0])
+        return packed_call(
+            inputs, lambda q, k, v: forward(q, k, v, inputs.call(references.window_attn, q=q, k=k, v=v)[0])
+        )
 
-        return packed_call(inputs, forward)
+    return Impl(name, bind)
 
-    return Contender(name, bind, lambda case, dtype, device: "", lambda: "spoiled")
+
+def spoiled(name: str, spoil: Any) -> Impl:
+    return stand_in(name, lambda q, k, v, out: spoil(out))
 
 
 class _WrongQueryGradient(torch.autograd.Function):
-    """out as it is; of the gradients only that of q is off, as a peer's has been seen to be."""
+    """out as it is; of the gradients only that of q is off, as a baseline's has been seen to be."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
@@ -74,48 +80,56 @@ class _WrongQueryGradient(torch.autograd.Function):
         return torch.full_like(dout, 0.1), None, None, dout
 
 
-def wrong_dq() -> Contender:
-    def bind(case: Any, inputs: Any) -> Call:
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = inputs.call(references.window_attn, q=q, k=k, v=v)[0]
-            return _WrongQueryGradient.apply(q, k, v, out)
-
-        return packed_call(inputs, forward)
-
-    return Contender("wrong_dq", bind, lambda case, dtype, device: "", lambda: "wrong dq")
+def wrong_dq() -> Impl:
+    return stand_in("wrong_dq", _WrongQueryGradient.apply)
 
 
-def broken() -> Contender:
-    def bind(case: Any, inputs: Any) -> Call:
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            raise RuntimeError("no kernel\nfor this")
+def broken() -> Impl:
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no kernel\nfor this")
 
-        return packed_call(inputs, forward)
-
-    return Contender("broken", bind, lambda case, dtype, device: "", lambda: "broken")
+    return stand_in("broken", fail)
 
 
-def measured(*contenders: Contender, shape: str = TINY) -> list[Measurement]:
-    (case,) = find_cases([shape])
-    return contest.contest(ROOM, case, contenders, TERMS)
+def measured(*impls: Impl, shape: str = TINY) -> list[Group]:
+    (case,) = find_cases([shape], CPU)
+    return by_case(run_case(BENCH, case, impls, SETUP))
+
+
+def by_case(records: Iterable[Record]) -> list[Group]:
+    """A group for each case, direction, dtype and path of an op."""
+    key = attrgetter("op", "case", "shape", "direction", "dtype", "path", "cache")
+    return list(grouped(records, key).values())
 
 
 def golden_report() -> Report:
-    rule = GateReport("dq (1x40x2x72)", 1.3, 0.02, 0.4, 0.01)
-    ours = Timed("vk", OK, rounds_ms=(0.25, 0.2, 0.21), timer="graph", peak_bytes=3 * 2**20)
-    fast = Timed("flash4", WRONG, str(rule), (0.1, 0.1, 0.1), "graph", 2**21, (rule,))
-    slow = Timed("cudnn", OK, rounds_ms=(0.42, 0.44, 0.41), timer="graph", peak_bytes=2**22)
-    absent = Timed("cudnn", UNAVAILABLE, "takes batches of equal segments only")
-    events = dataclasses.replace(slow, name="flash4", timer="events")
+    rule = ToleranceReport("dq (1x40x2x72)", 1.3, 0.02, 0.4, 0.01)
     what = {"op": "window_attn", "dtype": "bfloat16", "path": "portable"}
-    rest = {**what, "direction": "backward", "cache": "warm", "flops": 42 * 10**9, "bytes_moved": 1}
-    wrong = Timed("vk", WRONG, "off", (0.25, 0.2, 0.21), "graph", 2**20)
-    one = Measurement(case="one", shape="1x40x2x72", ours=ours, peers=(slow, fast), **rest)
-    two = Measurement(case="two", shape="40+8x2x72", ours=ours, peers=(absent, events), **rest)
-    bad = Measurement(case="bad", shape="1x8x2x72", ours=wrong, peers=(slow, fast), **rest)
-    profile = Profile(
-        case="one", shape="1x40x2x72", direction="forward", timer="graph", flops=4 * 10**9,
-        bytes_moved=10**8, rounds_ms=(0.05, 0.04, 0.05), **what,
+    backward = {**what, "direction": "backward", "flops": 42 * 10**9, "bytes_moved": 1}
+    one, two, bad = (
+        {**backward, "case": case, "shape": shape}
+        for case, shape in (("one", "1x40x2x72"), ("two", "40+8x2x72"), ("bad", "1x8x2x72"))
+    )
+    ours = {"name": "vk", "group": OURS, "rounds_ms": (0.25, 0.2, 0.21), "timer": "graph"}
+    slow = {"group": BASELINE, "status": OK, "rounds_ms": (0.42, 0.44, 0.41), "timer": "graph", "peak_bytes": 2**22}
+    fast = {
+        "name": "flash4", "group": BASELINE, "status": WRONG, "note": str(rule), "rounds_ms": (0.1, 0.1, 0.1),
+        "timer": "graph", "peak_bytes": 2**21, "reports": (rule,),
+    }  # fmt: skip
+    records = (
+        Record(**one, **ours, status=OK, peak_bytes=3 * 2**20),
+        Record(**one, name="cudnn", **slow),
+        Record(**one, **fast),
+        Record(**two, **ours, status=OK, peak_bytes=3 * 2**20),
+        Record(**two, name="cudnn", group=BASELINE, status=UNAVAILABLE, note="takes batches of equal segments only"),
+        Record(**two, name="flash4", **{**slow, "timer": "events"}),
+        Record(**bad, **ours, status=WRONG, note="off", peak_bytes=2**20),
+        Record(**bad, name="cudnn", **slow),
+        Record(**bad, **fast),
+    )
+    profile = Record(
+        case="one", shape="1x40x2x72", direction="forward", name="vk", group=OURS, status=OK, timer="graph",
+        flops=4 * 10**9, bytes_moved=10**8, rounds_ms=(0.05, 0.04, 0.05), **what,
     )  # fmt: skip
     host = (
         HostTime("window_attn", "raw", 10.0, raw=True),
@@ -125,6 +139,6 @@ def golden_report() -> Report:
     origin = Provenance(
         date="2030-01-02T03:04:05+00:00", commit="abc", command="vk bench window_attn",
         device="NVIDIA H200", driver="580.1", versions={"torch": "2.11.0", "triton": "3.6.0"},
-        peers={"cudnn": "cuDNN 9", "flash4": "FlashAttention-4"},
+        baselines={"cudnn": "cuDNN 9", "flash4": "FlashAttention-4"},
     )  # fmt: skip
-    return Report(origin, Ceilings(4000.0, 800.0, "bfloat16"), (one, two, bad), (profile,), host)
+    return Report(origin, Ceilings(4000.0, 800.0, "bfloat16"), records, (profile,), host)

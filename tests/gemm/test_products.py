@@ -22,6 +22,7 @@ from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.gemm import pick_product, product_rule
 from csrc_free_ops.configs.gemm_hopper import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
 from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, read_rows
+from tests.bench.verify import by_case
 from torch_ops._core import plan
 from torch_ops._core.device import SHARED_MEMORY
 from torch_ops._gemm import aten as gemm_aten
@@ -29,12 +30,11 @@ from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm import plan as gemm
 from torch_ops._gemm.tensors import Linear, LinearOptions
 from torch_ops.bench.measure import timing, tune
-from torch_ops.bench.measure.contest import Terms, contest
-from torch_ops.bench.measure.results import OK, UNAVAILABLE, YARDSTICK, Measurement, Provenance, Report
-from torch_ops.bench.measure.room import Contender, Room, TunedKernel
+from torch_ops.bench.measure.opbench import Impl, OpBench, TunedKernel
+from torch_ops.bench.measure.results import OK, REFERENCE_POINT, UNAVAILABLE, Group, Provenance, Report
+from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.bench.measure.tune import Measured, Tried, rows_of
 from torch_ops.bench.rooms import mlp, patch_merger, qkv_rope
-from torch_ops.bench.show.documents import summary
 from torch_ops.bench.show.tables import markdown
 from torch_ops.command import app as cli
 from torch_ops.testing.cases import (
@@ -166,12 +166,12 @@ def _on_cuda(inputs: Any) -> Any:
 _without_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def _room_on_cuda(room: Room) -> Room:
+def _bench_on_cuda(bench: OpBench) -> OpBench:
     def kernels(case: Any, inputs: Any) -> list[TunedKernel]:
         with _without_autograd():
-            return list(room.kernels(case, inputs))
+            return list(bench.kernels(case, inputs))
 
-    return dataclasses.replace(room, inputs=lambda *args: _on_cuda(room.inputs(*args)), kernels=kernels)
+    return dataclasses.replace(bench, inputs=lambda *args: _on_cuda(bench.inputs(*args)), kernels=kernels)
 
 
 @pytest.mark.parametrize("tile", ROUND, ids=str)
@@ -305,14 +305,14 @@ def test_explain_says_what_a_merger_is_made_of() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(("room", "name"), [(mlp.ROOM, "tower"), (qkv_rope.ROOM, "gqa")], ids=["mlp", "qkv_rope"])
-def test_nothing_is_tuned_where_no_row_decides(room: Room, name: str) -> None:
-    (case,) = room.cases([name], CPU)
-    terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
-    is_mlp, room = room is mlp.ROOM, _room_on_cuda(room)
+@pytest.mark.parametrize(("bench", "name"), [(mlp.BENCH, "tower"), (qkv_rope.BENCH, "gqa")], ids=["mlp", "qkv_rope"])
+def test_nothing_is_tuned_where_no_row_decides(bench: OpBench, name: str) -> None:
+    (case,) = bench.cases([name], CPU)
+    setup = Setup(torch.bfloat16, CPU, ("forward", "backward"), rounds=2)
+    is_mlp, bench = bench is mlp.BENCH, _bench_on_cuda(bench)
 
     def weights(path: str) -> list[tuple[int | None, int | None]]:
-        return [(point.kernel.n, point.kernel.k) for point, _ in tune.find_points(room, [case], [path], [], terms)]
+        return [(point.kernel.n, point.kernel.k) for point, _ in tune.find_points(bench, [case], [path], [], setup)]
 
     assert len(weights("portable")) == (2 if is_mlp else 1)
     for path in ("hopper", "auto"):
@@ -353,14 +353,14 @@ def test_explain_refuses_and_says_where_there_are_no_kernels() -> None:
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(
-    ("room", "name", "found"),
-    [(mlp.ROOM, "tower", {"gemm 76x40", "gemm 40x76"}), (qkv_rope.ROOM, "gqa", {"gemm_pair 320x40"})],
+    ("bench", "name", "found"),
+    [(mlp.BENCH, "tower", {"gemm 76x40", "gemm 40x76"}), (qkv_rope.BENCH, "gqa", {"gemm_pair 320x40"})],
     ids=["mlp", "qkv_rope"],
 )
-def test_every_product_is_a_point_to_tune(room: Room, name: str, found: set[str]) -> None:
-    (case,) = room.cases([name], CPU)
-    terms = Terms(torch.bfloat16, CPU, backward=True, rounds=2, cold=False)
-    points = tune.find_points(_room_on_cuda(room), [case], ["portable"], [], terms)
+def test_every_product_is_a_point_to_tune(bench: OpBench, name: str, found: set[str]) -> None:
+    (case,) = bench.cases([name], CPU)
+    setup = Setup(torch.bfloat16, CPU, ("forward", "backward"), rounds=2)
+    points = tune.find_points(_bench_on_cuda(bench), [case], ["portable"], [], setup)
     assert {f"{point.kernel.name} {point.kernel.n}x{point.kernel.k}" for point, _ in points} == found
     assert all(point.kernel.length == case.rows and f" {name} " in point.key for point, _ in points)
 
@@ -380,10 +380,9 @@ def test_tuned_rows_are_of_a_weight() -> None:
     assert ATEN in CANDIDATES["gemm"] and ATEN in CANDIDATES["gemm_pair"]
 
 
-def _measure(room: Room, name: str, *contenders: Contender) -> list[Measurement]:
-    (case,) = room.cases([name], CPU)
-    terms = Terms(torch.float32, CPU, backward=True, rounds=2, cold=False)
-    return contest(room, case, contenders, terms)
+def _measure(bench: OpBench, name: str, *impls: Impl) -> list[Group]:
+    (case,) = bench.cases([name], CPU)
+    return by_case(run_case(bench, case, impls, Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)))
 
 
 @pytest.fixture(autouse=True)
@@ -392,29 +391,32 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "name"),
-    [(mlp.ROOM, "swiglu"), (qkv_rope.ROOM, "gqa"), (patch_merger.ROOM, "rms")],
+    ("bench", "name"),
+    [(mlp.BENCH, "swiglu"), (qkv_rope.BENCH, "gqa"), (patch_merger.BENCH, "rms")],
     ids=["mlp", "qkv_rope", "patch_merger"],
 )
-def test_a_yardstick_is_timed_and_neither_judged_nor_a_peer(room: Room, name: str) -> None:
-    yardstick = next(peer for peer in room.peers if peer.yardstick)
-    eager = next(peer for peer in room.peers if peer.name == "eager")
-    found = _measure(room, name, room.ours, yardstick, eager)
-    assert [one.direction for one in found] == ["forward", "backward"]
+def test_a_reference_point_is_timed_and_neither_checked_nor_a_baseline(bench: OpBench, name: str) -> None:
+    point = next(each for each in bench.baselines if each.reference_point)
+    eager = next(each for each in bench.baselines if each.name == "eager")
+    found = _measure(bench, name, bench.ours, point, eager)
+    assert [one.ours.direction for one in found] == ["forward", "backward"]
     for one in found:
-        beside, right = one.peers
-        assert (beside.status, beside.note) == (YARDSTICK, yardstick.yardstick) and beside.rounds_ms and not beside.gate
-        assert one.ours.status == right.status == OK and right.gate
+        beside, right = one.baselines
+        assert (beside.status, beside.note) == (REFERENCE_POINT, point.reference_point)
+        assert beside.rounds_ms and not beside.reports
+        assert one.ours.status == right.status == OK and right.reports
         # However fast it is.
-        assert one.best_peer is right
-    report = Report(Provenance("now", "c", "vk", "CPU", None, {}, {}), measurements=tuple(found))
-    assert f"{yardstick.name} is a yardstick, not a peer, on" in markdown(report)
-    assert f"*yardstick*: {yardstick.name} {yardstick.yardstick}, so it is no peer" in summary(report)
+        assert one.best() is right
+    records = tuple(each for one in found for each in one.records)
+    report = Report(Provenance("now", "c", "vk", "CPU", None, {}, {}), records=records)
+    assert f"{point.name} is a reference point, not a baseline, on" in markdown(report)
+    told = f"*reference point*: {point.name} {point.reference_point}, so it is no baseline"
+    assert told in markdown(report, "summary")
     assert Report.from_json(report.to_json()) == report
 
 
-def test_one_without_a_backward_is_judged_by_its_results() -> None:
-    eager = next(peer for peer in mlp.ROOM.peers if peer.name == "eager")
+def test_one_without_a_backward_is_checked_by_its_results() -> None:
+    eager = next(each for each in mlp.BENCH.baselines if each.name == "eager")
 
     def bind(case: Any, inputs: Any) -> Any:
         call = eager.bind(case, inputs)
@@ -426,9 +428,9 @@ def test_one_without_a_backward_is_judged_by_its_results() -> None:
         return dataclasses.replace(call, forward=forward)
 
     forward, backward = _measure(
-        mlp.ROOM, "tower", mlp.ROOM.ours, dataclasses.replace(eager, bind=bind, directions=("forward",))
+        mlp.BENCH, "tower", mlp.BENCH.ours, dataclasses.replace(eager, bind=bind, directions=("forward",))
     )
-    assert [peer.status for peer in forward.peers] == [OK] and not backward.peers
+    assert [each.status for each in forward.baselines] == [OK] and not backward.baselines
 
 
 def test_cublas_s_epilogue_says_what_it_cannot() -> None:
@@ -438,8 +440,8 @@ def test_cublas_s_epilogue_says_what_it_cannot() -> None:
         name: mlp.EPILOGUE.refuses(cases[name], torch.bfloat16, cuda) for name in ("tower", "silu", "bare", "lead")
     }
     assert [bool(refusal) for refusal in refusals.values()] == [False, True, True, True]
-    (forward, _) = _measure(mlp.ROOM, "tower", mlp.ROOM.ours, mlp.EPILOGUE)
-    assert (forward.peers[0].status, forward.peers[0].note) == (UNAVAILABLE, "needs a GPU")
+    (forward, _) = _measure(mlp.BENCH, "tower", mlp.BENCH.ours, mlp.EPILOGUE)
+    assert (forward.baselines[0].status, forward.baselines[0].note) == (UNAVAILABLE, "needs a GPU")
 
 
 @pytest.mark.parametrize("op", ["mlp", "qkv_rope", "patch_merger"])
@@ -454,8 +456,8 @@ def test_commands_run(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.exit_code == 0 and ("vk::mlp" if op == "patch_merger" else f"vk::{op}") in run.stdout
 
 
-@pytest.mark.parametrize("room", [mlp.ROOM, qkv_rope.ROOM], ids=["mlp", "qkv_rope"])
-def test_host_calls_are_there(room: Room) -> None:
-    calls = room.host_calls(torch.float32, CPU)
-    assert [call.raw for call in calls] == [False, True, False, False, False]
-    assert calls[1].call is None and calls[1].note == "there is none on this device"
+@pytest.mark.parametrize("bench", [mlp.BENCH, qkv_rope.BENCH], ids=["mlp", "qkv_rope"])
+def test_host_calls_are_there(bench: OpBench) -> None:
+    calls = bench.host_calls(torch.float32, CPU)
+    assert [call.raw for call in calls] == [True, False, False, False]
+    assert calls[0].call is None and calls[0].note == "there is none on this device"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_ops
-from torch_ops.bench.app import ROOMS
-from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.app import BENCHES
+from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.testing import poisoned
 from torch_ops.testing.cases import ROW_LAYOUTS, GridCase, GridInputs, grid_cases, make_grid_inputs
 
@@ -179,18 +179,16 @@ class GridContract:
         assert (result[0] if isinstance(result, tuple) else result).dtype == torch.float32
 
     @pytest.mark.no_interpret
-    def test_bench_room_finds_all_contenders_right(self) -> None:
-        """Compiled peers are left to GPUs: here they would take a minute to build."""
-        room = ROOMS[self.op]
-        cpu = torch.device("cpu")
-        terms = Terms(torch.float32, cpu, backward=True, rounds=2, cold=False)
-        case = room.cases(["mixed*"], cpu)[-1]
-        peers = [peer for peer in room.peers if peer.name in room.default_peers(cpu)]
-        measured = contest(room, case, (room.ours, *peers), terms)
-        assert tuple(one.direction for one in measured) == self.directions
-        for one in measured:
-            assert [timed.status for timed in (one.ours, *one.peers)] == ["ok", "ok"]
-            assert one.bytes_moved > 0
+    def test_benchmark_finds_all_implementations_right(self) -> None:
+        """Compiled baselines are left to GPUs: here they would take a minute to build."""
+        bench, cpu = BENCHES[self.op], torch.device("cpu")
+        case = bench.cases(["mixed*"], cpu)[-1]
+        usual = [baseline for baseline in bench.baselines if baseline.name in bench.usual["cpu"]]
+        setup = Setup(torch.float32, cpu, ("forward", "backward"), rounds=2)
+        records = run_case(bench, case, (bench.ours, *usual), setup)
+        assert tuple(dict.fromkeys(one.direction for one in records)) == self.directions
+        assert [one.status for one in records] == ["ok", "ok"] * len(self.directions)
+        assert all(one.bytes_moved > 0 for one in records)
 
     @pytest.mark.gpu
     def test_no_call_waits_for_the_device(self, device: str) -> None:

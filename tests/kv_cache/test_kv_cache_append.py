@@ -15,8 +15,8 @@ from torch import Tensor
 import torch_ops
 from tests.testing.interpreter import with_dtypes
 from torch_ops import kv_cache_append
-from torch_ops.bench.app import ROOMS
-from torch_ops.bench.measure.contest import Terms, contest
+from torch_ops.bench.app import BENCHES
+from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.testing import check_draws, poisoned, references
 from torch_ops.testing.cases import (
     CACHE_LAYOUTS,
@@ -388,15 +388,14 @@ def test_explain_says_what_would_run(device: str) -> None:
 
 
 @pytest.mark.no_interpret
-def test_bench_room_finds_all_contenders_right() -> None:
-    """Compiled peers are left to GPUs: here they would take a minute to build."""
-    room, cpu = ROOMS["kv_cache_append"], torch.device("cpu")
-    terms = Terms(torch.float32, cpu, backward=False, rounds=2, cold=False)
-    peers = [peer for peer in room.peers if peer.name in room.default_peers(cpu)]
-    for case in room.cases([], cpu):
-        (measured,) = contest(room, case, (room.ours, *peers), terms)
-        assert [timed.status for timed in (measured.ours, *measured.peers)] == ["ok", "ok"]
-        assert measured.bytes_moved > 0
+def test_benchmark_finds_all_implementations_right() -> None:
+    """Compiled baselines are left to GPUs: here they would take a minute to build."""
+    bench, cpu = BENCHES["kv_cache_append"], torch.device("cpu")
+    usual = [baseline for baseline in bench.baselines if baseline.name in bench.usual["cpu"]]
+    for case in bench.cases([], cpu):
+        records = run_case(bench, case, (bench.ours, *usual), Setup(torch.float32, cpu, rounds=2))
+        assert [one.status for one in records] == ["ok", "ok"]
+        assert all(one.bytes_moved > 0 for one in records)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
-"""`vk bench`: ops next to their peers, against the machine's ceilings, and their host time."""
+"""`vk bench`: ops next to their baselines, against the machine's ceilings, and their host time."""
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -10,77 +11,45 @@ import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
 from torch_ops.bench.commands import options
 from torch_ops.bench.commands.attention import attention_command
-from torch_ops.bench.commands.contest import contest_command, show
 from torch_ops.bench.commands.encoder import encoder, timeline
-from torch_ops.bench.commands.options import say
+from torch_ops.bench.commands.options import flag, say
+from torch_ops.bench.commands.run import run_command, show
 from torch_ops.bench.encoder.timeline import read_timeline
-from torch_ops.bench.measure.contest import Terms
+from torch_ops.bench.measure import tune as tuning
 from torch_ops.bench.measure.host import host_times
 from torch_ops.bench.measure.machine import measure_ceilings, provenance
+from torch_ops.bench.measure.opbench import OpBench, split
 from torch_ops.bench.measure.profile import profile_case
 from torch_ops.bench.measure.results import Report, read_report
-from torch_ops.bench.measure.room import Room
-from torch_ops.bench.measure.tune import (
-    TUNED_PATHS,
-    Journal,
-    Measured,
-    any_timed,
-    find_points,
-    in_words,
-    provenance_of,
-    search,
-)
-from torch_ops.bench.rooms import (
-    attention,
-    attention_decode,
-    kv_cache_append,
-    mlp,
-    norms,
-    patch_merger,
-    pos_embed_interpolate,
-    qkv_rope,
-    rope_window_attn,
-    rotary_table,
-    spatial_merge,
-    vision_attention,
-    window_attn,
-)
-from torch_ops.bench.show import documents
+from torch_ops.bench.measure.run import Setup
+from torch_ops.bench.show.tables import markdown
+from torch_ops.command.errors import OneLineErrors
 from torch_ops.settings import default_rows
 
-ROOMS: dict[str, Room] = {
-    room.op: room
-    for room in (
-        window_attn.ROOM,
-        attention.ROOM,
-        attention_decode.ROOM,
-        rope_window_attn.ROOM,
-        vision_attention.ROOM,
-        *norms.ROOMS,
-        qkv_rope.ROOM,
-        mlp.ROOM,
-        patch_merger.ROOM,
-        rotary_table.ROOM,
-        pos_embed_interpolate.ROOM,
-        spatial_merge.ROOM,
-        kv_cache_append.ROOM,
-    )
+_MODULES = (
+    "window_attn", "attention", "attention_decode", "rope_window_attn", "vision_attention", "norms", "qkv_rope", "mlp",
+    "patch_merger", "rotary_table", "pos_embed_interpolate", "spatial_merge", "kv_cache_append",
+)  # fmt: skip
+_FOUND = [importlib.import_module(f"torch_ops.bench.rooms.{name}") for name in _MODULES]
+BENCHES: dict[str, OpBench] = {
+    each.op: each for found in _FOUND for each in (vars(found).get("BENCHES") or (found.BENCH,))
+}
+# Ops that are also measured one after the other, into one document.
+FAMILIES = {
+    "norms": ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"),
+    "grids": ("rotary_table", "pos_embed_interpolate", "spatial_merge"),
 }
 
-# Rooms that are also measured one after the other, into one document.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "norms": tuple(room.op for room in norms.ROOMS),
-    "grids": tuple(room.op for room in (rotary_table.ROOM, pos_embed_interpolate.ROOM, spatial_merge.ROOM)),
-}
+app = typer.Typer(
+    cls=OneLineErrors, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False
+)
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
-
-OpName = Annotated[str, typer.Argument(metavar="OP", help=f"One of {', '.join(ROOMS)}.")]
+OpName = Annotated[str, typer.Argument(metavar="OP", help=f"Op: {', '.join(BENCHES)}.")]
 
 
 @app.callback(invoke_without_command=True)
 def bench(context: typer.Context) -> None:
-    """Time ops next to their peers, profile them, and make tables of what was measured.
+    """Time ops next to their baselines, profile them, and make tables of the results.
 
     Tables go to stdout, progress to stderr. The exit code is 1 where ours broke the tolerance rule.
     """
@@ -88,12 +57,12 @@ def bench(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-# Dense attention has a command of its own, which knows shapes by numbers.
-app.command("attention")(attention_command(ROOMS))
-for _op in (op for op in ROOMS if op != "attention"):
-    app.command(_op)(contest_command(ROOMS, _op, (_op,)))
+# Dense attention has a command of its own, which knows shapes by flags.
+app.command("attention")(attention_command(BENCHES))
+for _op in (op for op in BENCHES if op != "attention"):
+    app.command(_op)(run_command(BENCHES, _op, (_op,)))
 for _family, _ops in FAMILIES.items():
-    app.command(_family)(contest_command(ROOMS, _family, _ops))
+    app.command(_family)(run_command(BENCHES, _family, _ops))
 
 app.command("encoder")(encoder)
 app.command("timeline")(timeline)
@@ -108,39 +77,34 @@ def tune(
     device: options.DeviceName = None,
     path: options.PathName = None,
     kernels: Annotated[
-        list[str] | None,
-        typer.Option("--kernels", metavar="NAME", help="Kernels by name; repeated or separated by commas."),
+        list[str] | None, flag("--kernels", "Kernels by name, separated by commas (default: all).", metavar="NAME")
     ] = None,
     rounds: options.Rounds = 4,
     cold: options.Cold = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="ROWS.json", dir_okay=False, help="Unless given, the user's rows, used from then on."
-        ),
-    ] = None,
+    out: Annotated[Path | None, options.file("--out", "File of rows (default: the user's, used from then on).")] = None,
     commit: options.Commit = None,
 ) -> None:
     """Find the fastest launch of each kernel here, and write rows that calls then take.
 
     Every candidate is held against the fp64 reference first; one that spills registers is out. A run that was
     broken off goes on from what its file holds. Rows reach from one measured length half-way to the next, so give
-    short and long shapes. Without --path every path of this GPU is tuned.
+    short and long shapes. Without --path every path of this GPU is tuned. Ops never search at run time: a search would
+    hold up the first call and could end differently each time.
     """
-    room = _room_of(op)
+    bench = _bench_of(op)
     where = options.find_device(device)
-    terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold)
+    setup = Setup(options.find_dtype(dtype, where), where, options.passes(backward), rounds, cold)
     if path is not None:
         options.find_path(path)
     with options.value_errors("--shapes"):
-        cases = room.cases(shapes or (), where)
+        cases = bench.cases(shapes or (), where)
     rows = out or default_rows()
     with options.value_errors("--out"):
-        journal = Journal.open(rows, provenance_of(provenance(where, commit, {})))
-    wanted = [name.strip() for item in kernels or () for name in item.split(",") if name.strip()]
+        journal = tuning.Journal.open(rows, tuning.provenance_of(provenance(where, commit, {})))
+    wanted = split(kernels or ())
     # Where nobody named kernels it is the device that launches none.
     with options.value_errors("--kernels" if wanted else "--device"):
-        points = find_points(room, cases, TUNED_PATHS if path is None else (path,), wanted, terms)
+        points = tuning.find_points(bench, cases, tuning.TUNED_PATHS if path is None else (path,), wanted, setup)
     left = [(point, case) for point, case in points if point.key not in journal.points]
     try:
         journal.write(rows)
@@ -149,11 +113,13 @@ def tune(
     say(f"{len(points)} points, {len(points) - len(left)} of them in {rows} already")
     with options.progress(sum(len(CANDIDATES[point.kernel.name]) for point, _ in left)) as step:
         for point, case in left:
-            tried = search(room, point, case, terms, step)
-            say(f"{point.key}: {in_words(tried)}")
-            if any_timed(tried):
+            tried = tuning.search(bench, point, case, setup, step)
+            say(f"{point.key}: {tuning.in_words(tried)}")
+            if tuning.any_timed(tried):
                 origin = journal.provenance
-                journal.points[point.key] = Measured(point.kernel, tuple(tried), origin["date"], origin["commit"])
+                journal.points[point.key] = tuning.Measured(
+                    point.kernel, tuple(tried), origin["date"], origin["commit"]
+                )
                 journal.write(rows)
     say(f"rows are in {rows}" + ("" if out else "; processes that start from now on take them"))
 
@@ -167,40 +133,31 @@ def profile(
     device: options.DeviceName = None,
     path: options.PathName = None,
     rounds: options.Rounds = 3,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE.json",
-            dir_okay=False,
-            help="Export a Chrome trace; of several calls, each to a file with its name in it.",
-        ),
-    ] = None,
+    trace: Annotated[Path | None, options.file("--trace", "File of a Chrome trace, one for each call.")] = None,
     out: options.Out = None,
     show_markdown: options.Markdown = False,
     commit: options.Commit = None,
 ) -> None:
     """Profile an op: the profiler's table, bytes and FLOPs, memory- or compute-bound.
 
-    Bytes moved count each input read once and each output written once. A call is memory-bound
-    where its FLOPs per byte are fewer than the measured matmul rate over the measured copy rate.
+    Bytes moved count each input read once and each output written once. A call is memory-bound where its FLOPs per
+    byte are fewer than the measured matmul rate over the measured copy rate. The copy rate of this run replaces the
+    data sheet's 3350 GB/s, because kernels do not reach the data sheet's rate, and cards and drivers differ.
     """
-    room = _room_of(op)
+    bench = _bench_of(op)
     where = options.find_device(device)
-    terms = Terms(options.find_dtype(dtype, where), where, backward, rounds, cold=False)
+    setup = Setup(options.find_dtype(dtype, where), where, options.passes(backward), rounds)
     changes = options.find_path(path)
     with options.value_errors("--shapes"):
-        cases = room.profiled(shapes or (), where)
+        cases = bench.profiled_cases(shapes or (), where)
     options.check_output(out, "--out")
     options.check_output(trace, "--trace")
-    calls = [(case, direction) for case in cases for direction in terms.directions if direction in room.ours.directions]
-    report = Report(
-        provenance(where, commit, {}),
-        measure_ceilings(where, terms.dtype),
-    )
+    directions = [each for each in setup.directions if each in bench.ours.directions]
+    calls = [(case, direction) for case in cases for direction in directions]
+    report = Report(provenance(where, commit, {}), measure_ceilings(where, setup.dtype))
     with torch_ops.settings(**changes):
         for case, direction in calls:
-            title = f"{room.op} {direction}, {case.name}, {room.shape(case)}"
+            title = f"{bench.op} {direction}, {case.name}, {bench.shape(case)}"
             say(title)
             target = trace
             if trace is not None and len(calls) > 1:
@@ -210,7 +167,7 @@ def profile(
                 if not show_markdown:
                     typer.echo(f"{title}\n{table}")
 
-            profiled = profile_case(room, case, direction, terms, target, show_table)
+            profiled = profile_case(bench, case, direction, setup, target, show_table)
             report = dataclasses.replace(report, profiles=(*report.profiles, profiled))
     if out is not None:
         report.write(out)
@@ -221,7 +178,7 @@ def profile(
 def host(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OP]...", help=f"Of {', '.join((*ROOMS, *FAMILIES))}; window_attn unless given."),
+        typer.Argument(metavar="[OP]...", help=f"Ops: {', '.join((*BENCHES, *FAMILIES))} (default: window_attn)."),
     ] = None,
     dtype: options.DtypeName = None,
     device: options.DeviceName = None,
@@ -234,16 +191,16 @@ def host(
 
     The least over repetitions. On a CPU a call computes its result too, and there is no raw launch.
     """
-    rooms = [_room_of(op) for name in ops or ["window_attn"] for op in FAMILIES.get(name, (name,))]
+    benches = [_bench_of(op) for name in ops or ["window_attn"] for op in FAMILIES.get(name, (name,))]
     where = options.find_device(device)
     kind = options.find_dtype(dtype, where)
     changes = options.find_path(path)
     options.check_output(out, "--out")
     report = Report(provenance(where, commit, {}))
     with torch_ops.settings(**changes):
-        for room in rooms:
-            say(f"host time of {room.op}")
-            times = host_times(room.op, room.host_calls(kind, where), where)
+        for bench in benches:
+            say(f"host time of {bench.op}")
+            times = host_times(bench.op, bench.host_calls(kind, where), where)
             report = dataclasses.replace(report, host=(*report.host, *times))
             if out is not None:
                 report.write(out)
@@ -254,40 +211,30 @@ def host(
 def table(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="JSON from --out; with --into, documents."),
+        typer.Argument(metavar="FILE...", exists=True, dir_okay=False, help="Files that --out wrote."),
     ],
-    short: Annotated[bool, typer.Option("--summary", help="One row per case, every peer's time over ours.")] = False,
-    suite: Annotated[bool, typer.Option("--suite", help="One row per case of vk bench attention.")] = False,
+    short: Annotated[bool, typer.Option("--summary", help="A row per case, every baseline's time over ours.")] = False,
+    suite: Annotated[bool, typer.Option("--suite", help="A row per case of vk bench attention.")] = False,
     images: Annotated[bool, typer.Option("--images", help="Attention of single images, by their size.")] = False,
-    into: Annotated[bool, typer.Option("--into", help="Make the tables anew that these Markdown files mark.")] = False,
 ) -> None:
-    """Make Markdown tables again from stored JSON.
-
-    A document marks a table by `<!-- vk bench table [--summary|--suite|--images] [--if-measured] RESULTS.json -->` and
-    `<!-- vk bench table end -->`.
-    """
-    make = documents.MAKERS["images" if images else "summary" if short else "suite" if suite else None]
+    """Make Markdown tables again from stored results."""
+    kind = "images" if images else "summary" if short else "suite" if suite else ""
     for index, file in enumerate(files):
         with options.value_errors(str(file)):
-            if into:
-                if not documents.refresh(file):
-                    raise ValueError("it marks no table: see vk bench table --help")
-                continue
-            text = make(read_report(file))
+            text = markdown(read_report(file), kind)
         typer.echo("\n" * bool(index) + text, nl=False)
 
 
 @app.command()
 def chart(
     results: Annotated[
-        Path, typer.Argument(metavar="RESULTS.json", exists=True, dir_okay=False, help="JSON from --out.")
+        Path, typer.Argument(metavar="RESULTS.json", exists=True, dir_okay=False, help="File that --out wrote.")
     ],
-    picture: Annotated[Path, typer.Argument(metavar="PICTURE", dir_okay=False, help="Where to, such as out.svg.")],
+    picture: Annotated[Path, typer.Argument(metavar="PICTURE", dir_okay=False, help="Picture, such as out.svg.")],
 ) -> None:
-    """Draw stored results, in SVG, PNG or PDF: TFLOP/s of every contender, case by case; of a timeline its kernels."""
+    """Draw stored results, in SVG, PNG or PDF: TFLOP/s case by case, or the kernels of a timeline."""
     try:
-        from torch_ops.bench.encoder.timeline_chart import draw_timeline
-        from torch_ops.bench.show.chart import draw
+        from torch_ops.bench.show.chart import draw, draw_timeline
     except ImportError as error:
         message = f"vk bench chart needs matplotlib: pip install 'vk-ops[bench]' ({error})"
         raise typer.BadParameter(message) from error
@@ -300,7 +247,7 @@ def chart(
             draw(read_report(results), picture)
 
 
-def _room_of(op: str) -> Room:
-    if op not in ROOMS:
-        raise typer.BadParameter(f"no op {op!r} has a bench room; give one of {', '.join(ROOMS)}", param_hint="'OP'")
-    return ROOMS[op]
+def _bench_of(op: str) -> OpBench:
+    if op not in BENCHES:
+        raise typer.BadParameter(f"no op {op!r} has a benchmark; give one of {', '.join(BENCHES)}", param_hint="'OP'")
+    return BENCHES[op]

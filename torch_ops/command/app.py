@@ -6,41 +6,18 @@ and exit code 2; only a defect of ours shows a traceback.
 
 import importlib
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
 
 import torch_ops
 from torch_ops.command.encode import encode
-
-
-class _OneLineErrors(TyperGroup):
-    """Prints every error of use, Typer's and ours, as one line on stderr."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["standalone_mode"] = False
-        try:
-            code = super().main(*args, **kwargs)
-        except (KeyboardInterrupt, typer.Abort):
-            sys.exit(130)
-        except Exception as error:
-            # Typer's errors of use have this method too, whichever click it stands on.
-            message = getattr(error, "format_message", None)
-            if message is None:
-                raise
-            context = getattr(error, "ctx", None)
-            hint = f" See '{context.command_path} --help'." if context is not None else ""
-            typer.echo(f"vk: {' '.join(message().split())}{hint}", err=True)
-            sys.exit(getattr(error, "exit_code", 2))
-        sys.exit(code if isinstance(code, int) else 0)
-
+from torch_ops.command.errors import OneLineErrors
 
 app = typer.Typer(
-    cls=_OneLineErrors,
+    cls=OneLineErrors,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
@@ -61,20 +38,42 @@ def vk(
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Versions, devices, registered ops, and which launch rows apply here."""
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Everything: schemas, settings and rows of each kernel.")
+    ] = False,
+) -> None:
+    """Versions, devices, paths, launch rows and the number of ops of this machine."""
     report = torch_ops.info()
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
+    if everything:
+        report["ops"] = list(report["ops"].values())  # the schemas, which hold the names
+    else:
+        report = _in_short(report)
     console = Console()
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    report["ops"] = list(report["ops"].values())  # the schemas, which hold the names
     for section, value in report.items():
         table.add_row(section.replace("_", " "), _cell(value))
     console.print(table)
+
+
+def _in_short(report: dict[str, Any]) -> dict[str, str]:
+    """Five lines."""
+    devices = [f"{each['name']}, {each['memory_gib']} GiB" for each in report["devices"]]
+    rows = report["rows"]
+    return {
+        "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        "devices": "; ".join(devices) or f"CPU{', in the interpreter' * report['interpreter']}",
+        "paths": ", ".join(f"{name}: {answer}" for name, answer in report["paths"].items())
+        or "the CPU reference alone",
+        "launch rows": f"{rows['shipped']} shipped, {rows['user']} of the user's; {rows['source']}",
+        "ops": f"{len(report['ops'])}, listed by vk info --all",
+    }
 
 
 @app.command(
@@ -82,12 +81,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:
-    """Time ops next to their peers, profile them, make tables of results: vk bench --help."""
+    """Time ops next to their baselines, profile them, make tables of results: vk bench --help."""
     # Imported here: nothing else needs it.
-    application = importlib.import_module("torch_ops.bench").app
-    command = typer.main.get_command(application)
-    code = command.main(args=context.args, prog_name="vk bench", standalone_mode=False)
-    raise typer.Exit(code if isinstance(code, int) else 0)
+    importlib.import_module("torch_ops.bench").app(args=context.args, prog_name="vk bench")
 
 
 def _cell(value: Any) -> str:

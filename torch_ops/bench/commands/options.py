@@ -4,72 +4,56 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress
 
+from torch_ops.bench.measure.opbench import Impl, OpBench, split
 from torch_ops.bench.measure.results import check_replaceable
-from torch_ops.bench.measure.room import Contender, Room
 from torch_ops.settings import PATHS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+
+def flag(*names: str, **rest: Any) -> Any:
+    """An option of typer's; the last name's text is its help."""
+    *declared, text = names
+    return typer.Option(*declared, help=text, **rest)
+
+
+def file(*names: str, kind: str = "json") -> Any:
+    return flag(*names, metavar=f"FILE.{kind}", dir_okay=False)
+
+
+CASES = "repeated or separated by commas (default: the op's own cases)."
 Shapes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--shapes",
-        metavar="CASE",
-        help="Names of cases, patterns of names such as 'qwen3vl_*', or shapes "
-        "SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72 (c: causal), of norms ROWSxWIDTH such as 4096x1152; "
-        "repeated or separated by commas.",
-    ),
-]
-Backward = Annotated[bool, typer.Option("--backward", help="The backward too, by itself.")]
+    flag("--shapes", "Cases by name, by a pattern such as 'qwen3vl_*', or by shape: SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] "
+         f"such as 1x4096x16x72 (c: causal), for norms ROWSxWIDTH such as 4096x1152; {CASES}", metavar="CASE"),
+]  # fmt: skip
+Backward = Annotated[bool, flag("--backward", "Forward and backward, each by itself.")]
 DtypeName = Annotated[
     str | None,
-    typer.Option(
-        "--dtype",
-        metavar="|".join(DTYPES),
-        help="Unless given, bfloat16 on a GPU and float32 on a CPU.",
-    ),
+    flag("--dtype", "Type of the inputs (default: bfloat16, on a CPU float32).", metavar="|".join(DTYPES)),
 ]
-DeviceName = Annotated[
-    str | None,
-    typer.Option("--device", help="cpu, cuda or cuda:N; cuda unless given, where there is one."),
-]
-PathName = Annotated[
-    str | None,
-    typer.Option("--path", metavar="|".join(PATHS), help="The path that ours takes."),
-]
-PeerNames = Annotated[
+DeviceName = Annotated[str | None, flag("--device", "Device: cpu, cuda or cuda:N (default: cuda, without a GPU cpu).")]
+PathName = Annotated[str | None, flag("--path", "Path of ours (default: the settings').", metavar="|".join(PATHS))]
+BaselineNames = Annotated[
     list[str] | None,
-    typer.Option("--peers", metavar="NAME", help="Peers by name; repeated or separated by commas."),
+    flag("--peers", "Baselines by name; repeated or separated by commas (default: the device's).", metavar="NAME"),
 ]
-Rounds = Annotated[int, typer.Option("--rounds", min=2, help="How often each contender is timed, in turns, at least.")]
-Cold = Annotated[
-    bool,
-    typer.Option("--cold", help="On a GPU, take turns with so many inputs that none is left in its L2 cache."),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE.json", dir_okay=False, help="Write everything measured as JSON."),
-]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
-Commit = Annotated[str | None, typer.Option("--commit", help="The commit to note; asked of git unless given.")]
+Rounds = Annotated[int, flag("--rounds", "Timed turns of every implementation, at least.", min=2)]
+Cold = Annotated[bool, flag("--cold", "So many inputs in turns that none is left in a GPU's L2 cache.")]
+Out = Annotated[Path | None, file("--out", "File of all results.")]
+Markdown = Annotated[bool, flag("--markdown", "Tables as Markdown.")]
+Commit = Annotated[str | None, flag("--commit", "Commit hash to record (default: the current one).")]
 
 
 def bad(option: str, message: str) -> typer.BadParameter:
-    """What is wrong with an option, for one line."""
+    """An error about an option, for one line."""
     return typer.BadParameter(f"{message}.", param_hint=f"'{option}'")
 
 
@@ -98,6 +82,10 @@ def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def passes(backward: bool) -> tuple[str, ...]:
+    return ("forward", "backward") if backward else ("forward",)
+
+
 def find_path(name: str | None) -> dict[str, str]:
     """What to change in the settings."""
     if name is not None and name not in PATHS:
@@ -107,15 +95,15 @@ def find_path(name: str | None) -> dict[str, str]:
     return {} if name is None else {"path": name}
 
 
-def find_peers(room: Room, names: Sequence[str], device: torch.device) -> tuple[Contender, ...]:
-    """The peers asked for, in the room's order; those of the device where none are named."""
-    wanted = [name.strip() for item in names for name in item.split(",")]
-    known = {peer.name: peer for peer in room.peers}
+def find_baselines(bench: OpBench, names: Sequence[str], device: torch.device) -> tuple[Impl, ...]:
+    """The baselines asked for, in the benchmark's order; the device's usual ones where none are named."""
+    wanted = split(names)
+    known = {baseline.name: baseline for baseline in bench.baselines}
     for name in wanted:
         if name not in known:
-            raise bad("--peers", f"unknown peer {name!r}; give some of {', '.join(known)}")
-    chosen = wanted or room.default_peers(device)
-    return tuple(peer for peer in room.peers if peer.name in chosen)
+            raise bad("--peers", f"unknown baseline {name!r}; give some of {', '.join(known)}")
+    chosen = wanted or bench.usual[device.type]
+    return tuple(baseline for baseline in bench.baselines if baseline.name in chosen)
 
 
 def check_output(path: Path | None, option: str) -> None:
@@ -143,15 +131,7 @@ def value_errors(option: str) -> Iterator[None]:
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """`step(doing)`, called before each step, shows a bar on a terminal's stderr."""
     console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         done = itertools.count()
 

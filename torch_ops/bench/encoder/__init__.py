@@ -1,1 +1,1 @@
-"""Whole vision encoders: contenders, rows, timeline."""
+"""Whole vision encoders: implementations, rows, timeline."""

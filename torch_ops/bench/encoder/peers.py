@@ -1,4 +1,4 @@
-"""The parts of the encoder's peers: Transformers' tower with other attention and compiled blocks, an encoder of them.
+"""Parts of the encoder's baselines: Transformers' tower with other attention and compiled blocks, an encoder of them.
 
 A user without this library would call the fastest attention there is, compile what can be compiled, and keep what
 depends on the grid alone for the next batch.
@@ -76,7 +76,7 @@ def attend_flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Run
 
 
 ATTENTIONS: dict[str, Attend] = {"cudnn": attend_cudnn, "flash2": attend_flash2, "flash4": attend_flash4}
-PEERS = {"cudnn": CUDNN, "flash2": FLASH2, "flash4": FLASH4}
+ATTENTION_IMPLS = {"cudnn": CUDNN, "flash2": FLASH2, "flash4": FLASH4}
 
 
 def attention_class(attend: Attend) -> type[nn.Module]:
@@ -98,7 +98,7 @@ def attention_class(attend: Attend) -> type[nn.Module]:
 def twin(session: Session, attention: str, compiled: bool) -> Any:
     """The tower on the same parameters with this attention and a linear patch embedding, its blocks compiled or not.
 
-    All blocks, and all contenders with the same attention, share what is compiled: one block.
+    All blocks, and all implementations with the same attention, share what is compiled: one block.
     """
 
     def make() -> Any:

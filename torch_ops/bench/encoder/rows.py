@@ -1,10 +1,10 @@
-"""What the encoder's bench runs: batches of images and videos, a tower, what is right, what a call costs."""
+"""What the encoder's benchmark runs: batches of images and videos, a tower, what is right, what a call costs."""
 
 import copy
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops.bench.measure.room import find_named
+from torch_ops.bench.measure.opbench import Check, find_named
 from torch_ops.models import VisionMetadata, from_transformers, vision_metadata
 
-# (last_hidden_state, pooler_output, deepstack features) of any contender.
+# (last_hidden_state, pooler_output, deepstack features) of any implementation.
 Features = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
@@ -112,12 +112,13 @@ class Session:
 
 @dataclass(frozen=True)
 class Scene:
-    """One row on the session's tower: what all contenders are given."""
+    """One row on the session's tower: what all implementations are given."""
 
     session: Session
     row: Row
     pixels: Tensor
     grid: Tensor  # on the CPU
+    calls: dict[str, Any] = field(default_factory=dict)  # by implementation, kept since compiling takes minutes
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +174,7 @@ def named_features(features: Features) -> dict[str, Tensor]:
     last, pooled, taps = features
     return {
         "last_hidden_state": last, "pooler_output": pooled,
-        **{f"deepstack[{index}]": tap for index, tap in enumerate(taps)},
+        **{f"taps[{index}]": tap for index, tap in enumerate(taps)},
     }  # fmt: skip
 
 
@@ -230,8 +231,8 @@ def outcome(scene: Scene, tower: Any, encode: Callable[[], Features]) -> dict[st
     return {**{name: each.detach() for name, each in named_features(features).items()}, **gradients_of(tower)}
 
 
-def truths(scene: Scene) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """By Transformers' tower: in fp64, and as it is. In training fp64 keeps only what enters a block."""
+def check_of(scene: Scene) -> Check:
+    """Transformers' tower in fp64, and as it is. In training fp64 keeps only what enters a block."""
     exact = copy.deepcopy(scene.session.tower).double().train(scene.row.training)
     exact.patch_embed.forward = lambda pixels: linear_patches(exact.patch_embed, pixels)
     for block in exact.blocks if scene.row.training else ():
@@ -244,7 +245,7 @@ def truths(scene: Scene) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     del exact.patch_embed.forward
     tower = scene.session.tower
     eager = outcome(scene, tower, lambda: features_of(tower(scene.pixels, grid_thw=scene.grid, **ready)))
-    return reference, eager
+    return Check(scene.row.shape, scene.row, scene, reference, eager)
 
 
 def count_flops(scene: Scene) -> int:

@@ -9,7 +9,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,14 @@ class Kernel:
     def end(self) -> float:
         return self.start + self.duration
 
+    def cut(self, end: float) -> "Kernel":
+        """The part before `end`."""
+        return replace(self, duration=min(self.duration, end - self.start))
+
 
 @dataclass(frozen=True)
 class Lane:
-    """One call of one contender."""
+    """One call of one implementation."""
 
     name: str
     about: str
@@ -77,6 +81,10 @@ class Lane:
         """When the attention of the layer after so many begins, of a call with one attention kernel to a layer."""
         starts = [kernel.start for kernel in self.kernels if kernel.kind == "attention"]
         return starts[count] if len(starts) > count else self.end
+
+    def words(self, milliseconds: str) -> str:
+        share = f"\n{milliseconds} ms, {len(self.kernels)} kernels\nbusy {self.busy / self.end:.0%}"
+        return self.name + (share if self.kernels else "")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 from torch_ops._core.plan import Bound
+from torch_ops.bench.measure.opbench import HostCall
 from torch_ops.bench.measure.results import HostTime
-from torch_ops.bench.measure.room import HostCall
+from torch_ops.bench.measure.timing import synchronize
 
 # Fewer calls than a stream's queue holds, so that no call waits for the device.
 CALLS = 100
@@ -46,6 +47,8 @@ def recorded_launches() -> Iterator[Launches]:
 def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tuple[HostTime, ...]:
     """The least over rounds of all calls; what has no call here is listed without a time."""
     on_gpu = device.type == "cuda"
+    number = torch.ones(16, device=device)
+    calls = (HostCall("ATen add", lambda: torch.add(number, number)), *calls)
     per_turn, turns = (CALLS, REPETITIONS) if on_gpu else (CPU_CALLS, CPU_REPETITIONS)
     least = [math.inf] * len(calls)
     for turn in range(turns + 1):
@@ -56,18 +59,10 @@ def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tupl
             for _ in range(per_turn):
                 entry.call()
             elapsed = time.perf_counter() - start
-            if on_gpu:
-                torch.cuda.synchronize(device)
+            synchronize(device)
             if turn:  # the first turn builds kernels and fills caches
                 least[index] = min(least[index], elapsed / per_turn * 1e6)
     return tuple(
-        HostTime(
-            op=op,
-            name=entry.name,
-            microseconds=None if entry.call is None else microseconds,
-            raw=entry.raw,
-            target=entry.target,
-            note=entry.note,
-        )
-        for entry, microseconds in zip(calls, least, strict=True)
+        HostTime(op, entry.name, None if entry.call is None else us, entry.raw, entry.target, entry.note)
+        for entry, us in zip(calls, least, strict=True)
     )

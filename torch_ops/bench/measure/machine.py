@@ -24,8 +24,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     return Ceilings(_copy_gb_s(device), _matmul_tflops(device, dtype), dtype_name(dtype))
 
 
-def provenance(device: torch.device, commit: str | None, peers: dict[str, str]) -> Provenance:
-    """What a result must carry; `peers` says what each of those that were asked for is."""
+def provenance(device: torch.device, commit: str | None, baselines: dict[str, str]) -> Provenance:
+    """What a result must carry; `baselines` says what each of those that were asked for is."""
     versions = {
         "vk": torch_ops.__version__,
         "python": platform.python_version(),
@@ -36,13 +36,9 @@ def provenance(device: torch.device, commit: str | None, peers: dict[str, str]) 
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     return Provenance(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=commit or _checked_out_commit() or "unknown",
-        command=_command_line(),
-        device=device_name(device),
-        driver=_driver() if device.type == "cuda" else None,
-        versions=versions,
-        peers=peers,
-    )
+        commit=commit or _checked_out_commit() or "unknown", command=_command_line(), device=device_name(device),
+        driver=_driver() if device.type == "cuda" else None, versions=versions, baselines=baselines,
+    )  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

@@ -7,11 +7,10 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from torch_ops.bench.measure.contest import Terms, bound_work
-from torch_ops.bench.measure.machine import dtype_name
-from torch_ops.bench.measure.results import Profile
-from torch_ops.bench.measure.room import Case, Room
-from torch_ops.bench.measure.timing import Work, make_timer
+from torch_ops.bench.measure.opbench import Case, OpBench
+from torch_ops.bench.measure.results import OK, Record
+from torch_ops.bench.measure.run import Setup
+from torch_ops.bench.measure.timing import Work, make_timer, synchronize
 
 WARM_UP_CALLS = 3
 PROFILED_CALLS = 10
@@ -19,27 +18,20 @@ ROWS = 20
 
 
 def profile_case(
-    room: Room, case: Case, direction: str, terms: Terms, trace: Path | None,
-    show: Callable[[str], None],
-) -> Profile:  # fmt: skip
+    bench: OpBench, case: Case, direction: str, setup: Setup, trace: Path | None, show: Callable[[str], None]
+) -> Record:
     """Profiles ours on one case, `show`s the profiler's table, and times the call by itself."""
-    inputs = room.inputs(case, terms.dtype, terms.device, 0)
-    work = bound_work(room.ours.bind(case, inputs), direction, terms.device)
-    show(_profiler_table(work, terms.device, trace))
-    timer = make_timer([work], terms.device)
-    cost = room.cost(inputs, direction == "backward")
-    return Profile(
-        op=room.op,
-        case=case.name,
-        shape=room.shape(case),
-        direction=direction,
-        dtype=dtype_name(terms.dtype),
-        path=room.path(inputs),
-        timer=timer.kind,
-        flops=cost.flops,
-        bytes_moved=cost.bytes_moved,
-        rounds_ms=tuple(timer.sample() for _ in range(terms.rounds)),
-    )
+    inputs = bench.inputs(case, setup.dtype, setup.device, 0)
+    work = bench.ours.bind(case, inputs).work(direction, setup.device)
+    show(_profiler_table(work, setup.device, trace))
+    timer = make_timer([work], setup.device)
+    cost = bench.cost(inputs, direction == "backward")
+    return Record(
+        op=bench.op, case=case.name, shape=bench.shape(case), direction=direction, dtype=setup.kind,
+        path=bench.path(inputs), name=bench.ours.name, group=bench.ours.group, status=OK, timer=timer.kind,
+        flops=cost.flops, bytes_moved=cost.bytes_moved,
+        rounds_ms=tuple(timer.sample() for _ in range(setup.rounds)),
+    )  # fmt: skip
 
 
 def _profiler_table(work: Work, device: torch.device, trace: Path | None) -> str:
@@ -50,8 +42,7 @@ def _profiler_table(work: Work, device: torch.device, trace: Path | None) -> str
     with torch_profile(activities=activities, record_shapes=True, with_flops=True) as profiler:
         for _ in range(PROFILED_CALLS):
             work()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        synchronize(device)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     averages = profiler.key_averages(group_by_input_shape=True)

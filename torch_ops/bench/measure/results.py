@@ -1,36 +1,35 @@
-"""What a run measured, as frozen dataclasses and as JSON.
+"""Results of a run, as frozen dataclasses and as JSON.
 
-A document is one `Report`: `{"schema": 1, "provenance": ..., "ceilings": ...,
-"measurements": [...], "profiles": [...], "host": [...], "encoders": [...]}`. Times are milliseconds, host times
-microseconds, memory and traffic bytes, rates GB/s (1e9) and TFLOP/s. What is derived from a figure
-(medians, ratios, rates) is computed here and never stored.
+A document is one `Report`: `{"schema": 2, "provenance": ..., "ceilings": ..., "records": [...], "profiles": [...],
+"host": [...]}`, a record a line. Times are milliseconds, host times microseconds, memory and traffic bytes, rates GB/s
+(1e9) and TFLOP/s. Medians, ratios and rates are computed here and never stored.
 """
 
 import dataclasses
 import json
 import os
 import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_ops.testing import Report as GateReport
+from torch_ops.testing import Report as ToleranceReport
 
-SCHEMA = 1
+SCHEMA = 2
 
-OK = "ok"
-WRONG = "wrong"
-FAILED = "failed"
-UNAVAILABLE = "unavailable"
-YARDSTICK = "yardstick"
-
-# Contenders of these names are ours, and no peers to beat: the second, where the order of sums is free.
-OURS, OURS_FREE = "vk", "vk_free"
+OK, WRONG, FAILED, UNAVAILABLE, REFERENCE_POINT = "ok", "wrong", "failed", "unavailable", "reference point"
+# Groups of implementations; the encoder parts its baselines into those that a user can run and those built by hand.
+OURS, BASELINE, UNCAPTURED, ASSEMBLED = "ours", "baseline", "uncaptured", "assembled"
+# `close` holds a difference to ours against this, as reports on attention kernels do with rtol=0.
+ATOL = 2e-2
+# Names of ours; with the second, sums are added in any order.
+VK, VK_FREE = "vk", "vk_free"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was measured on what; `peers` says what each of them is. `driver` is None on the CPU."""
+    """Machine, versions and command of a run; `baselines` describes each by name. `driver` is None on the CPU."""
 
     date: str
     commit: str
@@ -38,12 +37,12 @@ class Provenance:
     device: str
     driver: str | None
     versions: dict[str, str]
-    peers: dict[str, str]
+    baselines: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached in the same run; a copy's bytes are those read and written."""
+    """Rates that this machine reached in the same run; a copy's bytes are read and written ones."""
 
     copy_gb_s: float
     matmul_tflops: float
@@ -56,38 +55,45 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """All results or gradients of a contender against ours: the largest difference, None where one is not finite, and
-    whether allclose(atol, rtol=0) holds."""
-
-    max_abs: float | None
-    close: bool
-    atol: float
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One contender in one measurement.
+class Record:
+    """One implementation on one case in one direction ("forward", "backward", "training step").
 
     Attributes:
-        status: "ok"; "wrong" where the gate refused it (it is timed all the same); "failed" where
-            it raised; "unavailable" where it cannot run the case here; "yardstick" where it computes something else
+        path: the path that ours took.
+        status: "ok"; "wrong" where the correctness check refused it (it is timed all the same); "failed" where it
+            raised; "unavailable" where it cannot run the case here; "reference point" where it computes something else
             on purpose. `note` says why, or what.
-        rounds_ms: one median for each interleaved round; one iteration's time where `Measurement.warm_up` is given.
+        rounds_ms: one median for each interleaved round; the time of one iteration where `warm_up` is given.
         timer: "graph", "events" or "wall".
-        peak_bytes: device memory that one call asks for, its results included, beyond what was there before it.
-        gate: what the tolerance rule measured, tensor by tensor.
-        to_ours: how far from ours it is, where that was asked for.
+        peak_bytes: device memory that one call asks for, results included, beyond what was there before it; for an
+            encoder also weights, input and the memory pool of a CUDA graph.
+        cache: "warm", or "cold" where each call met inputs that the L2 cache no longer held.
+        warm_up: untimed turns before rounds of one iteration each; None where rounds are medians.
+        to_ours: largest difference to ours on the checked inputs; None where it was not taken or is not finite.
+        ready: what of an encoder's grid is made before the call.
+        reports: measurements of the tolerance rule, tensor by tensor; of many tensors the worst.
     """
 
+    op: str
+    case: str
+    shape: str
+    direction: str
+    dtype: str
+    path: str
     name: str
+    group: str
     status: str
     note: str = ""
     rounds_ms: tuple[float, ...] = ()
     timer: str = ""
     peak_bytes: int | None = None
-    gate: tuple[GateReport, ...] = ()
-    to_ours: Difference | None = None
+    flops: int = 0
+    bytes_moved: int = 0
+    cache: str = "warm"
+    warm_up: int | None = None
+    to_ours: float | None = None
+    ready: str = ""
+    reports: tuple[ToleranceReport, ...] = ()
 
     @property
     def ms(self) -> float | None:
@@ -97,109 +103,77 @@ class Timed:
     def mean_ms(self) -> float | None:
         return statistics.fmean(self.rounds_ms) if self.rounds_ms else None
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """Ours and its peers on one case in one direction ("forward", "backward").
-
-    `path` is the path that ours took; `cache` is "warm", or "cold" where each call met inputs that
-    the L2 cache no longer held. `warm_up` is how many untimed turns came before rounds of one iteration each, None
-    where rounds are medians.
-    """
-
-    op: str
-    case: str
-    shape: str
-    direction: str
-    dtype: str
-    path: str
-    cache: str
-    flops: int
-    bytes_moved: int
-    ours: Timed
-    peers: tuple[Timed, ...]
-    warm_up: int | None = None
-
     @property
-    def best_peer(self) -> Timed | None:
-        """The fastest peer that is right."""
-        right = [peer for peer in self.peers if peer.status == OK and peer.rounds_ms and peer.name != OURS_FREE]
-        return min(right, key=lambda peer: statistics.median(peer.rounds_ms), default=None)
-
-    @property
-    def ratio(self) -> float | None:
-        """Best correct peer's time over ours; None without such a peer or where ours is not right."""
-        best = self.best_peer
-        if self.ours.status != OK or best is None or not best.ms or not self.ours.ms:
-            return None
-        return best.ms / self.ours.ms
-
-    @property
-    def ratio_range(self) -> tuple[float, float] | None:
-        """The smallest and largest ratio of a single round."""
-        if self.ratio is None or self.best_peer is None:
-            return None
-        pairs = zip(self.best_peer.rounds_ms, self.ours.rounds_ms, strict=True)
-        ratios = [theirs / ours for theirs, ours in pairs]
-        return min(ratios), max(ratios)
+    def halves_ms(self) -> tuple[float, ...]:
+        """The medians of the first and of the second half of all rounds."""
+        half = len(self.rounds_ms) // 2
+        return tuple(statistics.median(part) for part in (self.rounds_ms[:half], self.rounds_ms[half:]) if part)
 
     @property
     def tflops(self) -> float | None:
-        return self.flops / self.ours.ms / 1e9 if self.ours.ms else None
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One call of ours against the machine's ceilings.
-
-    `bytes_moved` counts each input read once and each output written once; `rounds_ms` as in
-    `Timed`.
-    """
-
-    op: str
-    case: str
-    shape: str
-    direction: str
-    dtype: str
-    path: str
-    timer: str
-    flops: int
-    bytes_moved: int
-    rounds_ms: tuple[float, ...]
+        return self.flops / self.ms / 1e9 if self.ms else None
 
     @property
-    def ms(self) -> float:
-        return statistics.median(self.rounds_ms)
-
-    @property
-    def gb_s(self) -> float:
-        return self.bytes_moved / self.ms / 1e6
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.ms / 1e9
+    def gb_s(self) -> float | None:
+        return self.bytes_moved / self.ms / 1e6 if self.ms else None
 
     @property
     def intensity(self) -> float:
         """FLOPs per byte moved."""
         return self.flops / self.bytes_moved
 
-    def bound(self, ceilings: Ceilings) -> str:
-        """Which ceiling sets the floor: "memory" or "compute"."""
-        return "memory" if self.intensity < ceilings.ridge else "compute"
-
     def floor_ms(self, ceilings: Ceilings) -> float:
-        """No version runs much faster: the larger of the two times at the measured ceilings."""
+        """The larger of the two times at the measured ceilings, below which no version runs."""
         moving = self.bytes_moved / ceilings.copy_gb_s / 1e6
         return max(moving, self.flops / ceilings.matmul_tflops / 1e9)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Records of one case, ours first."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def ours(self) -> Record:
+        return self.records[0]
+
+    @property
+    def baselines(self) -> tuple[Record, ...]:
+        return self.records[1:]
+
+    def best(self, *groups: str) -> Record | None:
+        """The fastest correct record of these groups, of all but ours unless groups are given."""
+        right = [one for one in self.records if one.status == OK and one.rounds_ms]
+        chosen = [one for one in right if (one.group in groups if groups else one.group != OURS)]
+        return min(chosen, key=lambda one: one.ms or 0.0, default=None)
+
+    @property
+    def ratios(self) -> tuple[float, float, float] | None:
+        """Time of the best correct baseline over ours, and the smallest and largest of a single round.
+
+        None without a correct baseline or where ours is not correct.
+        """
+        best = self.best()
+        if self.ours.status != OK or best is None or not best.ms or not self.ours.ms:
+            return None
+        rounds = [theirs / ours for theirs, ours in zip(best.rounds_ms, self.ours.rounds_ms, strict=True)]
+        return best.ms / self.ours.ms, min(rounds), max(rounds)
+
+
+def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, Group]:
+    """Groups by what `key` takes from a record, in order of appearance."""
+    found: dict[Any, list[Record]] = {}
+    for one in records:
+        found.setdefault(key(one), []).append(one)
+    return {value: Group(tuple(members)) for value, members in found.items()}
 
 
 @dataclass(frozen=True)
 class HostTime:
     """Host time of one kind of call, the least over all repetitions; None where it cannot be made.
 
-    `raw` marks the launch that the others are compared with, `target` is the most they may take of
-    it.
+    `raw` marks the launch that the others are compared with, `target` is the most they may take of it.
     """
 
     op: str
@@ -211,45 +185,22 @@ class HostTime:
 
 
 @dataclass(frozen=True)
-class EncoderRow:
-    """All contenders on one batch through a whole encoder, forward or a training step.
-
-    Wall times of the user's call; of `rounds_ms` the second half is a second pass over everything. `uncaptured` are the
-    peers that a user of the model can run, `assembled` those put together by hand under a CUDA graph. Their
-    `peak_bytes` hold the weights and the input too, and of a CUDA graph its whole pool. `ready` says by name what of
-    the batch's grid each has before the call.
-    """
-
-    row: str
-    shape: str
-    direction: str
-    dtype: str
-    path: str
-    flops: int
-    ours: tuple[Timed, ...]
-    uncaptured: tuple[Timed, ...]
-    assembled: tuple[Timed, ...]
-    ready: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def everyone(self) -> tuple[Timed, ...]:
-        return (*self.ours, *self.uncaptured, *self.assembled)
-
-
-@dataclass(frozen=True)
 class Report:
-    """Everything of one run."""
+    """Everything of one run; a profile is a record of ours."""
 
     provenance: Provenance
     ceilings: Ceilings | None = None
-    measurements: tuple[Measurement, ...] = ()
-    profiles: tuple[Profile, ...] = ()
+    records: tuple[Record, ...] = ()
+    profiles: tuple[Record, ...] = ()
     host: tuple[HostTime, ...] = ()
-    encoders: tuple[EncoderRow, ...] = ()
 
     def to_json(self) -> str:
-        document = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+        parts = [f'"schema": {SCHEMA}']
+        for name, value in dataclasses.asdict(self).items():
+            lines = [json.dumps(each, allow_nan=False) for each in value] if isinstance(value, tuple) else []
+            text = "[\n" + ",\n".join(lines) + "\n]" if lines else json.dumps(value, allow_nan=False)
+            parts.append(f'"{name}": {text}')
+        return "{" + ",\n".join(parts) + "}\n"
 
     @staticmethod
     def from_json(text: str) -> "Report":
@@ -257,21 +208,33 @@ class Report:
         document = json.loads(text)
         schema = document.pop("schema", None) if isinstance(document, dict) else None
         if schema != SCHEMA:
-            raise ValueError(f"wanted a vk bench document of schema {SCHEMA}, got schema {schema}")
+            raise ValueError(f"schema is {schema}, expected {SCHEMA}; give a file that --out wrote")
         try:
             return Report(
                 provenance=Provenance(**document["provenance"]),
                 ceilings=Ceilings(**document["ceilings"]) if document["ceilings"] else None,
-                measurements=tuple(map(_measurement, document["measurements"])),
-                profiles=tuple(_profile(entry) for entry in document["profiles"]),
+                records=tuple(map(_record, document["records"])),
+                profiles=tuple(map(_record, document["profiles"])),
                 host=tuple(HostTime(**entry) for entry in document["host"]),
-                encoders=tuple(map(_encoder_row, document.get("encoders", ()))),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a vk bench document of schema {SCHEMA}: {error}") from error
 
     def write(self, path: Path) -> None:
         replace_text(path, self.to_json())
+
+
+def _record(entry: dict[str, Any]) -> Record:
+    reports = tuple(ToleranceReport(**report) for report in entry["reports"])
+    return Record(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "reports": reports})
+
+
+def read_report(path: Path) -> Report:
+    """Raises ValueError for a file that --out did not write."""
+    try:
+        return Report.from_json(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not a JSON file that --out wrote: {error}") from error
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -301,32 +264,3 @@ def check_replaceable(path: Path) -> None:
 def _partial(path: Path) -> Path:
     path = path.resolve()
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
-
-
-def read_report(path: Path) -> Report:
-    """Raises ValueError for a file that --out did not write."""
-    try:
-        return Report.from_json(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"not a JSON file that --out wrote: {error}") from error
-
-
-def _timed(entry: dict[str, Any]) -> Timed:
-    gate = tuple(GateReport(**report) for report in entry["gate"])
-    far = entry.get("to_ours")
-    to_ours = None if far is None else Difference(**far)
-    return Timed(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "gate": gate, "to_ours": to_ours})
-
-
-def _measurement(entry: dict[str, Any]) -> Measurement:
-    peers = tuple(map(_timed, entry["peers"]))
-    return Measurement(**{**entry, "ours": _timed(entry["ours"]), "peers": peers})
-
-
-def _profile(entry: dict[str, Any]) -> Profile:
-    return Profile(**{**entry, "rounds_ms": tuple(entry["rounds_ms"])})
-
-
-def _encoder_row(entry: dict[str, Any]) -> EncoderRow:
-    groups = {name: tuple(map(_timed, entry[name])) for name in ("ours", "uncaptured", "assembled")}
-    return EncoderRow(**{**entry, **groups})

@@ -1,7 +1,7 @@
 """How long a call takes, and how much memory.
 
 On a GPU: device time, the median over replays of a CUDA graph that holds several calls, or, where a
-call cannot be captured, the median over calls between two events. On the CPU: wall time. Contenders
+call cannot be captured, the median over calls between two events. On the CPU: wall time. Implementations
 are timed in rounds of balanced order, so that clocks and temperature treat all of them alike.
 """
 
@@ -27,6 +27,11 @@ FLUSH_BYTES = 2**30
 WARM_UP_SECONDS = 1.5
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Timer:
     """`sample()` is one round's figure, milliseconds for one call; `calls` must live as long.
@@ -40,10 +45,10 @@ class Timer:
 
 
 def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of so many contenders in which each stands at every place, and right after every other, equally often.
+    """Orders of so many impls in which each stands at every place, and right after every other, equally often.
 
     What runs hot slows down what comes next. E. J. Williams, Experimental designs balanced for the estimation of
-    residual effects of treatments, 1949: as many orders as contenders, twice as many of an odd number.
+    residual effects of treatments, 1949: as many orders as impls, twice as many of an odd number.
     """
     zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
     orders = [[(index + turn) % count for index in zigzag] for turn in range(count)]
@@ -94,15 +99,16 @@ def on_timing_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def make_timer(calls: Sequence[Work], device: torch.device, briefly: bool = False) -> Timer:
+def make_timer(calls: Sequence[Work], device: torch.device, briefly: bool = False, wall: bool = False) -> Timer:
     """A timer of one call; several `calls` do the same on inputs of their own and take turns.
 
-    `briefly`, a sample is no median, but the mean of one replay's calls, or a single call.
+    `briefly`, a sample is no median, but the mean of one replay's calls, or a single call. `wall` times a call from a
+    device at rest until it is again; a CPU knows no other time.
     """
-    if device.type != "cuda":
+    if wall or device.type != "cuda":
         calls[0]()
         taken = itertools.cycle(calls)
-        return Timer("wall", lambda: _call_ms(next(taken)) if briefly else _wall_ms(calls), calls)
+        return Timer("wall", lambda: _call_ms(next(taken), device) if briefly else _wall_ms(calls, device), calls)
     stream = _stream(device)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
@@ -221,14 +227,18 @@ def _samples(ms: float) -> int:
     return max(MIN_SAMPLES, min(MAX_SAMPLES, math.ceil(ROUND_MS / max(ms, 1e-3))))
 
 
-def _wall_ms(calls: Sequence[Work]) -> float:
+def _wall_ms(calls: Sequence[Work], device: torch.device) -> float:
     times: list[float] = []
     while len(times) < MIN_SAMPLES and sum(times) < 4 * CPU_ROUND_MS or sum(times) < CPU_ROUND_MS:
-        times.append(_call_ms(calls[len(times) % len(calls)]))
+        times.append(_call_ms(calls[len(times) % len(calls)], device))
     return statistics.median(times)
 
 
-def _call_ms(call: Work) -> float:
+def _call_ms(call: Work, device: torch.device) -> float:
+    synchronize(device)
     start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+    result = call()
+    synchronize(device)
+    elapsed = time.perf_counter() - start
+    del result
+    return elapsed * 1e3

@@ -1,8 +1,8 @@
 """`vk bench tune`: the fastest launch of each kernel on this GPU, as rows that `configs.pick` reads.
 
-A point is one kernel in one call. Its candidates are judged by the gate, timed once, and the best of them in rounds of
-balanced order. What was measured is written after every point, and points that the file holds already are not
-measured again: a run that was broken off goes on where it was.
+A point is one kernel in one call. Its candidates pass the correctness check, are timed once, and the best of them in
+rounds of balanced order. Results are written after every point, and points that the file holds already are not measured
+again: a run that was broken off goes on where it was.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import ATEN, Launch, Row, as_document, read_rows
 from torch_ops._core.registry import INTERPRET
-from torch_ops.bench.measure.contest import Terms, bound_work, input_sets
-from torch_ops.bench.measure.gate import judge
+from torch_ops.bench.measure.check import check_impl
+from torch_ops.bench.measure.opbench import Check, OpBench, TunedKernel, one_line
 from torch_ops.bench.measure.results import OK, Provenance, replace_text
-from torch_ops.bench.measure.room import Room, Trial, TunedKernel, one_line
+from torch_ops.bench.measure.run import Setup, input_sets
 from torch_ops.bench.measure.timing import Timer, interleave, make_timer
 
 # Of the candidates those go to the final rounds that are within so much of the fastest, the fastest first.
@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate: what it took in the final rounds, or in its single trial, or why it cannot be had."""
+    """A candidate: what it took in the final rounds, or in its first measurement, or why it cannot be had."""
 
     launch: Launch
     ms: tuple[float, ...] = ()
@@ -166,7 +166,7 @@ def any_timed(tried: Sequence[Tried]) -> bool:
 
 
 def find_points(
-    room: Room, cases: Sequence[Any], paths: Sequence[str], kernels: Sequence[str], terms: Terms
+    bench: OpBench, cases: Sequence[Any], paths: Sequence[str], kernels: Sequence[str], setup: Setup
 ) -> list[tuple[Point, Any]]:
     """Every kernel that these calls take on these paths, once; `kernels` are the wanted ones, all where it is empty.
 
@@ -180,29 +180,29 @@ def find_points(
     for path in paths:
         with torch_ops.settings(path=path, rows=""):
             for case in cases:
-                for kernel in room.kernels(case, room.inputs(case, terms.dtype, terms.device, 0)):
+                for kernel in bench.kernels(case, bench.inputs(case, setup.dtype, setup.device, 0)):
                     launched[kernel.name] = None
                     wanted = not kernels or kernel.name in kernels
-                    if wanted and kernel.name in CANDIDATES and (terms.backward or not kernel.backward):
-                        point = Point(path, case.name, kernel, terms.cold)
+                    if wanted and kernel.name in CANDIDATES and (setup.backward or not kernel.backward):
+                        point = Point(path, case.name, kernel, setup.cold)
                         found.setdefault(point.key, (point, case))
     if not found:
         all_of_them = ", ".join(launched) or "no kernel that has candidates"
-        raise ValueError(f"nothing is left to tune: on {terms.device} these calls launch {all_of_them}")
+        raise ValueError(f"nothing is left to tune: on {setup.device} these calls launch {all_of_them}")
     return list(found.values())
 
 
-def search(room: Room, point: Point, case: Any, terms: Terms, on_step: Callable[[str], None]) -> list[Tried]:
+def search(bench: OpBench, point: Point, case: Any, setup: Setup, on_step: Callable[[str], None]) -> list[Tried]:
     """Every candidate of the point's kernel, the fastest first."""
     backward = point.kernel.backward
-    trials = room.trials(case, terms.dtype, terms.device, backward)
-    inputs = input_sets(room, case, terms, trials)
+    checks = bench.checks(case, setup.dtype, setup.device, backward)
+    inputs = input_sets(bench, case, setup, checks)
     timers: dict[Launch, Timer] = {}
     tried: dict[Launch, Tried] = {}
     for launch in CANDIDATES[point.kernel.name]:
         on_step(f"{point.key}: {_words(launch)}")
-        with _forced(point, launch), _fresh_builds(room.jits, point.kernel.name) as builds:
-            timer = _make(room, point, launch, case, inputs, trials, terms)
+        with _forced(point, launch), _fresh_builds(bench.jits, point.kernel.name) as builds:
+            timer = _make(bench, point, launch, case, inputs, checks, setup)
             if isinstance(timer, Timer) and any(getattr(build, "n_spills", 0) for build in builds()):
                 timer = "spills registers"
             if isinstance(timer, Timer) and timer.kind != "graph":
@@ -214,12 +214,12 @@ def search(room: Room, point: Point, case: Any, terms: Terms, on_step: Callable[
             tried[launch] = Tried(launch, (timer.sample(),))
     in_order = sorted(timers, key=lambda launch: tried[launch].best_ms)
     close = [one for one in in_order if tried[one].best_ms <= CLOSE * tried[in_order[0]].best_ms][:FINALISTS]
-    finals = interleave({str(index): timers[launch] for index, launch in enumerate(close)}, terms.rounds)
+    finals = interleave({str(index): timers[launch] for index, launch in enumerate(close)}, setup.rounds)
     for index, launch in enumerate(close):
         tried[launch] = Tried(launch, finals[str(index)])
-    # Single trials stand behind the finals, whatever luck they had.
+    # First measurements stand behind the finals, whatever luck they had.
     return [tried[one] for one in sorted(close, key=lambda one: tried[one].best_ms)] + [
-        dataclasses.replace(one, ms=(), note=one.note or f"{one.best_ms:.4f} ms in its trial")
+        dataclasses.replace(one, ms=(), note=one.note or f"{one.best_ms:.4f} ms at first")
         for launch, one in tried.items()
         if launch not in close
     ]
@@ -284,7 +284,13 @@ def _fresh_builds(jits: Sequence[Any], kernel: str) -> Iterator[Callable[[], lis
 
 
 def _make(
-    room: Room, point: Point, launch: Launch, case: Any, inputs: Sequence[Any], trials: Sequence[Trial], terms: Terms
+    bench: OpBench,
+    point: Point,
+    launch: Launch,
+    case: Any,
+    inputs: Sequence[Any],
+    checks: Sequence[Check],
+    setup: Setup,
 ) -> Timer | str:
     """A timer of ours as it is now, or why there is none."""
     backward = point.kernel.backward
@@ -292,13 +298,13 @@ def _make(
     try:
         if launch == ATEN and point.path == "portable":
             return "is not on the portable path"
-        if point.kernel.name not in {kernel.name for kernel in room.kernels(case, inputs[0])}:
+        if point.kernel.name not in {kernel.name for kernel in bench.kernels(case, inputs[0])}:
             return "calls of this length do not take it then"
-        verdict = judge(room.ours, case, trials, terms.dtype, terms.device, backward).of(direction)
-        if verdict.status != OK:
-            return verdict.note or verdict.status
-        work = [bound_work(room.ours.bind(case, each), direction, terms.device) for each in inputs]
-        return make_timer(work, terms.device)
+        checked = check_impl(bench.ours, case, checks, setup.dtype, setup.device, backward).of(direction)
+        if checked.status != OK:
+            return checked.note or checked.status
+        work = [bench.ours.bind(case, each).work(direction, setup.device) for each in inputs]
+        return make_timer(work, setup.device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         # No fault of the candidate's, or one that spoils whatever comes after it.
         raise

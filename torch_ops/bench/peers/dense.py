@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from torch_ops.bench.measure.room import Call, Contender
+from torch_ops.bench.measure.opbench import Call, Impl
 from torch_ops.bench.peers.packed import (
     BOUNDS,
     REFERENCE_BYTES,
@@ -117,21 +117,21 @@ def _bind_reference(case: DenseCase, inputs: DenseInputs) -> Call:
     return dense_call(inputs, forward)
 
 
-def _sdpa(name: str, backend: SDPBackend, refuses: Any, what: str) -> Contender:
+def _sdpa(name: str, backend: SDPBackend, refuses: Any, what: str) -> Impl:
     about = f"scaled_dot_product_attention by {what}, torch {torch.__version__}"
-    return Contender(name, partial(_bind_sdpa, backend), refuses, lambda: about)
+    return Impl(name, partial(_bind_sdpa, backend), about, refuses)
 
 
-DENSE_PEERS = (
+DENSE_BASELINES = (
     _sdpa(
         "cudnn", SDPBackend.CUDNN_ATTENTION, _cudnn_refuses, f"cuDNN {torch.backends.cudnn.version() or '(not here)'}"
     ),
     _sdpa("flash2", SDPBackend.FLASH_ATTENTION, _flash2_refuses, "FlashAttention-2"),
-    Contender("flash4", _bind_flash4, flash4_refuses, about_flash4),
+    Impl("flash4", _bind_flash4, about_flash4(), flash4_refuses),
     _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION, _efficient_refuses, "its memory-efficient kernels"),
     _sdpa("math", SDPBackend.MATH, _math_refuses, "plain products and softmax"),
-    Contender(
-        "reference", _bind_reference, lambda case, dtype, device: _too_large(case, dtype),
-        lambda: "torch_ops.testing.references, one sequence after the other in eager PyTorch",
+    Impl(
+        "reference", _bind_reference, "torch_ops.testing.references, one sequence after the other in eager PyTorch",
+        lambda case, dtype, device: _too_large(case, dtype),
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from torch_ops.bench.measure.room import Call, Contender, one_line
+from torch_ops.bench.measure.opbench import Call, Impl, one_line
 from torch_ops.testing import references
 from torch_ops.testing.cases import DenseCase, WindowAttnCase, WindowAttnInputs
 
@@ -222,36 +222,29 @@ def _bind_reference(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn |
     return packed_call(inputs, forward, turn)
 
 
-CUDNN = Contender(
-    "cudnn",
-    _bind_cudnn,
-    _cudnn_refuses,
-    lambda: f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version() or '(not here)'}",
-)
-FLASH2 = Contender(
-    "flash2",
-    _bind_flash2,
-    _flash2_refuses,
-    lambda: f"FlashAttention-2, varlen_attn of torch {torch.__version__}",
-)
-FLASH4 = Contender("flash4", _bind_flash4, _packed_flash4_refuses, about_flash4)
-REFERENCE = Contender(
-    "reference",
-    _bind_reference,
+CUDNN = Impl(
+    "cudnn", _bind_cudnn,
+    f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version() or '(not here)'}", _cudnn_refuses,
+)  # fmt: skip
+FLASH2 = Impl(
+    "flash2", _bind_flash2, f"FlashAttention-2, varlen_attn of torch {torch.__version__}", _flash2_refuses,
+)  # fmt: skip
+FLASH4 = Impl("flash4", _bind_flash4, about_flash4(), _packed_flash4_refuses)
+REFERENCE = Impl(
+    "reference", _bind_reference, "torch_ops.testing.references, one segment after the other in eager PyTorch",
     _reference_refuses,
-    lambda: "torch_ops.testing.references, one segment after the other in eager PyTorch",
-)
-PEERS = (CUDNN, FLASH2, FLASH4, REFERENCE)
+)  # fmt: skip
+BASELINES = (CUDNN, FLASH2, FLASH4, REFERENCE)
 
 _BINDS = {CUDNN: _bind_cudnn, FLASH2: _bind_flash2, FLASH4: _bind_flash4, REFERENCE: _bind_reference}
 
 
-def turned_first(peer: Contender, name: str, turn_of: Callable[[Any], Turn], about: str) -> Contender:
-    """One of PEERS with `turn_of(inputs)` before it, which `about` describes; its tensors are packed."""
-    bind = _BINDS[peer]
-    return Contender(
+def turned_first(baseline: Impl, name: str, turn_of: Callable[[Any], Turn], about: str) -> Impl:
+    """One of BASELINES with `turn_of(inputs)` before it, which `about` describes; its tensors are packed."""
+    bind = _BINDS[baseline]
+    return Impl(
         name,
         lambda case, inputs: bind(case, inputs, turn_of(inputs)),
-        peer.refuses,
-        lambda: f"{about}, then {peer.about()}",
+        f"{about}, then {baseline.about}",
+        baseline.refuses,
     )

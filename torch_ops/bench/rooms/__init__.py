@@ -1,1 +1,1 @@
-"""One room an op: its cases, peers and calls."""
+"""The benchmark of each op: its cases, baselines and calls."""

@@ -1,6 +1,6 @@
-"""The bench room of `vk::attention`; its command is that of `attention_command`."""
+"""The benchmark of `vk::attention`; its command is that of `attention_command`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,97 +9,67 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
-from torch_ops.bench.measure.room import Call, Contender, HostCall, Room, Trial, TunedKernel
-from torch_ops.bench.peers.dense import DENSE_PEERS, dense_call
+from torch_ops.bench.measure.machine import dtype_name
+from torch_ops.bench.measure.opbench import Call, Check, HostCall, Impl, OpBench, TunedKernel, op_calls, ours
+from torch_ops.bench.measure.results import OURS as GROUP
+from torch_ops.bench.peers.dense import DENSE_BASELINES, dense_call
 from torch_ops.bench.rooms.dense_cases import dense_notation, find_dense_cases, longest_dense_within, shorten_dense
 from torch_ops.bench.rooms.packed import (
     JITS,
     attention_cost,
     attention_path,
+    entries_for_truth,
     explained,
     is_masked,
-    room_for_truth,
     truth_of,
 )
-from torch_ops.testing.cases import DenseCase, DenseInputs, dense_cases, make_dense_inputs
+from torch_ops.testing.cases import DenseCase, DenseInputs, make_dense_inputs
 
 # The case whose host time is taken: so small that the device is never behind.
 HOST_CASE = "1x16x128x64"
-PROFILED = "b8h32s2048d128_causal"
 # Ours, where it computes in another type than the inputs'; the second only where it is asked for.
 OURS_AS_FP16, OURS_AS_BF16 = "vk_as_fp16", "vk_as_bf16"
 
 
-def _ours(
-    name: str, about: str, refuses: Any = lambda case, dtype, device: "", rest: dict[str, Any] | None = None,
-    **options: Any,
-) -> Contender:  # fmt: skip
+def _bind(options: dict[str, Any], case: DenseCase, inputs: DenseInputs) -> Call:
     op = partial(torch_ops.attention, **options)
-
-    def bind(case: DenseCase, inputs: DenseInputs) -> Call:
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = inputs.call(op, q=q, k=k, v=v)
-            return out
-
-        return dense_call(inputs, forward)
-
-    return Contender(name, bind, refuses, lambda: about, **(rest or {}))
+    return dense_call(inputs, lambda q, k, v: inputs.call(op, q=q, k=k, v=v))
 
 
-OURS = _ours(results.OURS, "vk::attention")
+OURS = ours(partial(_bind, {}), "vk::attention")
 
 
-def _in_half(name: str, dtype: torch.dtype, short: str) -> Contender:
-    return _ours(
-        name,
+def _in_half(name: str, dtype: torch.dtype, short: str) -> Impl:
+    return Impl(
+        name, partial(_bind, {"compute_dtype": dtype}),
         f"torch_ops.attention with compute_dtype={dtype}: fp32 inputs are rounded to {short}, computed with at its "
         "rate and error, and the results are fp32",
         lambda case, dtype, device: "" if dtype is torch.float32 else "is for fp32 inputs",
-        {"yardstick": f"computes in {short} what comes in fp32, which is less work and less accurate"},
-        compute_dtype=dtype,
-    )
+        reference_point=f"computes in {short} what comes in fp32, which is less work and less accurate",
+        group=GROUP,
+    )  # fmt: skip
 
 
 AS_FP16 = _in_half(OURS_AS_FP16, torch.float16, "fp16")
 AS_BF16 = _in_half(OURS_AS_BF16, torch.bfloat16, "bf16")
 
 
-def _cases(wanted: Sequence[str], device: torch.device) -> tuple[DenseCase, ...]:
-    if wanted:
-        return find_dense_cases(wanted)
-    return dense_cases("bench" if device.type == "cuda" else "smoke")
-
-
-def _profiled(wanted: Sequence[str], device: torch.device) -> tuple[DenseCase, ...]:
-    if wanted:
-        return find_dense_cases(wanted)
-    return find_dense_cases([PROFILED]) if device.type == "cuda" else dense_cases("smoke")[:1]
-
-
-def _default_peers(device: torch.device) -> tuple[str, ...]:
-    """Those of 16-bit types and those of fp32; what cannot run a type says so."""
-    if device.type != "cuda":
-        return OURS_AS_FP16, "math"
-    return OURS_AS_FP16, "cudnn", "flash2", "flash4", "efficient", "math"
-
-
-def _trials(case: DenseCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+def _checks(case: DenseCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
     """Every row and head of a shortened case and, where it was shortened, the last key head of the last sequence of the
     case itself, as of packed attention."""
-    entries, entries_of_one = room_for_truth(device)
+    entries, entries_of_one = entries_for_truth(device)
     reduced = shorten_dense(case, entries)
 
-    def draw(seed: int) -> Trial:
+    def draw(seed: int) -> Check:
         inputs = make_dense_inputs(reduced, dtype, device, seed=1 + 2 * seed)
         truths = truth_of(inputs, torch.float64, backward), truth_of(inputs, dtype, backward)
-        return Trial(dense_notation(reduced), reduced, inputs, lambda name, tensor: tensor, *truths, again=draw)
+        return Check(dense_notation(reduced), reduced, inputs, *truths, again=draw)
 
-    trials = [draw(0)]
+    checks = [draw(0)]
     # Which weights dropout leaves out depends on the numbers of sequence and head.
     if reduced == case or case.options.get("dropout_p"):
-        return trials
+        return checks
     group = case.num_heads // (case.num_k_heads or case.num_heads)
     whole = longest_dense_within(case, entries_of_one // group)
     label = f"{dense_notation(whole)}, the last of {case.num_heads // group} key heads"
@@ -107,14 +77,14 @@ def _trials(case: DenseCase, dtype: torch.dtype, device: torch.device, backward:
     def look(name: str, tensor: Tensor) -> Tensor:
         return tensor[-1:, -1:] if name in ("k", "v", "dk", "dv") else tensor[-1:, -group:]
 
-    def draw_last(seed: int) -> Trial:
+    def draw_last(seed: int) -> Check:
         inputs = make_dense_inputs(whole, dtype, device, seed=2 + 2 * seed)
         tensors: dict[str, Any] = {name: look(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")}
         cut = replace(inputs, options=_options_of_last(inputs.options, group), **tensors)
         truths = truth_of(cut, torch.float64, backward), truth_of(cut, dtype, backward)
-        return Trial(label, whole, inputs, look, *truths, again=draw_last)
+        return Check(label, whole, inputs, *truths, look=look, again=draw_last)
 
-    return [*trials, draw_last(0)]
+    return [*checks, draw_last(0)]
 
 
 def _options_of_last(options: dict[str, Any], group: int) -> dict[str, Any]:
@@ -127,21 +97,13 @@ def _options_of_last(options: dict[str, Any], group: int) -> dict[str, Any]:
 
 
 def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
-    """From ATen's smallest op to the public function with gradients, on one small case."""
-    (case,) = find_dense_cases([HOST_CASE])
+    """From the kernel to the public function with gradients, on one small case."""
+    (case,) = find_dense_cases([HOST_CASE], device)
     inputs = make_dense_inputs(case, dtype, device)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    leaf = q.detach().clone().requires_grad_()
-    op = torch.ops.vk.attention
-    number = torch.ones(16, device=device)
     launch, why = _raw_launch(inputs)
     return [
-        HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("raw Triton launch of the forward kernel", launch, raw=True, note=why),
-        HostCall("torch.ops.vk.attention", lambda: op(q, k, v), target=1.8),
-        HostCall("torch_ops.attention", lambda: torch_ops.attention(q, k, v), target=1.8),
-        HostCall("torch.ops.vk.attention with gradients", lambda: op(leaf, k, v), target=2.5),
-        HostCall("torch_ops.attention with gradients", lambda: torch_ops.attention(leaf, k, v), target=2.5),
+        *op_calls("attention", lambda function, q: partial(function, q, inputs.k, inputs.v), inputs.q),
     ]
 
 
@@ -155,32 +117,16 @@ def _raw_launch(inputs: DenseInputs) -> tuple[Callable[[], object] | None, str]:
 
 
 def _kernels(case: DenseCase, inputs: DenseInputs) -> list[TunedKernel]:
-    return [
-        TunedKernel(
-            name=name,
-            backward="bwd" in name,
-            dtype=str(inputs.q.dtype).removeprefix("torch."),
-            head_dim=case.head_dim,
-            masked=is_masked(inputs.options),
-            length=(inputs.k if "dkdv" in name else inputs.q).shape[2],
-        )
-        for name in explained(inputs)["kernels"]
-    ]
+    dtype, masked = dtype_name(inputs.q.dtype), is_masked(inputs.options)
+    lengths = {name: (inputs.k if "dkdv" in name else inputs.q).shape[2] for name in explained(inputs)["kernels"]}
+    return [TunedKernel(name, "bwd" in name, dtype, case.head_dim, masked, length) for name, length in lengths.items()]
 
 
-ROOM = Room(
-    op="attention",
-    cases=_cases,
-    profiled=_profiled,
-    shape=dense_notation,
-    inputs=make_dense_inputs,
-    trials=_trials,
-    cost=attention_cost,
-    path=attention_path,
-    ours=OURS,
-    peers=(AS_FP16, AS_BF16, *DENSE_PEERS),
-    default_peers=_default_peers,
-    host_calls=_host_calls,
-    kernels=_kernels,
-    jits=JITS,
-)
+BENCH = OpBench(
+    op="attention", cases=find_dense_cases, profiled="b8h32s2048d128_causal", shape=dense_notation,
+    inputs=make_dense_inputs, checks=_checks, cost=attention_cost, path=attention_path, ours=OURS,
+    baselines=(AS_FP16, AS_BF16, *DENSE_BASELINES),
+    # Those of 16-bit types and those of fp32; what cannot run a type says so.
+    usual={"cuda": (OURS_AS_FP16, "cudnn", "flash2", "flash4", "efficient", "math"), "cpu": (OURS_AS_FP16, "math")},
+    host_calls=_host_calls, kernels=_kernels, jits=JITS,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The bench room of `vk::attention_decode`: next to PyTorch's attention on caches that are full."""
+"""The benchmark of `vk::attention_decode`: next to PyTorch's attention on caches that are full."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,26 +13,36 @@ import torch_ops
 from csrc_free_ops.attention.portable import decode
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
-from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
+from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, select
 from torch_ops.bench.peers.dense import sdpa_options
+from torch_ops.bench.rooms.dense_cases import parse_dense
 from torch_ops.testing import references
-from torch_ops.testing.cases import DECODE, DecodeCase, DecodeInputs, decode_cases, make_decode_inputs
+from torch_ops.testing.cases import DECODE, DecodeCase, DecodeInputs, make_decode_inputs
 
-PROFILED = "llama_b16_8192"
+NOTATION = ", a pattern of names, or BATCHxHEADS[/KEY_HEADS]xTOKENS/KEYSxHEAD_DIM such as 16x32/8x1/8192x128"
 # So small that the device is never behind.
 HOST_CASE = DecodeCase("host", "a small cache", (128,), 128, 32, 8, 128)
 
 
-def _cases(wanted: Sequence[str], device: torch.device) -> tuple[DecodeCase, ...]:
-    if wanted:
-        return find_named(DECODE, wanted)
-    return decode_cases("bench" if device.type == "cuda" else "smoke")
+def _find(wanted: Sequence[str], device: torch.device) -> tuple[DecodeCase, ...]:
+    return select(DECODE, wanted, device, _from_notation, NOTATION)
 
 
-def _profiled(wanted: Sequence[str], device: torch.device) -> tuple[DecodeCase, ...]:
-    if wanted:
-        return find_named(DECODE, wanted)
-    return find_named(DECODE, [PROFILED]) if device.type == "cuda" else decode_cases("smoke")[:1]
+def _from_notation(text: str) -> DecodeCase | None:
+    """A step of decoding with full caches of so many keys."""
+    shape = parse_dense(text)
+    if shape is None:
+        return None
+    queries, keys = shape["length"], shape["k_length"]
+    if not 1 <= queries <= min(16, keys):
+        raise ValueError(
+            f"{text!r} has {queries} new tokens and {keys} keys; give 1 to 16 tokens, which are among the keys"
+        )
+    lengths = (keys,) * shape["batch"]
+    return DecodeCase(
+        text, "the shape that was asked for", lengths, keys, shape["heads"], shape["k_heads"], shape["dim"],
+        queries=queries,
+    )  # fmt: skip
 
 
 def _notation(case: DecodeCase) -> str:
@@ -44,14 +54,8 @@ def _call(inputs: DecodeInputs, function: Callable[..., Any]) -> Call:
     return Call(lambda: inputs.call(function), {}, inputs.q)
 
 
-def _contender(
-    name: str, function: Callable[..., Any], about: str,
-    refuses: Callable[[DecodeCase, torch.dtype, torch.device], str] = lambda case, dtype, device: "",
-) -> Contender:  # fmt: skip
-    def bind(case: DecodeCase, inputs: DecodeInputs) -> Call:
-        return _call(inputs, function)
-
-    return Contender(name, bind, refuses, lambda: about, directions=("forward",))
+def _impl(name: str, function: Callable[..., Any], about: str, **rest: Any) -> Impl:
+    return Impl(name, lambda case, inputs: _call(inputs, function), about, directions=("forward",), **rest)
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -76,33 +80,29 @@ def _sdpa_refuses(
     return "takes fp16 and bf16 only" if needs_half and dtype.itemsize != 2 else ""
 
 
-def _sdpa_peer(name: str, backend: SDPBackend, needs_half: bool = True) -> Contender:
+def _sdpa_baseline(name: str, backend: SDPBackend, needs_half: bool = True) -> Impl:
     about = f"scaled_dot_product_attention by {backend.name}, torch {torch.__version__}"
-    return _contender(name, partial(_sdpa, backend), about, partial(_sdpa_refuses, backend, needs_half))
+    return _impl(name, partial(_sdpa, backend), about, refuses=partial(_sdpa_refuses, backend, needs_half))
 
 
-OURS = _contender(results.OURS, torch_ops.attention_decode, "vk::attention_decode")
-PEERS = (
-    _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
+OURS = _impl(results.VK, torch_ops.attention_decode, "vk::attention_decode", group=results.OURS)
+BASELINES = (
+    _sdpa_baseline("cudnn", SDPBackend.CUDNN_ATTENTION),
     # FlashAttention-2, which splits keys where there are few queries.
-    _sdpa_peer("flash2", SDPBackend.FLASH_ATTENTION),
-    _sdpa_peer("math", SDPBackend.MATH, needs_half=False),
-    _contender(
+    _sdpa_baseline("flash2", SDPBackend.FLASH_ATTENTION),
+    _sdpa_baseline("math", SDPBackend.MATH, needs_half=False),
+    _impl(
         "reference", lambda *args, **options: references.attention_decode(*args, **options)[0], "eager PyTorch"
     ),
 )  # fmt: skip
 
 
-def _default_peers(device: torch.device) -> tuple[str, ...]:
-    return ("cudnn", "flash2", "math") if device.type == "cuda" else ("reference",)
-
-
-def _trials(case: DecodeCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+def _checks(case: DecodeCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
     inputs = make_decode_inputs(case, dtype, device, seed=1)
     exact, eager = (
         {"out": each.call(references.attention_decode)[0]} for each in (inputs.to(torch.float64), inputs)
     )  # fmt: skip
-    return [Trial(case.name, case, inputs, lambda name, tensor: tensor, exact, eager)]
+    return [Check(case.name, case, inputs, exact, eager)]
 
 
 def _cost(inputs: DecodeInputs, backward: bool) -> Cost:
@@ -143,7 +143,6 @@ def _kernels(case: DecodeCase, inputs: DecodeInputs) -> list[TunedKernel]:
 
 def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     inputs = make_decode_inputs(HOST_CASE, dtype, device)
-    number = torch.ones(16, device=device)
     op = torch.ops.vk.attention_decode
     launch, why = None, "there is none on this device"
     if _explained(inputs)["path"] != "reference":
@@ -152,7 +151,6 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
         launch, why = launches.replay, ""
     few = partial(op, inputs.q, inputs.k_cache, inputs.v_cache, inputs.cache_seqlens)
     return [
-        HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("raw Triton launch of the kernel", launch, raw=True, note=why),
         HostCall("torch.ops.vk.attention_decode in one split", lambda: few(num_splits=1), target=1.8),
         HostCall("torch.ops.vk.attention_decode in four splits", lambda: few(num_splits=4)),
@@ -160,19 +158,10 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     ]
 
 
-ROOM = Room(
-    op="attention_decode",
-    cases=_cases,
-    profiled=_profiled,
-    shape=_notation,
-    inputs=make_decode_inputs,
-    trials=_trials,
-    cost=_cost,
-    path=lambda inputs: str(_explained(inputs)["path"]),
-    ours=OURS,
-    peers=PEERS,
-    default_peers=_default_peers,
-    host_calls=_host_calls,
-    kernels=_kernels,
+BENCH = OpBench(
+    op="attention_decode", cases=_find, profiled="llama_b16_8192", shape=_notation, inputs=make_decode_inputs,
+    checks=_checks, cost=_cost, path=lambda inputs: str(_explained(inputs)["path"]), ours=OURS,
+    baselines=BASELINES, usual={"cuda": ("cudnn", "flash2", "math"), "cpu": ("reference",)},
+    host_calls=_host_calls, kernels=_kernels,
     jits=tuple(vars(decode)[name] for name in ("_attention_decode_kernel", "_attention_decode_combine_kernel")),
-)
+)  # fmt: skip

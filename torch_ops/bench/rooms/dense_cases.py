@@ -7,23 +7,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch_ops.bench.measure.room import named
-from torch_ops.bench.rooms.packed_cases import longest_within, shorten
-from torch_ops.testing.cases import DENSE, DenseCase, WindowAttnCase, dense_cases
+import torch
 
-NOTATION = re.compile(
-    r"(?P<batch>\d+)x(?P<heads>\d+)(?:/(?P<k_heads>\d+))?"
-    r"x(?P<length>\d+)(?:/(?P<k_length>\d+))?x(?P<dim>\d+)(?P<causal>c?)"
+from torch_ops.bench.measure.opbench import select
+from torch_ops.bench.rooms.packed_cases import longest_within, shorten
+from torch_ops.testing.cases import DENSE, DenseCase, WindowAttnCase
+
+PATTERN = re.compile(
+    r"(?P<batch>\d+)x(?P<heads>\d+)(?:/(?P<k_heads>\d+))?x(?P<length>\d+)(?:/(?P<k_length>\d+))?x(?P<dim>\d+)"
+)
+NOTATION = (
+    ", a pattern of names such as 'b8h32*', or BATCHxHEADS[/KEY_HEADS]xLENGTHxHEAD_DIM[c] such as 2x8/4x1024x128c"
 )
 
 
-def find_dense_cases(wanted: Sequence[str]) -> tuple[DenseCase, ...]:
+def find_dense_cases(wanted: Sequence[str], device: torch.device) -> tuple[DenseCase, ...]:
     """Cases by name, by a pattern of names or in the notation; ValueError names the choices."""
-    found: dict[str, DenseCase] = {}
-    for text in (text.strip() for item in wanted for text in item.split(",")):
-        cases = named(DENSE, text) or (_from_notation(text),)
-        found |= {case.name: case for case in cases}
-    return tuple(found.values())
+    return select(DENSE, wanted, device, _from_notation, NOTATION)
 
 
 def dense_notation(case: DenseCase) -> str:
@@ -34,26 +34,6 @@ def dense_notation(case: DenseCase) -> str:
     if case.k_length not in (None, case.length):
         length += f"/{case.k_length}"
     return f"{case.batch}x{heads}x{length}x{case.head_dim}{'c' if case.options.get('causal') else ''}"
-
-
-def dense_case(
-    batch: int, heads: int, k_heads: int, length: int, head_dim: int, causal: bool, k_length: int | None = None,
-    name: str = "",
-) -> DenseCase:  # fmt: skip
-    """The case of these numbers, called by its notation unless it has a name."""
-    case = DenseCase(
-        name=name,
-        reaches="the shape that was asked for",
-        batch=batch,
-        num_heads=heads,
-        length=length,
-        head_dim=head_dim,
-        num_k_heads=None if k_heads == heads else k_heads,
-        k_length=None if k_length in (None, length) else k_length,
-        options={"causal": True} if causal else {},
-        tags=frozenset({"bench"}),
-    )
-    return case if name else replace(case, name=dense_notation(case))
 
 
 def shorten_dense(case: DenseCase, entries: int) -> DenseCase:
@@ -81,22 +61,31 @@ def _batched(case: DenseCase, packed: WindowAttnCase) -> DenseCase:
     return replace(case, batch=len(packed.lengths), length=packed.lengths[0], k_length=k_length)
 
 
-def _from_notation(text: str) -> DenseCase:
-    match = NOTATION.fullmatch(text)
+def parse_dense(text: str) -> dict[str, int] | None:
+    """The numbers of a shape by name, None of another text; ValueError says which number to change."""
+    match = PATTERN.fullmatch(text)
     if match is None:
-        names = ", ".join(case.name for case in (*dense_cases("bench"), *dense_cases("smoke")))
-        raise ValueError(
-            f"no case is called {text!r}; give one of {names}, a pattern of names such as 'b8h32*', or "
-            f"BATCHxHEADSxLENGTHxHEAD_DIM[c] such as 1x8x512x64 or 2x8/4x1024x128c"
-        )
-    part = match.groupdict()
-    batch, heads, length, dim = (int(part[name]) for name in ("batch", "heads", "length", "dim"))
-    k_heads = int(part["k_heads"] or heads)
-    if not batch or not heads or not length:
-        raise ValueError(f"{text!r} has nothing in it; give numbers of 1 or more")
+        return None
+    shape = {name: int(number) for name, number in match.groupdict().items() if number is not None}
+    heads, k_heads, dim = shape["heads"], shape.setdefault("k_heads", shape["heads"]), shape["dim"]
+    shape.setdefault("k_length", shape["length"])
+    if not all(shape[name] for name in ("batch", "heads", "length")):
+        raise ValueError(f"{text!r} is empty; give numbers of 1 or more")
     if k_heads < 1 or heads % k_heads:
-        raise ValueError(f"{text!r} has {heads} heads on {k_heads} key heads; give a divisor")
+        raise ValueError(f"{text!r} has {heads} query heads and {k_heads} key heads; give a divisor of {heads}")
     if dim % 8 or not 8 <= dim <= 256:
         raise ValueError(f"{text!r} has head dim {dim}; give a multiple of 8 from 8 to 256")
-    k_length = None if part["k_length"] is None else int(part["k_length"])
-    return dense_case(batch, heads, k_heads, length, dim, bool(part["causal"]), k_length, text)
+    return shape
+
+
+def _from_notation(text: str) -> DenseCase | None:
+    shape = parse_dense(text.removesuffix("c"))
+    if shape is None:
+        return None
+    return DenseCase(
+        name=text, reaches="the shape that was asked for", batch=shape["batch"], num_heads=shape["heads"],
+        length=shape["length"], head_dim=shape["dim"],
+        num_k_heads=None if shape["k_heads"] == shape["heads"] else shape["k_heads"],
+        k_length=None if shape["k_length"] == shape["length"] else shape["k_length"],
+        options={"causal": True} if text.endswith("c") else {}, tags=frozenset({"bench"}),
+    )  # fmt: skip

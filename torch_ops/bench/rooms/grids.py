@@ -1,24 +1,34 @@
-"""What the bench rooms of the ops on image grids share: calls of cases by name, peers, host time.
+"""What the benchmarks of the ops on image grids share: calls of cases by name, baselines, host time.
 
-Peers are the eager form and what torch.compile makes of it. What Transformers does for its Qwen-VL encoders reads the
-grid back to the host, which is part of its time.
+Baselines are the eager form and what torch.compile makes of it. Transformers' code for Qwen-VL encoders reads the grid
+back to the host, which is part of its time.
 """
 
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_ops.bench.measure import results
-from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named, one_line
+from torch_ops.bench.measure.opbench import (
+    Call,
+    Check,
+    Cost,
+    HostCall,
+    Impl,
+    OpBench,
+    TunedKernel,
+    one_line,
+    op_calls,
+    select,
+)
+from torch_ops.bench.measure.results import OURS, VK
 from torch_ops.testing.cases import GridCase, GridInputs, grid_cases, make_grid_inputs
-
-PROFILED = "qwen3vl_8x896"
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,10 @@ class GridCall:
     name: str
     case: GridCase
     options: tuple[str, ...] = ()
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return self.case.tags
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class CallInputs(GridInputs):
 
 @dataclass(frozen=True)
 class Eager:
-    """The eager form of an op. `source` is the distribution that it needs, if any, for `about` to name."""
+    """The eager form of an op. `source` is the distribution that it needs, if any; `about` names it."""
 
     function: Callable[..., Any]
     what: str
@@ -53,6 +67,7 @@ class Eager:
             return one_line(error)
         return ""
 
+    @property
     def about(self) -> str:
         if not self.source:
             return f"{self.what}, torch {torch.__version__}"
@@ -71,94 +86,89 @@ def _draw(call: GridCall, dtype: torch.dtype, device: torch.device, seed: int) -
     return CallInputs(**vars(make_grid_inputs(call.case, dtype, device, seed)), call=call)
 
 
-def make_room(
-    function: Callable[..., Any], reference: Callable[[torch.dtype], Callable[..., Any]], eager: Eager,
-    arguments: Callable[[CallInputs], tuple[Any, ...]], cost: Callable[[CallInputs, bool], Cost],
-    kernels: tuple[str, ...], jits: tuple[Any, ...], *, leaf: str = "",
-    dout: Callable[[CallInputs], Tensor] = lambda inputs: inputs.dout, outputs: tuple[str, ...] = ("out",),
-    options: Sequence[tuple[str, ...]] = ((),),
-    rows: Callable[[CallInputs], tuple[torch.dtype, int]] = lambda inputs: (inputs.x.dtype, inputs.x.shape[1]),
-) -> Room:  # fmt: skip
-    """The room of the op whose public function this is.
+@dataclass(frozen=True)
+class GridOp:
+    """An op on image grids.
 
-    `reference(dtype)` is the same maths, of tensors of that dtype. `leaf` names what is differentiated, the first of
-    the `arguments`; without one there is no backward. `rows` are those that launches are for: their dtype and width.
+    Attributes:
+        function: its public function.
+        reference: `reference(dtype)`, the same maths on tensors of that dtype.
+        kernels: what rows tune, by the kernels' names.
+        leaf: the name of the first of the `arguments`, which is differentiated; without one there is no backward.
+        rows: what launches are for: their dtype and width.
     """
-    op = function.__name__
-    directions = ("forward", "backward") if leaf else ("forward",)
 
-    def bind(function: Callable[..., Any], inputs: CallInputs) -> Call:
-        args = arguments(inputs)
-        leaves = {}
-        if leaf:
-            leaves = {leaf: args[0].detach().requires_grad_()}
-            args = (leaves[leaf], *args[1:])
-        return Call(lambda: function(*args), leaves, dout(inputs), outputs=outputs)
+    function: Callable[..., Any]
+    reference: Callable[[torch.dtype], Callable[..., Any]]
+    eager: Eager
+    arguments: Callable[[CallInputs], tuple[Any, ...]]
+    cost: Callable[[CallInputs, bool], Cost]
+    kernels: dict[str, Any]
+    leaf: str = ""
+    dout: Callable[[CallInputs], Tensor] = lambda inputs: inputs.dout
+    outputs: tuple[str, ...] = ("out",)
+    options: Sequence[tuple[str, ...]] = ((),)
+    rows: Callable[[CallInputs], tuple[torch.dtype, int]] = lambda inputs: (inputs.x.dtype, inputs.x.shape[1])
 
-    def truth(inputs: CallInputs, dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
+    def bind(self, function: Callable[..., Any], inputs: CallInputs) -> Call:
+        args, leaves = self.arguments(inputs), {}
+        if self.leaf:
+            leaves = {self.leaf: args[0].detach().requires_grad_()}
+            args = (leaves[self.leaf], *args[1:])
+        return Call(lambda: function(*args), leaves, self.dout(inputs), outputs=self.outputs)
+
+    def truth(self, inputs: CallInputs, dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
         drawn = {name: getattr(inputs, name).to(dtype) for name in ("x", "table", "dout")}
-        return bind(reference(dtype), replace(inputs, **drawn)).results(backward)
+        return self.bind(self.reference(dtype), replace(inputs, **drawn)).results(backward)
 
-    def with_options(cases: Sequence[GridCase]) -> tuple[GridCall, ...]:
-        return tuple(GridCall("_".join((case.name, *chosen)), case, chosen) for case in cases for chosen in options)
+    def with_options(self, cases: Sequence[GridCase]) -> tuple[GridCall, ...]:
+        return tuple(
+            GridCall("_".join((case.name, *chosen)), case, chosen) for case in cases for chosen in self.options
+        )
+
+
+def make_bench(of: GridOp) -> OpBench:
+    op = of.function.__name__
 
     def find(wanted: Sequence[str], device: torch.device) -> tuple[GridCall, ...]:
-        if wanted:
-            return find_named(with_options((*grid_cases("bench"), *grid_cases("smoke"))), wanted)
-        return with_options(grid_cases("bench" if device.type == "cuda" else "smoke"))
+        return select(of.with_options((*grid_cases("bench"), *grid_cases("smoke"))), wanted, device)
 
-    def profiled(wanted: Sequence[str], device: torch.device) -> tuple[GridCall, ...]:
-        named = [PROFILED + "*"] if device.type == "cuda" else []
-        return find(wanted or named, device)[: None if wanted else 1]
-
-    def trials(call: GridCall, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+    def checks(call: GridCall, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
         inputs = _draw(call, dtype, device, 1)
-        truths = (truth(inputs, kind, backward) for kind in (torch.float64, rows(inputs)[0]))
-        return [Trial(call.name, call, inputs, lambda name, tensor: tensor, *truths)]
+        truths = (of.truth(inputs, kind, backward) for kind in (torch.float64, of.rows(inputs)[0]))
+        return [Check(call.name, call, inputs, *truths)]
 
     def host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
-        args = arguments(_draw(with_options(grid_cases("smoke"))[0], dtype, device, 0))
-        number = torch.ones(16, device=device)
-        return [
-            HostCall("ATen add", lambda: torch.add(number, number)),
-            HostCall("raw Triton launch", None, raw=True, note="not taken"),
-            HostCall(f"torch.ops.vk.{op}", lambda: getattr(torch.ops.vk, op)(*args)),
-            HostCall(f"torch_ops.{op}", lambda: function(*args)),
-        ]
+        args = of.arguments(_draw(of.with_options(grid_cases("smoke"))[0], dtype, device, 0))
+        return op_calls(op, lambda function, _: partial(function, *args), args[0], gradients=False)
 
     def tuned(call: GridCall, inputs: CallInputs) -> list[TunedKernel]:
-        dtype, width = rows(inputs)
+        dtype, width = of.rows(inputs)
         name_of_dtype = str(dtype).removeprefix("torch.")
         return [
             TunedKernel(name, name.endswith("bwd"), name_of_dtype, width, False, inputs.total)
-            for name in (kernels if inputs.x.is_cuda else ())
+            for name in (of.kernels if inputs.x.is_cuda else ())
         ]
 
-    def contender(name: str, run: Callable[..., Any], about: Callable[[], str]) -> Contender:
-        return Contender(name, lambda call, inputs: bind(run, inputs), eager.refuses, about, directions)
+    def impl(name: str, run: Callable[..., Any], about: str, **rest: Any) -> Impl:
+        directions = ("forward", "backward") if of.leaf else ("forward",)
+        return Impl(name, lambda call, inputs: of.bind(run, inputs), about, directions=directions, **rest)
 
-    return Room(
-        op=op,
-        cases=find,
-        profiled=profiled,
+    return OpBench(
+        op=op, cases=find, profiled="qwen3vl_8x896*",
         shape=lambda call: f"{len(call.case.grids)} images, {call.case.total} patches x {call.case.width}",
-        inputs=_draw,
-        trials=trials,
-        cost=cost,
+        inputs=_draw, checks=checks, cost=of.cost,
         path=lambda inputs: "portable" if inputs.x.is_cuda else "reference",
-        ours=Contender(
-            results.OURS,
-            lambda call, inputs: bind(function, inputs),
-            lambda call, dtype, device: "",
-            lambda: f"vk::{op}",
-            directions,
+        ours=impl(VK, of.function, f"vk::{op}", group=OURS),
+        baselines=(
+            impl("eager", of.eager.function, of.eager.about, refuses=of.eager.refuses),
+            impl(
+                "compiled",
+                torch.compile(of.eager.function),
+                f"torch.compile of {of.eager.about}",
+                refuses=of.eager.refuses,
+            ),
         ),
-        peers=(
-            contender("eager", eager.function, eager.about),
-            contender("compiled", torch.compile(eager.function), lambda: f"torch.compile of {eager.about()}"),
-        ),
-        default_peers=lambda device: ("eager", "compiled") if device.type == "cuda" else ("eager",),
-        host_calls=host_calls,
-        kernels=tuned,
-        jits=jits,
-    )
+        usual={"cuda": ("eager", "compiled"), "cpu": ("eager",)}, host_calls=host_calls, kernels=tuned,
+        jits=tuple(of.kernels.values()),
+    )  # fmt: skip

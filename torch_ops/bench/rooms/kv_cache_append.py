@@ -1,4 +1,4 @@
-"""The bench room of `vk::kv_cache_append`. Peers turn q and k in PyTorch and write by index."""
+"""The benchmark of `vk::kv_cache_append`. Baselines turn q and k in PyTorch and write by index."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,19 +11,16 @@ from torch import Tensor
 import torch_ops
 from csrc_free_ops.kv_cache_append import _kv_cache_append_kernel
 from torch_ops.bench.measure import results
-from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
+from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, op_calls, select
 from torch_ops.testing import references
 from torch_ops.testing.cases import KvCacheCase, KvCacheInputs, kv_cache_cases, make_kv_cache_inputs
 
-PROFILED = "llama_decode_16"
 # Of a case that is compared in fp64: the caches of what is timed would fill a GPU.
 MOST_KEYS, MOST_TOKENS, MOST_SEQUENCES = 300, 64, 4
 
 
-def _eager(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None,
-    q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, lengths: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _eager(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *rest: Any) -> Tensor:
+    block_table, q, cos, sin, interleaved, _ = rest
     position = cache_seqlens.long()[:, None] + torch.arange(k.shape[2], device=k.device)
     page, row = torch.arange(k.shape[0], device=k.device)[:, None], position
     if block_table is not None:
@@ -39,7 +36,7 @@ def _eager(
 
 
 def _bind(function: Callable[..., Tensor], case: KvCacheCase, inputs: KvCacheInputs) -> Call:
-    """Each contender has caches of its own, so that none is right by what another wrote."""
+    """Each impl has caches of its own, so that none is right by what another wrote."""
     own = replace(inputs, k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
 
     def forward() -> tuple[Tensor, ...]:
@@ -49,17 +46,7 @@ def _bind(function: Callable[..., Tensor], case: KvCacheCase, inputs: KvCacheInp
 
 
 def _find(wanted: Sequence[str], device: torch.device) -> tuple[KvCacheCase, ...]:
-    if wanted:
-        return find_named((*kv_cache_cases("bench"), *kv_cache_cases("smoke")), wanted)
-    return kv_cache_cases("bench" if device.type == "cuda" else "smoke")
-
-
-def _profiled(wanted: Sequence[str], device: torch.device) -> tuple[KvCacheCase, ...]:
-    return _find(wanted or ([PROFILED] if device.type == "cuda" else []), device)[: None if wanted else 1]
-
-
-def _draw(case: KvCacheCase, dtype: torch.dtype, device: torch.device, seed: int) -> KvCacheInputs:
-    return make_kv_cache_inputs(case, dtype, device, seed)
+    return select((*kv_cache_cases("bench"), *kv_cache_cases("smoke")), wanted, device)
 
 
 def _shortened(case: KvCacheCase) -> KvCacheCase:
@@ -69,9 +56,9 @@ def _shortened(case: KvCacheCase) -> KvCacheCase:
     return replace(case, before=before, tokens=tokens, capacity=capacity)
 
 
-def _trials(case: KvCacheCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+def _checks(case: KvCacheCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
     short = _shortened(case)
-    inputs = _draw(short, dtype, device, 1)
+    inputs = make_kv_cache_inputs(short, dtype, device, 1)
 
     def truth(dtype: torch.dtype) -> dict[str, Tensor]:
         wide: dict[str, Any] = {
@@ -82,7 +69,7 @@ def _trials(case: KvCacheCase, dtype: torch.dtype, device: torch.device, backwar
         made = replace(inputs, **wide).call(references.kv_cache_append)
         return dict(zip(("q", "k_cache", "v_cache"), made, strict=True))
 
-    return [Trial(_shape(short), short, inputs, lambda name, tensor: tensor, truth(torch.float64), truth(dtype))]
+    return [Check(_shape(short), short, inputs, truth(torch.float64), truth(dtype))]
 
 
 def _cost(inputs: KvCacheInputs, backward: bool) -> Cost:
@@ -100,14 +87,8 @@ def _shape(case: KvCacheCase) -> str:
 
 
 def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
-    inputs = _draw(kv_cache_cases("smoke")[0], dtype, device, 0)
-    number = torch.ones(16, device=device)
-    return [
-        HostCall("ATen add", lambda: torch.add(number, number)),
-        HostCall("raw Triton launch", None, raw=True, note="not taken"),
-        HostCall("torch.ops.vk.kv_cache_append", lambda: inputs.call(torch.ops.vk.kv_cache_append)),
-        HostCall("torch_ops.kv_cache_append", lambda: inputs.call(torch_ops.kv_cache_append)),
-    ]
+    inputs = make_kv_cache_inputs(kv_cache_cases("smoke")[0], dtype, device, 0)
+    return op_calls("kv_cache_append", lambda function, _: partial(inputs.call, function), inputs.k, gradients=False)
 
 
 def _kernels(case: KvCacheCase, inputs: KvCacheInputs) -> list[TunedKernel]:
@@ -117,26 +98,18 @@ def _kernels(case: KvCacheCase, inputs: KvCacheInputs) -> list[TunedKernel]:
     return [TunedKernel("kv_cache_append", False, dtype, case.head_dim, False, case.tokens)]
 
 
-def _contender(name: str, function: Callable[..., Tensor], about: str) -> Contender:
-    return Contender(name, partial(_bind, function), lambda case, dtype, device: "", lambda: about, ("forward",))
+def _impl(name: str, function: Callable[..., Tensor], about: str, group: str = results.BASELINE) -> Impl:
+    return Impl(name, partial(_bind, function), about, directions=("forward",), group=group)
 
 
-ROOM = Room(
-    op="kv_cache_append",
-    cases=_find,
-    profiled=_profiled,
-    shape=_shape,
-    inputs=_draw,
-    trials=_trials,
-    cost=_cost,
-    path=lambda inputs: "portable" if inputs.k.is_cuda else "reference",
-    ours=_contender(results.OURS, torch_ops.kv_cache_append, "vk::kv_cache_append"),
-    peers=(
-        _contender("eager", _eager, f"rotation in eager PyTorch and writes by index, torch {torch.__version__}"),
-        _contender("compiled", torch.compile(_eager), f"torch.compile of the same, torch {torch.__version__}"),
+BENCH = OpBench(
+    op="kv_cache_append", cases=_find, profiled="llama_decode_16", shape=_shape, inputs=make_kv_cache_inputs,
+    checks=_checks, cost=_cost, path=lambda inputs: "portable" if inputs.k.is_cuda else "reference",
+    ours=_impl(results.VK, torch_ops.kv_cache_append, "vk::kv_cache_append", results.OURS),
+    baselines=(
+        _impl("eager", _eager, f"rotation in eager PyTorch and writes by index, torch {torch.__version__}"),
+        _impl("compiled", torch.compile(_eager), f"torch.compile of the same, torch {torch.__version__}"),
     ),
-    default_peers=lambda device: ("eager", "compiled") if device.type == "cuda" else ("eager",),
-    host_calls=_host_calls,
-    kernels=_kernels,
+    usual={"cuda": ("eager", "compiled"), "cpu": ("eager",)}, host_calls=_host_calls, kernels=_kernels,
     jits=(_kv_cache_append_kernel,),
-)
+)  # fmt: skip

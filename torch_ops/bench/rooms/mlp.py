@@ -1,12 +1,14 @@
-"""The bench room of `vk::mlp`."""
+"""The benchmark of `vk::mlp`."""
+
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from torch_ops import mlp
-from torch_ops.bench.measure.room import Contender
-from torch_ops.bench.rooms.projections import bind, contender, make_room
+from torch_ops.bench.measure.opbench import Impl, select
+from torch_ops.bench.rooms.projections import bind, impl, make_bench
 from torch_ops.testing import references
 from torch_ops.testing.cases import MLP, MlpCase, make_mlp_inputs
 
@@ -16,9 +18,9 @@ def _pair(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | Non
     return functional.linear(functional.linear(x, w1)[..., : w2.shape[1]], w2)
 
 
-PAIR = contender(
+PAIR = impl(
     "pair", _pair, "two F.linear after each other",
-    yardstick="makes the two products alone, without biases and activation",
+    reference_point="makes the two products alone, without biases and activation",
 )  # fmt: skip
 
 
@@ -36,9 +38,9 @@ def _epilogue_refuses(case: MlpCase, dtype: torch.dtype, device: torch.device) -
     return "" if device.type == "cuda" else "needs a GPU"
 
 
-EPILOGUE = Contender(
-    "epilogue", lambda case, inputs: bind(_epilogue, inputs), _epilogue_refuses,
-    lambda: "torch._addmm_activation, cuBLAS's GELU epilogue, then F.linear", directions=("forward",),
+EPILOGUE = Impl(
+    "epilogue", lambda case, inputs: bind(_epilogue, inputs),
+    "torch._addmm_activation, cuBLAS's GELU epilogue, then F.linear", _epilogue_refuses, directions=("forward",),
 )  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def _notation(case: MlpCase) -> str:
     return f"{rows}, {case.width}-{case.inner}-{case.outer or case.width} {case.activation}"
 
 
-ROOM = make_room(
-    mlp, references.mlp, MLP, make_mlp_inputs, _notation, (PAIR, EPILOGUE),
-    MlpCase("host", "host time", (128,), 1152, 4304), "mlp_1152_4304_4096",
+BENCH = make_bench(
+    mlp, references.mlp, make_mlp_inputs, MlpCase("host", "host time", (128,), 1152, 4304),
+    cases=partial(select, MLP), shape=_notation, baselines=(PAIR, EPILOGUE), profiled="mlp_1152_4304_4096",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The bench rooms of the norms: `vk::layer_norm`, `vk::add_layer_norm`, `vk::rms_norm`, `vk::add_rms_norm`."""
+"""The benchmarks of the norms: `vk::layer_norm`, `vk::add_layer_norm`, `vk::rms_norm`, `vk::add_rms_norm`."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,39 +13,24 @@ import torch_ops
 from csrc_free_ops import norms as kernels
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
-from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
+from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, op_calls, select
 from torch_ops.testing import references
-from torch_ops.testing.cases import NORMS, NormCase, NormInputs, make_norm_inputs, norm_cases
+from torch_ops.testing.cases import NORMS, NormCase, NormInputs, make_norm_inputs
 
 OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
-PROFILED = "qwen_l_4096"
 HOST_CASE = NormCase("host", "so small that the device is never behind", (128,), 1152)
 JITS = tuple(jit for name, jit in vars(kernels).items() if name.startswith("_norm_") and name.endswith("_kernel"))
-# Of fp64 tensors of a case, and of those that a gradient keeps, memory has room for so many elements.
+# Of fp64 tensors of a case, and of those that a gradient keeps, memory has bench for so many elements.
 JUDGED_ELEMENTS = {"cuda": 2**28, "cpu": 2**21}
 
 
-def _find_cases(wanted: Sequence[str]) -> tuple[NormCase, ...]:
-    """Cases by name, by a pattern of names or as ROWSxWIDTH; ValueError names the choices."""
-    found: dict[str, NormCase] = {}
-    for text in (text.strip() for item in wanted for text in item.split(",")):
-        shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-        if shape:
-            rows, width = map(int, shape.groups())
-            found[text] = NormCase(text, "the shape that was asked for", (rows,), width)
-        else:
-            found |= {case.name: case for case in find_named(NORMS, [text])}
-    return tuple(found.values())
+def _from_notation(text: str) -> NormCase | None:
+    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    return NormCase(text, "the shape that was asked for", (int(shape[1]),), int(shape[2])) if shape else None
 
 
 def _cases(wanted: Sequence[str], device: torch.device) -> tuple[NormCase, ...]:
-    return _find_cases(wanted) if wanted else norm_cases("bench" if device.type == "cuda" else "smoke")
-
-
-def _profiled(wanted: Sequence[str], device: torch.device) -> tuple[NormCase, ...]:
-    if wanted:
-        return _find_cases(wanted)
-    return _find_cases([PROFILED]) if device.type == "cuda" else norm_cases("smoke")[:1]
+    return select(NORMS, wanted, device, _from_notation, ", or ROWSxWIDTH such as 4096x1152")
 
 
 def _shape(case: NormCase) -> str:
@@ -59,8 +44,8 @@ def _bound(function: Callable[..., Any], inputs: NormInputs) -> Call:
     return Call(lambda: inputs.call(function, **leaves), leaves, douts, outputs=outputs)
 
 
-def _contender(name: str, about: str, make: Callable[[], Callable[..., Any]]) -> Contender:
-    return Contender(name, lambda case, inputs: _bound(make(), inputs), lambda case, dtype, device: "", lambda: about)
+def _impl(name: str, about: str, make: Callable[[], Callable[..., Any]], group: str = results.BASELINE) -> Impl:
+    return Impl(name, lambda case, inputs: _bound(make(), inputs), about, group=group)
 
 
 def _compiled(op: str) -> Callable[..., Any]:
@@ -89,14 +74,14 @@ def _bind_moves(move: Callable[[Tensor], Tensor], case: NormCase, inputs: NormIn
     return _Moves(moved(False), {}, (), backward=moved(True))
 
 
-def _yardstick(name: str, about: str, move: Callable[[Tensor], Tensor]) -> Contender:
-    return Contender(name, partial(_bind_moves, move), lambda case, dtype, device: "", lambda: about, yardstick=about)
+def _reference_point(name: str, about: str, move: Callable[[Tensor], Tensor]) -> Impl:
+    return Impl(name, partial(_bind_moves, move), about, reference_point=about)
 
 
 # Copies are the driver's: of a GiB and at some odd sizes 2.7 TB/s on an H200, where elementwise kernels reach 4.
-YARDSTICKS = (
-    _yardstick("copy", "clones as many bytes and computes nothing", torch.clone),
-    _yardstick("neg", "negates as many bytes, by a kernel of PyTorch's as the norm is one", torch.neg),
+REFERENCE_POINTS = (
+    _reference_point("copy", "clones as many bytes and computes nothing", torch.clone),
+    _reference_point("neg", "negates as many bytes, by a kernel of PyTorch's as the norm is one", torch.neg),
 )
 
 
@@ -115,13 +100,13 @@ def _cost(inputs: NormInputs, backward: bool) -> Cost:
     return Cost((16 if backward else 8) * inputs.x.numel(), moved + (weight + parameters if backward else parameters))
 
 
-def _trials(op: str, case: NormCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
-    """Every row, or as many as there is room for."""
+def _checks(op: str, case: NormCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
+    """Every row, or as many as there is bench for."""
     rows = max(1, min(case.rows[0], JUDGED_ELEMENTS[device.type] // case.width))
     reduced = case if rows == case.rows[0] else replace(case, rows=(rows, *case.rows[1:]))
     inputs = make_norm_inputs(op, reduced, dtype, device, seed=1)
     truths = (_bound(getattr(references, op), each).results(backward) for each in (inputs.exact, inputs))
-    return [Trial(_shape(reduced), reduced, inputs, lambda name, tensor: tensor, *truths)]
+    return [Check(_shape(reduced), reduced, inputs, *truths)]
 
 
 def _report(op: str, inputs: NormInputs) -> dict[str, Any]:
@@ -142,19 +127,13 @@ def _kernels(op: str, case: NormCase, inputs: NormInputs) -> list[TunedKernel]:
 
 
 def _host_calls(op: str, dtype: torch.dtype, device: torch.device) -> list[HostCall]:
-    """From ATen's smallest op to the public function with gradients, on one small case."""
+    """From the kernel to the public function with gradients, on one small case."""
     inputs = make_norm_inputs(op, HOST_CASE, dtype, device)
-    leaf = inputs.x.detach().clone().requires_grad_()
-    number = torch.ones(16, device=device)
-    operator, public = getattr(torch.ops.vk, op), getattr(torch_ops, op)
     launch, why = _raw_launch(op, inputs)
     return [
-        HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("eager PyTorch", lambda: inputs.call(getattr(references, op))),
         HostCall("raw Triton launch of the forward kernel", launch, raw=True, note=why),
-        HostCall(f"torch.ops.vk.{op}", lambda: inputs.call(operator), target=1.8),
-        HostCall(f"torch_ops.{op}", lambda: inputs.call(public), target=1.8),
-        HostCall(f"torch_ops.{op} with gradients", lambda: inputs.call(public, x=leaf), target=2.5),
+        *op_calls(op, lambda function, x: partial(inputs.call, function, x=x), inputs.x),
     ]
 
 
@@ -166,27 +145,19 @@ def _raw_launch(op: str, inputs: NormInputs) -> tuple[Callable[[], object] | Non
     return launches.replay, ""
 
 
-def _room(op: str) -> Room:
-    return Room(
-        op=op,
-        cases=_cases,
-        profiled=_profiled,
-        shape=_shape,
-        inputs=partial(make_norm_inputs, op),
-        trials=partial(_trials, op),
-        cost=_cost,
-        path=partial(_path, op),
-        ours=_contender(results.OURS, f"vk::{op}", lambda: getattr(torch_ops, op)),
-        peers=(
-            _contender("eager", f"torch_ops.testing.references.{op}", lambda: getattr(references, op)),
-            _contender("compiled", "the same under torch.compile", partial(_compiled, op)),
-            *YARDSTICKS,
+def _bench(op: str) -> OpBench:
+    return OpBench(
+        op=op, cases=_cases, profiled="qwen_l_4096", shape=_shape, inputs=partial(make_norm_inputs, op),
+        checks=partial(_checks, op), cost=_cost, path=partial(_path, op),
+        ours=_impl(results.VK, f"vk::{op}", lambda: getattr(torch_ops, op), results.OURS),
+        baselines=(
+            _impl("eager", f"torch_ops.testing.references.{op}", lambda: getattr(references, op)),
+            _impl("compiled", "the same under torch.compile", partial(_compiled, op)),
+            *REFERENCE_POINTS,
         ),
-        default_peers=lambda device: ("eager", *(("compiled",) if device.type == "cuda" else ()), "copy", "neg"),
-        host_calls=partial(_host_calls, op),
-        kernels=partial(_kernels, op),
-        jits=JITS,
-    )
+        usual={"cuda": ("eager", "compiled", "copy", "neg"), "cpu": ("eager", "copy", "neg")},
+        host_calls=partial(_host_calls, op), kernels=partial(_kernels, op), jits=JITS,
+    )  # fmt: skip
 
 
-ROOMS = tuple(map(_room, OPS))
+BENCHES = tuple(map(_bench, OPS))

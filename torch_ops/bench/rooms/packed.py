@@ -1,4 +1,4 @@
-"""What the bench rooms of attention share, packed attention above all: truth, cost, path and kernels of a call."""
+"""What the benchmarks of attention share, packed attention above all: truth, cost, path and kernels of a call."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from csrc_free_ops.attention.hopper import fwd_fp32 as hopper_fwd_cast
 from csrc_free_ops.attention.portable import bwd as portable_bwd
 from csrc_free_ops.attention.portable import fwd as portable_fwd
 from csrc_free_ops.attention.portable import short_bwd, short_fwd
-from torch_ops.bench.measure.room import Cost, Trial, TunedKernel
+from torch_ops.bench.measure.opbench import Check, Cost, TunedKernel
 from torch_ops.bench.rooms.packed_cases import longest_within, notation, shorten
 from torch_ops.testing import references
 from torch_ops.testing.cases import DenseInputs, WindowAttnCase, WindowAttnInputs, cumulative
@@ -79,18 +79,15 @@ def packed_kernels(case: WindowAttnCase, inputs: WindowAttnInputs) -> list[Tuned
         # The rotation of q and k knows rows alone, and neither segments nor bounds.
         rotation = name == "rope"
         return TunedKernel(
-            name=name,
-            backward="bwd" in name,
-            dtype=str(inputs.q.dtype).removeprefix("torch."),
-            head_dim=inputs.q.shape[2],
-            masked=masked and not rotation,
+            name=name, backward="bwd" in name, dtype=str(inputs.q.dtype).removeprefix("torch."),
+            head_dim=inputs.q.shape[2], masked=masked and not rotation,
             length=rows if rotation else rows // max(segments, 1),
-        )
+        )  # fmt: skip
 
     return list(map(tuned, explained(inputs)["kernels"]))
 
 
-def room_for_truth(device: torch.device) -> tuple[int, int]:
+def entries_for_truth(device: torch.device) -> tuple[int, int]:
     """Entries of score matrices, of a whole case and of a cut of one: in fp64, and with a gradient, the reference keeps
     several of them."""
     if device.type != "cuda":
@@ -99,23 +96,23 @@ def room_for_truth(device: torch.device) -> tuple[int, int]:
     return entries, entries
 
 
-def packed_trials(
+def packed_checks(
     make: Callable[..., WindowAttnInputs], case: WindowAttnCase, dtype: torch.dtype, device: torch.device,
     backward: bool,
-) -> list[Trial]:  # fmt: skip
+) -> list[Check]:  # fmt: skip
     """Every row and head of a shortened case and, where it was shortened, a look at the case too.
 
     What is timed may run code that the shortened case does not reach: another launch, another path.
     So the case itself is run too, and the heads of its last key head are compared on the longest
-    and the last segment, which is all that fp64 has room for.
+    and the last segment, which is all that fp64 has bench for.
     """
-    entries, entries_of_one = room_for_truth(device)
+    entries, entries_of_one = entries_for_truth(device)
     reduced = shorten(case, entries, case.num_heads)
     inputs = make(reduced, dtype, device, seed=1)
     truths = truth_of(inputs, torch.float64, backward), truth_of(inputs, dtype, backward)
-    trials = [Trial(notation(reduced), reduced, inputs, lambda name, tensor: tensor, *truths)]
+    checks = [Check(notation(reduced), reduced, inputs, *truths)]
     if reduced == case:
-        return trials
+        return checks
     group = case.num_heads // (case.num_k_heads or case.num_heads)
     whole = longest_within(case, entries_of_one // group)
     inputs = make(whole, dtype, device, seed=2)
@@ -131,7 +128,7 @@ def packed_trials(
         parts = [truth_of(cut.inputs(inputs), kind, backward) for cut in cuts]
         return {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
 
-    return [*trials, Trial(label, whole, inputs, look, truth(torch.float64), truth(dtype))]
+    return [*checks, Check(label, whole, inputs, truth(torch.float64), truth(dtype), look=look)]
 
 
 class _Cut:

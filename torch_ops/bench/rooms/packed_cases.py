@@ -10,25 +10,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch_ops.bench.measure.room import named
-from torch_ops.testing.cases import WINDOW_ATTN, WindowAttnCase, window_attn_cases
+import torch
 
-NOTATION = re.compile(
-    r"(?:(?P<count>\d+)x(?P<length>\d+)|(?P<terms>\d+(?:\*\d+)?(?:\+\d+(?:\*\d+)?)*))"
+from torch_ops.bench.measure.opbench import select
+from torch_ops.testing.cases import WINDOW_ATTN, WindowAttnCase
+
+PATTERN = re.compile(
+    r"(?:(?P<count>\d+)x(?P<length>\d+)|(?P<setup>\d+(?:\*\d+)?(?:\+\d+(?:\*\d+)?)*))"
     r"x(?P<heads>\d+)(?:/(?P<k_heads>\d+))?x(?P<dim>\d+)(?P<causal>c?)"
+)
+NOTATION = (
+    ", a pattern of names such as 'qwen3vl_*', or SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72, "
+    "with unequal segments 33+2*64x16x72"
 )
 # Tiles have at most this many rows: lengths keep their remainder by it when they are shortened.
 TILE = 128
 
 
-def find_cases(wanted: Sequence[str]) -> tuple[WindowAttnCase, ...]:
+def find_cases(wanted: Sequence[str], device: torch.device) -> tuple[WindowAttnCase, ...]:
     """Cases by name, by a pattern of names or in the notation; ValueError names the choices."""
-    found: dict[str, WindowAttnCase] = {}
-    for text in itertools.chain.from_iterable(item.split(",") for item in wanted):
-        text = text.strip()
-        cases = named(WINDOW_ATTN, text) or (_from_notation(text),)
-        found |= {case.name: case for case in cases}
-    return tuple(found.values())
+    return select(WINDOW_ATTN, wanted, device, from_notation, NOTATION)
 
 
 def notation(case: WindowAttnCase) -> str:
@@ -81,19 +82,14 @@ def _lengths(lengths: tuple[int, ...]) -> str:
     return "+".join(f"{count}*{length}" if count > 1 else str(length) for length, count in runs)
 
 
-def _from_notation(text: str) -> WindowAttnCase:
-    match = NOTATION.fullmatch(text)
+def from_notation(text: str) -> WindowAttnCase | None:
+    match = PATTERN.fullmatch(text)
     if match is None:
-        names = ", ".join(case.name for case in (*window_attn_cases("bench"), *window_attn_cases("smoke")))
-        raise ValueError(
-            f"no case is called {text!r}; give one of {names}, a pattern of names such as "
-            f"'qwen3vl_*', or SEGMENTSxLENGTHxHEADSxHEAD_DIM[c] such as 1x4096x16x72, "
-            f"with unequal segments 33+2*64x16x72"
-        )
+        return None
     part = match.groupdict()
-    terms = part["terms"] or f"{part['count']}*{part['length']}"
+    setup = part["setup"] or f"{part['count']}*{part['length']}"
     lengths: list[int] = []
-    for term in terms.split("+"):
+    for term in setup.split("+"):
         count, _, length = term.rpartition("*")
         lengths += [int(length)] * int(count or 1)
     heads, dim = int(part["heads"]), int(part["dim"])
@@ -105,12 +101,7 @@ def _from_notation(text: str) -> WindowAttnCase:
     if dim % 8 or not 8 <= dim <= 256:
         raise ValueError(f"{text!r} has head dim {dim}; give a multiple of 8 from 8 to 256")
     return WindowAttnCase(
-        name=text,
-        reaches="the shape that was asked for",
-        lengths=tuple(lengths),
-        num_heads=heads,
-        head_dim=dim,
-        num_k_heads=None if k_heads == heads else k_heads,
-        options={"causal": True} if part["causal"] else {},
+        name=text, reaches="the shape that was asked for", lengths=tuple(lengths), num_heads=heads, head_dim=dim,
+        num_k_heads=None if k_heads == heads else k_heads, options={"causal": True} if part["causal"] else {},
         tags=frozenset({"bench"}),
-    )
+    )  # fmt: skip

@@ -1,12 +1,14 @@
-"""The bench room of `patch_merger`."""
+"""The benchmark of `patch_merger`."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from torch_ops import patch_merger
-from torch_ops.bench.rooms.projections import contender, make_room
+from torch_ops.bench.measure.opbench import select
+from torch_ops.bench.rooms.projections import impl, make_bench
 from torch_ops.testing import references
 from torch_ops.testing.cases import MERGERS, MergerCase, make_merger_inputs
 
@@ -19,9 +21,9 @@ def _products(
     return rows if fc2_weight is None else functional.linear(rows, fc2_weight)
 
 
-PRODUCTS = contender(
+PRODUCTS = impl(
     "products", _products, "F.linear of merged rows, once or twice",
-    yardstick="makes the products alone, without norm, biases and activation",
+    reference_point="makes the products alone, without norm, biases and activation",
 )  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def _notation(case: MergerCase) -> str:
     return f"{case.total}x{case.width}, {layers}, {case.norm} norm {place}"
 
 
-ROOM = make_room(
-    patch_merger, references.patch_merger, MERGERS, make_merger_inputs, _notation, (PRODUCTS,),
-    MergerCase("host", "host time", 512, 1152, 4096), "merger_1152_3136", _flops,
+BENCH = make_bench(
+    patch_merger, references.patch_merger, make_merger_inputs, MergerCase("host", "host time", 512, 1152, 4096), _flops,
+    cases=partial(select, MERGERS), shape=_notation, baselines=(PRODUCTS,), profiled="merger_1152_3136",
 )  # fmt: skip

@@ -1,12 +1,12 @@
-"""The bench room of `vk::pos_embed_interpolate`."""
+"""The benchmark of `vk::pos_embed_interpolate`."""
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
 from torch_ops import pos_embed_interpolate
-from torch_ops.bench.measure.room import Cost
-from torch_ops.bench.rooms.grids import CallInputs, Eager, make_room, vision_utils
+from torch_ops.bench.measure.opbench import Cost
+from torch_ops.bench.rooms.grids import CallInputs, Eager, GridOp, make_bench, vision_utils
 from torch_ops.testing import references
 
 
@@ -27,9 +27,11 @@ def _cost(inputs: CallInputs, backward: bool) -> Cost:
     return Cost(8 * rows, inputs.x.element_size() * (rows + inputs.table.numel()))
 
 
-ROOM = make_room(
-    pos_embed_interpolate, lambda dtype: references.pos_embed_interpolate,
-    Eager(_theirs, "Transformers' indices and weights, and a sum of four", "transformers"),
-    lambda inputs: (inputs.table, inputs.grid, inputs.total, inputs.merge_size), _cost,
-    ("pos_embed_fwd", "pos_embed_bwd"), (_pos_embed_fwd_kernel, _pos_embed_bwd_kernel), leaf="table",
+BENCH = make_bench(
+    GridOp(
+        pos_embed_interpolate, lambda dtype: references.pos_embed_interpolate,
+        Eager(_theirs, "Transformers' indices and weights, and a sum of four", "transformers"),
+        lambda inputs: (inputs.table, inputs.grid, inputs.total, inputs.merge_size), _cost,
+        {"pos_embed_fwd": _pos_embed_fwd_kernel, "pos_embed_bwd": _pos_embed_bwd_kernel}, leaf="table",
+    )
 )  # fmt: skip

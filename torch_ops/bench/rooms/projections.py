@@ -1,6 +1,6 @@
-"""What the bench rooms of the projections share: cases by name, calls, what is right, kernels, host time."""
+"""What the benchmarks of the projections share: cases by name, calls, what is right, kernels, host time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ import torch_ops
 from csrc_free_ops.configs.rows import PRODUCTS
 from csrc_free_ops.gemm import activations, portable, rotary
 from torch_ops._gemm.plan import FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS
-from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import recorded_launches
-from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
+from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel
+from torch_ops.bench.measure.results import OURS, VK
 from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, VisionAttentionInputs, outcome
 
 Inputs = QkvRopeInputs | MlpInputs | MergerInputs | VisionAttentionInputs
@@ -33,28 +33,24 @@ def bind(function: Callable[..., Any], inputs: Inputs) -> Call:
     )
 
 
-def contender(name: str, function: Callable[..., Any], about: str, **rest: Any) -> Contender:
+def impl(name: str, function: Callable[..., Any], about: str, **rest: Any) -> Impl:
     """One that takes whatever the op takes."""
-    return Contender(name, lambda case, inputs: bind(function, inputs), runs_anywhere, lambda: about, **rest)
+    return Impl(name, lambda case, inputs: bind(function, inputs), about, **rest)
 
 
-def _compiled(reference: Callable[..., Any], about: str) -> Contender:
+def _compiled(reference: Callable[..., Any], about: str) -> Impl:
     """`torch.compile` of the eager form, compiled for each case anew."""
 
     def bind_compiled(case: Any, inputs: Inputs) -> Call:
         return bind(torch.compile(reference, fullgraph=True, dynamic=False), inputs)
 
-    return Contender("compiled", bind_compiled, runs_anywhere, lambda: about)
+    return Impl("compiled", bind_compiled, about)
 
 
-def runs_anywhere(case: Any, dtype: torch.dtype, device: torch.device) -> str:
-    return ""
-
-
-def whole_trials(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Trial]:
+def whole_checks(reference: Callable[..., Any], inputs: Inputs, label: str, case: Any, backward: bool) -> list[Check]:
     """Every result and gradient of the case itself."""
     truth = outcome(reference, inputs, torch.float64, backward)
-    return [Trial(label, case, inputs, lambda name, tensor: tensor, truth, outcome(reference, inputs, None, backward))]
+    return [Check(label, case, inputs, truth, outcome(reference, inputs, None, backward))]
 
 
 def linear_cost(count: Callable[..., int], inputs: Inputs, backward: bool) -> Cost:
@@ -77,7 +73,7 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
     for described, choice in _explained(function, inputs, **leaves)["kernels"].items():
         name, _, size = described.partition(" ")
-        # Beside products there may be kernels that have a room of their own, and on the Hopper path no row decides.
+        # Beside products there may be kernels that have a bench of their own, and on the Hopper path no row decides.
         if name not in PRODUCTS or {FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS}.issuperset(choice["source"].split("; ")):
             continue
         n, k = map(int, size.split("x"))
@@ -86,9 +82,8 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
 
 
 def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[HostCall]:
-    """From ATen's smallest op to the public function with gradients; inputs are so small that no call waits."""
+    """From the kernels to the public function with gradients; inputs are so small that no call waits."""
     x = inputs.x.detach().clone().requires_grad_()
-    number = torch.ones(16, device=inputs.x.device)
     launch, why = None, "there is none on this device"
     taken = _explained(function, inputs)["path"]
     if op is not None and taken == "portable":
@@ -102,7 +97,6 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
     name = f"torch.ops.vk.{function.__name__}"
     of_op = [] if op is None else [HostCall(name, lambda: inputs.call(op), target=1.8)]
     return [
-        HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("raw Triton launches of the forward", launch, raw=True, note=why),
         *of_op,
         HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), target=1.8),
@@ -110,52 +104,40 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
     ]
 
 
-def make_room(
-    function: Callable[..., Any], reference: Callable[..., Any], cases: tuple[Any, ...],
-    inputs: Callable[..., Any], shape: Callable[[Any], str], peers: tuple[Contender, ...], host_case: Any,
-    profiled: str, flops: Callable[..., int] | None = None,
-) -> Room:  # fmt: skip
-    """The room of the op whose public function this is; `host_case` is so small that the device is never behind.
+def make_bench(
+    function: Callable[..., Any], reference: Callable[..., Any], inputs: Callable[..., Any], host_case: Any,
+    flops: Callable[..., int] | None = None, **rest: Any,
+) -> OpBench:  # fmt: skip
+    """The benchmark of the op whose public function this is; `rest` are fields of `OpBench`.
 
-    `flops` counts a call of one that is no op of its own.
+    Beside ours and the baselines that are given stand the eager form and what torch.compile makes of it.
 
-    Beside ours and the peers that are given, the eager form and what torch.compile makes of it.
+    Args:
+        host_case: a case so small that the device is never behind.
+        flops: counts a call of a function that is no op of its own.
     """
     name = function.__name__
     op = getattr(torch.ops.vk, name) if flops is None else None
     count = flops or flop_registry[op]
-    everyone = (
-        *peers,
-        contender("eager", reference, "the ops one after another in eager PyTorch"),
-        _compiled(reference, "torch.compile of the eager form"),
+    shape, baselines = (
+        rest["shape"],
+        (
+            *rest.pop("baselines"),
+            impl("eager", reference, "the ops one after another in eager PyTorch"),
+            _compiled(reference, "torch.compile of the eager form"),
+        ),
     )
 
-    def find_cases(wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
-        tag = "bench" if device.type == "cuda" else "smoke"
-        return find_named(cases, wanted) if wanted else tuple(case for case in cases if tag in case.tags)
+    def make_checks(case: Any, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
+        return whole_checks(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
 
-    def find_profiled(wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
-        return find_cases(wanted or ([profiled] if device.type == "cuda" else ["tower"]), device)
-
-    def make_trials(case: Any, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
-        return whole_trials(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
-
-    def default_peers(device: torch.device) -> tuple[str, ...]:
-        return tuple(peer.name for peer in everyone if device.type == "cuda" or peer.name != "compiled")
-
-    return Room(
-        op=name,
-        cases=find_cases,
-        profiled=find_profiled,
-        shape=shape,
-        inputs=inputs,
-        trials=make_trials,
+    names = tuple(each.name for each in baselines)
+    return OpBench(
+        **rest, op=name, inputs=inputs, checks=make_checks,
         cost=lambda drawn, backward: linear_cost(count, drawn, backward),
         path=lambda drawn: str(_explained(function, drawn)["path"]),
-        ours=contender(results.OURS, function, f"vk::{name}" if op else f"torch_ops.{name}"),
-        peers=everyone,
-        default_peers=default_peers,
+        ours=impl(VK, function, f"vk::{name}" if op else f"torch_ops.{name}", group=OURS), baselines=baselines,
+        usual={"cuda": names, "cpu": tuple(each for each in names if each != "compiled")},
         host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device)),
-        kernels=lambda case, drawn: _kernels(function, drawn, case.rows),
-        jits=JITS,
-    )
+        kernels=lambda case, drawn: _kernels(function, drawn, case.rows), jits=JITS,
+    )  # fmt: skip

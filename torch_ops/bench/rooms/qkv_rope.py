@@ -1,11 +1,13 @@
-"""The bench room of `vk::qkv_rope`."""
+"""The benchmark of `vk::qkv_rope`."""
+
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from torch_ops import qkv_rope
-from torch_ops.bench.measure.room import Call, Contender
-from torch_ops.bench.rooms.projections import bind, make_room, runs_anywhere
+from torch_ops.bench.measure.opbench import Call, Impl, select
+from torch_ops.bench.rooms.projections import bind, make_bench
 from torch_ops.testing import references
 from torch_ops.testing.cases import QKV_ROPE, QkvRopeCase, QkvRopeInputs, make_qkv_rope_inputs
 
@@ -16,9 +18,9 @@ def _linear(case: QkvRopeCase, inputs: QkvRopeInputs) -> Call:
     return Call(call.forward, call.inputs, dout, outputs=("packed",))
 
 
-LINEAR = Contender(
-    "linear", _linear, runs_anywhere, lambda: f"F.linear of torch {torch.__version__}, with its bias",
-    yardstick="makes the product alone, without the rotation and in one tensor",
+LINEAR = Impl(
+    "linear", _linear, f"F.linear of torch {torch.__version__}, with its bias",
+    reference_point="makes the product alone, without the rotation and in one tensor",
 )  # fmt: skip
 
 
@@ -27,7 +29,7 @@ def _notation(case: QkvRopeCase) -> str:
     return f"{case.rows}x{case.width}, {heads}x{case.head_dim}"
 
 
-ROOM = make_room(
-    qkv_rope, references.qkv_rope, QKV_ROPE, make_qkv_rope_inputs, _notation, (LINEAR,),
-    QkvRopeCase("host", "host time", 128, 1152, 16, 72), "qkv_1152_4096",
+BENCH = make_bench(
+    qkv_rope, references.qkv_rope, make_qkv_rope_inputs, QkvRopeCase("host", "host time", 128, 1152, 16, 72),
+    cases=partial(select, QKV_ROPE), shape=_notation, baselines=(LINEAR,), profiled="qkv_1152_4096",
 )  # fmt: skip

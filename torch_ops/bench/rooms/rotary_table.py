@@ -1,4 +1,4 @@
-"""The bench room of `vk::rotary_table`."""
+"""The benchmark of `vk::rotary_table`."""
 
 from functools import partial
 from typing import Any
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from csrc_free_ops.rotary_table import _rotary_table_kernel
 from torch_ops import rotary_table
-from torch_ops.bench.measure.room import Cost
-from torch_ops.bench.rooms.grids import CallInputs, Eager, make_room, vision_utils
+from torch_ops.bench.measure.opbench import Cost
+from torch_ops.bench.rooms.grids import CallInputs, Eager, GridOp, make_bench, vision_utils
 from torch_ops.testing import references
 
 HEAD_DIM = 72
@@ -32,9 +32,11 @@ def _cost(inputs: CallInputs, backward: bool) -> Cost:
     return Cost(0, inputs.total * HEAD_DIM * torch.float32.itemsize)
 
 
-ROOM = make_room(
-    rotary_table, lambda dtype: partial(references.rotary_table, dtype=dtype),
-    Eager(_theirs, "Transformers' position ids, angles and their cosines", "transformers"),
-    _arguments, _cost, ("rotary_table",), (_rotary_table_kernel,),
-    outputs=("cos", "sin"), rows=lambda inputs: (torch.float32, HEAD_DIM // 2),
+BENCH = make_bench(
+    GridOp(
+        rotary_table, lambda dtype: partial(references.rotary_table, dtype=dtype),
+        Eager(_theirs, "Transformers' position ids, angles and their cosines", "transformers"),
+        _arguments, _cost, {"rotary_table": _rotary_table_kernel},
+        outputs=("cos", "sin"), rows=lambda inputs: (torch.float32, HEAD_DIM // 2),
+    )
 )  # fmt: skip

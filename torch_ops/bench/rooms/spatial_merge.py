@@ -1,4 +1,4 @@
-"""The bench room of `vk::spatial_merge`."""
+"""The benchmark of `vk::spatial_merge`."""
 
 from itertools import product
 from typing import Any
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
 from torch_ops import spatial_merge
-from torch_ops.bench.measure.room import Cost
-from torch_ops.bench.rooms.grids import CallInputs, Eager, make_room
+from torch_ops.bench.measure.opbench import Cost
+from torch_ops.bench.rooms.grids import CallInputs, Eager, GridOp, make_bench
 from torch_ops.testing import references
 
 
@@ -29,9 +29,11 @@ def _cost(inputs: CallInputs, backward: bool) -> Cost:
     return Cost(rows if mean else 0, inputs.x.element_size() * moved)
 
 
-ROOM = make_room(
-    spatial_merge, lambda dtype: references.spatial_merge,
-    Eager(references.spatial_merge, "views and copies, image by image"), _arguments, _cost,
-    ("spatial_merge_fwd", "spatial_merge_bwd"), (_spatial_merge_fwd_kernel, _spatial_merge_bwd_kernel),
-    leaf="x", dout=_dout, options=tuple(product(("concat", "mean"), ("merge_block", "raster"))),
+BENCH = make_bench(
+    GridOp(
+        spatial_merge, lambda dtype: references.spatial_merge,
+        Eager(references.spatial_merge, "views and copies, image by image"), _arguments, _cost,
+        {"spatial_merge_fwd": _spatial_merge_fwd_kernel, "spatial_merge_bwd": _spatial_merge_bwd_kernel},
+        leaf="x", dout=_dout, options=tuple(product(("concat", "mean"), ("merge_block", "raster"))),
+    )
 )  # fmt: skip

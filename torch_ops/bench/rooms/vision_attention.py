@@ -1,11 +1,11 @@
-"""The bench room of `torch_ops.models.VisionAttention`: projection, attention of one image, projection.
+"""The benchmark of `torch_ops.models.VisionAttention`: projection, attention of one image, projection.
 
-Peers are the same module written down in PyTorch, on its own choice of attention, on cuDNN's and on FlashAttention-4's,
-eager and compiled. Beside them stands attention of ready q, k and v alone, which is less work: the module is to come
-within a tenth of that.
+Baselines are the module written down in PyTorch, on its own choice of attention, on cuDNN's and on FlashAttention-4's,
+eager and compiled. A reference point attends to ready q, k and v, which is less work: the module is to come within a
+tenth of that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,9 @@ from torch.nn import functional
 
 import torch_ops
 from torch_ops.bench.encoder.peers import Attend, Runs, attend_cudnn, attend_flash4
-from torch_ops.bench.measure import results
-from torch_ops.bench.measure.room import Call, Contender, Cost, HostCall, Room, Trial, TunedKernel, find_named
+from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, ours, runs_anywhere, select
 from torch_ops.bench.peers.packed import CUDNN, FLASH4
-from torch_ops.bench.rooms.projections import bind, linear_cost, runs_anywhere, whole_trials
+from torch_ops.bench.rooms.projections import bind, linear_cost, whole_checks
 from torch_ops.models import VisionAttention
 from torch_ops.testing import references
 from torch_ops.testing.cases import (
@@ -28,21 +27,9 @@ from torch_ops.testing.cases import (
     VisionAttentionInputs,
     WindowAttnCase,
     make_vision_attention_inputs,
-    vision_attention_cases,
 )
 
-PROFILED = "attention_1024_4096"
 HOST_CASE = VisionAttentionCase("host", "so small that the device is never behind", 128, 1024, 16, 64)
-
-
-def _cases(wanted: Sequence[str], device: torch.device) -> tuple[VisionAttentionCase, ...]:
-    if wanted:
-        return find_named(VISION_ATTENTION, wanted)
-    return vision_attention_cases("bench" if device.type == "cuda" else "smoke")
-
-
-def _profiled(wanted: Sequence[str], device: torch.device) -> tuple[VisionAttentionCase, ...]:
-    return _cases(wanted or [PROFILED if device.type == "cuda" else "plain"], device)
 
 
 def _shape(case: VisionAttentionCase) -> str:
@@ -69,11 +56,9 @@ def attend_default(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Ru
     return functional.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
 
-def written_down(
-    attend: Attend, cu_seqlens: Tensor, x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
-    proj_bias: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int,
-) -> Tensor:  # fmt: skip
-    """The module in PyTorch, with the rotation of Transformers."""
+def written_down(attend: Attend, cu_seqlens: Tensor, x: Tensor, *arguments: Any) -> Tensor:
+    """The module in PyTorch, with the rotation of Transformers; `arguments` are those of the reference after x."""
+    qkv_weight, qkv_bias, proj_weight, proj_bias, cos, sin, num_heads = arguments
     q, k, v = functional.linear(x, qkv_weight, qkv_bias).unflatten(1, (3, num_heads, -1)).unbind(1)
     if cos is not None and sin is not None:
         q, k = references.rotated(q, cos, sin), references.rotated(k, cos, sin)
@@ -85,8 +70,8 @@ def _borders(inputs: VisionAttentionInputs) -> Tensor:
     return torch.tensor([0, inputs.x.shape[0]], dtype=torch.int32, device=inputs.x.device)
 
 
-def _bind_peer(attend: Attend, compiled: bool, case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call:
-    """What a peer needs besides is made before the call: tables as wide as a head, borders."""
+def _bind_baseline(attend: Attend, compiled: bool, case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call:
+    """What a baseline needs besides is made before the call: tables as wide as a head, borders."""
     if inputs.cos is not None and inputs.sin is not None:
         inputs = replace(inputs, cos=torch.cat([inputs.cos] * 2, 1), sin=torch.cat([inputs.sin] * 2, 1))
     function: Callable[..., Any] = written_down
@@ -96,16 +81,16 @@ def _bind_peer(attend: Attend, compiled: bool, case: VisionAttentionCase, inputs
     return bind(partial(function, attend, _borders(inputs)), inputs)
 
 
-def _refuses(peer: Contender) -> Callable[[Any, torch.dtype, torch.device], str]:
+def _refuses(baseline: Impl) -> Callable[[Any, torch.dtype, torch.device], str]:
     """As an attention of this shape does."""
-    return lambda case, dtype, device: peer.refuses(
+    return lambda case, dtype, device: baseline.refuses(
         WindowAttnCase(case.name, case.reaches, (case.rows,), case.num_heads, case.head_dim), dtype, device
     )
 
 
-def _peers() -> tuple[Contender, ...]:
-    attentions: tuple[tuple[str, Attend, Any, Callable[[], str]], ...] = (
-        ("", attend_default, runs_anywhere, lambda: "scaled_dot_product_attention as PyTorch chooses"),
+def _baselines() -> tuple[Impl, ...]:
+    attentions: tuple[tuple[str, Attend, Any, str], ...] = (
+        ("", attend_default, runs_anywhere, "scaled_dot_product_attention as PyTorch chooses"),
         ("cudnn", attend_cudnn, _refuses(CUDNN), CUDNN.about),
         ("flash4", attend_flash4, _refuses(FLASH4), FLASH4.about),
     )
@@ -114,11 +99,11 @@ def _peers() -> tuple[Contender, ...]:
         for name, attend, refuses, about in attentions:
             how, say = ("compiled", "torch.compile of ") if compiled else ("eager", "")
             made.append(
-                Contender(
+                Impl(
                     f"{how}_{name}" if name else how,
-                    partial(_bind_peer, attend, compiled),
+                    partial(_bind_baseline, attend, compiled),
+                    f"{say}the module in PyTorch, attention: {about}",
                     refuses,
-                    lambda about=about, say=say: f"{say}the module in PyTorch, attention: {about()}",  # type: ignore[misc]
                 )
             )
     return tuple(made)
@@ -137,22 +122,18 @@ def _bind_alone(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Cal
     )
 
 
-ALONE = Contender(
-    "sdpa_alone", _bind_alone, runs_anywhere,
-    lambda: "scaled_dot_product_attention of ready q, k and v [1, H, T, D], as PyTorch chooses: the baseline of which "
+ALONE = Impl(
+    "sdpa_alone", _bind_alone,
+    "scaled_dot_product_attention of ready q, k and v [1, H, T, D], as PyTorch chooses: the baseline of which "
     "the module, projections and all, is to reach 0.9",
-    yardstick="attends to ready q, k and v, without rotation and projections",
+    reference_point="attends to ready q, k and v, without rotation and projections",
 )  # fmt: skip
-PEERS = (ALONE, *_peers())
+BASELINES = (ALONE, *_baselines())
 
 
-def _default_peers(device: torch.device) -> tuple[str, ...]:
-    return tuple(peer.name for peer in PEERS) if device.type == "cuda" else ("sdpa_alone", "eager")
-
-
-def _trials(case: VisionAttentionCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Trial]:
+def _checks(case: VisionAttentionCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
     inputs = make_vision_attention_inputs(case, dtype, device, seed=1)
-    return whole_trials(references.vision_attention, inputs, _shape(case), case, backward)
+    return whole_checks(references.vision_attention, inputs, _shape(case), case, backward)
 
 
 def _cost(inputs: VisionAttentionInputs, backward: bool) -> Cost:
@@ -173,10 +154,8 @@ def _path(inputs: VisionAttentionInputs) -> str:
 
 def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     inputs = make_vision_attention_inputs(HOST_CASE, dtype, device)
-    ours, eager = _bind_ours(HOST_CASE, inputs), _bind_peer(attend_default, False, HOST_CASE, inputs)
-    number = torch.ones(16, device=device)
+    ours, eager = _bind_ours(HOST_CASE, inputs), _bind_baseline(attend_default, False, HOST_CASE, inputs)
     return [
-        HostCall("ATen add", lambda: torch.add(number, number)),
         HostCall("the module in eager PyTorch", eager.forward_alone),
         HostCall("the module in eager PyTorch with gradients", eager.forward),
         HostCall("VisionAttention", ours.forward_alone),
@@ -184,24 +163,9 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     ]
 
 
-def _kernels(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> list[TunedKernel]:
-    """None of its own: those of `qkv_rope` and `window_attn` have rooms."""
-    return []
-
-
-ROOM = Room(
-    op="vision_attention",
-    cases=_cases,
-    profiled=_profiled,
-    shape=_shape,
-    inputs=make_vision_attention_inputs,
-    trials=_trials,
-    cost=_cost,
-    path=_path,
-    ours=Contender(results.OURS, _bind_ours, runs_anywhere, lambda: "torch_ops.models.VisionAttention"),
-    peers=PEERS,
-    default_peers=_default_peers,
-    host_calls=_host_calls,
-    kernels=_kernels,
-    jits=(),
-)
+BENCH = OpBench(
+    op="vision_attention", cases=partial(select, VISION_ATTENTION), profiled="attention_1024_4096", shape=_shape,
+    inputs=make_vision_attention_inputs, checks=_checks, cost=_cost, path=_path,
+    ours=ours(_bind_ours, "torch_ops.models.VisionAttention"), baselines=BASELINES,
+    usual={"cuda": tuple(each.name for each in BASELINES), "cpu": ("sdpa_alone", "eager")}, host_calls=_host_calls,
+)  # fmt: skip

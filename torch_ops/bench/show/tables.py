@@ -1,8 +1,13 @@
-"""Tables of a report, for a terminal and as Markdown; both show the same cells."""
+"""Tables of a report, for a terminal and as Markdown: one pivot of records, with a key for each kind of table."""
 
-import itertools
+import math
+import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,81 +15,127 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from torch_ops.bench.measure.results import (
+    ASSEMBLED,
+    ATOL,
     FAILED,
     OK,
-    OURS_FREE,
+    OURS,
+    REFERENCE_POINT,
     UNAVAILABLE,
+    UNCAPTURED,
+    VK_FREE,
     WRONG,
-    YARDSTICK,
-    Ceilings,
+    Group,
     HostTime,
-    Measurement,
-    Profile,
+    Record,
     Report,
-    Timed,
+    grouped,
 )
-from torch_ops.bench.show.cells import NOTHING, Table, digits
-from torch_ops.bench.show.encoder import encoder_tables
 
-_VERBS = {
-    UNAVAILABLE: "cannot run",
-    FAILED: "failed on",
-    WRONG: "is wrong on",
-    YARDSTICK: "is a yardstick, not a peer, on",
-}
+NOTHING = "-"
+# A row by header; headers that occur twice carry what tells them apart before them.
+Row = dict[str | tuple[str, str], str]
+ALLCLOSE = f"allclose, atol {ATOL:g}"
+VERBS = {
+    UNAVAILABLE: "cannot run", FAILED: "failed on", WRONG: "is wrong on",
+    REFERENCE_POINT: "is a reference point, not a baseline, on",
+}  # fmt: skip
+RULE = {OK: "within", WRONG: "outside", FAILED: "failed", REFERENCE_POINT: "not checked"}
+# PyTorch's own attention, the first that is correct: FlashAttention-2 takes no fp32.
+TORCH = "flash2", "efficient", "math", "reference"
+# Images: by tokens the side of a patch and of the image in pixels. Qwen2-VL has patches of 14 pixels, Qwen3-VL of 16.
+SIDES = {(pixels // patch) ** 2: (patch, pixels) for patch in (14, 16) for pixels in (448, 672, 896, 1344)}
 
 
-def tables(report: Report) -> list[Table]:
-    """Measurements by op, direction and dtype, encoders, then profiles, then host times."""
-    made: list[Table] = encoder_tables(report)
-    kinds: dict[tuple[str, ...], list[Measurement]] = {}
-    for one in report.measurements:
-        key = (one.op, one.direction, one.dtype, one.path, one.cache)
-        kinds.setdefault(key, []).append(one)
-    made += map(_measurement_table, kinds.values())
-    if report.profiles and report.ceilings is not None:
-        made.append(_profile_table(report.profiles, report.ceilings))
-    for op, times in itertools.groupby(report.host, lambda time: time.op):
-        made.append(_host_table(op, list(times)))
+@dataclass(frozen=True)
+class Table:
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Key:
+    """How records become tables.
+
+    Attributes:
+        tables, rows: what parts tables, and in a table the groups that `cells` makes rows of.
+        title: of a table, by its first record.
+    """
+
+    tables: Callable[[Record], Any]
+    rows: Callable[[Record], Any]
+    cells: Callable[[Group, Report], Iterable[Row]]
+    title: Callable[[Record], str]
+    notes: Callable[[Sequence[Record]], Iterable[str]] = lambda records: ()
+
+
+def pivot(records: Iterable[Record], key: Key, report: Report) -> list[Table]:
+    """A table for each value of `key.tables`; a column is there where any of its rows has it."""
+    made = []
+    for members in grouped(records, key.tables).values():
+        rows = [row for group in grouped(members.records, key.rows).values() for row in key.cells(group, report)]
+        headers = tuple(dict.fromkeys(chain.from_iterable(rows)))
+        cells = tuple(tuple(row.get(header, NOTHING) for header in headers) for row in rows)
+        names = tuple(header if isinstance(header, str) else header[1] for header in headers)
+        made.append(Table(key.title(members.ours), names, cells, tuple(key.notes(members.records))))
     return made
 
 
-def markdown(report: Report, tables_of: Callable[[Report], list[Table]] = tables) -> str:
-    """What goes into documents: every table, its notes, and where the figures come from."""
-    parts = []
-    for table in tables_of(report):
-        lines = [f"### {table.title}", "", markdown_table(table)]
-        lines += ["", *(f"- {note}" for note in table.notes)] if table.notes else []
-        parts.append("\n".join(lines))
-    parts.append("\n".join(f"- {line}" for line in origin(report)))
-    return "\n\n".join(parts) + "\n"
+def tables(report: Report, kind: str = "") -> list[Table]:
+    """Tables of a kind: all figures unless one is given, else "summary", "suite", "images" or "passes"."""
+    encoders = [one for one in report.records if one.op == "encoder"]
+    ops = [one for one in report.records if one.op != "encoder"]
+    if kind == "summary":
+        return pivot(encoders, ENCODER, report) + pivot(ops, SUMMARY, report)
+    if kind == "images":
+        shapes = {one: re.fullmatch(r"1x(\d+)x\d+x\d+", one.shape) for one in ops if one.direction == "forward"}
+        found = {one: int(shape[1]) for one, shape in shapes.items() if shape and int(shape[1]) in SIDES}
+        if not found:
+            raise ValueError("it holds no forward of an image of 448, 672, 896 or 1344 pixels; give other results")
+        return pivot(sorted(found, key=lambda one: SIDES[found[one]]), IMAGES, report)
+    if kind:
+        several = len({(one.case, one.dtype) for one in ops}) > 1
+        return (pivot(ops, PASS, report) if kind == "passes" else []) + (
+            pivot(ops, SUITE, report) if several or kind == "suite" else []
+        )
+    made = [table for key in (ENCODER, ENCODER_ROW) for table in pivot(encoders, key, report)]
+    made += pivot(ops, FIGURES, report) + pivot(report.profiles, PROFILE, report)
+    return made + [_host_table(op, list(times)) for op, times in groupby(report.host, lambda time: time.op)]
 
 
-def markdown_table(table: Table) -> str:
-    """Its rows alone."""
-    return "\n".join(map(_row, (table.headers, ["---"] * len(table.headers), *table.rows)))
+def markdown(report: Report, kind: str = "") -> str:
+    """Tables, their notes, and where the figures come from, for a document."""
+    short, parts = kind in ("summary", "images"), []
+    made = tables(report, kind)
+    for table in made:
+        title = (
+            [] if kind == "summary" and len(made) == 1 else [f"**{table.title}**" if short else f"### {table.title}"]
+        )
+        lines = map(_row, (table.headers, ["---"] * len(table.headers), *table.rows))
+        parts += [*title, "\n".join(lines), "\n".join(f"- {note}" for note in table.notes)]
+    parts.append("\n".join(f"- {line}" for line in (*_closing(report, kind), *origin(report, kind != "summary"))))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def print_tables(report: Report, tables_of: Callable[[Report], list[Table]] = tables) -> None:
+def print_tables(report: Report, kind: str = "") -> None:
     """The same on stdout, for reading."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=180)  # a log or a pipe: rather long lines than folded cells
-    for table in tables_of(report):
+    for table in tables(report, kind):
         shown = RichTable(
             *(escape(header) for header in table.headers),
             title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
         )  # fmt: skip
-        for column in shown.columns:
-            column.overflow = "fold"
-        for column in shown.columns[1:]:
-            column.justify = "right"
+        for place, column in enumerate(shown.columns):
+            column.overflow, column.justify = "fold", "right" if place else "left"
         for row in table.rows:
             shown.add_row(*map(escape, row))
         console.print(shown)
-        _print_lines(console, table.notes)
-        console.print()
-    _print_lines(console, origin(report))
+        _print_lines(console, (*table.notes, ""))
+    _print_lines(console, (*_closing(report, kind), *origin(report)))
 
 
 def _print_lines(console: Console, lines: Iterable[str]) -> None:
@@ -96,137 +147,401 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def origin(report: Report, peers: bool = True) -> list[str]:
-    """Machine, versions, peers if wanted, date, commit and command."""
+def origin(report: Report, with_baselines: bool = True) -> list[str]:
+    """Machine, versions, baselines if wanted or few, date, commit and command."""
     source = report.provenance
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
-    driver = f", driver {source.driver}" if source.driver else ""
-    lines = [f"{source.device}{driver}; {versions}"]
-    if peers:
-        lines += [f"{name}: {about}" for name, about in source.peers.items()]
-    if report.ceilings is not None:
+    lines = [f"{source.device}{f', driver {source.driver}' if source.driver else ''}; {versions}"]
+    if with_baselines or all(one.op != "encoder" for one in report.records):
+        lines += [f"{name}: {about}" for name, about in source.baselines.items()]
+    if (ceilings := report.ceilings) is not None:
         lines.append(
-            f"measured in this run: memory {digits(report.ceilings.copy_gb_s)} GB/s, "
-            f"{report.ceilings.matmul_dtype} matmul "
-            f"{digits(report.ceilings.matmul_tflops)} TFLOP/s"
+            f"measured in this run: memory {digits(ceilings.copy_gb_s)} GB/s, "
+            f"{ceilings.matmul_dtype} matmul {digits(ceilings.matmul_tflops)} TFLOP/s"
         )
     return [*lines, f"{source.date}, commit {source.commit}: `{source.command}`"]
 
 
-def _measurement_table(measurements: Sequence[Measurement]) -> Table:
-    first = measurements[0]
-    names = list(dict.fromkeys(peer.name for one in measurements for peer in one.peers))
-    rows = []
-    for one in measurements:
-        peers = {peer.name: peer for peer in one.peers}
-        rows.append(
-            (
-                one.case,
-                one.shape,
-                _time(one.ours),
-                *(_time(peers[name]) if name in peers else NOTHING for name in names),
-                _ratio(one),
-                digits(one.tflops),
-                f"{_mib(one.ours)} / {_mib(one.best_peer)}",
-            )
-        )
-    title = f"{first.op}, {first.direction}, {first.dtype}, {first.path} path, {first.cache} cache"
-    headers = ("case", "shape", "ours ms", *(f"{name} ms" for name in names))
-    headers += ("best correct peer / ours", "TFLOP/s", "peak MiB, ours / best peer")
-    return Table(title, headers, tuple(rows), tuple(_notes(measurements)))
+def _closing(report: Report, kind: str) -> list[str]:
+    """Notes on all tables of a kind."""
+    ops = [one for one in report.records if one.op != "encoder"]
+    if kind == "images":
+        return [
+            "attention only, of one layer, forward: the rotary embedding of q and k, and attention; projections, MLPs "
+            "and norms of an encoder are not in it, so that a whole encoder gains less"
+        ]
+    if kind != "summary" or not ops:
+        return []
+    points = {f"*{REFERENCE_POINT}*: {one.name} {one.note}" for one in ops if one.status == REFERENCE_POINT}
+    return [
+        "Under a baseline's name: its time over ours, so that above 1 ours is faster. "
+        "*wrong*: its result breaks the tolerance rule. -: it cannot run the case.",
+        _kinds(ops),
+        *(f"{point}, so it is no baseline to beat" for point in sorted(points)),
+    ]
 
 
-def _notes(measurements: Sequence[Measurement]) -> list[str]:
-    ratios = [one.ratio for one in measurements if one.ratio is not None]
-    notes = []
+def _kinds(records: Sequence[Record]) -> str:
+    """Dtype, cache and path of most cases, and by name of all others."""
+    cases: dict[str, dict[str, None]] = {}
+    for one in records:
+        cases.setdefault(f"{one.dtype}, {one.cache} cache, {one.path} path", {})[one.case] = None
+    first, *others = sorted(cases, key=lambda kind: -len(cases[kind]))
+    return "; ".join((first, *(f"{', '.join(cases[kind])}: {kind}" for kind in others)))
+
+
+# Cells.
+
+
+def digits(value: float | None, significant: int = 3) -> str:
+    """Plain decimals with so many significant digits, none of a large number cut."""
+    if value is None:
+        return NOTHING
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, significant - 1 - magnitude)}f}"
+
+
+def _time(one: Record) -> str:
+    if one.ms is None:
+        return NOTHING if one.status == UNAVAILABLE else one.status
+    low, high = min(one.rounds_ms), max(one.rounds_ms)
+    mark = f" {one.status}" if one.status in (WRONG, REFERENCE_POINT) else ""
+    return f"{digits(one.ms, 4)} ({digits(low, 4)}..{digits(high, 4)}){mark}"
+
+
+def _mib(one: Record | None, decimals: int = 1) -> str:
+    return NOTHING if one is None or one.peak_bytes is None else f"{one.peak_bytes / 2**20:.{decimals}f}"
+
+
+def _marked(text: str, one: Record) -> str:
+    return text if one.status == OK else f"{text} *{one.status}*"
+
+
+def _share(rate: float | None, ceiling: float | None, decimals: int = 0) -> str:
+    return NOTHING if rate is None or ceiling is None else f"{rate / ceiling:.{decimals}%}"
+
+
+def torch_baseline(group: Group) -> Record | None:
+    """PyTorch's own attention, where it is correct."""
+    right = {one.name: one for one in group.baselines if one.status == OK and one.ms}
+    return next((right[name] for name in TORCH if name in right), None)
+
+
+def faster_by(ours: Record, other: Record | None) -> str:
+    """A baseline's median over ours; nothing where ours is not correct."""
+    if other is None or not other.ms or not ours.ms or ours.status not in (OK, REFERENCE_POINT):
+        return NOTHING
+    return f"{other.ms / ours.ms:.2f}x"
+
+
+def _difference(one: Record | None) -> tuple[str, str]:
+    """The largest one to ours, and whether `allclose` holds."""
+    if one is None or one.to_ours is None:
+        return NOTHING, NOTHING
+    return digits(one.to_ours, 2), str(one.to_ours <= ATOL)
+
+
+# Tables of figures: a row for each case, every round's spread.
+
+
+def _figures(group: Group, report: Report) -> Iterator[Row]:
+    ours, best, ratio = group.ours, group.best(), NOTHING
+    if ours.status != OK:
+        ratio = f"ours is {ours.status}"
+    elif (ratios := group.ratios) is not None and best is not None and best.ms:
+        ratio = f"{ratios[0]:.2f} ({ratios[1]:.2f}..{ratios[2]:.2f}) {best.name}"
+        free = next((one.ms for one in group.baselines if one.name == VK_FREE and one.status == OK), None)
+        ratio += f", {best.ms / free:.2f} for {VK_FREE}" if free else ""
+    yield {
+        "case": ours.case, "shape": ours.shape, "ours ms": _time(ours),
+        **{f"{one.name} ms": _time(one) for one in group.baselines},
+        "best correct baseline / ours": ratio, "TFLOP/s": digits(ours.tflops),
+        "peak MiB, ours / best baseline": f"{_mib(ours)} / {_mib(best)}",
+    }  # fmt: skip
+
+
+def _notes(records: Sequence[Record]) -> Iterator[str]:
+    """How far ours is ahead, how all were timed, and which are out and why."""
+    groups = list(grouped(records, attrgetter("case", "shape", "dtype")).values())
+    ratios = [group.ratios[0] for group in groups if group.ratios is not None]
     if len(ratios) > 1:
         mean = statistics.geometric_mean(ratios)
-        notes.append(f"geometric mean of {len(ratios)} ratios: {mean:.2f}, least {min(ratios):.2f}")
-    rounds = {len(one.ours.rounds_ms) for one in measurements if one.ours.rounds_ms}
+        yield f"geometric mean of {len(ratios)} ratios: {mean:.2f}, least {min(ratios):.2f}"
+    rounds = {len(group.ours.rounds_ms) for group in groups if group.ours.rounds_ms}
     if rounds:
         count = "..".join(str(number) for number in sorted({min(rounds), max(rounds)}))
-        notes.append(f"times: median (min..max) of {count} interleaved rounds, {timers_in_words(measurements)}")
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for one in measurements:
-        for timed in (one.ours, *one.peers):
-            if timed.status != OK:
-                key = (timed.name, timed.status, timed.note)
-                reasons.setdefault(key, []).append(one.case)
-    for (name, status, note), cases in sorted(reasons.items()):
-        verb = _VERBS[status]
-        whole = len(cases) == len(measurements) > 1
+        warm = groups[0].ours.warm_up
+        kind = "interleaved rounds" if warm is None else f"interleaved iterations after {warm} untimed ones of each"
+        yield f"times: median (min..max) of {count} {kind}, {timers_in_words(records)}"
+    out = grouped((one for one in records if one.status != OK), attrgetter("name", "status", "note"))
+    for (name, status, note), group in sorted(out.items()):
+        cases = dict.fromkeys(one.case for one in group.records)
         every = "any of these" if status == UNAVAILABLE else "all of these"
-        where = every if whole else ", ".join(cases)
-        notes.append(f"{name} {verb} {where}: {note}")
-    return notes
+        whole = len(group.records) == len(groups) > 1
+        yield f"{name} {VERBS[status]} {every if whole else ', '.join(cases)}: {note}"
 
 
-def timers_in_words(measurements: Sequence[Measurement]) -> str:
+def timers_in_words(records: Sequence[Record]) -> str:
     words = {"graph": "CUDA graph replays", "events": "between events", "wall": "wall time"}
-    used: dict[str, list[str]] = {}
-    for one in measurements:
-        for timed in (one.ours, *one.peers):
-            if timed.timer:
-                used.setdefault(timed.timer, []).append(f"{timed.name} on {one.case}")
-    if len(used) == 1:
-        return words[next(iter(used))]
-    usual = max(used, key=lambda kind: len(used[kind]))
-    others = (f"{words[kind]} for {', '.join(who)}" for kind, who in used.items() if kind != usual)
-    return f"{words[usual]}, but {', '.join(others)}"
+    used = grouped((one for one in records if one.timer), attrgetter("timer"))
+    usual, *others = sorted(used, key=lambda kind: -len(used[kind].records))
+    named = (
+        f"{words[kind]} for {', '.join(f'{one.name} on {one.case}' for one in used[kind].records)}" for kind in others
+    )
+    return ", but ".join(filter(None, (words[usual], ", ".join(named))))
 
 
-def _time(timed: Timed) -> str:
-    if timed.ms is None:
-        return NOTHING if timed.status == UNAVAILABLE else timed.status
-    low, high = min(timed.rounds_ms), max(timed.rounds_ms)
-    mark = f" {timed.status}" if timed.status in (WRONG, YARDSTICK) else ""
-    return f"{digits(timed.ms, 4)} ({digits(low, 4)}..{digits(high, 4)}){mark}"
+FIGURES = Key(
+    attrgetter("op", "direction", "dtype", "path", "cache"), attrgetter("case", "shape"), _figures,
+    lambda one: f"{one.op}, {one.direction}, {one.dtype}, {one.path} path, {one.cache} cache", _notes,
+)  # fmt: skip
 
 
-def _ratio(one: Measurement) -> str:
-    if one.ours.status != OK:
-        return f"ours is {one.ours.status}"
-    if one.ratio is None or one.ratio_range is None or one.best_peer is None:
+# A summary: a row for each case, every baseline's time over ours.
+
+
+def _summary(group: Group, report: Report) -> Iterator[Row]:
+    row: Row = {"case": group.ours.case, "shape": group.ours.shape}
+    for direction, part in grouped(group.records, attrgetter("direction")).items():
+        ours = part.ours
+        row[direction, f"{direction} ms"] = NOTHING if ours.ms is None else _marked(digits(ours.ms), ours)
+        for one in part.baselines:
+            over = f"{one.ms / ours.ms:.2f}" if one.ms and ours.ms else NOTHING
+            row[direction, one.name] = _marked(over, one) if one.ms and ours.ms else NOTHING
+    yield row
+
+
+SUMMARY = Key(attrgetter("op"), attrgetter("case", "shape"), _summary, lambda one: one.op)
+
+
+def _image(group: Group, report: Report) -> Iterator[Row]:
+    ours, tokens = group.ours, int(group.ours.shape.split("x")[1])
+    other = next((one for one in group.baselines if one.name == "eager_flash2"), None)
+    side, right = SIDES[tokens][1], other is not None and other.status == ours.status == OK
+    yield {
+        "image size": f"{side}x{side}", "tokens": f"{tokens:,}",
+        "Flash+RoPE, ms": NOTHING if other is None else _marked(digits(other.ms), other),
+        "ours, ms": _marked(digits(ours.ms), ours), "speedup": faster_by(ours, other) if right else NOTHING,
+    }  # fmt: skip
+
+
+def _patch(one: Record) -> int:
+    return SIDES[int(one.shape.split("x")[1])][0]
+
+
+IMAGES = Key(
+    _patch, attrgetter("case", "shape"), _image, lambda one: f"Patches of {_patch(one)} x {_patch(one)} pixels"
+)
+
+
+# Attention: a table for each pass of a case, and one of all cases.
+
+
+def _pass(group: Group, report: Report) -> Iterator[Row]:
+    ceilings = report.ceilings
+    for one in (one for one in group.records if one.status != UNAVAILABLE):
+        row: Row = {
+            "implementation": one.name, "mean ms": digits(one.mean_ms, 4), "median ms": digits(one.ms, 4),
+            "TFLOP/s": digits(one.tflops),
+        }  # fmt: skip
+        if one.op == "attention_decode":
+            row["TB/s"] = digits(None if one.gb_s is None else one.gb_s / 1e3)
+            row["of a copy"] = _share(one.gb_s, None if ceilings is None else ceilings.copy_gb_s)
+        row["its time / ours"] = NOTHING if one is group.ours else faster_by(group.ours, one)
+        row["max abs difference to ours"], row[ALLCLOSE] = _difference(one)
+        yield row | {"tolerance rule": RULE[one.status]}
+
+
+def _pass_notes(records: Sequence[Record]) -> Iterator[str]:
+    labels = dict.fromkeys(report.name.partition(" (")[2].removesuffix(")") for report in records[0].reports)
+    if labels:
+        yield f"tolerance rule: against fp64, on {' and '.join(labels)}"
+    yield from _notes(records)
+
+
+def _suite(group: Group, report: Report) -> Iterator[Row]:
+    own, best = torch_baseline(group), group.best()
+    for one in group.records:
+        if one is group.ours or one.status == REFERENCE_POINT and one.group == OURS:
+            difference, close = _difference(own if one is group.ours else one)
+            yield {
+                "shape": one.shape, "type": one.dtype if one is group.ours else f"{one.dtype}, {one.name}",
+                "ours ms, mean / median": _both(one), "PyTorch ms, mean / median": _named(own),
+                "PyTorch / ours": faster_by(one, own), "best correct baseline ms": _named(best),
+                "best / ours": faster_by(one, best), "max abs difference": difference, ALLCLOSE: close,
+                "tolerance rule": RULE[one.status],
+            }  # fmt: skip
+
+
+def _both(one: Record) -> str:
+    return NOTHING if one.ms is None else f"{digits(one.mean_ms)} / {digits(one.ms)}"
+
+
+def _named(one: Record | None) -> str:
+    return NOTHING if one is None else f"{_both(one)} {one.name}"
+
+
+def _suite_notes(records: Sequence[Record]) -> Iterator[str]:
+    yield (
+        "PyTorch is the first that can run of its FlashAttention-2, memory-efficient and plain attention; the "
+        "difference is between ours and that"
+    )
+    yield from _notes(records)
+
+
+_OF_CASE = attrgetter("op", "case", "shape", "direction", "dtype", "path")
+PASS = Key(
+    _OF_CASE, _OF_CASE, _pass, lambda one: f"{one.op}, {one.direction}, {one.shape}, {one.dtype}, {one.path} path",
+    _pass_notes,
+)  # fmt: skip
+SUITE = Key(
+    attrgetter("op", "direction"), attrgetter("case", "shape", "dtype"), _suite,
+    lambda one: f"{one.op}, {one.direction}", _suite_notes,
+)  # fmt: skip
+
+
+# The encoder: the fastest of each group batch by batch, and every implementation of a batch.
+
+
+def _fastest(group: Group, name: str) -> tuple[Record, ...]:
+    """The fastest correct one in each half of the rounds: where one wavers another may be ahead in a half."""
+    right = [one for one in group.records if one.group == name and one.status == OK and one.rounds_ms]
+    halves = range(min((len(one.halves_ms) for one in right), default=0))
+    return tuple(min(right, key=lambda one: one.halves_ms[half]) for half in halves)
+
+
+def _over(ones: tuple[Record, ...] | Record | None, other: Record | None) -> str:
+    """Time over the other's, in both halves."""
+    if ones is None or other is None:
         return NOTHING
-    low, high = one.ratio_range
-    ratio = f"{one.ratio:.2f} ({low:.2f}..{high:.2f}) {one.best_peer.name}"
-    free = next((peer.ms for peer in one.peers if peer.name == OURS_FREE and peer.status == OK), None)
-    return f"{ratio}, {one.best_peer.ms / free:.2f} for {OURS_FREE}" if free and one.best_peer.ms else ratio
+    if isinstance(ones, Record):
+        ones = (ones,) * len(ones.halves_ms)
+    times = [one.halves_ms[half] for half, one in enumerate(ones)]
+    return ", ".join(f"{ms / own:.2f}" for ms, own in zip(times, other.halves_ms, strict=False)) or NOTHING
 
 
-def _mib(timed: Timed | None) -> str:
-    if timed is None or timed.peak_bytes is None:
-        return NOTHING
-    return f"{timed.peak_bytes / 2**20:.1f}"
+def _halves(ones: Sequence[Record]) -> str:
+    """Both halves of each one's time, named once where it is the same."""
+    figures = [(digits(one.halves_ms[half]), one.name) for half, one in enumerate(ones)]
+    if len({name for _, name in figures}) == 1:
+        return f"{', '.join(ms for ms, _ in figures)} {figures[0][1]}"
+    return ", ".join(f"{ms} {name}" for ms, name in figures) or NOTHING
 
 
-def _profile_table(profiles: Sequence[Profile], ceilings: Ceilings) -> Table:
-    headers = (
-        "call", "shape", "ms", "MB moved", "GB/s", "of copy", "TFLOP/s", "of matmul",
-        "FLOP/byte", "bound", "floor ms", "time / floor",
-    )  # fmt: skip
-    rows = tuple(
-        (
-            f"{one.op} {one.direction}, {one.case}, {one.dtype}, {one.path} path",
-            one.shape,
-            digits(one.ms, 4),
-            digits(one.bytes_moved / 1e6),
-            digits(one.gb_s),
-            f"{one.gb_s / ceilings.copy_gb_s:.1%}",
-            digits(one.tflops),
-            f"{one.tflops / ceilings.matmul_tflops:.1%}",
-            digits(one.intensity),
-            one.bound(ceilings),
-            digits(one.floor_ms(ceilings), 4),
-            digits(one.ms / one.floor_ms(ceilings)),
+def _rates(one: Record | None, report: Report) -> Row:
+    rate, ceilings = None if one is None else one.tflops, report.ceilings
+    if ceilings is None or one is None or ceilings.matmul_dtype != one.dtype:
+        return {"TFLOP/s": digits(rate), "of matmul": NOTHING}
+    return {"TFLOP/s": digits(rate), "of matmul": _share(rate, ceilings.matmul_tflops)}
+
+
+def _encoder(group: Group, report: Report) -> Iterator[Row]:
+    first, best = group.records[0], [group.best(name) for name in (OURS, UNCAPTURED, ASSEMBLED)]
+    ours = best[0]
+    named = {one.name: one for one in group.records if one.status == OK and one.rounds_ms}
+    compiled = Group(tuple(named[name] for name in ("vk_compiled", "vk_reduced") if name in named)).best(OURS)
+    plain, assembled = _fastest(group, UNCAPTURED), _fastest(group, ASSEMBLED)
+    yield {
+        "batch": first.case if first.direction == "forward" else f"{first.case}, {first.direction}",
+        "patches of each frame": first.shape,
+        "best of ours, ms": NOTHING if ours is None else _halves((ours,) * len(ours.halves_ms)),
+        **_rates(ours, report),
+        "compiled / best of ours": NOTHING if compiled is None else f"{_over(compiled, ours)} {compiled.name}",
+        "frozen / best of ours": _over(named.get("vk_reduced_frozen"), ours),
+        "best (a), ms": _halves(plain), "(a) / ours": _over(plain, ours),
+        "best (b), ms": _halves(assembled), "(b) / ours": _over(assembled, ours),
+        "peak MiB, ours / (a) / (b)": " / ".join(_mib(one, 0) for one in best),
+    }  # fmt: skip
+
+
+def _encoder_notes(records: Sequence[Record]) -> Iterator[str]:
+    yield (
+        "wall times of a call, warm, `torch.cuda.synchronize` around it: medians of the first and of the second half "
+        "of all rounds, in turns with all others"
+    )
+    yield (
+        "(a): Transformers' tower, also with other attention and compiled blocks. (b): put together by hand under one "
+        "CUDA graph. Each half has the fastest that the tolerance rule passes. Baseline / ours: above 1 ours is faster"
+    )
+    yield "compiled: the faster of vk_compiled and vk_reduced. frozen: vk_reduced_frozen, whose weights must not change"
+    yield (
+        "peak MiB: weights, input, what was made before the call, and what one call asks for at its peak; of a CUDA "
+        "graph the whole of its memory pool"
+    )
+    groups = grouped(records, attrgetter("case", "direction")).values()
+    best = (group.best(name) for group in groups for name in (OURS, UNCAPTURED, ASSEMBLED))
+    yield from _ready(one for one in best if one is not None)
+    if any(one.direction != "forward" for one in records):
+        yield (
+            "a training step: forward, a scalar loss that is linear in pooler_output and the deepstack features, "
+            "gradients of all parameters; no optimizer, no activation checkpointing"
         )
-        for one in profiles
+
+
+def _ready(records: Iterable[Record]) -> Iterator[str]:
+    """What each was given ready-made, in one note."""
+    named = grouped((one for one in records if one.ms and one.ready), attrgetter("ready"))
+    told = "; ".join(
+        f"{what} for {', '.join(dict.fromkeys(one.name for one in each.records))}" for what, each in named.items()
     )
-    notes = (
+    if told:
+        yield f"of a batch's grid is made before the call, or remembered from the one before: {told}"
+
+
+def _encoder_row(group: Group, report: Report) -> Iterator[Row]:
+    marks = {OURS: "ours", UNCAPTURED: "(a)", ASSEMBLED: "(b)"}
+    for one in sorted(group.records, key=lambda one: list(marks).index(one.group)):
+        if one.status != UNAVAILABLE:
+            first, second, *_ = (*(digits(ms, 4) for ms in one.halves_ms), NOTHING, NOTHING)
+            yield {
+                "implementation": one.name if one.status == OK else f"{one.name} {one.status}",
+                "group": marks[one.group], "ms, first half": first, "second": second,
+                "best (a) / it": _over(group.best(UNCAPTURED), one), "best (b) / it": _over(group.best(ASSEMBLED), one),
+                **_rates(one, report), "peak MiB": _mib(one, 0),
+            }  # fmt: skip
+
+
+def _encoder_row_notes(records: Sequence[Record]) -> Iterator[str]:
+    yield from _ready(records)
+    for (status, note), group in grouped(records, attrgetter("status", "note")).items():
+        if note:
+            yield f"{', '.join(one.name for one in group.records)}: {status}, {note}"
+
+
+ENCODER = Key(
+    attrgetter("dtype", "path"), attrgetter("case", "direction"), _encoder,
+    lambda one: f"vision encoder, {one.dtype}, {one.path} path", _encoder_notes,
+)  # fmt: skip
+ENCODER_ROW = Key(
+    _OF_CASE, _OF_CASE, _encoder_row, lambda one: f"{one.case}, {one.direction}, {one.shape}", _encoder_row_notes
+)
+
+
+# One call against the ceilings of the machine, and host time.
+
+
+def _profile(group: Group, report: Report) -> Iterator[Row]:
+    one, ceilings = group.ours, report.ceilings
+    if ceilings is not None and one.ms:
+        floor = one.floor_ms(ceilings)
+        yield {
+            "call": f"{one.op} {one.direction}, {one.case}, {one.dtype}, {one.path} path", "shape": one.shape,
+            "ms": digits(one.ms, 4), "MB moved": digits(one.bytes_moved / 1e6), "GB/s": digits(one.gb_s),
+            "of copy": _share(one.gb_s, ceilings.copy_gb_s, 1), "TFLOP/s": digits(one.tflops),
+            "of matmul": _share(one.tflops, ceilings.matmul_tflops, 1), "FLOP/byte": digits(one.intensity),
+            "bound": "memory" if one.intensity < ceilings.ridge else "compute", "floor ms": digits(floor, 4),
+            "time / floor": digits(one.ms / floor),
+        }  # fmt: skip
+
+
+PROFILE = Key(
+    lambda one: None, lambda one: one, _profile,
+    lambda one: "against the ceilings of this machine",
+    lambda records: (
         "bytes moved: each input read once, each output written once",
-        f"compute-bound above {digits(ceilings.ridge)} FLOP/byte, memory-bound below",
-    )
-    return Table("against the ceilings of this machine", headers, rows, notes)
+        "compute-bound where FLOP/byte exceeds the measured matmul rate over the measured copy rate, else memory-bound",
+    ),
+)  # fmt: skip
 
 
 def _host_table(op: str, times: Sequence[HostTime]) -> Table:

@@ -189,7 +189,7 @@ DECODE = (
     _case("scale", "an explicit scale", (50,), 64, (2, 1), 16, options={"scale": 0.5}),
     *(
         _case(f"llama_b{batch}_{keys}", f"{batch} sequences of {keys} keys", (keys,) * batch, keys, (32, 8), 128,
-              "bench")
+              "bench", *["suite"] * (batch == 16))
         for batch, keys in ((1, 8192), (1, 65536), (4, 16384), (16, 8192), (64, 4096), (128, 1024))
     ),
     _case("llama_b16_8192_bshd", "the cache as flash-attn has it", (8192,) * 16, 8192, (32, 8), 128, "bench",

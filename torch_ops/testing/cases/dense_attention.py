@@ -107,6 +107,8 @@ def _case(name: str, reaches: str, shape: tuple[int, int, int, int], *tags: str,
     return DenseCase(name, reaches, *shape, tags=frozenset(tags or ("edge",)), **rest)
 
 
+# Shapes of a report on an attention kernel.
+SUITE = "bench", "suite"
 DENSE = (
     _case("batch", "a tail in both blocks", (2, 2, 100, 72), "smoke", "edge"),
     _case("one", "one row", (3, 2, 1, 64)),
@@ -136,11 +138,11 @@ DENSE = (
     _case("scale", "an explicit scale", (2, 1, 40, 16), options={"scale": 0.5}),
     *(_case(layout, f"{layout} strides", (3, 2, 50, 72), layout=layout, k_length=40) for layout in DENSE_LAYOUTS[1:]),
     *(_case(f"d{d}", f"head dim {d}", (2, 1, 40, d), options={"causal": d % 16 == 0}) for d in range(8, 257, 8)),
-    _case("b2h8kv4s1024d128_causal", "a small prefill", (2, 8, 1024, 128), "bench", num_k_heads=4, options=CAUSAL),
-    _case("b32h10s2048d128_causal", "a batch in training", (32, 10, 2048, 128), "bench", options=CAUSAL),
-    _case("b8h32s2048d128_causal", "a language model's prefill", (8, 32, 2048, 128), "bench", options=CAUSAL),
-    _case("b4h32s1024d64_causal", "narrow heads", (4, 32, 1024, 64), "bench", options=CAUSAL),
-    _case("b1h8s512d64_causal", "hardly any work", (1, 8, 512, 64), "bench", options=CAUSAL),
+    _case("b2h8kv4s1024d128_causal", "a small prefill", (2, 8, 1024, 128), *SUITE, num_k_heads=4, options=CAUSAL),
+    _case("b32h10s2048d128_causal", "a batch in training", (32, 10, 2048, 128), *SUITE, options=CAUSAL),
+    _case("b8h32s2048d128_causal", "a language model's prefill", (8, 32, 2048, 128), *SUITE, options=CAUSAL),
+    _case("b4h32s1024d64_causal", "narrow heads", (4, 32, 1024, 64), *SUITE, options=CAUSAL),
+    _case("b1h8s512d64_causal", "hardly any work", (1, 8, 512, 64), *SUITE, options=CAUSAL),
     _case("b8h32kv8s2048d128_causal", "four heads on one", (8, 32, 2048, 128), "bench", num_k_heads=8, options=CAUSAL),
     _case("b2h8kv4s1024d128", "the same without order", (2, 8, 1024, 128), "bench", num_k_heads=4),
     _case("b32h10s2048d128", "many sequences", (32, 10, 2048, 128), "bench"),

@@ -1,4 +1,4 @@
-"""What the benchmark takes for right: the gate, and the peers that it is held against."""
+"""What the benchmark takes for right: the correctness check, and the baselines that it is held against."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bench.verify import CPU, TERMS, broken, golden_report, measured, spoiled, wrong_dq
-from torch_ops.bench.measure import gate
-from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Report
-from torch_ops.bench.measure.room import Trial
+from tests.bench.verify import CPU, SETUP, broken, golden_report, measured, spoiled, wrong_dq
+from torch_ops.bench.measure import check as checks
+from torch_ops.bench.measure.opbench import Check
+from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Group, Report
 from torch_ops.bench.peers import packed as attention_peers
 from torch_ops.bench.peers.packed import REFERENCE
 from torch_ops.bench.rooms.packed_cases import find_cases, shorten
-from torch_ops.bench.rooms.window_attn import OURS, OURS_FREE, ROOM
-from torch_ops.bench.show import documents
+from torch_ops.bench.rooms.window_attn import BENCH, OURS, OURS_FREE
 from torch_ops.bench.show.tables import markdown
 from torch_ops.testing import references
 from torch_ops.testing.cases import cumulative
@@ -25,14 +24,14 @@ from torch_ops.testing.cases import cumulative
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
 
-def test_gate_passes_what_is_right() -> None:
+def test_the_check_passes_what_is_right() -> None:
     for one in measured(OURS, REFERENCE):
-        assert one.ours.status == OK and one.peers[0].status == OK
-        assert one.best_peer is one.peers[0]
-        assert one.ratio is not None and one.ratio > 0
-        names = ["out"] if one.direction == "forward" else ["dq", "dk", "dv"]
-        assert [report.name.split()[0] for report in one.ours.gate] == names
-        assert all(report.passed for report in one.ours.gate)
+        assert one.ours.status == OK and one.baselines[0].status == OK
+        assert one.best() is one.baselines[0]
+        assert one.ratios is not None and one.ratios[0] > 0
+        names = ["out"] if one.ours.direction == "forward" else ["dq", "dk", "dv"]
+        assert [report.name.split()[0] for report in one.ours.reports] == names
+        assert all(report.passed for report in one.ours.reports)
 
 
 @pytest.mark.parametrize(
@@ -42,92 +41,92 @@ def test_gate_passes_what_is_right() -> None:
 )
 def test_wrong_contender_is_never_best(spoil: Any) -> None:
     forward, _ = measured(OURS, spoiled("liar", spoil), REFERENCE)
-    liar, reference = forward.peers
+    liar, reference = forward.baselines
     assert liar.status == WRONG and "outside the rule" in liar.note
-    assert len(liar.rounds_ms) == TERMS.rounds, "what is wrong is timed all the same"
+    assert len(liar.rounds_ms) == SETUP.rounds, "what is wrong is timed all the same"
     fast = dataclasses.replace(liar, rounds_ms=(1e-9, 1e-9))
-    assert dataclasses.replace(forward, peers=(fast, reference)).best_peer is reference
+    assert Group((forward.ours, fast, reference)).best() is reference
 
 
-def test_our_other_way_is_no_peer() -> None:
+def test_our_other_way_is_no_baseline() -> None:
     forward, backward = measured(OURS, OURS_FREE, REFERENCE)
-    assert [peer.name for peer in forward.peers] == ["reference"], "it is the same forward"
-    free, reference = backward.peers
+    assert [baseline.name for baseline in forward.baselines] == ["reference"], "it is the same forward"
+    free, reference = backward.baselines
     assert free.status == OK and free.rounds_ms
     fast = dataclasses.replace(free, rounds_ms=(1e-9, 1e-9))
-    backward = dataclasses.replace(backward, peers=(fast, reference))
-    assert backward.best_peer is reference
-    report = Report(golden_report().provenance, measurements=(forward, backward))
+    backward = Group((backward.ours, fast, reference))
+    assert backward.best() is reference
+    report = Report(golden_report().provenance, records=(*forward.records, *backward.records))
     assert f"{reference.ms / 1e-9:.2f} for vk_free |" in markdown(report)
-    assert documents.summary(report).splitlines()[0].endswith("| reference | backward ms | vk_free | reference |")
+    assert markdown(report, "summary").splitlines()[0].endswith("| reference | backward ms | vk_free | reference |")
 
 
-def test_gate_finds_one_wrong_gradient() -> None:
+def test_the_check_finds_one_wrong_gradient() -> None:
     forward, backward = measured(OURS, wrong_dq(), REFERENCE)
-    assert forward.peers[0].status == OK
-    assert backward.peers[0].status == WRONG
-    assert backward.peers[0].note.startswith("dq (") and "dk" not in backward.peers[0].note
-    assert backward.best_peer is backward.peers[1]
+    assert forward.baselines[0].status == OK
+    assert backward.baselines[0].status == WRONG
+    assert backward.baselines[0].note.startswith("dq (") and "dk" not in backward.baselines[0].note
+    assert backward.best() is backward.baselines[1]
 
 
-def test_gate_finds_unwritten_output() -> None:
+def test_the_check_finds_unwritten_output() -> None:
     forward, _ = measured(OURS, spoiled("lazy", lambda out: 0 * out + torch.empty_like(out)))
-    assert forward.peers[0].status == WRONG
+    assert forward.baselines[0].status == WRONG
 
 
 @pytest.mark.parametrize(("later", "status"), [(4e-3, OK), (1e-3, WRONG), (None, WRONG)])
-def test_gate_takes_more_numbers_where_a_maximum_alone_is_outside(later: float | None, status: str) -> None:
+def test_the_check_takes_more_numbers_where_a_maximum_alone_is_outside(later: float | None, status: str) -> None:
     """Of eager's largest errors, which may be small by luck."""
 
-    def draw(seed: int) -> Trial:
+    def draw(seed: int) -> Check:
         reference = torch.linspace(-1, 1, 1000, dtype=torch.float64)
         actual, eager = reference + 1e-3, reference + 1e-3
         actual[7] += 4e-3
         eager[5] += (later or 0.0) if seed else 0.0
         inputs = SimpleNamespace(actual=actual.float())
         again = None if later is None else draw
-        return Trial("drawn", None, inputs, lambda _, out: out, {"out": reference}, {"out": eager.float()}, again=again)
+        return Check("drawn", None, inputs, {"out": reference}, {"out": eager.float()}, again=again)
 
     def bind(_: Any, inputs: Any) -> Any:
         return SimpleNamespace(results=lambda backward: {"out": inputs.actual})
 
     drawn = dataclasses.replace(REFERENCE, bind=bind)
-    assert gate.judge(drawn, ROOM.cases([], CPU)[0], [draw(0)], torch.float32, CPU, False).status == status
+    assert checks.check_impl(drawn, BENCH.cases([], CPU)[0], [draw(0)], torch.float32, CPU, False).status == status
 
 
-def test_gate_looks_at_the_case_itself() -> None:
-    """A contender that is wrong only where it is long: the shortened case alone would miss it."""
-    (case,) = find_cases(["300+1500x4/2x16c"])
+def test_the_check_looks_at_the_case_itself() -> None:
+    """A impl that is wrong only where it is long: the shortened case alone would miss it."""
+    (case,) = find_cases(["300+1500x4/2x16c"], CPU)
     assert max(shorten(case, 2**22, 4).lengths) < 1500
 
     def spoil(out: Tensor) -> Tensor:
         return out * 1.1 if out.shape[0] >= 1500 else out
 
-    trials = ROOM.trials(case, torch.float32, CPU, True)
-    assert len(trials) == 2 and trials[1].case == case
-    liar = gate.judge(spoiled("liar", spoil), case, trials, torch.float32, CPU, True)
+    found = BENCH.checks(case, torch.float32, CPU, True)
+    assert len(found) == 2 and found[1].case == case
+    liar = checks.check_impl(spoiled("liar", spoil), case, found, torch.float32, CPU, True)
     assert all(report.passed == ("key heads" not in report.name) for report in liar.reports[:5])
     for right in (OURS, REFERENCE):
-        verdict = gate.judge(right, case, trials, torch.float32, CPU, True)
-        assert verdict.status == OK, verdict.reports
+        checked = checks.check_impl(right, case, found, torch.float32, CPU, True)
+        assert checked.status == OK, checked.reports
 
 
-def test_gate_ends_where_the_device_is_lost() -> None:
+def test_the_check_ends_where_the_device_is_lost() -> None:
     """What came next would fail too, and be blamed for it."""
-    (case,) = find_cases(["30x2x16"])
-    trials = ROOM.trials(case, torch.float32, CPU, True)
+    (case,) = find_cases(["30x2x16"], CPU)
+    found = BENCH.checks(case, torch.float32, CPU, True)
     lost = mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("lost"))
     with lost, pytest.raises(RuntimeError, match="lost"):
-        gate.judge(broken(), case, trials, torch.float32, torch.device("cuda"), True)
+        checks.check_impl(broken(), case, found, torch.float32, torch.device("cuda"), True)
 
 
-def test_gate_marks_what_fails_and_what_cannot_run() -> None:
+def test_the_check_marks_what_fails_and_what_cannot_run() -> None:
     forward, backward = measured(OURS, broken(), attention_peers.CUDNN, attention_peers.FLASH4)
     for one in (forward, backward):
-        assert [peer.status for peer in one.peers] == [FAILED, UNAVAILABLE, UNAVAILABLE]
-        assert one.peers[0].note.endswith("RuntimeError: no kernel for this")
-        assert [peer.note for peer in one.peers[1:]] == ["needs a GPU"] * 2
-        assert one.best_peer is None and one.ratio is None
+        assert [baseline.status for baseline in one.baselines] == [FAILED, UNAVAILABLE, UNAVAILABLE]
+        assert one.baselines[0].note.endswith("RuntimeError: no kernel for this")
+        assert [baseline.note for baseline in one.baselines[1:]] == ["needs a GPU"] * 2
+        assert one.best() is None and one.ratios is None
 
 
 @pytest.mark.parametrize(
@@ -146,12 +145,12 @@ def test_gate_marks_what_fails_and_what_cannot_run() -> None:
     ],
 )
 def test_peers_say_what_they_cannot_run(shape: str, cudnn: str, flash2: str) -> None:
-    (case,) = find_cases([shape])
+    (case,) = find_cases([shape], CPU)
     device = torch.device("cuda")
-    for peer, reason in ((attention_peers.CUDNN, cudnn), (attention_peers.FLASH2, flash2)):
-        said = peer.refuses(case, torch.bfloat16, device)
+    for baseline, reason in ((attention_peers.CUDNN, cudnn), (attention_peers.FLASH2, flash2)):
+        said = baseline.refuses(case, torch.bfloat16, device)
         assert reason in said if reason else said == ""
-        assert peer.refuses(case, torch.float32, device)
+        assert baseline.refuses(case, torch.float32, device)
 
 
 def test_cudnn_view_is_the_packed_maths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +160,10 @@ def test_cudnn_view_is_the_packed_maths(monkeypatch: pytest.MonkeyPatch) -> None
         "sdpa_kernel",
         lambda backend: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     )
-    peer = dataclasses.replace(attention_peers.CUDNN, refuses=lambda case, dtype, device: "")
+    baseline = dataclasses.replace(attention_peers.CUDNN, refuses=lambda case, dtype, device: "")
     for shape in ("3x20x2x16", "2x20x4/2x16c"):
-        for one in measured(OURS, peer, shape=shape):
-            assert one.peers[0].status == OK, one.peers[0].note
+        for one in measured(OURS, baseline, shape=shape):
+            assert one.baselines[0].status == OK, one.baselines[0].note
 
 
 @pytest.mark.parametrize(
@@ -197,10 +196,10 @@ def test_flash_peers_are_called_as_documented(
     interface = {function.__name__: function for function in (flash_attn_func, flash_attn_varlen_func)}
     monkeypatch.setattr(attention_peers, "_varlen_attn", lambda: varlen_attn)
     monkeypatch.setattr(attention_peers, "flash4_function", interface.__getitem__)
-    peers = [
-        dataclasses.replace(peer, refuses=lambda case, dtype, device: "")
-        for peer in (attention_peers.FLASH2, attention_peers.FLASH4)
+    baselines = [
+        dataclasses.replace(baseline, refuses=lambda case, dtype, device: "")
+        for baseline in (attention_peers.FLASH2, attention_peers.FLASH4)
     ]
-    for one in measured(OURS, *peers, shape=shape):
-        assert [peer.status for peer in one.peers] == [OK, OK], one.peers
+    for one in measured(OURS, *baselines, shape=shape):
+        assert [baseline.status for baseline in one.baselines] == [OK, OK], one.baselines
     assert seen == {"flash2": flash2, "flash4": flash4}

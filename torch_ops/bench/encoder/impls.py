@@ -1,5 +1,6 @@
-"""Who encodes: ours, what a user of Transformers can run (a), and the strongest put together by hand (b)."""
+"""Encoders: ours, what a user of Transformers can run (a), and the strongest put together by hand (b)."""
 
+import gc
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -10,15 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops.bench.encoder.peers import ATTENTIONS, PEERS, Assembly, twin
-from torch_ops.bench.encoder.rows import Features, Scene, features_of, transformers_metadata
-from torch_ops.bench.measure.room import find_named
+import torch_ops
+from torch_ops.bench.encoder.peers import ATTENTION_IMPLS, ATTENTIONS, Assembly, twin
+from torch_ops.bench.encoder.rows import (
+    Features,
+    Row,
+    Scene,
+    Session,
+    check_of,
+    count_flops,
+    draw_directions,
+    features_of,
+    find_rows,
+    make_scene,
+    outcome,
+    step,
+    transformers_metadata,
+)
+from torch_ops.bench.measure.opbench import Cost, Impl, OpBench, find_named, runs_anywhere, split
+from torch_ops.bench.measure.results import ASSEMBLED, OURS, UNCAPTURED
+from torch_ops.bench.measure.timing import Work
 from torch_ops.models import EncoderGraphs
-from torch_ops.models._capture import own_stream
+from torch_ops.models._capture import own_stream, pool_bytes
 from torch_ops.models.vision_metadata import filled_sizes
 from torch_ops.testing.cases import WindowAttnCase
 
-GROUPS = OURS, UNCAPTURED, ASSEMBLED = "ours", "uncaptured", "assembled"
+GROUPS = OURS, UNCAPTURED, ASSEMBLED
 WARM_UP_CALLS = 3
 # What of a batch's grid is made before the call.
 NO_TABLES = "nothing"
@@ -29,9 +47,10 @@ ALL_TABLES = "segments, rotary tables and interpolated position embeddings"
 
 @dataclass(frozen=True)
 class Bound:
-    """A contender on a scene. Its memory beyond a call's is that of `held` and of the CUDA graphs' memory pool, `pool`.
+    """An implementation on a scene.
 
-    Where `pooled`, it lies in pools that keep all rows so far, and is not known.
+    Its memory beyond a call's is that of `held` and of the CUDA graphs' memory pool, `pool`. Where `pooled`, it lies in
+    pools that keep all rows so far, and is not known.
     """
 
     encode: Callable[[], Features]
@@ -41,19 +60,61 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class EncoderContender:
-    """`bind` makes its call on a scene; `refuses` says in words why it cannot run there, "" if it can.
+class EncoderCall:
+    """A bound implementation as the runner calls it."""
 
-    `ready` says in words what of the grid is made before the call, or remembered from the call before.
-    """
+    scene: Scene
+    bound: Bound
 
-    name: str
-    group: str
-    about: str
-    bind: Callable[[Scene], Bound]
-    refuses: Callable[[Scene], str]
-    trains: bool = True
-    ready: str = OUR_TABLES
+    def results(self, backward: bool) -> dict[str, Tensor]:
+        return outcome(self.scene, self.scene.session.tower, self.bound.encode)
+
+    def work(self, direction: str, device: torch.device) -> Work:
+        if not self.scene.row.training:
+            return torch.no_grad()(self.bound.encode)
+        parameters, directions = list(self.scene.session.tower.parameters()), draw_directions(self.scene)
+        return lambda: step(self.bound.encode, parameters, directions)
+
+    def peak_bytes(self, work: Work, device: torch.device) -> int | None:
+        """Weights, the input, and beyond them what a call asks for; of a graph also its pool and what it holds."""
+        if device.type != "cuda" or self.bound.pooled:
+            return None
+        parameters = list(self.scene.session.tower.parameters())
+        for call in (work, lambda: None):
+            call()
+            gc.collect()
+            for parameter in parameters:
+                parameter.grad = None
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        del result
+        return sum(each.nbytes for each in (*parameters, self.scene.pixels)) + peak + held_bytes(self.bound)
+
+
+def held_bytes(bound: Bound) -> int:
+    held = sum(tensor.nbytes for tensor in bound.held)
+    return held if bound.pool is None else held + pool_bytes(bound.pool)
+
+
+def encoder_impl(
+    name: str, group: str, about: str, bind: Callable[[Scene], Bound],
+    refuses: Callable[[Row, torch.dtype, torch.device], str] = runs_anywhere, trains: bool = True,
+    ready: str = OUR_TABLES,
+) -> Impl:  # fmt: skip
+    """`ready` says in words what of the grid is made before the call, or remembered from the call before."""
+
+    def bind_once(row: Row, scene: Scene) -> EncoderCall:
+        if name not in scene.calls:
+            with torch.set_grad_enabled(row.training):
+                scene.calls[name] = EncoderCall(scene, bind(scene))
+        return scene.calls[name]
+
+    directions = ("forward", "training step") if trains else ("forward",)
+    return Impl(name, bind_once, about, refuses, directions, group=group, ready=ready)
 
 
 def captured(encode: Callable[[Tensor], Features], pixels: Tensor, held: tuple[Tensor, ...] = ()) -> Bound:
@@ -149,7 +210,7 @@ def _stepped(encode: Callable[[], Features], mode: str | None, held: tuple[Tenso
 
 def _bind_ours_graph(scene: Scene) -> Bound:
     encoder = scene.session.encoder
-    # Room for the batch and no more: segments of nothing could change which kernels attention takes.
+    # OpBench for the batch and no more: segments of nothing could change which kernels attention takes.
     budget = filled_sizes(scene.row.grid, encoder.sizes)
     graphs = EncoderGraphs(encoder, [budget], copy_outputs=False, fallback="refuse").warmup()
 
@@ -212,40 +273,34 @@ def _bind_assembly(attention: str, scene: Scene) -> Bound:
     return captured(assembly, scene.pixels, held)
 
 
-# Who runs where.
+# Where each runs.
 
 
-def _anywhere(scene: Scene) -> str:
-    return ""
+def _needs_gpu(row: Row, dtype: torch.dtype, device: torch.device) -> str:
+    return "" if device.type == "cuda" else "needs a GPU"
 
 
-def _needs_gpu(scene: Scene) -> str:
-    return "" if scene.device.type == "cuda" else "needs a GPU"
-
-
-def _needs_kernels(attention: str, scene: Scene) -> str:
-    config, segments = scene.session.tower.config, scene.row.segments
+def _needs_kernels(attention: str, row: Row, dtype: torch.dtype, device: torch.device) -> str:
     # cuDNN takes equal segments only: here each run of them is a call of its own.
-    segments = segments[:1] if attention == "cudnn" else segments
-    case = WindowAttnCase(
-        "encoder", "its attention", segments, config.num_heads, config.hidden_size // config.num_heads
+    segments = row.segments[:1] if attention == "cudnn" else row.segments
+    return ATTENTION_IMPLS[attention].refuses(
+        WindowAttnCase("encoder", "its attention", segments, 16, 72), dtype, device
     )
-    return PEERS[attention].refuses(case, scene.dtype, scene.device)
 
 
-def _with(attention: str) -> tuple[EncoderContender, ...]:
+def _with(attention: str) -> tuple[Impl, ...]:
     refuses = partial(_needs_kernels, attention)
     names = (f"hf_{attention}", f"hf_{attention}_blocks", f"graph_{attention}")
     return (
-        EncoderContender(
+        encoder_impl(
             names[0], UNCAPTURED, f"Transformers' tower, eager, with {attention} and a linear patch embedding",
             partial(_bind_twin, attention, False), refuses, ready=THEIR_TABLES,
         ),
-        EncoderContender(
+        encoder_impl(
             names[1], UNCAPTURED, f"{names[0]}, its blocks compiled (dynamic=False)",
             partial(_bind_twin, attention, True), refuses, ready=THEIR_TABLES,
         ),
-        EncoderContender(
+        encoder_impl(
             names[2], ASSEMBLED,
             f"the blocks of {names[1]}, compiled mergers, a linear patch embedding, position embeddings and rotary "
             "tables made before the call, all under one CUDA graph",
@@ -256,55 +311,55 @@ def _with(attention: str) -> tuple[EncoderContender, ...]:
 
 _SDPA = "Transformers' tower with its sdpa attention"
 
-CONTENDERS = (
-    EncoderContender(
-        "vk", OURS, "our encoder, eager, of a grid on the CPU whose metadata is not remembered", _bind_ours, _anywhere,
+IMPLS = (
+    encoder_impl(
+        "vk", OURS, "our encoder, eager, of a grid on the CPU whose metadata is not remembered", _bind_ours,
         ready=NO_TABLES,
     ),
-    EncoderContender(
-        "vk_ready", OURS, "our encoder, eager, of metadata made before the call", _bind_ours_ready, _anywhere
+    encoder_impl(
+        "vk_ready", OURS, "our encoder, eager, of metadata made before the call", _bind_ours_ready
     ),
-    EncoderContender(
+    encoder_impl(
         "vk_compiled", OURS,
         "torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, options={'size_asserts': False}), which "
         "does not check sizes in the compiled code that its guards have checked",
         partial(_bind_ours_compiled, "vk_compiled"), _needs_gpu,
     ),
-    EncoderContender(
+    encoder_impl(
         "vk_reduced", OURS,
         "torch.compile(encoder.encode_packed, fullgraph=True, dynamic=True, mode='reduce-overhead')",
         partial(_bind_ours_compiled, "vk_reduced"), _needs_gpu, trains=False,
     ),
-    EncoderContender(
+    encoder_impl(
         "vk_reduced_frozen", OURS,
         "vk_reduced with torch._inductor.config.freezing: weights are constants of what is compiled",
         partial(_bind_ours_compiled, "vk_reduced_frozen"), _needs_gpu, trains=False,
     ),
-    EncoderContender(
+    encoder_impl(
         "vk_graph", OURS, "EncoderGraphs with a budget of just this batch, of a grid on the CPU", _bind_ours_graph,
-        _anywhere, trains=False,
+        trains=False,
     ),
-    EncoderContender(
-        "vk_graph_new", OURS, "vk_graph of a grid whose metadata is not remembered", _bind_ours_graph_new, _anywhere,
+    encoder_impl(
+        "vk_graph_new", OURS, "vk_graph of a grid whose metadata is not remembered", _bind_ours_graph_new,
         trains=False, ready=NO_TABLES,
     ),
-    EncoderContender(
-        "hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, _anywhere, ready=NO_TABLES
+    encoder_impl(
+        "hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, ready=NO_TABLES
     ),
-    EncoderContender(
+    encoder_impl(
         "hf_ready", UNCAPTURED, f"{_SDPA}, eager, all its metadata made before the call, segments on the CPU",
-        _bind_ready, _anywhere, ready=THEIR_TABLES,
+        _bind_ready, ready=THEIR_TABLES,
     ),
-    EncoderContender(
+    encoder_impl(
         "hf_compiled", UNCAPTURED,
         f"torch.compile (dynamic=False) of {_SDPA}, metadata made before the call, segments on the CPU",
         partial(_bind_compiled, None, True), _needs_gpu, ready=THEIR_TABLES,
     ),
-    EncoderContender(
+    encoder_impl(
         "hf_reduced", UNCAPTURED, "hf_compiled with mode='reduce-overhead', segments on the device",
         partial(_bind_compiled, "reduce-overhead", False), _needs_gpu, trains=False, ready=THEIR_TABLES,
     ),
-    EncoderContender(
+    encoder_impl(
         "hf_reduced_host", UNCAPTURED, "hf_compiled with mode='reduce-overhead'",
         partial(_bind_compiled, "reduce-overhead", True), _needs_gpu, trains=False, ready=THEIR_TABLES,
     ),
@@ -312,8 +367,25 @@ CONTENDERS = (
 )  # fmt: skip
 
 
-def find_contenders(contenders: Sequence[EncoderContender], wanted: Sequence[str]) -> tuple[EncoderContender, ...]:
-    """By names, patterns of names and groups, separated by commas; ValueError names the contenders."""
-    texts = [text.strip() for item in wanted for text in item.split(",")]
-    named = find_named(contenders, [text for text in texts if text not in GROUPS])
-    return tuple(each for each in contenders if each.group in texts or each in named)
+def find_impls(wanted: Sequence[str]) -> tuple[Impl, ...]:
+    """By names, patterns of names and groups, separated by commas; ValueError names the implementations."""
+    texts = split(wanted)
+    named = find_named(IMPLS, [text for text in texts if text not in GROUPS])
+    return tuple(each for each in IMPLS if each.group in texts or each in named)
+
+
+def path_of(scene: Scene) -> str:
+    """The path of attention in our encoder."""
+    config, metadata = scene.session.tower.config, scene.metadata()
+    heads = config.num_heads
+    q, k, v = scene.pixels.new_empty((3, len(scene.pixels), heads, config.hidden_size // heads)).unbind()
+    return str(torch_ops.explain(torch_ops.window_attn, q, k, v, metadata.cu_seqlens)["path"])
+
+
+def encoder_bench(session: Session) -> OpBench:
+    return OpBench(
+        op="encoder", cases=find_rows, shape=lambda row: row.shape,
+        inputs=lambda row, dtype, device, seed: make_scene(session, row),
+        checks=lambda row, dtype, device, backward: [check_of(make_scene(session, row))],
+        cost=lambda scene, backward: Cost(count_flops(scene), 0), path=path_of, ours=IMPLS[0], baselines=IMPLS[1:],
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""The Typer group of `vk` and of its benchmark: an error of use costs one line on stderr, a defect a traceback."""
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class OneLineErrors(TyperGroup):
+    """Prints every error of use, Typer's and ours, as one line on stderr."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except (KeyboardInterrupt, typer.Abort):
+            sys.exit(130)
+        except Exception as error:
+            # Typer's errors of use have this method too, whichever click it stands on.
+            message = getattr(error, "format_message", None)
+            if message is None:
+                raise
+            context = getattr(error, "ctx", None)
+            hint = f" See '{context.command_path} --help'." if context is not None else ""
+            typer.echo(f"vk: {' '.join(message().split())}{hint}", err=True)
+            sys.exit(getattr(error, "exit_code", 2))
+        sys.exit(code if isinstance(code, int) else 0)
