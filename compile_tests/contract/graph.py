@@ -614,7 +614,7 @@ class GraphContract:
     def test_kernels_enter_the_key_of_compiled_artefacts(self, subject: Subject, op: str) -> None:
         """A kernel that torch does not find in an op's source could be served from a stale cache after an edit."""
         found = {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")}
-        assert found == subject.kernels.used(op)
+        assert found >= subject.kernels.used(op)
 
     def test_builds_spill_nothing_and_fit(self, subject: Subject, point: Point) -> None:
         limit = shared_memory(TARGETS[point.target])

@@ -88,8 +88,13 @@ class Kernels:
 
     @property
     def functions(self) -> dict[str, JITFunction]:
-        """Those that torch finds in the sources of the ops, by name."""
-        return {kernel.fn.__name__: kernel for op in self.ops for kernel in get_triton_kernels_for_op(f"vk::{op}")}
+        """The kernels in the ops' graphs, by name. torch finds more in their sources: those of opaque launches."""
+        return {
+            kernel.fn.__name__: kernel
+            for op in self.ops
+            for kernel in get_triton_kernels_for_op(f"vk::{op}")
+            if kernel.fn.__name__ in self.used(op)
+        }
 
     def used(self, op: str) -> set[str]:
         return self.others.get(op, set()) | {name for variant in self.variants for name, _ in self.writes(op, variant)}
