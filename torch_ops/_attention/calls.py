@@ -3,6 +3,9 @@
 A call with `cu_seqlens` is packed, [T, H, D]; one without is dense, [B, H, S, D].
 """
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -248,6 +251,13 @@ def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     return -(weights * delta).sum(over).to(sinks.dtype)
 
 
+@functools.cache
+def _pick(arguments: Any, of_forward: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what picks a backward call's values from (dout, dlse, out, lse, *call)."""
+    names = ("dout", "dlse", "out", "lse", *of_forward._fields)
+    return operator.itemgetter(*(names.index(field) for field in arguments._fields))
+
+
 def differentiate_attention(
     op: KernelOp, backward_op: KernelOp, arguments: Any, call: Any, results: Any, grads: Any, needed: frozenset[str]
 ) -> dict[str, Tensor | None]:
@@ -259,8 +269,9 @@ def differentiate_attention(
         # It was not made: captured without gradients, in an exported program for one, and run with them.
         with torch._C._DisableAutocast():
             lse, dlse = op(*call._replace(return_lse=True))[1], None
-    shared = {name: value for name, value in call._asdict().items() if name in arguments._fields}
-    made = dict(zip("qkv", backward_op(*arguments(dout=dout, dlse=dlse, out=out, lse=lse, **shared)), strict=True))
+    of_forward: Any = type(call)
+    pick = _pick(arguments, of_forward)
+    made = dict(zip("qkv", backward_op(*pick((dout, dlse, out, lse, *call))), strict=True))
     if "sinks" in needed:
         if is_packed(call):
             made["sinks"] = sinks_gradient(dout, dlse, out, lse, call.sinks)

@@ -150,10 +150,16 @@ def gradient(
     constant(call, needed) says which results are not differentiable, by place.
     """
     fields = arguments._fields
+    places_of_shapes = frozenset(fields.index(name) for name in shapes)
 
-    def needed_by(ctx: Any) -> frozenset[str]:
+    @functools.cache
+    def places_of(names: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(fields.index(name) for name in names)
+
+    @functools.cache
+    def named(needs: tuple[bool, ...]) -> frozenset[str]:
         # Arguments that were left to their defaults need none.
-        return frozenset(name for name, needs in zip(fields, ctx.needs_input_grad, strict=False) if needs)
+        return frozenset(name for name, each in zip(fields, needs, strict=False) if each)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         call = arguments(*inputs)
@@ -164,31 +170,29 @@ def gradient(
                     f"{op.name}: {name} has requires_grad=True, but it gets no gradient; pass {name}.detach()"
                 )
         made = output if isinstance(output, tuple) else (output,)
-        needed = needed_by(ctx) if callable(saves) or constant is not None else frozenset()
-        ctx.names = saves(call, needed) if callable(saves) else saves
-        ctx.save_for_backward(*[getattr(call, name) for name in ctx.names], *[made[place] for place in saves_results])
-        ctx.call = arguments(
-            *[
-                (value.shape if name in shapes else None) if isinstance(value, Tensor) else value
-                for name, value in zip(fields, call, strict=True)
-            ]
-        )
+        ctx.places = places_of(saves(call, named(tuple(ctx.needs_input_grad))) if callable(saves) else saves)
+        ctx.save_for_backward(*[call[place] for place in ctx.places], *[made[place] for place in saves_results])
+        ctx.call = [None if isinstance(value, Tensor) else value for value in call]
+        for place in places_of_shapes:
+            if isinstance(call[place], Tensor):
+                ctx.call[place] = call[place].shape
         if constant is not None:
-            ctx.mark_non_differentiable(*[made[place] for place in constant(call, needed)])
+            ctx.mark_non_differentiable(*[made[place] for place in constant(call, named(tuple(ctx.needs_input_grad)))])
         ctx.count = len(made)
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if all(grad is None for grad in grads):
+        if all([grad is None for grad in grads]):
             return (None,) * len(fields)
-        saved = ctx.saved_tensors
-        call = ctx.call._replace(**dict(zip(ctx.names, saved, strict=False)))
+        saved, values = ctx.saved_tensors, list(ctx.call)
+        for place, tensor in zip(ctx.places, saved, strict=False):
+            values[place] = tensor
         results: list[Tensor | None] = [None] * ctx.count
-        for place, value in zip(saves_results, saved[len(ctx.names) :], strict=True):
-            results[place] = value
-        needed = needed_by(ctx)
-        made = differentiate(call, tuple(results), grads, needed)
-        return tuple(made.get(field) if field in needed else None for field in fields)
+        for place, tensor in zip(saves_results, saved[len(ctx.places) :], strict=True):
+            results[place] = tensor
+        needed = named(tuple(ctx.needs_input_grad))
+        made = differentiate(arguments._make(values), tuple(results), grads, needed)
+        return tuple([made.get(field) if field in needed else None for field in fields])
 
     op.register_autograd(backward, setup_context=setup_context)
 
