@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton.language as tl
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+from torch._library.triton import get_triton_kernels_for_op
 from triton.runtime.jit import JITFunction
 
 from compile_tests.contract.build import build
@@ -52,6 +53,13 @@ def _launch(name: str) -> KernelLaunch:
                 if launch.name == name:
                     return launch
     raise AssertionError(f"no variant launches {name}")
+
+
+def test_some_variant_launches_every_portable_kernel() -> None:
+    used = {name for kernels in EVERY for op in kernels.ops for name in kernels.used(op)}
+    found = {kernel.fn for kernels in EVERY for op in kernels.ops for kernel in get_triton_kernels_for_op(f"vk::{op}")}
+    # The kernels of opaque launches are in no graph.
+    assert {fn.__name__ for fn in found if ".hopper." not in fn.__module__} == used
 
 
 def _global_names(kernel: JITFunction) -> Iterator[tuple[JITFunction, str, Any]]:

@@ -223,7 +223,7 @@ def attention_backward_flops(call: Any) -> int:
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
-    """Return whether a gradient may be wanted, for which lse is kept. What is no tensor is refused later."""
+    """Return whether a gradient may be wanted, so that lse is kept. The check refuses arguments that are no tensors."""
     return torch.is_grad_enabled() and any(
         x is not None and (not isinstance(x, Tensor) or x.requires_grad) for x in tensors
     )

@@ -33,7 +33,7 @@ def choose(
     own_rows = settings.rows if own_rows is None else own_rows
     return pick(
         kernel, device, dtype_name(q.dtype), q.dtype.itemsize, q.shape[-1], options.causal, length, own_rows,
-        # Of a sink, too, tall tiles leave no registers.
+        # Tall tiles leave no registers for a sink either.
         options.masked or options.has_sinks,
         busy,
         precision or current_products(q),

@@ -63,10 +63,10 @@ def _share(kernel: str, call: Any, keys: Tensor, groups: int, capacity: int, num
     if are_known(most) and not (batch_invariant and is_prefix):
         rows = min(rows, max(16, next_power_of_2(most)))
     if 16 < rows and not is_prefix:
-        # Beside twice the scores, registers do not hold more.
+        # Registers hold no more than this beside twice the scores.
         launch = replace(launch, block_n=min(launch.block_n, 64))
     if batch_invariant:
-        # Of symbols one more than there may be, so that it is known to be none of 0 and 1.
+        # A symbolic count is one too large, so that the compiler knows that it is neither 0 nor 1.
         splits = max(1, cdiv(capacity, INVARIANT_KEYS)) if are_known(capacity) else capacity // INVARIANT_KEYS + 2
     elif num_splits:
         splits = num_splits

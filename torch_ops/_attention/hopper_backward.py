@@ -56,8 +56,8 @@ def _rows_back(total: int) -> int:
 def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
     """Columns of the second lane of sums, which lies in dq; `part` is dq as fp32, [T, H, half of the columns].
 
-    Of a row's columns the first half is in the row that `tiles.lanes` says, so many blocks before, and the second in
-    the row itself. In shared memory the halves follow each other, so strides cannot fall from the first to the last.
+    The first half of a row's columns lies in an earlier row, which `tiles.lanes` gives, and the second half in the row
+    itself. In shared memory the halves follow each other, so strides cannot fall from the first to the last.
     """
     total, heads, width = part.shape
     back = _rows_back(total)
