@@ -108,7 +108,7 @@ attention_backward_op.refuse_autograd()
 gradient(
     attention_op,
     Attention,
-    partial(differentiate_attention, attention_op, attention_backward_op, AttentionBackward),
+    differentiate_attention(attention_op, Attention, attention_backward_op, AttentionBackward),
     saves=("q", "k", "v", "alibi_slopes", "sinks", "dropout_seed"),
     saves_results=(0, 1),
     refuses=("alibi_slopes",),

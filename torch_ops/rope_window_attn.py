@@ -180,7 +180,7 @@ rope_window_attn_backward_op.refuse_autograd()
 gradient(
     rope_window_attn_op,
     RopeWindowAttn,
-    partial(differentiate_attention, rope_window_attn_op, rope_window_attn_backward_op, RopeWindowAttnBackward),
+    differentiate_attention(rope_window_attn_op, RopeWindowAttn, rope_window_attn_backward_op, RopeWindowAttnBackward),
     saves=("q", "k", "v", "cos", "sin", "cu_seqlens", "cu_seqlens_k"),
     saves_results=(0, 1),
 )

@@ -111,7 +111,7 @@ window_attn_backward_op.refuse_autograd()
 gradient(
     window_attn_op,
     WindowAttn,
-    partial(differentiate_attention, window_attn_op, window_attn_backward_op, WindowAttnBackward),
+    differentiate_attention(window_attn_op, WindowAttn, window_attn_backward_op, WindowAttnBackward),
     saves=("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "alibi_slopes", "sinks", "dropout_seed"),
     saves_results=(0, 1),
     refuses=("alibi_slopes",),

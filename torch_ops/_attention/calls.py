@@ -3,9 +3,7 @@
 A call with `cu_seqlens` is packed, [T, H, D]; one without is dense, [B, H, S, D].
 """
 
-import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -251,30 +249,29 @@ def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     return -(weights * delta).sum(over).to(sinks.dtype)
 
 
-@functools.cache
-def _pick(arguments: Any, of_forward: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return what picks a backward call's values from (dout, dlse, out, lse, *call)."""
-    names = ("dout", "dlse", "out", "lse", *of_forward._fields)
-    return operator.itemgetter(*(names.index(field) for field in arguments._fields))
+def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp, backward_arguments: Any) -> Any:
+    """Return the gradient of a packed or dense op, for `gradient`, by its backward op.
 
+    Arguments of the backward op have the names of those of the op, besides dout, dlse, out and lse.
+    """
+    names = ("dout", "dlse", "out", "lse", *arguments._fields)
+    pick = operator.itemgetter(*[names.index(field) for field in backward_arguments._fields])
 
-def differentiate_attention(
-    op: KernelOp, backward_op: KernelOp, arguments: Any, call: Any, results: Any, grads: Any, needed: frozenset[str]
-) -> dict[str, Tensor | None]:
-    """The gradient of a packed or dense op by its backward op, whose arguments have names of the call's."""
-    (out, lse), (dout, dlse) = results, grads
-    if dout is None:
-        dout = out.new_zeros(()).expand_as(out)
-    if lse.shape[-1] != call.q.shape[0 if is_packed(call) else 2]:
-        # It was not made: captured without gradients, in an exported program for one, and run with them.
-        with torch._C._DisableAutocast():
-            lse, dlse = op(*call._replace(return_lse=True))[1], None
-    of_forward: Any = type(call)
-    pick = _pick(arguments, of_forward)
-    made = dict(zip("qkv", backward_op(*pick((dout, dlse, out, lse, *call))), strict=True))
-    if "sinks" in needed:
-        if is_packed(call):
-            made["sinks"] = sinks_gradient(dout, dlse, out, lse, call.sinks)
-        else:
-            made["sinks"] = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, call.sinks)
-    return made
+    def differentiate(call: Any, results: Any, grads: Any, needed: frozenset[str]) -> dict[str, Tensor | None]:
+        (out, lse), (dout, dlse) = results, grads
+        if dout is None:
+            dout = out.new_zeros(()).expand_as(out)
+        if lse.numel() == 0 and call.q.numel() != 0:
+            # It was not made: captured without gradients, in an exported program for one, and run with them.
+            with torch._C._DisableAutocast():
+                lse, dlse = op(*call._replace(return_lse=True))[1], None
+        dq, dk, dv = backward_op.overload(*pick((dout, dlse, out, lse, *call)))
+        made = {"q": dq, "k": dk, "v": dv}
+        if "sinks" in needed:
+            if is_packed(call):
+                made["sinks"] = sinks_gradient(dout, dlse, out, lse, call.sinks)
+            else:
+                made["sinks"] = sinks_gradient(dout.transpose(1, 2), dlse, out.transpose(1, 2), lse, call.sinks)
+        return made
+
+    return differentiate

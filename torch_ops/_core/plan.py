@@ -80,13 +80,12 @@ def either(
 
 def addressable(*tensors: Tensor) -> bool:
     """Return whether TMA can start at these addresses, and whether there is anything to address."""
-    return all(_address(tensor) % 16 == 0 and tensor.numel() > 0 for tensor in tensors)
-
-
-def _address(tensor: Tensor) -> int:
+    if not all([tensor.numel() for tensor in tensors]):
+        return False
+    if current_mode() is not Mode.EXPLAINED:
+        return _aligned(tensors)
     # Fake tensors have no address. `explain` knows the real one of an argument; a result's is a multiple of 16.
-    real = recorded_tensor(tensor)
-    return 0 if real is None else real.data_ptr()
+    return _aligned(tuple([recorded_tensor(tensor) for tensor in tensors]))
 
 
 class Bound:

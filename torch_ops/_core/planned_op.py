@@ -6,8 +6,9 @@ adds autograd, by name. `opaque_plan` wraps a plan of Gluon kernels, which trace
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import NAMESPACE, KernelOp, Mode, Op, composed_op, current_mode, is_eager, vk_op
 from torch_ops.settings import settings
+
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 # Signatures that a plan cache holds before it is emptied.
 MOST_PLANS = 4096
@@ -34,21 +37,45 @@ class Planned(NamedTuple):
 RECORD: list[Planned] = []
 
 
-def signature_of(call: tuple[Any, ...]) -> Any:
-    """Return all that a plan may depend on, or None in a trace, whose sizes may be symbols."""
-    if torch._C._len_torch_dispatch_stack():
-        return None
-    try:
-        return (
-            settings.generation,
-            *[
-                (arg.shape, arg.stride(), arg.dtype, arg.device, arg.layout) if isinstance(arg, Tensor) else arg
-                for arg in call
-            ],
-        )
-    except RuntimeError:
-        # A tensor without strides, which no op takes: the check refuses it.
-        return None
+def tensor_places(annotations: Iterable[Any]) -> tuple[int, ...]:
+    """Return the places of arguments that are tensors, absent ones included."""
+    return tuple(place for place, each in enumerate(annotations) if each is Tensor or Tensor in get_args(each))
+
+
+def signatures(annotations: Iterable[Any]) -> Callable[[tuple[Any, ...]], Any]:
+    """Return the function that gives, for a call of arguments so annotated, all that its plan may depend on.
+
+    In a trace, whose sizes may be symbols, it gives None.
+    """
+    annotations = tuple(annotations)
+    tensors = tensor_places(annotations)
+    values = tuple(place for place in range(len(annotations)) if place not in tensors)
+
+    def signature_of(call: tuple[Any, ...]) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return None
+        try:
+            return (
+                settings.generation,
+                pick_values(call),
+                *[
+                    None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout)
+                    for x in pick_tensors(call)
+                ],
+            )
+        except RuntimeError:
+            # A tensor without strides, which no op takes: the check refuses it.
+            return None
+
+    pick_tensors, pick_values = picker(tensors), picker(values)
+    return signature_of
+
+
+def picker(places: Sequence[int]) -> Pick:
+    """Return the function that picks these places of a tuple, as a tuple however many they are."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def remember(plans: dict[Any, Any], signature: Any, launch: Any) -> None:
@@ -89,6 +116,7 @@ def planned_op(
     options             those of `vk_op`
     """
     plans: dict[Any, Callable[[Any], Any]] = {}
+    signature_of = signatures(get_type_hints(arguments).values())
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         call = arguments(*args, **kwargs)
@@ -150,49 +178,57 @@ def gradient(
     constant(call, needed) says which results are not differentiable, by place.
     """
     fields = arguments._fields
-    places_of_shapes = frozenset(fields.index(name) for name in shapes)
-
-    @functools.cache
-    def places_of(names: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(fields.index(name) for name in names)
+    place_of = {field: place for place, field in enumerate(fields)}
+    tensors = [fields[place] for place in tensor_places(get_type_hints(arguments).values())]
+    values = [field for field in fields if field not in tensors]
+    refused = [(name, place_of[name]) for name in refuses]
+    pick_values, pick_shaped = (picker([place_of[name] for name in names]) for names in (values, shapes))
+    pick_results, count = picker(saves_results), len(op.overload._schema.returns)
 
     @functools.cache
     def named(needs: tuple[bool, ...]) -> frozenset[str]:
         # Arguments that were left to their defaults need none.
         return frozenset(name for name, each in zip(fields, needs, strict=False) if each)
 
+    @functools.cache
+    def layout(saved: tuple[str, ...]) -> tuple[Pick, Pick, Pick]:
+        """Return what picks the saved tensors of a call, and from all that was kept the call and its results."""
+        kept = (*saved, *saves_results, *values, *shapes)
+        # What was not kept is the None behind it.
+        index_of = {name: place for place, name in reversed([*enumerate(kept)])}
+        of_call, of_results = ([index_of.get(name, len(kept)) for name in names] for names in (fields, range(count)))
+        return picker([place_of[name] for name in saved]), picker(of_call), picker(of_results)
+
+    fixed = None if callable(saves) else layout(saves)
+
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call = arguments(*inputs)
-        for name in refuses:
-            tensor = getattr(call, name)
-            if tensor is not None and tensor.requires_grad:
+        call = arguments._make(inputs)
+        for name, place in refused:
+            if call[place] is not None and call[place].requires_grad:
                 raise ValueError(
                     f"{op.name}: {name} has requires_grad=True, but it gets no gradient; pass {name}.detach()"
                 )
         made = output if isinstance(output, tuple) else (output,)
-        ctx.places = places_of(saves(call, named(tuple(ctx.needs_input_grad))) if callable(saves) else saves)
-        ctx.save_for_backward(*[call[place] for place in ctx.places], *[made[place] for place in saves_results])
-        ctx.call = [None if isinstance(value, Tensor) else value for value in call]
-        for place in places_of_shapes:
-            if isinstance(call[place], Tensor):
-                ctx.call[place] = call[place].shape
+        ctx.layout = fixed or layout(saves(call, named(ctx.needs_input_grad)))  # type: ignore[operator]
+        ctx.save_for_backward(*ctx.layout[0](call), *pick_results(made))
+        ctx.values = pick_values(call)
+        if shapes:
+            ctx.values += tuple([None if tensor is None else tensor.shape for tensor in pick_shaped(call)])
         if constant is not None:
-            ctx.mark_non_differentiable(*[made[place] for place in constant(call, named(tuple(ctx.needs_input_grad)))])
-        ctx.count = len(made)
+            ctx.mark_non_differentiable(*[made[place] for place in constant(call, named(ctx.needs_input_grad))])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found: list[Tensor | None] = [None] * len(fields)
         if all([grad is None for grad in grads]):
-            return (None,) * len(fields)
-        saved, values = ctx.saved_tensors, list(ctx.call)
-        for place, tensor in zip(ctx.places, saved, strict=False):
-            values[place] = tensor
-        results: list[Tensor | None] = [None] * ctx.count
-        for place, tensor in zip(saves_results, saved[len(ctx.places) :], strict=True):
-            results[place] = tensor
-        needed = named(tuple(ctx.needs_input_grad))
-        made = differentiate(arguments._make(values), tuple(results), grads, needed)
-        return tuple([made.get(field) if field in needed else None for field in fields])
+            return tuple(found)
+        kept = (*ctx.saved_tensors, *ctx.values, None)
+        _, pick_call, pick_made = ctx.layout
+        needed = named(ctx.needs_input_grad)
+        made = differentiate(arguments._make(pick_call(kept)), pick_made(kept), grads, needed)
+        for name in needed:
+            found[place_of[name]] = made.get(name)
+        return tuple(found)
 
     op.register_autograd(backward, setup_context=setup_context)
 
@@ -231,6 +267,7 @@ def opaque_plan(
     """
     plans: dict[Any, Callable[[Any], Any]] = {}
     fields = {**get_type_hints(tensors), **get_type_hints(options)}
+    signature_of = signatures(fields.values())
     count = len(tensors._fields)
 
     def launch(*args: Any) -> None:

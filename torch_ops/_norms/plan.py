@@ -1,5 +1,6 @@
 """What the four norms share: registration with its gradient, checks, and the choice between kernels and ATen."""
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,13 +54,16 @@ def register_norm(norm: Norm, arguments: Any, backward_arguments: Any) -> tuple[
     `grads`, the tensor that was normed, weight, bias, eps, and which gradients are wanted.
     """
 
+    has_mean, has_residual, normed_place = norm.has_mean, norm.has_residual, len(norm.grads)
+
     def outputs(call: Any) -> Any:
-        return (contiguous_like(call.x), contiguous_like(call.x)) if norm.has_residual else contiguous_like(call.x)
+        return (contiguous_like(call.x), contiguous_like(call.x)) if has_residual else contiguous_like(call.x)
 
     def tensors(call: Any, made: Any) -> Forward:
-        if norm.has_residual:
-            return Forward(call.x, call.residual, call.weight, norm.bias_of(call), *made)
-        return Forward(call.x, None, call.weight, norm.bias_of(call), made, None)
+        bias = call.bias if has_mean else None
+        if has_residual:
+            return Forward(call.x, call.residual, call.weight, bias, *made)
+        return Forward(call.x, None, call.weight, bias, made, None)
 
     def plan(t: Forward, call: Any) -> Plan:
         return plan_norm(norm.has_mean, t, call.eps)
@@ -76,18 +80,18 @@ def register_norm(norm: Norm, arguments: Any, backward_arguments: Any) -> tuple[
 
     def gradients(call: Any) -> tuple[Tensor, ...]:
         """dx, dweight and dbias, empty [0] where none is wanted."""
-        x = norm.normed_of(call)
-        wanted = [(x, call.needs_dx), (call.weight, call.needs_dweight)]
-        if norm.has_mean:
-            wanted.append((call.bias, call.needs_dbias))
-        return tuple(
-            contiguous_like(tensor) if needed and tensor is not None else x.new_empty(0) for tensor, needed in wanted
-        )
+        x, weight = call[normed_place], call.weight
+        dx = contiguous_like(x) if call.needs_dx else x.new_empty(0)
+        dweight = contiguous_like(weight) if call.needs_dweight and weight is not None else x.new_empty(0)
+        if not has_mean:
+            return dx, dweight
+        bias = call.bias
+        return dx, dweight, contiguous_like(bias) if call.needs_dbias and bias is not None else x.new_empty(0)
 
     def backward_tensors(call: Any, made: tuple[Tensor, ...]) -> Backward:
-        dsum = call.dsum if norm.has_residual else None
         # Without a bias dbias is neither wanted nor written.
-        return Backward(call[0], dsum, norm.normed_of(call), call.weight, made[0], made[1], made[-1])
+        dsum = call[1] if has_residual else None
+        return Backward(call[0], dsum, call[normed_place], call.weight, made[0], made[1], made[-1])
 
     def plan_backward(t: Backward, call: Any) -> Plan:
         needs = call.needs_dx, call.needs_dweight, norm.has_mean and call.needs_dbias
@@ -106,15 +110,20 @@ def register_norm(norm: Norm, arguments: Any, backward_arguments: Any) -> tuple[
     parameters = ("weight", "bias") if norm.has_mean else ("weight",)
     inputs = ("x", "residual") if norm.has_residual else ("x",)
 
+    differentiated = (*inputs, *parameters)
+
+    @functools.cache
+    def wanted_of(needed: frozenset[str]) -> tuple[bool, ...]:
+        return not needed.isdisjoint(inputs), *[name in needed for name in parameters]
+
     def differentiate(call: Any, results: Any, grads: Any, needed: frozenset[str]) -> dict[str, Tensor | None]:
         if grads[0] is None:
             # The norm itself got no gradient, only the sum before it.
             return dict.fromkeys(inputs, grads[1])
-        normed = results[1] if norm.has_residual else call.x
-        vectors = [getattr(call, name) for name in parameters]
-        wanted = (not needed.isdisjoint(inputs), *(name in needed for name in parameters))
-        dx, *rest = backward(*grads, normed, *vectors, call.eps, *wanted)
-        return {**dict.fromkeys(inputs, dx), **dict(zip(parameters, rest, strict=True))}
+        normed = results[1] if has_residual else call.x
+        # Behind the inputs the arguments of both ops are the parameters and eps.
+        made = backward.overload(*grads, normed, *call[len(inputs) :], *wanted_of(needed))
+        return dict(zip(differentiated, (made[0], *made) if has_residual else made, strict=True))
 
     saved = parameters if norm.has_residual else ("x", *parameters)
     gradient(op, arguments, differentiate, saves=saved, saves_results=(1,) if norm.has_residual else ())
