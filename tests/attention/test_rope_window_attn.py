@@ -155,6 +155,7 @@ def test_is_window_attn_of_what_was_turned(dtype: torch.dtype, device: str) -> N
     verify(inputs)
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("case", rope_window_attn_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
     inputs = make_rope_inputs(case, torch.float16, device)

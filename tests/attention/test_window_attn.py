@@ -102,6 +102,7 @@ def test_thousands_of_segments(device: str) -> None:
     verify(make_inputs(case, torch.float32, device))
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("case", window_attn_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
     inputs = make_inputs(case, torch.float16, device)

@@ -152,6 +152,7 @@ def test_nothing_overflows_in_between(activation: str, value: float, device: str
         assert dx.flatten().tolist() == [1, 0]
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART], ids=lambda case: case.name)
 def test_same_bits_every_time(case: MlpCase, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float16, device)

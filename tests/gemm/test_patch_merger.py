@@ -74,6 +74,7 @@ def test_gradcheck_in_fp64(name: str, outer: int | None, norm_after: bool) -> No
     )
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("case", merger_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: MergerCase, device: str) -> None:
     inputs = make_merger_inputs(case, torch.float16, device)

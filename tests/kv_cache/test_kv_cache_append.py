@@ -137,6 +137,7 @@ def test_agrees_on_anything(case: KvCacheCase, dtype: torch.dtype) -> None:
     verify(case, dtype, DEVICE)
 
 
+@pytest.mark.no_interpret
 @pytest.mark.parametrize("case", kv_cache_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_each_time(case: KvCacheCase, device: str) -> None:
     results = []
