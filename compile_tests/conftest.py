@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 
 import torch_ops
 
@@ -18,6 +19,8 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 # Graphs here are small; a pool of compiling processes would cost more to start than it saves.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Else every process asks the C++ compiler, by three builds, whether it knows the CPU's vector instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 HERE = Path(__file__).parent
 TRITON_CACHE = HERE.parent / ".pytest_cache" / "triton"
@@ -39,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        # A package includes its headers once; compiling them ahead takes longer.
+        patch.setattr(inductor_config.aot_inductor, "precompile_headers", False, raising=False)
         patch.setenv("TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR") or str(TRITON_CACHE))
         yield
 
