@@ -24,7 +24,7 @@ FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 # A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
 test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
-# Of what is only built, a fifth: all of it takes longer than what runs.
+# All that is only built takes longer than what runs; every run takes the same eighth.
 test: export VK_BUILDS ?= some
 
 .DEFAULT_GOAL := help
@@ -66,8 +66,8 @@ test: $(VENV)/.installed-test ## all tests, then the kernels in Triton's interpr
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) || status=1; \
 	exit $$status
 
-builds: $(VENV)/.installed-test ## attention and products built ahead of time for all GPUs, of which test builds a fifth
-	$(BIN)/python -m pytest compile_tests/test_aot.py compile_tests/test_gemm.py $(ARGS)
+builds: $(VENV)/.installed-test ## all kernels built ahead of time for all GPUs, of which test builds an eighth
+	$(BIN)/python -m pytest $(call AT_A_TIME,$(or $(JOBS),2)) compile_tests -k "spill or fit or shared_memory or wgmma" $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.
 gpu-test sanitize bench: needs-torch

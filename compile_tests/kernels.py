@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_tests.contract.build import ALIKE, APART, TARGETS, sampled
+from compile_tests.contract.build import ALIKE, APART, TARGETS
 from compile_tests.contract.kernels import Calls, Kernels, Point, Writes
 
 HALF = torch.bfloat16
@@ -188,12 +188,12 @@ ATTENTION = Kernels(
         ("attention_backward", "plain"): "empty_like empty_like empty_like empty_like KERNEL KERNEL",
     },
     opaque={"attention": [], "attention_backward": []},
-    points=tuple(sampled(
+    points=tuple(
         Point.of(target, variant, head_dim=head_dim)
         for target in ("sm_80", "sm_90", "sm_100", "gfx942")
         for head_dim in (64, 72, 128)
         for variant in ("causal_gqa", "window_and_softcap", "steps")
-    )),
+    ),
 )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ ATTENTION_DECODE = Kernels(
         ("attention_decode", "whole"): "new_empty_strided new_empty KERNEL",
         ("attention_decode", "prefix"): "new_empty_strided new_empty new_empty new_empty KERNEL KERNEL KERNEL",
     },
-    points=tuple(sampled((
+    points=(
         *(Point.of(target, variant) for target in APART for variant in ("plain", "pages_16", "prefix")),
         *(Point.of(target, "plain", head_dim=d) for target in ("sm_90", "gfx942") for d in (64, 72, 256)),
         *(Point.of(target, each, head_dim=64) for target in ("sm_80", "sm_100") for each in ("plain", "pages_16")),
@@ -265,7 +265,7 @@ ATTENTION_DECODE = Kernels(
         Point.of("sm_90", "prefix", head_dim=64),
         *(Point.of(target, "fp32", head_dim=d) for target in ("sm_80", "sm_90", "gfx942") for d in (72, 256)),
         Point.of("sm_86", "plain", head_dim=256), Point.of("sm_120", "prefix"),
-    ))),
+    ),
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch._library.triton import get_triton_kernels_for_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from compile_tests.contract.build import TARGETS
+from compile_tests.contract.build import TARGETS, sampled
 from compile_tests.contract.kernels import Kernels, Point, positional, shortened
 from compile_tests.contract.process import RUN_PACKAGE, run_forked
 from compile_tests.contract.trace import (
@@ -204,7 +204,7 @@ CHOICES: dict[str, Callable[[Subject], Iterable[Any]]] = {
     "variant": lambda subject: subject.kernels.variants,
     "symbolic": lambda subject: range(len(subject.kernels.symbolic)),
     "way": lambda subject: WAYS if subject.kernels.opaque is not None else WAYS[:1],
-    "point": lambda subject: subject.kernels.points,
+    "point": lambda subject: sampled(subject.kernels.points),
 }
 
 
