@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -42,6 +42,15 @@ def recorded_launches() -> Iterator[Launches]:
 
     with mock.patch.object(Bound, "__call__", record):
         yield launches
+
+
+def raw_launch(name: str, call: Callable[[], object], path: str) -> HostCall:
+    """The launches that `call` makes on this path; none on the reference's."""
+    if path == "reference":
+        return HostCall(name, None, raw=True, note="there is none on this device")
+    with recorded_launches() as launches:
+        call()
+    return HostCall(name, launches.replay, raw=True)
 
 
 def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tuple[HostTime, ...]:

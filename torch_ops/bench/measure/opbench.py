@@ -234,7 +234,6 @@ class OpBench:
         usual: names of the baselines that run unless others are named, by the device's type.
         host_calls: `host_calls(dtype, device)`.
         kernels: `kernels(case, inputs)`, those whose launches rows choose, on the path in force.
-        jits: the op's kernels.
     """
 
     op: str
@@ -250,7 +249,6 @@ class OpBench:
     profiled: str = ""
     host_calls: Callable[[torch.dtype, torch.device], list[HostCall]] = lambda dtype, device: []
     kernels: Callable[[Any, Any], list[TunedKernel]] = lambda case, inputs: []
-    jits: tuple[Any, ...] = ()
 
     def profiled_cases(self, wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
         if wanted:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ def search(bench: OpBench, point: Point, case: Any, setup: Setup, on_step: Calla
     tried: dict[Launch, Tried] = {}
     for launch in CANDIDATES[point.kernel.name]:
         on_step(f"{point.key}: {_words(launch)}")
-        with _forced(point, launch), _fresh_builds(bench.jits, point.kernel.name) as builds:
+        with _forced(point, launch), _fresh_builds(point.kernel.name) as builds:
             timer = _make(bench, point, launch, case, inputs, checks, setup)
             if isinstance(timer, Timer) and any(getattr(build, "n_spills", 0) for build in builds()):
                 timer = "spills registers"
@@ -268,9 +269,12 @@ _builds_in_graphs: list[Any] = []
 
 
 @contextlib.contextmanager
-def _fresh_builds(jits: Sequence[Any], kernel: str) -> Iterator[Callable[[], list[Any]]]:
-    """Within, this kernel begins without builds in memory; yields what lists those made since."""
-    named = [jit for jit in jits if hasattr(jit, "device_caches") and jit.fn.__name__ == f"_{kernel}_kernel"]
+def _fresh_builds(kernel: str) -> Iterator[Callable[[], list[Any]]]:
+    """Start this kernel without builds in memory; yield a function that lists the builds made since."""
+    modules = (module for name, module in sys.modules.items() if name.startswith("csrc_free_ops"))
+    jits = (jit for module in modules if (jit := vars(module).get(f"_{kernel}_kernel")) is not None)
+    # A kernel stands in several modules where one imports it; the interpreter's have no builds.
+    named = list({id(jit): jit for jit in jits if hasattr(jit, "device_caches")}.values())
     kept = [dict(jit.device_caches) for jit in named]
     for jit in named:
         jit.device_caches.clear()
@@ -284,14 +288,9 @@ def _fresh_builds(jits: Sequence[Any], kernel: str) -> Iterator[Callable[[], lis
 
 
 def _make(
-    bench: OpBench,
-    point: Point,
-    launch: Launch,
-    case: Any,
-    inputs: Sequence[Any],
-    checks: Sequence[Check],
+    bench: OpBench, point: Point, launch: Launch, case: Any, inputs: Sequence[Any], checks: Sequence[Check],
     setup: Setup,
-) -> Timer | str:
+) -> Timer | str:  # fmt: skip
     """A timer of ours as it is now, or why there is none."""
     backward = point.kernel.backward
     direction = "backward" if backward else "forward"
@@ -315,11 +314,6 @@ def _make(
 
 def provenance_of(origin: Provenance) -> dict[str, str]:
     """What rows carry of it; under the interpreter, which any machine has, its name."""
-    return {
-        "gpu": "interpreter" if INTERPRET else origin.device,
-        "torch": origin.versions["torch"],
-        "triton": origin.versions["triton"],
-        "date": origin.date,
-        "command": origin.command,
-        "commit": origin.commit,
-    }
+    versions = {name: origin.versions[name] for name in ("torch", "triton")}
+    made = {name: getattr(origin, name) for name in ("date", "command", "commit")}
+    return {"gpu": "interpreter" if INTERPRET else origin.device, **versions, **made}

@@ -1,6 +1,5 @@
 """The benchmark of `vk::attention`; its command is that of `attention_command`."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,14 +8,13 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from torch_ops.bench.measure.host import recorded_launches
+from torch_ops.bench.measure.host import raw_launch
 from torch_ops.bench.measure.machine import dtype_name
 from torch_ops.bench.measure.opbench import Call, Check, HostCall, Impl, OpBench, TunedKernel, op_calls, ours
 from torch_ops.bench.measure.results import OURS as GROUP
 from torch_ops.bench.peers.dense import DENSE_BASELINES, dense_call
 from torch_ops.bench.rooms.dense_cases import dense_notation, find_dense_cases, longest_dense_within, shorten_dense
 from torch_ops.bench.rooms.packed import (
-    JITS,
     attention_cost,
     attention_path,
     entries_for_truth,
@@ -100,20 +98,11 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     """From the kernel to the public function with gradients, on one small case."""
     (case,) = find_dense_cases([HOST_CASE], device)
     inputs = make_dense_inputs(case, dtype, device)
-    launch, why = _raw_launch(inputs)
+    call = partial(torch.ops.vk.attention, inputs.q, inputs.k, inputs.v)
     return [
-        HostCall("raw Triton launch of the forward kernel", launch, raw=True, note=why),
+        raw_launch("raw Triton launch of the forward kernel", call, attention_path(inputs)),
         *op_calls("attention", lambda function, q: partial(function, q, inputs.k, inputs.v), inputs.q),
     ]
-
-
-def _raw_launch(inputs: DenseInputs) -> tuple[Callable[[], object] | None, str]:
-    """The launch of a forward's kernel, or why there is none."""
-    if attention_path(inputs) == "reference":
-        return None, "there is none on this device"
-    with recorded_launches() as launches:
-        torch.ops.vk.attention(inputs.q, inputs.k, inputs.v)
-    return launches.replay, ""
 
 
 def _kernels(case: DenseCase, inputs: DenseInputs) -> list[TunedKernel]:
@@ -128,5 +117,5 @@ BENCH = OpBench(
     baselines=(AS_FP16, AS_BF16, *DENSE_BASELINES),
     # Those of 16-bit types and those of fp32; what cannot run a type says so.
     usual={"cuda": (OURS_AS_FP16, "cudnn", "flash2", "flash4", "efficient", "math"), "cpu": (OURS_AS_FP16, "math")},
-    host_calls=_host_calls, kernels=_kernels, jits=JITS,
+    host_calls=_host_calls, kernels=_kernels,
 )  # fmt: skip

@@ -10,9 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import torch_ops
-from csrc_free_ops.attention.portable import decode
 from torch_ops.bench.measure import results
-from torch_ops.bench.measure.host import recorded_launches
+from torch_ops.bench.measure.host import raw_launch
 from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, select
 from torch_ops.bench.peers.dense import sdpa_options
 from torch_ops.bench.rooms.dense_cases import parse_dense
@@ -144,14 +143,9 @@ def _kernels(case: DecodeCase, inputs: DecodeInputs) -> list[TunedKernel]:
 def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     inputs = make_decode_inputs(HOST_CASE, dtype, device)
     op = torch.ops.vk.attention_decode
-    launch, why = None, "there is none on this device"
-    if _explained(inputs)["path"] != "reference":
-        with recorded_launches() as launches:
-            op(inputs.q, inputs.k_cache, inputs.v_cache, inputs.cache_seqlens, num_splits=1)
-        launch, why = launches.replay, ""
     few = partial(op, inputs.q, inputs.k_cache, inputs.v_cache, inputs.cache_seqlens)
     return [
-        HostCall("raw Triton launch of the kernel", launch, raw=True, note=why),
+        raw_launch("raw Triton launch of the kernel", partial(few, num_splits=1), _explained(inputs)["path"]),
         HostCall("torch.ops.vk.attention_decode in one split", lambda: few(num_splits=1), target=1.8),
         HostCall("torch.ops.vk.attention_decode in four splits", lambda: few(num_splits=4)),
         HostCall("torch_ops.attention_decode", lambda: inputs.call(torch_ops.attention_decode)),
@@ -163,5 +157,4 @@ BENCH = OpBench(
     checks=_checks, cost=_cost, path=lambda inputs: str(_explained(inputs)["path"]), ours=OURS,
     baselines=BASELINES, usual={"cuda": ("cudnn", "flash2", "math"), "cpu": ("reference",)},
     host_calls=_host_calls, kernels=_kernels,
-    jits=tuple(vars(decode)[name] for name in ("_attention_decode_kernel", "_attention_decode_combine_kernel")),
 )  # fmt: skip

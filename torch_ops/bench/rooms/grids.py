@@ -93,7 +93,7 @@ class GridOp:
     Attributes:
         function: its public function.
         reference: `reference(dtype)`, the same maths on tensors of that dtype.
-        kernels: what rows tune, by the kernels' names.
+        kernels: names of the kernels that rows tune.
         leaf: the name of the first of the `arguments`, which is differentiated; without one there is no backward.
         rows: what launches are for: their dtype and width.
     """
@@ -103,7 +103,7 @@ class GridOp:
     eager: Eager
     arguments: Callable[[CallInputs], tuple[Any, ...]]
     cost: Callable[[CallInputs, bool], Cost]
-    kernels: dict[str, Any]
+    kernels: tuple[str, ...]
     leaf: str = ""
     dout: Callable[[CallInputs], Tensor] = lambda inputs: inputs.dout
     outputs: tuple[str, ...] = ("out",)
@@ -163,12 +163,9 @@ def make_bench(of: GridOp) -> OpBench:
         baselines=(
             impl("eager", of.eager.function, of.eager.about, refuses=of.eager.refuses),
             impl(
-                "compiled",
-                torch.compile(of.eager.function),
-                f"torch.compile of {of.eager.about}",
+                "compiled", torch.compile(of.eager.function), f"torch.compile of {of.eager.about}",
                 refuses=of.eager.refuses,
             ),
         ),
         usual={"cuda": ("eager", "compiled"), "cpu": ("eager",)}, host_calls=host_calls, kernels=tuned,
-        jits=tuple(of.kernels.values()),
     )  # fmt: skip

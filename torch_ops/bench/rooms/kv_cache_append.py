@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from csrc_free_ops.kv_cache_append import _kv_cache_append_kernel
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, op_calls, select
 from torch_ops.testing import references
@@ -111,5 +110,4 @@ BENCH = OpBench(
         _impl("compiled", torch.compile(_eager), f"torch.compile of the same, torch {torch.__version__}"),
     ),
     usual={"cuda": ("eager", "compiled"), "cpu": ("eager",)}, host_calls=_host_calls, kernels=_kernels,
-    jits=(_kv_cache_append_kernel,),
 )  # fmt: skip

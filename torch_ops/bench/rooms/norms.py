@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from csrc_free_ops import norms as kernels
 from torch_ops.bench.measure import results
-from torch_ops.bench.measure.host import recorded_launches
+from torch_ops.bench.measure.host import raw_launch
 from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, op_calls, select
 from torch_ops.testing import references
 from torch_ops.testing.cases import NORMS, NormCase, NormInputs, make_norm_inputs
 
 OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 HOST_CASE = NormCase("host", "so small that the device is never behind", (128,), 1152)
-JITS = tuple(jit for name, jit in vars(kernels).items() if name.startswith("_norm_") and name.endswith("_kernel"))
 # Of fp64 tensors of a case, and of those that a gradient keeps, memory has bench for so many elements.
 JUDGED_ELEMENTS = {"cuda": 2**28, "cpu": 2**21}
 
@@ -129,20 +127,12 @@ def _kernels(op: str, case: NormCase, inputs: NormInputs) -> list[TunedKernel]:
 def _host_calls(op: str, dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     """From the kernel to the public function with gradients, on one small case."""
     inputs = make_norm_inputs(op, HOST_CASE, dtype, device)
-    launch, why = _raw_launch(op, inputs)
+    call = partial(inputs.call, getattr(torch_ops, op))
     return [
         HostCall("eager PyTorch", lambda: inputs.call(getattr(references, op))),
-        HostCall("raw Triton launch of the forward kernel", launch, raw=True, note=why),
+        raw_launch("raw Triton launch of the forward kernel", call, _path(op, inputs)),
         *op_calls(op, lambda function, x: partial(inputs.call, function, x=x), inputs.x),
     ]
-
-
-def _raw_launch(op: str, inputs: NormInputs) -> tuple[Callable[[], object] | None, str]:
-    if _path(op, inputs) == "reference":
-        return None, "there is none on this device"
-    with recorded_launches() as launches:
-        inputs.call(getattr(torch_ops, op))
-    return launches.replay, ""
 
 
 def _bench(op: str) -> OpBench:
@@ -156,7 +146,7 @@ def _bench(op: str) -> OpBench:
             *REFERENCE_POINTS,
         ),
         usual={"cuda": ("eager", "compiled", "copy", "neg"), "cpu": ("eager", "copy", "neg")},
-        host_calls=partial(_host_calls, op), kernels=partial(_kernels, op), jits=JITS,
+        host_calls=partial(_host_calls, op), kernels=partial(_kernels, op),
     )  # fmt: skip
 
 

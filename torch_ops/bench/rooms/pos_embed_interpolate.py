@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
 from torch_ops import pos_embed_interpolate
 from torch_ops.bench.measure.opbench import Cost
 from torch_ops.bench.rooms.grids import CallInputs, Eager, GridOp, make_bench, vision_utils
@@ -32,6 +31,6 @@ BENCH = make_bench(
         pos_embed_interpolate, lambda dtype: references.pos_embed_interpolate,
         Eager(_theirs, "Transformers' indices and weights, and a sum of four", "transformers"),
         lambda inputs: (inputs.table, inputs.grid, inputs.total, inputs.merge_size), _cost,
-        {"pos_embed_fwd": _pos_embed_fwd_kernel, "pos_embed_bwd": _pos_embed_bwd_kernel}, leaf="table",
+        ("pos_embed_fwd", "pos_embed_bwd"), leaf="table",
     )
 )  # fmt: skip

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import flop_registry
 
 import torch_ops
 from csrc_free_ops.configs.rows import PRODUCTS
-from csrc_free_ops.gemm import activations, portable, rotary
 from torch_ops._gemm.plan import FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS
 from torch_ops.bench.measure.host import recorded_launches
 from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel
@@ -17,12 +16,6 @@ from torch_ops.bench.measure.results import OURS, VK
 from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, VisionAttentionInputs, outcome
 
 Inputs = QkvRopeInputs | MlpInputs | MergerInputs | VisionAttentionInputs
-JITS = tuple(
-    kernel
-    for module in (portable, activations, rotary)
-    for name, kernel in vars(module).items()
-    if name.endswith("_kernel")
-)
 
 
 def bind(function: Callable[..., Any], inputs: Inputs) -> Call:
@@ -119,14 +112,9 @@ def make_bench(
     name = function.__name__
     op = getattr(torch.ops.vk, name) if flops is None else None
     count = flops or flop_registry[op]
-    shape, baselines = (
-        rest["shape"],
-        (
-            *rest.pop("baselines"),
-            impl("eager", reference, "the ops one after another in eager PyTorch"),
-            _compiled(reference, "torch.compile of the eager form"),
-        ),
-    )
+    eager = impl("eager", reference, "the ops one after another in eager PyTorch")
+    baselines = (*rest.pop("baselines"), eager, _compiled(reference, "torch.compile of the eager form"))
+    shape = rest["shape"]
 
     def make_checks(case: Any, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
         return whole_checks(reference, inputs(case, dtype, device, seed=1), shape(case), case, backward)
@@ -139,5 +127,5 @@ def make_bench(
         ours=impl(VK, function, f"vk::{name}" if op else f"torch_ops.{name}", group=OURS), baselines=baselines,
         usual={"cuda": names, "cpu": tuple(each for each in names if each != "compiled")},
         host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device)),
-        kernels=lambda case, drawn: _kernels(function, drawn, case.rows), jits=JITS,
+        kernels=lambda case, drawn: _kernels(function, drawn, case.rows),
     )  # fmt: skip

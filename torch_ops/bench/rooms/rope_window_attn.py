@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from csrc_free_ops import rope
 from torch_ops.bench.measure.opbench import Call, Cost, HostCall, OpBench, op_calls, ours, select
 from torch_ops.bench.peers.packed import CUDNN, FLASH2, FLASH4, REFERENCE, Turn, packed_call, turned_first
-from torch_ops.bench.rooms import packed
 from torch_ops.bench.rooms.packed import attention_cost, attention_path, packed_checks, packed_kernels
 from torch_ops.bench.rooms.packed_cases import NOTATION, from_notation, notation
 from torch_ops.testing import references
@@ -90,5 +88,5 @@ BENCH = OpBench(
     inputs=make_projected_rope_inputs, checks=partial(packed_checks, make_projected_rope_inputs), cost=_cost,
     path=attention_path, ours=ours(_bind_ours, "vk::rope_window_attn"), baselines=BASELINES,
     usual={"cuda": tuple(each.name for each in BASELINES[:-1]), "cpu": ("reference",)}, host_calls=_host_calls,
-    kernels=packed_kernels, jits=(*packed.JITS, vars(rope)["_rope_kernel"]),
+    kernels=packed_kernels,
 )  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.rotary_table import _rotary_table_kernel
 from torch_ops import rotary_table
 from torch_ops.bench.measure.opbench import Cost
 from torch_ops.bench.rooms.grids import CallInputs, Eager, GridOp, make_bench, vision_utils
@@ -36,7 +35,7 @@ BENCH = make_bench(
     GridOp(
         rotary_table, lambda dtype: partial(references.rotary_table, dtype=dtype),
         Eager(_theirs, "Transformers' position ids, angles and their cosines", "transformers"),
-        _arguments, _cost, {"rotary_table": _rotary_table_kernel},
+        _arguments, _cost, ("rotary_table",),
         outputs=("cos", "sin"), rows=lambda inputs: (torch.float32, HEAD_DIM // 2),
     )
 )  # fmt: skip

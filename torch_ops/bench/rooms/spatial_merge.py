@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
 from torch_ops import spatial_merge
 from torch_ops.bench.measure.opbench import Cost
 from torch_ops.bench.rooms.grids import CallInputs, Eager, GridOp, make_bench
@@ -33,7 +32,7 @@ BENCH = make_bench(
     GridOp(
         spatial_merge, lambda dtype: references.spatial_merge,
         Eager(references.spatial_merge, "views and copies, image by image"), _arguments, _cost,
-        {"spatial_merge_fwd": _spatial_merge_fwd_kernel, "spatial_merge_bwd": _spatial_merge_bwd_kernel},
+        ("spatial_merge_fwd", "spatial_merge_bwd"),
         leaf="x", dout=_dout, options=tuple(product(("concat", "mean"), ("merge_block", "raster"))),
     )
 )  # fmt: skip

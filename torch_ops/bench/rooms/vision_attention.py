@@ -94,19 +94,14 @@ def _baselines() -> tuple[Impl, ...]:
         ("cudnn", attend_cudnn, _refuses(CUDNN), CUDNN.about),
         ("flash4", attend_flash4, _refuses(FLASH4), FLASH4.about),
     )
-    made = []
-    for compiled in (False, True):
-        for name, attend, refuses, about in attentions:
-            how, say = ("compiled", "torch.compile of ") if compiled else ("eager", "")
-            made.append(
-                Impl(
-                    f"{how}_{name}" if name else how,
-                    partial(_bind_baseline, attend, compiled),
-                    f"{say}the module in PyTorch, attention: {about}",
-                    refuses,
-                )
-            )
-    return tuple(made)
+    return tuple(
+        Impl(
+            f"{how}_{name}" if name else how, partial(_bind_baseline, attend, how == "compiled"),
+            f"{say}the module in PyTorch, attention: {about}", refuses,
+        )
+        for how, say in (("eager", ""), ("compiled", "torch.compile of "))
+        for name, attend, refuses, about in attentions
+    )  # fmt: skip
 
 
 def _bind_alone(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call:
@@ -115,11 +110,7 @@ def _bind_alone(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Cal
         packed = functional.linear(inputs.x, inputs.qkv_weight, inputs.qkv_bias)
         q, k, v = packed.unflatten(1, (3, case.num_heads, -1)).permute(1, 2, 0, 3).contiguous()[:, None].unbind()
     leaves = {name: each.clone().requires_grad_() for name, each in {"q": q, "k": k, "v": v}.items()}
-    return Call(
-        lambda: functional.scaled_dot_product_attention(leaves["q"], leaves["k"], leaves["v"]),
-        leaves,
-        q.flip(2),
-    )
+    return Call(lambda: functional.scaled_dot_product_attention(*leaves.values()), leaves, q.flip(2))
 
 
 ALONE = Impl(

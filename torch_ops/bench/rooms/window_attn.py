@@ -1,16 +1,15 @@
 """The benchmark of `vk::window_attn`."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 import torch_ops
 from torch_ops.bench.measure import results
-from torch_ops.bench.measure.host import recorded_launches
+from torch_ops.bench.measure.host import raw_launch
 from torch_ops.bench.measure.opbench import Call, HostCall, Impl, OpBench, op_calls, ours
 from torch_ops.bench.peers.packed import BASELINES, packed_call
-from torch_ops.bench.rooms.packed import JITS, attention_cost, attention_path, packed_checks, packed_kernels
+from torch_ops.bench.rooms.packed import attention_cost, attention_path, packed_checks, packed_kernels
 from torch_ops.bench.rooms.packed_cases import find_cases, notation
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
@@ -36,25 +35,16 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     (case,) = find_cases([HOST_CASE], device)
     inputs = make_inputs(case, dtype, device)
     rest = inputs.k, inputs.v, inputs.cu_seqlens
-    launch, why = _raw_launch(inputs)
+    call = partial(torch.ops.vk.window_attn, inputs.q, *rest)
     return [
-        HostCall("raw Triton launch of the forward kernel", launch, raw=True, note=why),
+        raw_launch("raw Triton launch of the forward kernel", call, attention_path(inputs)),
         *op_calls("window_attn", lambda function, q: partial(function, q, *rest), inputs.q),
     ]
-
-
-def _raw_launch(inputs: WindowAttnInputs) -> tuple[Callable[[], object] | None, str]:
-    """The launch of a forward's kernels, or why there is none."""
-    if attention_path(inputs) == "reference":
-        return None, "there is none on this device"
-    with recorded_launches() as launches:
-        torch.ops.vk.window_attn(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
-    return launches.replay, ""
 
 
 BENCH = OpBench(
     op="window_attn", cases=find_cases, profiled="qwen3vl_l_4096", shape=notation, inputs=make_inputs,
     checks=partial(packed_checks, make_inputs), cost=attention_cost, path=attention_path, ours=OURS,
     baselines=(OURS_FREE, *BASELINES), usual={"cuda": ("cudnn", "flash2", "flash4"), "cpu": ("reference",)},
-    host_calls=_host_calls, kernels=packed_kernels, jits=JITS,
+    host_calls=_host_calls, kernels=packed_kernels,
 )  # fmt: skip
