@@ -1,6 +1,5 @@
-"""What the tests of the encoder's benchmark share: a tower for the CPU, and stand-ins for kernels and compilers."""
+"""Shared by the tests of the encoder's benchmark: a tower for the CPU, stand-ins for kernels and compilers."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from tests.bench.verify import CPU, anywhere
 from torch_ops.bench.commands import run as run_command
 from torch_ops.bench.encoder import peers as encoder_peers
 from torch_ops.bench.encoder.impls import IMPLS, Bound, encoder_bench
@@ -19,7 +19,6 @@ from torch_ops.bench.measure.results import Ceilings, Record
 from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.testing import check
 
-CPU = torch.device("cpu")
 TINY, TRAINED = SMOKE
 BY_NAME = {impl.name: impl for impl in IMPLS}
 
@@ -31,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(run_command, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "float32"))
     monkeypatch.setenv("COLUMNS", "200")
     threads = torch.get_num_threads()
-    # What is so small has nothing to share out.
+    # Tensors are too small for several threads.
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
@@ -54,7 +53,7 @@ def check_features(features: Features, scene: Scene) -> None:
 
 
 def runnable(*names: str) -> list[Impl]:
-    return [dataclasses.replace(BY_NAME[name], refuses=lambda *_: "") for name in names]
+    return anywhere(*(BY_NAME[name] for name in names))
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def session() -> Session:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """cuDNN's way of attention, by PyTorch's own, for all; compilers that only capture; whose graphs they were."""
     captured: list[str] = []
-    # What other tests have compiled of the same functions counts to the limit, past which they are left uncompiled.
+    # Compilations by other tests count to PyTorch's limit, past which a function is left uncompiled.
     torch.compiler.reset()
 
     class Captured:

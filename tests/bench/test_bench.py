@@ -14,8 +14,7 @@ from tests.bench.verify import TINY, bench, broken, by_case, refused, spoiled
 from torch_ops.bench.app import BENCHES
 from torch_ops.bench.commands import run as run_command
 from torch_ops.bench.measure.opbench import Impl
-from torch_ops.bench.measure.results import FAILED, WRONG, Report
-from torch_ops.bench.rooms.window_attn import BENCH
+from torch_ops.bench.measure.results import FAILED, WRONG, Report, read_report
 from torch_ops.bench.show.tables import markdown
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
@@ -62,15 +61,17 @@ def test_plain_tables_show_the_same_cells() -> None:
     assert TINY in result.stderr
 
 
-@pytest.mark.parametrize("liar", [spoiled("vk", lambda out: out * 1.01), broken()])
-def test_wrong_ours_exits_1(liar: Impl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(
-        BENCHES, "window_attn", dataclasses.replace(BENCH, ours=dataclasses.replace(liar, group="ours"))
-    )
+@pytest.mark.parametrize(
+    ("op", "liar"),
+    [("window_attn", spoiled("vk", lambda out: out * 1.01)), ("window_attn", broken()), ("attention", broken())],
+)
+def test_wrong_ours_exits_1(op: str, liar: Impl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = dataclasses.replace(BENCHES[op], ours=dataclasses.replace(liar, group="ours"))
+    monkeypatch.setitem(BENCHES, op, wrong)
     out = tmp_path / "run.json"
-    result = bench("window_attn", "--shapes", TINY, "--out", out)
+    result = bench(op, "--shapes", TINY, "--out", out)
     assert result.exit_code == 1, result.output
-    assert "vk: window_attn" in result.stderr
+    assert f"vk: {op}" in result.stderr
     (one,) = by_case(Report.from_json(out.read_text()).records)
     assert one.ours.status in (WRONG, FAILED) and one.ratios is None
 
@@ -100,6 +101,25 @@ def test_host_command(tmp_path: Path) -> None:
     assert [time.name for time in times if time.microseconds is None] == ["raw Triton launch of the forward kernel"]
     assert all(time.microseconds > 0 for time in times if time.microseconds is not None)
     assert [time.target for time in times] == [None, None, 1.8, 1.8, 2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "baselines", "said"),
+    [
+        ("attention", "1x2x24x16", {"math"}, "torch_ops.attention with gradients"),
+        ("rope_window_attn", "image", {"reference"}, "torch_ops.rope_window_attn with gradients"),
+        ("vision_attention", "turned", {"sdpa_alone", "eager"}, "VisionAttention with gradients"),
+        ("add_rms_norm", "30x64", {"eager", "copy"}, "torch_ops.add_rms_norm with gradients"),
+    ],
+)
+def test_commands_know_every_kind_of_op(op: str, shape: str, baselines: set[str], said: str, tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    assert bench(op, "--shapes", shape, "--peers", ",".join(baselines), "--out", out).exit_code == 0
+    assert {one.name for one in read_report(out).records} == {"vk", *baselines}
+    host = bench("host", op, "--markdown")
+    assert host.exit_code == 0 and said in host.stdout and f"### {op}, host time per call" in host.stdout, host.output
+    profiled = bench("profile", op, "--shapes", shape, "--backward")
+    assert profiled.exit_code == 0 and "vk::" in profiled.stdout, profiled.output
 
 
 def test_refusals(tmp_path: Path) -> None:

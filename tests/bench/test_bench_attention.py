@@ -1,10 +1,6 @@
 """`vk bench attention`: the benchmark of dense attention, its command, tables and pictures."""
 
 import dataclasses
-import os
-import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torch_ops
-from tests.bench.verify import CPU, bench, by_case, golden_report, refused
+from tests.bench.verify import CPU, FLASH4, ROOT, anywhere, bench, bench_lines, by_case, golden_report, refused
 from torch_ops.bench.app import BENCHES
 from torch_ops.bench.commands import attention as attention_command
 from torch_ops.bench.commands import options
@@ -38,14 +34,13 @@ from torch_ops.bench.peers import dense as dense_peers
 from torch_ops.bench.peers.dense import DENSE_BASELINES, dense_call
 from torch_ops.bench.rooms import attention_decode
 from torch_ops.bench.rooms.attention import AS_BF16, AS_FP16, BENCH, OURS
-from torch_ops.bench.rooms.dense_cases import dense_notation, find_dense_cases, shorten_dense
+from torch_ops.bench.rooms.dense_cases import dense_notation, find_dense_cases
 from torch_ops.bench.show.tables import markdown, tables, torch_baseline
 from torch_ops.testing import references
 from torch_ops.testing.cases import DENSE, DenseCase, DenseInputs, make_dense_inputs
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda")
 SETUP = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2, warm_up=1)
 BASELINES = {baseline.name: baseline for baseline in DENSE_BASELINES}
@@ -291,51 +286,6 @@ def test_what_is_wrong_is_marked_and_never_best(spoil: Any, close: str) -> None:
     assert any(note.startswith("flash2 is wrong on 2x4/2x24x16c: out (2x4/2x24x16c)") for note in table.notes)
 
 
-class _HalvedQueryGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, q: Tensor) -> Tensor:
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-        return dout, dout
-
-
-def test_a_wrong_gradient_is_seen_by_itself() -> None:
-    forward, backward = _measured(OURS, _impl("flash2", _HalvedQueryGradient.apply), BASELINES["math"])
-    assert forward.baselines[0].status == OK and forward.baselines[0].to_ours < 1e-5
-    assert backward.baselines[0].status == WRONG and backward.baselines[0].note.startswith("dq (")
-    assert backward.baselines[0].to_ours > 2e-2 and backward.best() is backward.baselines[1]
-
-
-def test_wrong_ours_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    liar = _impl("vk", lambda out, q: out * 1.01, group="ours")
-    monkeypatch.setitem(BENCHES, "attention", dataclasses.replace(BENCH, ours=liar))
-    result = bench("attention", *TINY)
-    assert result.exit_code == 1 and "vk: attention is wrong on 2x4/2x24x16, forward" in result.stderr
-    assert "vk is wrong on 2x4/2x24x16: out (" in result.stdout
-
-
-def test_the_check_looks_at_the_case_itself() -> None:
-    """A impl that is wrong only where it is long, and only in the last sequence: a short case would miss it."""
-    (case,) = find_dense_cases(["2x2/1x1500x8"], CPU)
-    assert shorten_dense(case, 2**22).length < 1500
-
-    def spoil(out: Tensor, q: Tensor) -> Tensor:
-        return torch.cat((out[:1], out[1:] * 1.1)) if out.shape[2] >= 1500 else out
-
-    checks = BENCH.checks(case, torch.float32, CPU, False)
-    assert [check.label for check in checks][1] == "2x2/1x1500x8, the last of 1 key heads"
-    right = [check.look("out", OURS.bind(check.case, check.inputs).results(False)["out"]) for check in checks]
-    spoiled = _impl("baseline", spoil)
-    wrong = [check.look("out", spoiled.bind(check.case, check.inputs).results(False)["out"]) for check in checks]
-    errors = [
-        [(out - check.reference["out"]).abs().max().item() for out, check in zip(outs, checks, strict=True)]
-        for outs in (right, wrong)
-    ]
-    assert max(errors[0]) < 1e-5 and errors[1][0] < 1e-5 < 1e-3 < errors[1][1]
-
-
 @pytest.mark.parametrize("options_of_case", [{"alibi": 1, "sinks": True}, {"alibi": 2}, {"dropout_p": 0.2}], ids=str)
 def test_cuts_of_a_case_keep_the_options_of_their_heads(
     options_of_case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -344,6 +294,8 @@ def test_cuts_of_a_case_keep_the_options_of_their_heads(
     case = DenseCase("case", "", 3, 4, 150, 16, num_k_heads=2, options={**options_of_case, "causal": True})
     checks = BENCH.checks(case, torch.float32, CPU, True)
     assert len(checks) == (1 if "dropout_p" in options_of_case else 2)
+    # The last check runs the whole case, of which it compares the last sequence.
+    assert {(check.case.batch, check.case.length) for check in checks[1:]} <= {(3, 150)}
     for check in checks:
         results = OURS.bind(check.case, check.inputs).results(True)
         for name, truth in check.reference.items():
@@ -406,19 +358,17 @@ def test_peers_say_what_they_cannot_run(shape: str, refused_by: dict[str, str]) 
 
 @pytest.mark.parametrize("shape", ["2x4/2x24x16c", "2x2x24x16", "1x2x20/40x16c", "1x2x1/40x16c"])
 def test_peers_are_right(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused kernels of PyTorch stood in for by its plain products, FlashAttention-4 by the reference."""
+    """Plain products stand in for PyTorch's fused kernels, and the reference for FlashAttention-4."""
     seen = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
         seen.append((q.shape, k.shape, causal))
-        heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        return references.attention(*heads_first, causal=causal)[0].transpose(1, 2).contiguous(), None
+        return FLASH4.flash_attn_func(q, k, v, causal)
 
     plain, select = torch.nn.attention.SDPBackend.MATH, torch.nn.attention.sdpa_kernel
     monkeypatch.setattr(dense_peers, "sdpa_kernel", lambda backend: select(plain))
     monkeypatch.setattr(dense_peers, "flash4_function", lambda name: flash_attn_func)
-    rivals = [dataclasses.replace(baseline, refuses=lambda case, dtype, device: "") for baseline in DENSE_BASELINES]
-    for one in _measured(OURS, *rivals, shape=shape):
+    for one in _measured(OURS, *anywhere(*DENSE_BASELINES), shape=shape):
         assert {each.status for each in one.baselines} == {OK}, one.baselines
     (case,) = find_dense_cases([shape], CPU)
     inputs = make_dense_inputs(case, torch.float32)
@@ -449,31 +399,15 @@ def test_a_brief_sample_is_one_call() -> None:
     assert all(timer.sample() >= 0 for _ in range(5)) and calls == [0, 1, 0, 1, 0]
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_what_the_makefile_measures_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _noted(monkeypatch)
     monkeypatch.chdir(ROOT)
-    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "ARGS"}
-    made = subprocess.run(
-        ["make", "-n", "figures-attention"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True,
-        env=environment,
-    ).stdout  # fmt: skip
-    for line in made.splitlines():
-        _, is_bench, arguments = line.partition(" -m torch_ops.bench ")
-        if is_bench:
-            result = bench(*shlex.split(arguments))
-            assert result.exit_code == 0, result.output
+    for arguments in bench_lines("figures-attention"):
+        result = bench(*arguments)
+        assert result.exit_code == 0, result.output
     assert [len(runs) for runs, _, _ in asked] == [18, 3, 3, 1, 1]
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     places = [output.out.name for _, _, output in asked]
     assert all(f"<!-- vk bench table --suite --if-measured results/{name} -->" in page for name in places)
     for name in ("attention_decode", "attention_decode_fp16"):
         assert f"<!-- vk bench table --if-measured results/h200_{name}.json -->" in page
-
-
-def test_other_commands_know_the_room() -> None:
-    host = bench("host", "attention", "--markdown")
-    assert host.exit_code == 0 and "### attention, host time per call" in host.stdout, host.output
-    profiled = bench("profile", "attention", "--shapes", "1x2x24x16", "--backward")
-    assert profiled.exit_code == 0 and "vk::attention" in profiled.stdout, profiled.output
-    assert "computes in fp16" in AS_FP16.reference_point

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from typer.testing import CliRunner
 
 from compile_tests.models import tiny_tower
 from tests.bench import encoder_bench
-from tests.bench.encoder_bench import BY_NAME, CPU, TINY, TRAINED, measured, runnable
+from tests.bench.encoder_bench import BY_NAME, TINY, TRAINED, measured, runnable
+from tests.bench.verify import CPU, bench
 from torch_ops.bench.commands import encoder
 from torch_ops.bench.encoder import peers as encoder_peers
 from torch_ops.bench.encoder.impls import IMPLS, Bound, EncoderCall
@@ -32,19 +32,14 @@ from torch_ops.bench.encoder.rows import (
 )
 from torch_ops.bench.measure.opbench import Impl
 from torch_ops.bench.measure.results import FAILED, OK, UNAVAILABLE, WRONG, Record, Report
-from torch_ops.command import app as cli
 from torch_ops.testing import references
 
 pytestmark = pytest.mark.no_interpret
 quick, session, stand_ins = encoder_bench.quick, encoder_bench.session, encoder_bench.stand_ins
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
-
-
 def encoded(*arguments: object) -> Any:
-    return run("encoder", "--device", "cpu", "--rounds", 2, "--commit", "abc", *arguments)
+    return bench("encoder", "--device", "cpu", "--rounds", 2, "--commit", "abc", *arguments)
 
 
 def changed(name: str, change: Callable[[Bound], Bound]) -> Impl:
@@ -106,23 +101,16 @@ def test_what_is_off_or_raises_is_marked(session: Session) -> None:
     assert failed.status == FAILED and failed.note.endswith("RuntimeError: no kernel for this") and not failed.rounds_ms
 
 
-class _WrongQueryGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor) -> Tensor:
-        return q.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor) -> Tensor:
-        return dq.flip(0)
-
-
 def test_a_wrong_gradient_of_queries_is_found_in_a_training_step(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As FlashAttention-4 has it on Hopper."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Any) -> Tensor:
-        return references.window_attn(_WrongQueryGradient.apply(q), k, v, cu_seqlens)[0]
+        q = q.clone()
+        if q.requires_grad:
+            q.register_hook(lambda dq: dq.flip(0))
+        return references.window_attn(q, k, v, cu_seqlens)[0]
 
     monkeypatch.setitem(encoder_peers.ATTENTIONS, "flash4", attend)
     found = {row.name: measured(session, row, runnable("hf_flash4"))["hf_flash4"] for row in SMOKE}
@@ -174,7 +162,7 @@ def test_command_writes_row_by_row_and_goes_on(tmp_path: Path) -> None:
     assert records(out)[: len(report.records)] == report.records
     assert {one.case for one in records(out)} == {"tiny", "train_tiny"}
     assert "tiny: kept" in again.stderr and "measured anew" not in again.stderr
-    other = run("encoder", "--device", "cpu", *options, "--resume", "--commit", "other")
+    other = bench("encoder", "--device", "cpu", *options, "--resume", "--commit", "other")
     assert other.exit_code == 2 and "of another commit, abc" in other.stderr
     for more in (("--dtype", "float16"), ("--contenders", "vk,hf_ready")):
         told = encoded("--rows", "tiny", "--out", out, "--resume", "--contenders", "vk", *more)
@@ -198,7 +186,7 @@ def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch
     assert "train_8x896" in encoded("--rows", "9").stderr
     assert "hf_flash2_blocks" in encoded("--contenders", "flash9").stderr
     assert "folder" in encoded("--out", tmp_path / "none" / "run.json").stderr
-    assert "a timeline needs a GPU" in run("timeline", "--device", "cpu", "--out", tmp_path / "t.json").stderr
+    assert "a timeline needs a GPU" in bench("timeline", "--device", "cpu", "--out", tmp_path / "t.json").stderr
     monkeypatch.setattr(encoder, "IMPLS", (changed("vk", broken),))
     result = encoded("--rows", "tiny")
     assert result.exit_code == 1 and "vk: encoder failed on tiny, forward, vk: tiny" not in result.stdout

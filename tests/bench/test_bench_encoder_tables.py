@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.bench.verify import golden_report
 from torch_ops.bench.measure.results import (
     ASSEMBLED,
     OK,
@@ -12,15 +13,12 @@ from torch_ops.bench.measure.results import (
     UNCAPTURED,
     WRONG,
     Ceilings,
-    Provenance,
     Record,
     Report,
 )
 from torch_ops.bench.show.tables import markdown, tables
 
 pytestmark = pytest.mark.no_interpret
-
-ORIGIN = Provenance("2030", "abc", "vk bench encoder", "NVIDIA H200", "580", {"torch": "2.11"}, {"vk": "ours"})
 
 
 def timed(name: str, group: str, *ms: float, ready: str = "", status: str = OK, note: str = "") -> Record:
@@ -43,7 +41,7 @@ BATCH = (
 
 
 def report(*records: Record) -> Report:
-    return Report(ORIGIN, Ceilings(4000.0, 800.0, "bfloat16"), records)
+    return Report(golden_report().provenance, Ceilings(4000.0, 800.0, "bfloat16"), records)
 
 
 def test_tables_set_the_best_of_each_group_against_ours() -> None:

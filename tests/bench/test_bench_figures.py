@@ -1,52 +1,30 @@
-"""What the Makefile measures: that its commands run, and that what the targets ask for is in the tables they make."""
+"""The Makefile's benchmarks: their commands run, and their tables hold the cases that the targets ask for."""
 
 import dataclasses
-import os
 import re
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from tests.bench.verify import bench, golden_report, refused
-from torch_ops.bench.app import BENCHES, FAMILIES, app
+from tests.bench.verify import ROOT, bench, bench_lines, golden_report, refused
+from torch_ops.bench.app import BENCHES, FAMILIES
 from torch_ops.bench.commands import options
-from torch_ops.bench.measure import timing
 from torch_ops.bench.measure.results import BASELINE, OK, OURS, WRONG, Record, read_report
 from torch_ops.bench.show.tables import markdown
 
-pytestmark = pytest.mark.no_interpret
+pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "CPU_ROUND_MS", 0.5)
 
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, list[str]]:
     """Arguments of `vk bench` by the file of results."""
-    if shutil.which("make") is None:
-        pytest.skip("there is no make here")
-    # Not with what this make, if one runs these tests, was given.
-    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "ARGS"}
-    run = subprocess.run(
-        ["make", "-n", "figures-ops"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True, env=environment
-    )
     found = {}
-    for line in run.stdout.splitlines():
-        _, is_bench, rest = line.partition(" -m torch_ops.bench ")
-        if is_bench:
-            arguments = shlex.split(rest)
-            place = arguments.index("--out")
-            found[Path(arguments[place + 1]).name] = arguments[:place] + arguments[place + 2 :]
+    for arguments in bench_lines("figures-ops"):
+        place = arguments.index("--out")
+        found[Path(arguments[place + 1]).name] = arguments[:place] + arguments[place + 2 :]
     return found
 
 
@@ -88,8 +66,7 @@ def test_runs_reach_what_targets_ask_for(commands: dict[str, list[str]]) -> None
 
 def test_a_family_is_one_document(tmp_path: Path) -> None:
     out = tmp_path / "norms.json"
-    arguments = ["norms", "--shapes", "narrow", "--device", "cpu", "--rounds", "2", "--out", str(out)]
-    result = CliRunner().invoke(app, arguments)
+    result = bench("norms", "--shapes", "narrow", "--rounds", 2, "--out", out)
     assert result.exit_code == 0, result.output
     report = read_report(out)
     assert tuple(dict.fromkeys(one.op for one in report.records)) == FAMILIES["norms"]

@@ -1,27 +1,23 @@
 """The benchmarks of the norms, and a copy and a negation, which are reference points and no baselines."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
+import torch_ops
 from csrc_free_ops.configs.rows import Gpu
-from tests.bench.verify import by_case
+from tests.bench.verify import CPU, SETUP, by_case, golden_report
 from torch_ops import settings
 from torch_ops._norms import plan, portable
-from torch_ops.bench.app import app
+from torch_ops.bench.measure.host import raw_launch
 from torch_ops.bench.measure.opbench import find_named
 from torch_ops.bench.measure.results import OK, REFERENCE_POINT, Report
-from torch_ops.bench.measure.run import Setup, run_case
+from torch_ops.bench.measure.run import run_case
 from torch_ops.bench.rooms import norms
 from torch_ops.bench.show.tables import markdown
 from torch_ops.testing.cases import NormCase, make_norm_inputs
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
-CPU = torch.device("cpu")
 BENCHES = {bench.op: bench for bench in norms.BENCHES}
 TINY = NormCase("tiny", "a contest", (30,), 64)
 
@@ -30,8 +26,11 @@ TINY = NormCase("tiny", "a contest", (30,), 64)
 def test_ours_and_eager_are_right_and_yardsticks_are_no_peers(op: str) -> None:
     bench = BENCHES[op]
     baselines = tuple(baseline for baseline in bench.baselines if baseline.name != "compiled")
-    setup = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)
-    for measured in by_case(run_case(bench, TINY, (bench.ours, *baselines), setup)):
+    records = run_case(bench, TINY, (bench.ours, *baselines), SETUP)
+    assert "copy is a reference point, not a baseline, on tiny" in markdown(
+        Report(golden_report().provenance, None, tuple(records))
+    )
+    for measured in by_case(records):
         assert measured.ours.status == OK, measured.ours
         statuses = {baseline.name: baseline.status for baseline in measured.baselines}
         assert statuses == {"eager": OK, "copy": REFERENCE_POINT, "neg": REFERENCE_POINT}
@@ -78,26 +77,13 @@ def test_raw_launch_is_the_forward_kernel(op: str, monkeypatch: pytest.MonkeyPat
         def __getitem__(self, grid: tuple[int, ...]) -> object:
             return lambda *args, **options: launched.append((grid, len(args)))
 
-    monkeypatch.setattr(norms, "_path", lambda op, inputs: "portable")
     monkeypatch.setattr(plan, "runs_kernels", lambda tensor: True)
     monkeypatch.setattr(portable, "current_gpu", lambda: Gpu("stub", "cuda", 90, 232448))
     monkeypatch.setattr(portable, "can_overlap", lambda: False)
     monkeypatch.setattr(portable, "wrap_triton", Kernel)
     # A new generation: no plan is remembered.
     settings.generation += 1
-    launch, why = norms._raw_launch(op, make_norm_inputs(op, TINY, torch.bfloat16))
+    inputs = make_norm_inputs(op, TINY, torch.bfloat16)
+    raw = raw_launch("raw", lambda: inputs.call(getattr(torch_ops, op)), "portable")
     settings.generation += 1
-    assert launch is not None and not why and len(launched) == 1
-
-
-def test_command_writes_what_the_tables_show(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    arguments = ["add_rms_norm", "--device", "cpu", "--shapes", "30x64", "--peers", "eager,copy", "--rounds", "2"]
-    result = CliRunner().invoke(app, [*arguments, "--out", str(file)])
-    assert result.exit_code == 0, result.output
-    report = Report.from_json(file.read_text())
-    assert json.loads(file.read_text())["records"][2]["status"] == REFERENCE_POINT
-    shown = markdown(report)
-    assert "copy is a reference point, not a baseline, on" in shown and "wrong" not in shown
-    host = CliRunner().invoke(app, ["host", "add_rms_norm", "--device", "cpu"])
-    assert host.exit_code == 0 and "torch_ops.add_rms_norm with gradients" in host.output
+    assert raw.call is not None and not raw.note and len(launched) == 1

@@ -12,14 +12,13 @@ from unittest import mock
 import expecttest
 import pytest
 
-from tests.bench.verify import CPU, bench, by_case, golden_report, refused
+from tests.bench.verify import CPU, ROOT, bench, by_case, golden_report, refused
 from torch_ops.bench.measure import machine, results
 from torch_ops.bench.measure.results import Report
 from torch_ops.bench.show.tables import markdown, tables
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
-ROOT = Path(__file__).resolve().parents[2]
 refresh = runpy.run_path(str(ROOT / "docs" / "refresh.py"))["refresh"]
 
 

@@ -1,17 +1,11 @@
 """The benchmark of vk::rope_window_attn: baselines turn first and attend then, and are judged like any other."""
 
-import dataclasses
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from tests.bench.verify import by_case
-from torch_ops.bench.app import app
+from tests.bench.verify import CPU, SETUP, anywhere, by_case
 from torch_ops.bench.measure.results import OK, WRONG
-from torch_ops.bench.measure.run import Setup, run_case
+from torch_ops.bench.measure.run import run_case
 from torch_ops.bench.peers import packed as attention_peers
 from torch_ops.bench.peers.packed import turned_first
 from torch_ops.bench.rooms import packed
@@ -20,9 +14,6 @@ from torch_ops.testing import check, references
 from torch_ops.testing.cases import cumulative, make_projected_rope_inputs, rope_window_attn_cases
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
-
-CPU = torch.device("cpu")
-SETUP = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)
 
 
 def test_default_cases_are_those_of_the_models() -> None:
@@ -56,11 +47,7 @@ def test_ours_and_peers_are_right(shape: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention_peers, "_varlen_attn", lambda: varlen_attn)
     monkeypatch.setattr(attention_peers, "scaled_dot_product_attention", sdpa)
     wanted = ["eager_flash2", "compiled_flash2", "reference", *(["compiled_cudnn"] if "+" not in shape else [])]
-    rivals = [
-        dataclasses.replace(baseline, refuses=lambda case, dtype, device: "")
-        for baseline in BASELINES
-        if baseline.name in wanted
-    ]
+    rivals = anywhere(*(baseline for baseline in BASELINES if baseline.name in wanted))
     (case,) = BENCH.cases([shape], CPU)
     for measured in by_case(run_case(BENCH, case, (BENCH.ours, *rivals), SETUP)):
         assert measured.ours.status == OK, measured.ours
@@ -105,14 +92,3 @@ def test_a_row_of_the_rotation_is_bound_to_rows_and_to_no_bounds(monkeypatch: py
     rotation, attention = BENCH.kernels(case, make_projected_rope_inputs(case, torch.bfloat16))
     assert (rotation.name, rotation.length, rotation.masked, rotation.backward) == ("rope", 400, False, False)
     assert (attention.length, attention.masked) == (100, True)
-
-
-def test_command(tmp_path: Path) -> None:
-    out = tmp_path / "run.json"
-    args = ["rope_window_attn", "--shapes", "image", "--device", "cpu", "--rounds", "2", "--out", str(out)]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    ours, other = json.loads(out.read_text())["records"]
-    assert ours["op"] == "rope_window_attn" and other["name"] == "reference"
-    host = CliRunner().invoke(app, ["host", "rope_window_attn", "--device", "cpu", "--markdown"])
-    assert host.exit_code == 0 and "torch_ops.rope_window_attn with gradients" in host.stdout

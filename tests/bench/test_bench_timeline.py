@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.bench.verify import bench, golden_report, refused
 from torch_ops.bench.encoder.timeline import KINDS, Lane, Timeline, bars, kernels_of, kind_of, read_timeline
-from torch_ops.bench.measure.results import Provenance
-from torch_ops.command import app as cli
 
 pytestmark = pytest.mark.no_interpret
-
-ORIGIN = Provenance("2030", "abc", "vk bench timeline", "NVIDIA H200", "580", {"torch": "2.11"}, {"vk": "ours"})
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
-
 
 NAMES = {
     "void cutlass::device_kernel<flash::FlashAttnFwd>": "attention",
@@ -61,18 +52,18 @@ def test_a_timeline_is_stored_and_drawn(tmp_path: Path) -> None:
     assert lanes[1].end_of_layers(2) == 2 * 37.0 + 17.0
     assert bars(dense, 0.5)["matmul"] == [(2.0, 15.0), (39.0, 15.0), (76.0, 15.0)]
     assert len(bars(sparse, 0.5)["matmul"]) == 6
-    timeline = Timeline(ORIGIN, "896", lanes)
+    timeline = Timeline(golden_report().provenance, "896", lanes)
     file = tmp_path / "timeline.json"
     timeline.write(file)
     assert read_timeline(file.read_text()) == timeline
     assert json.loads(file.read_text())["names"] == ["_norm_fwd_kernel", "flash_fwd", "gemm"]
     pictures = tmp_path / "one.svg", tmp_path / "two.svg"
     for picture in pictures:
-        result = run("chart", file, picture)
+        result = bench("chart", file, picture)
         assert result.exit_code == 0, result.output
     one, two = (picture.read_text() for picture in pictures)
     assert one == two and len(one) < 100_000
     for word in (*KINDS, "gap", "hf_compiled", "vk_graph", "busy 72%", "0.111 ms, 12 kernels", "its first 2 layers"):
         assert word in one, word
     dataclasses.replace(timeline, lanes=()).write(file)
-    assert "no kernels" in run("chart", file, pictures[0]).stderr
+    assert "no kernels" in refused("chart", file, pictures[0])

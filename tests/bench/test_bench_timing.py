@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import torch_ops
 from csrc_free_ops.configs.rows import Gpu
 from tests.bench.verify import CPU
 from torch_ops import settings
@@ -15,7 +16,7 @@ from torch_ops._attention import portable as attention_portable
 from torch_ops._attention import short as attention_short
 from torch_ops._core import launch as launch_module
 from torch_ops.bench.measure import timing
-from torch_ops.bench.rooms import window_attn
+from torch_ops.bench.measure.host import raw_launch
 from torch_ops.bench.rooms.packed_cases import find_cases
 from torch_ops.testing.cases import make_inputs
 
@@ -81,12 +82,11 @@ def test_recorded_launches_repeat_the_call(length: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "runs_kernels", lambda tensor: True)
     for module in (attention, launch_module):
         monkeypatch.setattr(module, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))
-    monkeypatch.setattr(window_attn, "attention_path", lambda inputs: "portable")
     # A new generation: no plan is remembered.
     settings.generation += 1
-    launch, why = window_attn._raw_launch(inputs)
-    assert launch is not None and why == ""
-    launch()
+    raw = raw_launch("raw", lambda: inputs.call(torch_ops.window_attn), "portable")
+    assert raw.call is not None and raw.note == ""
+    raw.call()
     settings.generation += 1
     launches = 2 if length <= 64 else 1
     recorded, repeated = made[:launches], made[launches:]
