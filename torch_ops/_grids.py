@@ -40,7 +40,7 @@ def check_grid(
     if grid.dtype != torch.int64:
         refuse(op, "grid", "int64", dtype_name(grid.dtype))
     if grid.dim() != 2 or grid.shape[1] != 3:
-        refuse(op, "grid", "of shape [n, 3], a row (t, h, w) for each image", f"shape {list(grid.shape)}")
+        refuse(op, "grid", "of shape [n, 3], a row (t, h, w) for each image", list(grid.shape))
     if like is not None:
         check_device(op, "grid", grid, like_name, like)
     check_rows(op, "total", total)
@@ -73,7 +73,7 @@ def check_grid_values(op: str, grid: Tensor, merge_size: int, most: int | None =
                 refuse(op, f"the {name} of image {image}, grid[{image}, {column}]", f"at most {LONGEST_SIDE}", size)
         patches += t * h * w
     if most is not None and patches > most:
-        refuse(op, "grid", f"of images with at most total = {most} patches together", f"{patches} patches")
+        refuse(op, "grid", f"of at most total = {most} patches together", f"{patches} patches")
 
 
 def send_grid(

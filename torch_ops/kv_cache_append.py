@@ -100,7 +100,7 @@ def kv_cache_append(
     before anything is written. The rotation is fp32 and rounded once. The same inputs give the same bits.
     """
     if k_cache is v_cache:
-        refuse("kv_cache_append", "v_cache", "another tensor than k_cache, since both are written", "the same")
+        refuse("kv_cache_append", "v_cache", "another tensor, since both are written", "k_cache")
     return kv_cache_append_op(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, lengths)
 
 

@@ -22,12 +22,12 @@ UNHASHED = ("bench", "testing")
 
 def _check_path(name: str, path: object) -> None:
     if path not in PATHS:
-        raise ValueError(f"{name} must be one of {', '.join(PATHS)}, got {path!r}")
+        raise ValueError(f"{name} is {path!r}, expected one of {', '.join(PATHS)}")
 
 
 def _check_rows(name: str, rows: object) -> None:
     if not isinstance(rows, str | os.PathLike) or (rows and not Path(rows).is_file()):
-        raise ValueError(f"{name} must name a JSON file of launch rows, got {rows!r}")
+        raise ValueError(f"{name} is {rows!r}, expected a JSON file of launch rows")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Values:
     def __post_init__(self) -> None:
         _check_path("settings: path", self.path)
         if not isinstance(self.checked, bool):
-            raise ValueError(f"settings: checked must be True or False, got {self.checked!r}")
+            raise ValueError(f"settings: checked is {self.checked!r}, expected True or False")
         _check_rows("settings: rows", self.rows)
 
 
@@ -60,13 +60,13 @@ def _found_rows() -> str:
 def _from_environment() -> _Values:
     checked = os.environ.get("VK_CHECKED", "0")
     if checked not in ("0", "1"):
-        raise ValueError(f"VK_CHECKED must be 0 or 1, got {checked!r}")
+        raise ValueError(f"VK_CHECKED is {checked!r}, expected 0 or 1")
     path = os.environ.get("VK_PATH", "auto")
     _check_path("VK_PATH", path)
     for variable in ("VK_DISABLE_WARP_SPECIALIZE", "AIKF_DISABLE_WARP_SPECIALIZE"):
         disabled = os.environ.get(variable, "0")
         if disabled not in ("0", "1"):
-            raise ValueError(f"{variable} must be 0 or 1, got {disabled!r}")
+            raise ValueError(f"{variable} is {disabled!r}, expected 0 or 1")
         path = "portable" if disabled == "1" else path
     if "VK_ROWS" in os.environ:
         rows = os.environ["VK_ROWS"]

@@ -274,10 +274,10 @@ def test_wild_pages_stay_inside(name: str, device: str) -> None:
     [
         (
             {"cache_seqlens": (97, 33, 0)},
-            r"cache_seqlens\[0\] must be from 0 to 96, the keys there is room for, got 97",
+            r"cache_seqlens\[0\] is 97, expected from 0 to 96, the keys there is room for",
         ),
-        ({"cache_seqlens": (90, -1, 0)}, r"cache_seqlens\[1\] must be from 0 to 96, .* got -1"),
-        ({"block_table": 20}, r"block_table\[1, 0\] must be from 0 to 19, got 20"),
+        ({"cache_seqlens": (90, -1, 0)}, r"cache_seqlens\[1\] is -1, expected from 0 to 96"),
+        ({"block_table": 20}, r"block_table\[1, 0\] is 20, expected from 0 to 19"),
     ],
     ids=str,
 )
@@ -312,7 +312,7 @@ def test_checked_mode_asks_for_no_page_before_the_window(device: str) -> None:
     call = partial(OP, q, k, v, lengths, table)
     with torch_ops.settings(checked=True):
         out, _ = call(window_left=16)
-        with pytest.raises(ValueError, match=r"block_table\[0, 1\] must be from 0 to 3, got -1"):
+        with pytest.raises(ValueError, match=r"block_table\[0, 1\] is -1, expected from 0 to 3"):
             call(window_left=17)
     expected, _ = OP(q, k, v, lengths, table.clamp(min=0), window_left=16)
     assert torch.equal(out, expected)
@@ -342,103 +342,103 @@ def _refusals() -> list:
 
     ints = {"dtype": torch.int32}
     return [
-        ("q_rank", changed(q=lambda g: g["q"][0]), r"q must be laid out as \[B, H, Sq, D\], got shape \[4, 3, 16\]"),
-        ("q_int", changed(q=lambda g: g["q"].int()), r"q must be float16, bfloat16 or float32 .* got int32"),
+        ("q_rank", changed(q=lambda g: g["q"][0]), r"q has shape \[4, 3, 16\], expected shape \[B, H, Sq, D\]"),
+        ("q_int", changed(q=lambda g: g["q"].int()), r"q is int32, expected float16, bfloat16 or float32"),
         (
             "queries",
             changed(q=lambda g: g["q"].repeat(1, 1, 6, 1)),
-            r"number of queries of q must be from 1 to 16, got 18",
+            r"number of queries of q is 18, expected from 1 to 16",
         ),
-        ("no_queries", changed(q=lambda g: g["q"][:, :, :0]), r"number of queries of q must be from 1 to 16, got 0"),
-        ("dim", changed(q=lambda g: g["q"][..., :12]), r"head dimension of q must be a multiple of 8 .* got 12"),
-        ("k_rank", changed(k_cache=lambda g: g["k_cache"][0]), r"k_cache must be laid out as \[B, Hk, S, D\]"),
+        ("no_queries", changed(q=lambda g: g["q"][:, :, :0]), r"number of queries of q is 0, expected from 1 to 16"),
+        ("dim", changed(q=lambda g: g["q"][..., :12]), r"head dimension of q is 12, expected a multiple of 8"),
+        ("k_rank", changed(k_cache=lambda g: g["k_cache"][0]), r"k_cache has .*, expected shape \[B, Hk, S, D\]"),
         (
             "k_dim",
             changed(**both(lambda x: x[..., :8])),
-            r"head dimension of k_cache must be 16 as that of q is, got 8",
+            r"head dimension of k_cache is 8, expected 16 as that of q is",
         ),
         (
             "k_columns",
             changed(k_cache=lambda g: g["k_cache"].repeat(1, 1, 1, 2)[..., ::2]),
-            r"k_cache must be of contig",
+            r"k_cache has .*, expected contig",
         ),
-        ("v_shape", changed(v_cache=lambda g: g["v_cache"][:, :, :5]), r"v_cache must be of shape .* as k_cache is"),
+        ("v_shape", changed(v_cache=lambda g: g["v_cache"][:, :, :5]), r"v_cache.* expected shape .* as k_cache is"),
         (
             "v_dtype",
             changed(v_cache=lambda g: g["v_cache"].half()),
-            r"v_cache must be float32 as k_cache is, got float16",
+            r"v_cache is float16, expected float32 as k_cache is",
         ),
-        ("heads", changed(q=lambda g: g["q"][:, :3]), r"heads of k_cache must be a divisor of the 3 heads of q, got 2"),
+        ("heads", changed(q=lambda g: g["q"][:, :3]), r"heads of k_cache is 2, expected a divisor of the 3 heads of q"),
         (
             "batch",
             changed(**both(lambda x: x[:1])),
-            r"k_cache must be of 2 sequences as q is, unless block_table is given",
+            r"k_cache has .*, expected 2 sequences as q is, unless block_table is given",
         ),
-        ("lengths", changed(cache_seqlens=lambda g: g["cache_seqlens"][:1]), r"cache_seqlens must be of shape \[2\]"),
-        ("long", changed(cache_seqlens=lambda g: g["cache_seqlens"].long()), r"cache_seqlens must be int32, got int64"),
+        ("lengths", changed(cache_seqlens=lambda g: g["cache_seqlens"][:1]), r"cache_seqlens.* expected shape \[2\]"),
+        ("long", changed(cache_seqlens=lambda g: g["cache_seqlens"].long()), r"cache_seqlens is int64, expected int32"),
         (
             "meta",
             changed(cache_seqlens=lambda g: g["cache_seqlens"].to("meta")),
-            r"cache_seqlens must be on .* got meta",
+            r"cache_seqlens is on meta, expected on",
         ),
         (
             "table",
             changed(block_table=lambda g: torch.zeros(3, 2, **ints)),
-            r"block_table must be of shape \[B, pages\]",
+            r"block_table has .*, expected shape \[B, pages\]",
         ),
         (
             "table_long",
             changed(block_table=lambda g: torch.zeros(2, 2).long()),
-            r"block_table must be int32, got int64",
+            r"block_table is int64, expected int32",
         ),
         (
             "page_size",
             changed(block_table=lambda g: torch.zeros(2, 2, **ints), **both(lambda x: x[:, :, :20])),
-            r"the page size of k_cache must be a multiple of 16, got 20",
+            r"the page size of k_cache is 20, expected a multiple of 16",
         ),
         (
             "pages",
             changed(block_table=lambda g: torch.zeros(2, 2, **ints), **both(lambda x: x[:0])),
-            r"k_cache must be of one page or more",
+            r"k_cache has .*, expected one page or more",
         ),
-        ("scale", changed(scale=lambda g: -1.0), r"scale must be a positive number .*, got -1.0"),
-        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale must be a number, .*, got a tensor"),
+        ("scale", changed(scale=lambda g: -1.0), r"scale is -1.0, expected a positive number"),
+        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale is a tensor, expected a number"),
         (
             "window",
             changed(window_left=lambda g: -2),
-            r"window_left must be -1 \(unbounded\) or a number of keys, got -2",
+            r"window_left is -2, expected -1 \(unbounded\) or a number of keys",
         ),
-        ("softcap", changed(softcap=lambda g: -3.0), r"softcap must be 0 \(off\) or a positive number .*, got -3.0"),
+        ("softcap", changed(softcap=lambda g: -3.0), r"softcap is -3.0, expected 0 \(off\) or a positive number"),
         (
             "slopes",
             changed(alibi_slopes=lambda g: torch.ones(3)),
-            r"alibi_slopes must be of shape \[H\] = .* got \[3\]",
+            r"alibi_slopes has shape \[3\], expected shape \[H\] =",
         ),
         (
             "half_slopes",
             changed(alibi_slopes=lambda g: torch.ones(4).half()),
-            r"alibi_slopes must be float32, got float16",
+            r"alibi_slopes is float16, expected float32",
         ),
-        ("sinks", changed(sinks=lambda g: torch.ones(3)), r"sinks must be of shape \[H\] = \[4\], got \[3\]"),
-        ("sinks_dtype", changed(sinks=lambda g: torch.ones(4).half()), r"sinks must be float32 as q is"),
-        ("prefix", changed(prefix_k=lambda g: g["k_cache"]), r"prefix_k must be None where prefix_v is, got a tensor"),
+        ("sinks", changed(sinks=lambda g: torch.ones(3)), r"sinks has shape \[3\], expected shape \[H\] = \[4\]"),
+        ("sinks_dtype", changed(sinks=lambda g: torch.ones(4).half()), r"sinks is .*, expected float32 as q is"),
+        ("prefix", changed(prefix_k=lambda g: g["k_cache"]), r"prefix_k is a tensor, expected None where prefix_v is"),
         (
             "prefixes",
             changed(**{name: lambda g: g["k_cache"].repeat(2, 1, 1, 1)[:3] for name in ("prefix_k", "prefix_v")}),
-            r"the number of prefixes of prefix_k must be a divisor of the 2 sequences, got 3",
+            r"the number of prefixes of prefix_k is 3, expected a divisor of the 2 sequences",
         ),
         (
             "prefix_heads",
             changed(**{name: lambda g: g["k_cache"][:, :1] for name in ("prefix_k", "prefix_v")}),
-            r"the number of heads of prefix_k must be 2 as of k_cache, got 1",
+            r"the number of heads of prefix_k is 1, expected 2 as of k_cache",
         ),
-        ("splits", changed(num_splits=lambda g: 2000), r"num_splits must be 0 \(chosen\) or up to 1024, got 2000"),
+        ("splits", changed(num_splits=lambda g: 2000), r"num_splits is 2000, expected 0 \(chosen\) or up to 1024"),
         (
             "both_splits",
             changed(num_splits=lambda g: 2, batch_invariant=lambda g: True),
-            r"num_splits must be 0 where batch_invariant is set",
+            r"num_splits is .*, expected 0 with batch_invariant",
         ),
-        ("none", changed(v_cache=lambda g: None), r"v_cache must be a dense tensor, got None"),
+        ("none", changed(v_cache=lambda g: None), r"v_cache is None, expected a dense tensor"),
     ]
 
 

@@ -219,7 +219,7 @@ def test_wild_boundaries_stay_inside(values: tuple[int, ...], device: str) -> No
 def test_checked_mode_names_the_entry(device: str) -> None:
     inputs = make_rope_inputs(WindowAttnCase("checked", "values", (40,), 1, 16), torch.float32, device)
     bad = dataclasses.replace(inputs, cu_seqlens=torch.tensor((0, 30, 50), dtype=torch.int32, device=device))
-    message = r"^rope_window_attn: cu_seqlens\[2\] must be at most the 40 rows there are, got 50"
+    message = r"^rope_window_attn: cu_seqlens\[2\] is 50, expected at most the 40 rows there are"
     with torch_ops.settings(checked=True), pytest.raises(ValueError, match=message):
         bad.call(rope_window_attn)
 
@@ -325,30 +325,30 @@ def _refusals() -> list:
         return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
 
     return [
-        ("q_rank", changed(q=lambda g: g["q"][0]), r"q must be packed as \[T, H, D\], got shape \[2, 16\]"),
-        ("none", changed(cos=lambda g: None), r"cos must be a dense tensor, got None"),
+        ("q_rank", changed(q=lambda g: g["q"][0]), r"q has shape \[2, 16\], expected shape \[T, H, D\]"),
+        ("none", changed(cos=lambda g: None), r"cos is None, expected a dense tensor"),
         (
             "rank",
             changed(sin=lambda g: g["sin"][:, None]),
-            r"sin must be of shape \[T, D\] or \[T, D / 2\] = \[10, any\], got \[10, 1, 16\]",
+            r"sin has shape \[10, 1, 16\], expected shape \[T, D\] or \[T, D / 2\] = \[10, any\]",
         ),
-        ("rows", changed(cos=lambda g: g["cos"][:9]), r"cos must be of shape .* = \[10, any\], got \[9, 16\]"),
-        ("columns", changed(cos=lambda g: g["cos"][:, :4]), r"cos must be of 16 or 8 columns, got 4"),
-        ("dtype", changed(cos=lambda g: g["cos"].half()), r"cos must be float32 as q is, got float16"),
+        ("rows", changed(cos=lambda g: g["cos"][:9]), r"cos has shape \[9, 16\], expected shape .* = \[10, any\]"),
+        ("columns", changed(cos=lambda g: g["cos"][:, :4]), r"cos has 4, expected 16 or 8 columns"),
+        ("dtype", changed(cos=lambda g: g["cos"].half()), r"cos is float16, expected float32 as q is"),
         (
             "widths",
             changed(sin=lambda g: g["sin"][:, :8]),
-            r"sin must be as cos is, \[10, 16\] in float32, got \[10, 8\] in float32",
+            r"sin is \[10, 8\] in float32, expected \[10, 16\] in float32 as cos is",
         ),
-        ("device", changed(sin=lambda g: g["sin"].to("meta")), r"sin must be on .* as q is, got meta"),
+        ("device", changed(sin=lambda g: g["sin"].to("meta")), r"sin is on meta, expected on .* as q is"),
         (
             "k_rows",
             changed(**{n: lambda g, n=n: g[n][:5] for n in "kv"}, cu_seqlens_k=lambda g: g["cu_seqlens"] // 2),
-            r"k must be of 10 rows as q is, since they share the rows of cos and sin, got 5",
+            r"k has 5, expected 10 rows as q is, since they share the rows of cos and sin",
         ),
-        ("cu_dtype", changed(cu_seqlens=lambda g: g["cu_seqlens"].long()), r"cu_seqlens must be int32, got int64"),
-        ("scale", changed(scale=lambda g: -1.0), r"scale must be a positive number .*, got -1.0"),
-        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale must be a number, .*, got a tensor"),
+        ("cu_dtype", changed(cu_seqlens=lambda g: g["cu_seqlens"].long()), r"cu_seqlens is int64, expected int32"),
+        ("scale", changed(scale=lambda g: -1.0), r"scale is -1.0, expected a positive number"),
+        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale is a tensor, expected a number"),
     ]
 
 
@@ -368,9 +368,9 @@ def test_refuses(name: str, change, message: str, device: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dout": torch.zeros(3, 2, 16)}, r"dout must be of shape \[10, 2, 16\] as q is, got \[3, 2, 16\]"),
-        ({"lse": None}, r"lse must be a dense tensor, got None"),
-        ({"cos": torch.zeros(10, 4)}, r"cos must be of 16 or 8 columns, got 4"),
+        ({"dout": torch.zeros(3, 2, 16)}, r"dout has shape \[3, 2, 16\], expected shape \[10, 2, 16\] as q is"),
+        ({"lse": None}, r"lse is None, expected a dense tensor"),
+        ({"cos": torch.zeros(10, 4)}, r"cos has 4, expected 16 or 8 columns"),
     ],
 )
 def test_backward_refuses(changes: dict, message: str, device: str) -> None:
@@ -406,7 +406,7 @@ def test_explains_itself(device: str) -> None:
     kernels = explained["kernels"]
     if explained["path"] != "reference":
         assert list(kernels)[0] == "rope" and {**kernels} == {"rope": kernels["rope"], **of_attention["kernels"]}
-    with pytest.raises(ValueError, match="rope_window_attn: cos must be of 72 or 36 columns, got 8"):
+    with pytest.raises(ValueError, match="rope_window_attn: cos has 8, expected 72 or 36 columns"):
         inputs.call(partial(torch_ops.explain, rope_window_attn), cos=inputs.cos[:, :8])
 
 

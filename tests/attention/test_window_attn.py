@@ -409,9 +409,9 @@ def test_wild_boundaries_stay_inside(values: tuple[int, ...], device: str) -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((-1, 40), r"cu_seqlens\[0\] must be at least 0, got -1"),
-        ((0, 30, 20), r"cu_seqlens\[2\] must be at least cu_seqlens\[1\] = 30, got 20"),
-        ((0, 30, 50), r"cu_seqlens\[2\] must be at most the 40 rows there are, got 50"),
+        ((-1, 40), r"cu_seqlens\[0\] is -1, expected at least 0"),
+        ((0, 30, 20), r"cu_seqlens\[2\] is 20, expected at least cu_seqlens\[1\] = 30"),
+        ((0, 30, 50), r"cu_seqlens\[2\] is 50, expected at most the 40 rows there are"),
     ],
 )
 def test_checked_mode_names_the_entry(values: tuple[int, ...], message: str, device: str) -> None:
@@ -427,68 +427,76 @@ def _refusals() -> list:
         return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
 
     return [
-        ("q_rank", changed(q=lambda g: g["q"][0]), r"q must be packed as \[T, H, D\], got shape \[2, 16\]"),
-        ("k_rank", changed(k=lambda g: g["k"][None]), r"k must be packed as \[T, H, D\], got shape \[1, 10, 2, 16\]"),
-        ("int", changed(q=lambda g: g["q"].int()), r"q must be float16, bfloat16 or float32 .* got int32"),
-        ("k_dtype", changed(k=lambda g: g["k"].half()), r"k must be float32 as q is, got float16"),
-        ("k_dim", changed(k=lambda g: g["k"][..., :8]), r"the head dimension of k must be 16 as that of q is, got 8"),
-        ("dim", changed(**{n: lambda g, n=n: g[n][..., :12] for n in "qkv"}), r"multiple of 8 from 8 to 256, got 12"),
-        ("big", changed(**{n: lambda g, n=n: g[n].repeat(1, 1, 20) for n in "qkv"}), r"from 8 to 256, got 320"),
+        ("q_rank", changed(q=lambda g: g["q"][0]), r"q has shape \[2, 16\], expected shape \[T, H, D\]"),
+        ("k_rank", changed(k=lambda g: g["k"][None]), r"k has shape \[1, 10, 2, 16\], expected shape \[T, H, D\]"),
+        ("int", changed(q=lambda g: g["q"].int()), r"q is int32, expected float16, bfloat16 or float32"),
+        ("k_dtype", changed(k=lambda g: g["k"].half()), r"k is float16, expected float32 as q is"),
+        ("k_dim", changed(k=lambda g: g["k"][..., :8]), r"the head dimension of k is 8, expected 16 as that of q is"),
+        (
+            "dim",
+            changed(**{n: lambda g, n=n: g[n][..., :12] for n in "qkv"}),
+            r"is 12, expected a multiple of 8 from 8 to 256",
+        ),
+        (
+            "big",
+            changed(**{n: lambda g, n=n: g[n].repeat(1, 1, 20) for n in "qkv"}),
+            r"is 320, expected .* from 8 to 256",
+        ),
         (
             "heads",
             changed(q=lambda g: g["q"].repeat(1, 2, 1)[:, :3]),
-            r"heads of k must be a divisor of the 3 heads of q, got 2",
+            r"heads of k is 2, expected a divisor of the 3 heads of q",
         ),
         (
             "no_heads",
             changed(**{n: lambda g, n=n: g[n][:, :0] for n in "qkv"}),
-            r"heads of q must be from 1 to 65535, got 0",
+            r"heads of q is 0, expected from 1 to 65535",
         ),
-        ("v_rows", changed(v=lambda g: g["v"][:5]), r"v must be of shape \[10, 2, 16\] as k is, got \[5, 2, 16\]"),
+        ("v_rows", changed(v=lambda g: g["v"][:5]), r"v has shape \[5, 2, 16\], expected shape \[10, 2, 16\] as k is"),
         (
             "rows",
             changed(k=lambda g: g["k"][:5], v=lambda g: g["v"][:5]),
-            r"k must be of 10 rows as q is, unless cu_seqlens_k is given, got 5",
+            r"k has 5, expected 10 rows as q is, unless cu_seqlens_k is given",
         ),
-        ("cu_dtype", changed(cu_seqlens=lambda g: g["cu_seqlens"].long()), r"cu_seqlens must be int32, got int64"),
+        ("cu_dtype", changed(cu_seqlens=lambda g: g["cu_seqlens"].long()), r"cu_seqlens is int64, expected int32"),
         (
             "cu_rank",
             changed(cu_seqlens=lambda g: g["cu_seqlens"][None]),
-            r"cu_seqlens must be one-dimensional .* got shape \[1, 2\]",
+            r"cu_seqlens has shape \[1, 2\], expected one dimension",
         ),
         (
             "cu_empty",
             changed(cu_seqlens=lambda g: g["cu_seqlens"][:0]),
-            r"cu_seqlens must be one-dimensional .* got shape \[0\]",
+            r"cu_seqlens has shape \[0\], expected one dimension",
         ),
         (
             "cu_k",
             changed(cu_seqlens_k=lambda g: g["cu_seqlens"][:1]),
-            r"cu_seqlens_k must be of shape \[2\] as cu_seqlens is, got \[1\]",
+            r"cu_seqlens_k has shape \[1\], expected shape \[2\] as cu_seqlens is",
         ),
-        ("scale", changed(scale=lambda g: -1.0), r"scale must be a positive number .*, got -1.0"),
-        ("tiny_scale", changed(scale=lambda g: 1e-50), r"scale must be a positive number that fp32 holds, got 1e-50"),
-        ("nan_scale", changed(scale=lambda g: float("nan")), r"scale must be a positive number .*, got nan"),
+        ("scale", changed(scale=lambda g: -1.0), r"scale is -1.0, expected a positive number"),
+        ("tiny_scale", changed(scale=lambda g: 1e-50), r"scale is 1e-50, expected a positive number that fp32 holds"),
+        ("nan_scale", changed(scale=lambda g: float("nan")), r"scale is nan, expected a positive number"),
         (
             "window",
             changed(window_left=lambda g: -2),
-            r"window_left must be -1 \(unbounded\) or a number of keys, got -2",
+            r"window_left is -2, expected -1 \(unbounded\) or a number of keys",
         ),
-        ("softcap", changed(softcap=lambda g: -3.0), r"softcap must be 0 \(off\) or a positive number .*, got -3.0"),
-        ("huge_softcap", changed(softcap=lambda g: 1e39), r"softcap must be 0 .* that fp32 holds, got 1e\+39"),
-        ("none", changed(v=lambda g: None), r"v must be a dense tensor, got None"),
-        ("no_cu", changed(cu_seqlens=lambda g: None), r"cu_seqlens must be a dense tensor, got None"),
-        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale must be a number, .*, got a tensor"),
-        ("learnt_softcap", changed(softcap=lambda g: torch.tensor(5.0)), r"softcap must be a number, .*, got a tensor"),
+        ("softcap", changed(softcap=lambda g: -3.0), r"softcap is -3.0, expected 0 \(off\) or a positive number"),
+        ("huge_softcap", changed(softcap=lambda g: 1e39), r"softcap is 1e\+39, expected 0 .* that fp32 holds"),
+        ("none", changed(v=lambda g: None), r"v is None, expected a dense tensor"),
+        ("no_cu", changed(cu_seqlens=lambda g: None), r"cu_seqlens is None, expected a dense tensor"),
+        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale is a tensor, expected a number"),
+        ("learnt_softcap", changed(softcap=lambda g: torch.tensor(5.0)), r"softcap is a tensor, expected a number"),
         (
             "sparse",
             changed(q=lambda g: g["q"].to_sparse()),
-            r"q must be a dense tensor, got one of layout",
+            r"q is of layout .*, expected a dense tensor",
         ),
         (
             "device",
             changed(cu_seqlens=lambda g: g["cu_seqlens"].to("meta")),
-            r"cu_seqlens must be on .* as q is, got meta",
+            r"cu_seqlens is on meta, expected on .* as q is",
         ),
     ]
 
@@ -509,11 +517,11 @@ def test_refuses(name: str, change, message: str, device: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dout": torch.zeros(3, 2, 16)}, r"dout must be of shape \[10, 2, 16\] as q is, got \[3, 2, 16\]"),
-        ({"lse": torch.zeros(2, 10, dtype=torch.float16)}, r"lse must be float32, got float16"),
-        ({"out": None}, r"out must be a dense tensor, got None"),
-        ({"lse": None}, r"lse must be a dense tensor, got None"),
-        ({"dlse": torch.zeros(10, 2)}, r"dlse must be of shape \[H, T\] = \[2, 10\], got \[10, 2\]"),
+        ({"dout": torch.zeros(3, 2, 16)}, r"dout has shape \[3, 2, 16\], expected shape \[10, 2, 16\] as q is"),
+        ({"lse": torch.zeros(2, 10, dtype=torch.float16)}, r"lse is float16, expected float32"),
+        ({"out": None}, r"out is None, expected a dense tensor"),
+        ({"lse": None}, r"lse is None, expected a dense tensor"),
+        ({"dlse": torch.zeros(10, 2)}, r"dlse has shape \[10, 2\], expected shape \[H, T\] = \[2, 10\]"),
     ],
 )
 def test_backward_refuses(changes: dict, message: str, device: str) -> None:

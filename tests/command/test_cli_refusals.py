@@ -89,7 +89,7 @@ def test_a_tower_whose_head_dimension_the_op_does_not_take(tmp_path: Path) -> No
     config = Qwen3VLVisionConfig(depth=1, hidden_size=60, num_heads=5, intermediate_size=8, out_hidden_size=8)
     Qwen3VLVisionModel(config).save_pretrained(tmp_path)
     said = refused("encode", STREET, "--model", tmp_path, "--device", "cpu")
-    assert "vk::window_attn: the head dimension of the tower must be a multiple of 8 from 8 to 256, got 12" in said
+    assert "vk::window_attn: the head dimension of the tower is 12, expected a multiple of 8 from 8 to 256" in said
 
 
 def test_transformers_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,40 +298,40 @@ def _refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     angles = torch.ones(4, 4)
     varlen = partial(flash_attn_varlen_func, packed, packed, packed, cu, cu, 3, 3)
     return {
-        "layout": (lambda: flash_attn_func(packed, x, x), "func: q must be of shape [B, S, H, D], got [3, 2, 8]"),
-        "none": (lambda: flash_attn_func(x, None, x), "func: k must be a dense tensor, got None"),
-        "packed_layout": (lambda: flash_attn_qkvpacked_func(x), "qkvpacked_func: qkv must be of shape [B, S, 3, H, D]"),
+        "layout": (lambda: flash_attn_func(packed, x, x), "func: q has shape [3, 2, 8], expected shape [B, S, H, D]"),
+        "none": (lambda: flash_attn_func(x, None, x), "func: k is None, expected a dense tensor"),
+        "packed_layout": (lambda: flash_attn_qkvpacked_func(x), "qkvpacked_func: qkv.* expected shape [B, S, 3, H, D]"),
         "pairs": (lambda: flash_attn_kvpacked_func(x, torch.ones(1, 3, 3, 2, 8)),
-                  "kv must be of shape [B, S, 2, H, D]"),
-        "varlen_layout": (lambda: flash_attn_varlen_func(x, x, x, cu, cu, 3, 3), "q must be of shape [T, H, D]"),
-        "varlen_packed": (lambda: flash_attn_varlen_qkvpacked_func(packed, cu, 3), "qkv must be of shape [T, 3, H, D]"),
+                  "kv has .*, expected shape [B, S, 2, H, D]"),
+        "varlen_layout": (lambda: flash_attn_varlen_func(x, x, x, cu, cu, 3, 3), "q has .*, expected shape [T, H, D]"),
+        "varlen_packed": (lambda: flash_attn_varlen_qkvpacked_func(packed, cu, 3), "qkv.* expected shape [T, 3, H, D]"),
         "varlen_pairs": (lambda: flash_attn_varlen_kvpacked_func(packed, packed, cu, cu, 3, 3),
-                         "kv must be of shape [T, 2, H, D]"),
-        "varlen_pages": (lambda: varlen(block_table=cu), "flash_attn_varlen_func: block_table must be None"),
+                         "kv has .*, expected shape [T, 2, H, D]"),
+        "varlen_pages": (lambda: varlen(block_table=cu), "flash_attn_varlen_func: block_table is .*, expected None"),
         "scale": (lambda: flash_attn_func(x, x, x, softmax_scale=-1.0),
-                  "softmax_scale must be a positive number or None"),
-        "tensor": (lambda: varlen(softmax_scale=torch.ones(())), "softmax_scale must be a number"),
-        "window": (lambda: flash_attn_func(x, x, x, window_size=4), "window_size must be a pair (left, right), got 4"),
-        "width": (lambda: varlen(window_size=(1.5, 0)), "window_size must be an integer, got 1.5"),
-        "dropout": (lambda: flash_attn_func(x, x, x, 1.0), "dropout_p must be a probability"),
-        "head_dim": (lambda: flash_attn_func(*[x[..., :5]] * 3), "the head dimension of q must be a multiple of 8"),
-        "cache_batch_idx": (lambda: cache(cache_batch_idx=cu), "flash_attn_with_kvcache: cache_batch_idx must be None"),
-        "cache_leftpad": (lambda: cache(cache_leftpad=cu), "flash_attn_with_kvcache: cache_leftpad must be None"),
+                  "softmax_scale is .*, expected a positive number or None"),
+        "tensor": (lambda: varlen(softmax_scale=torch.ones(())), "softmax_scale is .*, expected a number"),
+        "window": (lambda: flash_attn_func(x, x, x, window_size=4), "window_size is 4, expected a pair (left, right)"),
+        "width": (lambda: varlen(window_size=(1.5, 0)), "window_size is 1.5, expected an integer"),
+        "dropout": (lambda: flash_attn_func(x, x, x, 1.0), "dropout_p is .*, expected a probability"),
+        "head_dim": (lambda: flash_attn_func(*[x[..., :5]] * 3), "the head dimension of q.* expected a multiple of 8"),
+        "cache_batch_idx": (lambda: cache(cache_batch_idx=cu), "kvcache: cache_batch_idx is .*, expected None"),
+        "cache_leftpad": (lambda: cache(cache_leftpad=cu), "kvcache: cache_leftpad is .*, expected None"),
         "queries": (lambda: flash_attn_with_kvcache(torch.ones(1, 17, 2, 8), x, x),
-                    "q must be of 1 to 16 queries of each sequence, got 17"),
-        "no_v": (lambda: cache(k=x), "k must be None where v is"),
-        "no_k": (lambda: cache(v=x), "v must be None where k is"),
-        "no_sin": (lambda: cache(k=x, v=x, rotary_cos=angles), "rotary_cos must be None where rotary_sin is"),
-        "no_cos": (lambda: cache(k=x, v=x, rotary_sin=angles), "rotary_sin must be None where rotary_cos is"),
-        "nothing_new": (lambda: cache(rotary_cos=angles, rotary_sin=angles), "rotary_cos must be None where k is"),
-        "no_lengths": (lambda: flash_attn_with_kvcache(x, x, x, x, x), "cache_seqlens must be given where k is"),
-        "length": (lambda: flash_attn_with_kvcache(x, x, x, cache_seqlens=1.0), "cache_seqlens must be an integer"),
+                    "q has 17, expected 1 to 16 queries of each sequence"),
+        "no_v": (lambda: cache(k=x), "k is .*, expected None where v is"),
+        "no_k": (lambda: cache(v=x), "v is .*, expected None where k is"),
+        "no_sin": (lambda: cache(k=x, v=x, rotary_cos=angles), "rotary_cos is .*, expected None where rotary_sin is"),
+        "no_cos": (lambda: cache(k=x, v=x, rotary_sin=angles), "rotary_sin is .*, expected None where rotary_cos is"),
+        "nothing_new": (lambda: cache(rotary_cos=angles, rotary_sin=angles), "rotary_cos.* expected None where k is"),
+        "no_lengths": (lambda: flash_attn_with_kvcache(x, x, x, x, x), "cache_seqlens.* expected lengths where k is"),
+        "length": (lambda: flash_attn_with_kvcache(x, x, x, cache_seqlens=1.0), "cache_seqlens.* expected an integer"),
         "fewer_new": (lambda: cache(k=x[:, :1], v=x[:, :1], rotary_cos=angles, rotary_sin=angles),
-                      "q must be of 1 rows as k is, where rotary_cos is given, got 3"),
+                      "q has 3, expected 1 rows as k is, where rotary_cos is given"),
         "one_angle": (lambda: cache(k=x, v=x, rotary_cos=angles, rotary_sin=angles),
-                      "rotary_cos must be None for several queries"),
-        "pages": (lambda: flash_attn_with_kvcache(x, x, x, block_table=cu), "block_table must be of shape [B, pages]"),
-        "cache_layout": (lambda: flash_attn_with_kvcache(x, x[0], x), "k_cache must be of shape [B, S, H, D]"),
+                      "rotary_cos is .*, expected None for several queries"),
+        "pages": (lambda: flash_attn_with_kvcache(x, x, x, block_table=cu), "block_table.* expected shape [B, pages]"),
+        "cache_layout": (lambda: flash_attn_with_kvcache(x, x[0], x), "k_cache has .*, expected shape [B, S, H, D]"),
     }  # fmt: skip
 
 
@@ -339,7 +339,7 @@ def _refusals() -> dict[str, tuple[Callable[[], Any], str]]:
 @pytest.mark.parametrize("name", _refusals())
 def test_refuses_by_name(name: str) -> None:
     call, message = _refusals()[name]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, message.split(".*")))):
         call()
 
 

@@ -43,15 +43,15 @@ def test_attention_of_groups_is_that_of_repeated_heads() -> None:
     ("call", "message"),
     [
         (lambda: reshape_for_gqa(torch.ones(6, 5, 8), 2),
-         "reshape_for_gqa: q must be of shape [B, H, S, D], got [6, 5, 8]"),
+         "reshape_for_gqa: q has shape [6, 5, 8], expected shape [B, H, S, D]"),
         (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 4),
-         "reshape_for_gqa: num_kv_heads must be a divisor of q's 6 heads, got 4"),
+         "reshape_for_gqa: num_kv_heads is 4, expected a divisor of q's 6 heads"),
         (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 0),
-         "reshape_for_gqa: num_kv_heads must be a divisor of q's 6 heads, got 0"),
+         "reshape_for_gqa: num_kv_heads is 0, expected a divisor of q's 6 heads"),
         (lambda: reshape_for_gqa(torch.ones(1, 6, 5, 8), 2.0),
-         "reshape_for_gqa: num_kv_heads must be an integer, got 2.0"),
+         "reshape_for_gqa: num_kv_heads is 2.0, expected an integer"),
         (lambda: restore_from_gqa(torch.ones(1, 6, 5, 8)),
-         "restore_from_gqa: out must be of shape [B, Hk, G, S, D], got [1, 6, 5, 8]"),
+         "restore_from_gqa: out has shape [1, 6, 5, 8], expected shape [B, Hk, G, S, D]"),
     ],
 )  # fmt: skip
 def test_refuses(call: Any, message: str) -> None:

@@ -378,56 +378,68 @@ def _changed(**changes: Any) -> Any:
 
 
 REFUSALS = [
-    ("activation", _changed(activation=lambda g: "relu"), r"activation must be one of gelu_tanh, .*, got 'relu'"),
-    ("x_scalar", _changed(x=lambda g: g["x"][0, 0]), r"x must be of shape \[..., C\], got \[\]"),
-    ("x_int", _changed(x=lambda g: g["x"].int()), r"x must be float16, bfloat16 or float32 .* got int32"),
-    ("x_none", _changed(x=lambda g: None), r"x must be a dense tensor, got None"),
-    ("columns", _changed(x=lambda g: g["x"][:, :9]), r"w1 must be of shape \[I, C\] = \[any, 9\], got \[16, 12\]"),
-    ("w1_dtype", _changed(w1=lambda g: g["w1"].half()), r"w1 must be float32 as x is, got float16"),
-    ("w2_columns", _changed(w2=lambda g: g["w2"][:, :9]), r"w2 must be of shape \[N, I\] = \[any, 16\], got \[12, 9\]"),
-    ("swiglu", _changed(activation=lambda g: "swiglu"), r"w2 must be of shape \[N, I\] = \[any, 8\], got \[12, 16\]"),
+    ("activation", _changed(activation=lambda g: "relu"), r"activation is 'relu', expected one of gelu_tanh"),
+    ("x_scalar", _changed(x=lambda g: g["x"][0, 0]), r"x has shape \[\], expected shape \[..., C\]"),
+    ("x_int", _changed(x=lambda g: g["x"].int()), r"x is int32, expected float16, bfloat16 or float32"),
+    ("x_none", _changed(x=lambda g: None), r"x is None, expected a dense tensor"),
+    ("columns", _changed(x=lambda g: g["x"][:, :9]), r"w1 has shape \[16, 12\], expected shape \[I, C\] = \[any, 9\]"),
+    ("w1_dtype", _changed(w1=lambda g: g["w1"].half()), r"w1 is float16, expected float32 as x is"),
+    (
+        "w2_columns",
+        _changed(w2=lambda g: g["w2"][:, :9]),
+        r"w2 has shape \[12, 9\], expected shape \[N, I\] = \[any, 16\]",
+    ),
+    (
+        "swiglu",
+        _changed(activation=lambda g: "swiglu"),
+        r"w2 has shape \[12, 16\], expected shape \[N, I\] = \[any, 8\]",
+    ),
     (
         "odd_gates",
         _changed(activation=lambda g: "swiglu", w1=lambda g: g["w1"][:15]),
-        r"the number of rows of w1 must be even: gates, then what they gate, got 15",
+        r"the number of rows of w1 is 15, expected even: gates, then what they gate",
     ),
-    ("b1", _changed(b1=lambda g: g["b1"][:5]), r"b1 must be of shape \[16\], got \[5\]"),
-    ("b2", _changed(b2=lambda g: g["b2"][None]), r"b2 must be of shape \[12\], got \[1, 12\]"),
-    ("b2_dtype", _changed(b2=lambda g: g["b2"].half()), r"b2 must be float32 as x is, got float16"),
-    ("nothing", _changed(w2=lambda g: g["w2"][:0], b2=lambda g: None), r"the sizes of w1 and w2 must be 1 or more"),
-    ("device", _changed(w2=lambda g: g["w2"].to("meta")), r"w2 must be on .* as x is, got meta"),
+    ("b1", _changed(b1=lambda g: g["b1"][:5]), r"b1 has shape \[5\], expected shape \[16\]"),
+    ("b2", _changed(b2=lambda g: g["b2"][None]), r"b2 has shape \[1, 12\], expected shape \[12\]"),
+    ("b2_dtype", _changed(b2=lambda g: g["b2"].half()), r"b2 is float16, expected float32 as x is"),
+    (
+        "nothing",
+        _changed(w2=lambda g: g["w2"][:0], b2=lambda g: None),
+        r"smallest size of w1 and w2 is 0, expected 1 or more",
+    ),
+    ("device", _changed(w2=lambda g: g["w2"].to("meta")), r"w2 is on meta, expected on .* as x is"),
     (
         "up_not_gated",
         _changed(w_up=lambda g: g["w1"]),
-        r"w_up must be None with activation 'silu', since only 'swiglu'",
+        r"w_up is .*, expected None with activation 'silu', since only 'swiglu'",
     ),
-    ("b_up_alone", _changed(b_up=lambda g: g["b1"]), r"b_up must be None where w_up is, got a tensor"),
+    ("b_up_alone", _changed(b_up=lambda g: g["b1"]), r"b_up is a tensor, expected None where w_up is"),
     (
         "w_up",
         _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"][1:], b_up=lambda g: g["b1"]),
-        r"w_up must be of shape \[I, C\] = \[16, 12\], got \[15, 12\]",
+        r"w_up has shape \[15, 12\], expected shape \[I, C\] = \[16, 12\]",
     ),
     (
         "w_up_dtype",
         _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"].half(), b_up=lambda g: g["b1"]),
-        r"w_up must be float32 as x is, got float16",
+        r"w_up is float16, expected float32 as x is",
     ),
     (
         "no_b_up",
         _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"]),
-        r"b_up must be given where b1 is, and only there, got None",
+        r"b_up is None, expected a tensor where b1 is one, else None",
     ),
     (
         "b_up_without_b1",
         _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"], b1=lambda g: None, b_up=lambda g: g["b1"]),
-        r"b_up must be given where b1 is, and only there, got a tensor",
+        r"b_up is a tensor, expected a tensor where b1 is one, else None",
     ),
     (
         "b_up",
         _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"], b_up=lambda g: g["b1"][1:]),
-        r"b_up must be of shape \[16\], got \[15\]",
+        r"b_up has shape \[15\], expected shape \[16\]",
     ),
-    ("sparse", _changed(w1=lambda g: g["w1"].to_sparse()), r"w1 must be a dense tensor, got one of layout"),
+    ("sparse", _changed(w1=lambda g: g["w1"].to_sparse()), r"w1 is of layout .*, expected a dense tensor"),
 ]
 
 
@@ -449,18 +461,18 @@ def test_a_plan_is_of_a_layout(layout: torch.layout, device: str) -> None:
     """Strides of a sparse tensor read as those of an expanded one, or not at all."""
     x, w = torch.randn(4, 8, device=device), torch.randn(8, 8, device=device)
     mlp(x[:1, :1].expand(4, 8), w, None, w, None, "silu")
-    with pytest.raises(ValueError, match="^mlp: x must be a dense tensor, got one of layout"):
+    with pytest.raises(ValueError, match="^mlp: x is of layout .*, expected a dense tensor"):
         mlp(x.to_sparse(layout=layout), w, None, w, None, "silu")
 
 
 BACKWARD_REFUSALS = [
-    ({"dout": torch.zeros(10, 9)}, r"dout must be of shape \[..., N\] with N = 12, got \[10, 9\]"),
-    ({"hidden": torch.zeros(9, 16)}, r"hidden must be of shape \[10, 16\], or without columns, got \[9, 16\]"),
-    ({"hidden": torch.zeros(10, 16).half()}, r"hidden must be float32 as dout is, got float16"),
-    ({"x": None}, r"x must be a dense tensor, got None"),
-    ({"x": torch.zeros(10, 9)}, r"x must be of shape \[10, 12\], got \[10, 9\]"),
-    ({"needs_b_up": True}, r"needs_w_up and needs_b_up must be False without w_up, got True"),
-    ({"w_up": torch.zeros(16, 12)}, r"w_up must be None with activation 'gelu_tanh', since only 'swiglu' gates"),
+    ({"dout": torch.zeros(10, 9)}, r"dout has shape \[10, 9\], expected shape \[..., N\] with N = 12"),
+    ({"hidden": torch.zeros(9, 16)}, r"hidden has shape \[9, 16\], expected shape \[10, 16\], or without columns"),
+    ({"hidden": torch.zeros(10, 16).half()}, r"hidden is float16, expected float32 as dout is"),
+    ({"x": None}, r"x is None, expected a dense tensor"),
+    ({"x": torch.zeros(10, 9)}, r"x has shape \[10, 9\], expected shape \[10, 12\]"),
+    ({"needs_b_up": True}, r"needs_w_up and needs_b_up is True, expected False without w_up"),
+    ({"w_up": torch.zeros(16, 12)}, r"w_up.* expected None with activation 'gelu_tanh', since only 'swiglu' gates"),
 ]
 
 

@@ -188,27 +188,27 @@ def _with(**changes: Any) -> Any:
 
 
 REFUSALS = [
-    ("x", _with(x=lambda g: g["x"][None]), r"x must be of shape \[T, C\], got \[1, 40, 12\]"),
-    ("x_int", _with(x=lambda g: g["x"].int()), r"x must be float16, bfloat16 or float32 .* got int32"),
-    ("rows", _with(x=lambda g: g["x"][:39]), r"number of rows of x must be a multiple of merge_size\^2 = 4, got 39"),
-    ("merge_size", _with(merge_size=lambda g: 0), r"merge_size must be 1 or more, got 0"),
-    ("norm_weight", _with(norm_after=lambda g: True), r"norm_weight must be of shape \[48\], got \[12\]"),
-    ("norm_dtype", _with(norm_weight=lambda g: g["norm_weight"].half()), r"norm_weight must be float32 as x is, got"),
-    ("norm_bias", _with(norm_bias=lambda g: g["norm_bias"][1:]), r"norm_bias must be of shape \[12\], got \[11\]"),
-    ("rms", _with(rms=lambda g: True), r"norm_bias must be None with rms and where norm_weight is, got a tensor"),
-    ("no_norm", _with(norm_weight=lambda g: None), r"norm_bias must be None with rms and where norm_weight is"),
-    ("fc1", _with(fc1_weight=lambda g: g["fc1_weight"][:, 1:]), r"fc1_weight must be of shape .* = \[any, 48\]"),
-    ("fc1_dtype", _with(fc1_weight=lambda g: g["fc1_weight"].half()), r"fc1_weight must be float32 as x is"),
-    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias must be of shape \[30\], got \[29\]"),
-    ("fc2", _with(fc2_weight=lambda g: g["fc2_weight"][:, 1:]), r"fc2_weight must be of shape .* = \[any, 30\]"),
-    ("fc2_bias", _with(fc2_weight=lambda g: None), r"fc2_bias must be None where fc2_weight is, got a tensor"),
-    ("eps", _with(eps=lambda g: torch.ones(())), r"eps must be a number, since a tensor would get no gradient"),
-    ("eps_range", _with(eps=lambda g: -1.0), r"eps must be 0 or a positive number .* got -1"),
-    ("eps_of_no_norm", lambda g: {**g, "norm_weight": None, "norm_bias": None, "eps": -1.0}, r"eps must be 0 or "),
+    ("x", _with(x=lambda g: g["x"][None]), r"x has shape \[1, 40, 12\], expected shape \[T, C\]"),
+    ("x_int", _with(x=lambda g: g["x"].int()), r"x is int32, expected float16, bfloat16 or float32"),
+    ("rows", _with(x=lambda g: g["x"][:39]), r"number of rows of x is 39, expected a multiple of merge_size\^2 = 4"),
+    ("merge_size", _with(merge_size=lambda g: 0), r"merge_size is 0, expected 1 or more"),
+    ("norm_weight", _with(norm_after=lambda g: True), r"norm_weight has shape \[12\], expected shape \[48\]"),
+    ("norm_dtype", _with(norm_weight=lambda g: g["norm_weight"].half()), r"norm_weight.* expected float32 as x is"),
+    ("norm_bias", _with(norm_bias=lambda g: g["norm_bias"][1:]), r"norm_bias has shape \[11\], expected shape \[12\]"),
+    ("rms", _with(rms=lambda g: True), r"norm_bias is a tensor, expected None with rms and where norm_weight is"),
+    ("no_norm", _with(norm_weight=lambda g: None), r"norm_bias is .*, expected None with rms and where norm_weight is"),
+    ("fc1", _with(fc1_weight=lambda g: g["fc1_weight"][:, 1:]), r"fc1_weight has .*, expected shape .* = \[any, 48\]"),
+    ("fc1_dtype", _with(fc1_weight=lambda g: g["fc1_weight"].half()), r"fc1_weight is .*, expected float32 as x is"),
+    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias has shape \[29\], expected shape \[30\]"),
+    ("fc2", _with(fc2_weight=lambda g: g["fc2_weight"][:, 1:]), r"fc2_weight has .*, expected shape .* = \[any, 30\]"),
+    ("fc2_bias", _with(fc2_weight=lambda g: None), r"fc2_bias is a tensor, expected None where fc2_weight is"),
+    ("eps", _with(eps=lambda g: torch.ones(())), r"eps is .*, expected a number; a tensor would get no"),
+    ("eps_range", _with(eps=lambda g: -1.0), r"eps is -1.0, expected 0 or a positive number"),
+    ("eps_of_no_norm", lambda g: {**g, "norm_weight": None, "norm_bias": None, "eps": -1.0}, r"eps.* expected 0 or"),
     ("no_inner", _with(fc1_weight=lambda g: g["fc1_weight"][:0], fc1_bias=lambda g: None,
-                       fc2_weight=lambda g: g["fc2_weight"][:, :0]), r"rows of fc1_weight must be 1 or more, got 0"),
-    ("no_outer", _with(fc2_weight=lambda g: g["fc2_weight"][:0], fc2_bias=lambda g: None), r"of fc2_weight must be 1"),
-    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight must be on .* as x is, got meta"),
+                       fc2_weight=lambda g: g["fc2_weight"][:, :0]), r"rows of fc1_weight is 0, expected 1 or more"),
+    ("no_outer", _with(fc2_weight=lambda g: g["fc2_weight"][:0], fc2_bias=lambda g: None), r"of fc2_weight is 0"),
+    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight is on meta, expected on .* as x"),
 ]  # fmt: skip
 
 
@@ -237,15 +237,15 @@ def _alone(change: Any) -> Any:
 
 
 IN_AUTOCAST = [
-    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias must be of shape \[30\], got \[29\]"),
-    ("fc1_bias_alone", _alone(_with(fc1_bias=lambda g: g["fc1_bias"][None])), r"fc1_bias must be of shape \[30\], got"),
-    ("fc2_bias", _with(fc2_bias=lambda g: g["fc2_bias"][:1]), r"fc2_bias must be of shape \[20\], got \[1\]"),
-    ("integers", _with(fc1_weight=lambda g: g["fc1_weight"].int()), r"fc1_weight must be float32 as x is, got int32"),
-    ("integers_alone", _alone(_with(fc1_weight=lambda g: g["fc1_weight"].int())), r"fc1_weight must be float32 as"),
-    ("double", _alone(_with(fc1_bias=lambda g: g["fc1_bias"].double())), r"fc1_bias must be float32 as x is, got"),
+    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias has shape \[29\], expected shape \[30\]"),
+    ("fc1_bias_alone", _alone(_with(fc1_bias=lambda g: g["fc1_bias"][None])), r"fc1_bias.* expected shape \[30\]"),
+    ("fc2_bias", _with(fc2_bias=lambda g: g["fc2_bias"][:1]), r"fc2_bias has shape \[1\], expected shape \[20\]"),
+    ("integers", _with(fc1_weight=lambda g: g["fc1_weight"].int()), r"fc1_weight is int32, expected float32 as x is"),
+    ("integers_alone", _alone(_with(fc1_weight=lambda g: g["fc1_weight"].int())), r"fc1_weight.* expected float32 as"),
+    ("double", _alone(_with(fc1_bias=lambda g: g["fc1_bias"].double())), r"fc1_bias is .*, expected float32 as x is"),
     ("x_double", _alone(_with(x=lambda g: g["x"].double(), norm_weight=lambda g: None, norm_bias=lambda g: None)),
-     r"fc1_weight must be float64 as x is, got float32"),
-    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight must be on .* as x is, got meta"),
+     r"fc1_weight is float32, expected float64 as x is"),
+    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight is on meta, expected on .* as x"),
 ]  # fmt: skip
 
 

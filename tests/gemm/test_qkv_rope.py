@@ -273,29 +273,33 @@ def _changed(**changes: Any) -> Any:
 
 
 REFUSALS = [
-    ("x_rank", _changed(x=lambda g: g["x"][0]), r"x must be of shape \[T, C\], got \[12\]"),
-    ("x_int", _changed(x=lambda g: g["x"].int()), r"x must be float16, bfloat16 or float32 .* got int32"),
-    ("x_empty", _changed(x=lambda g: g["x"][:, :0]), r"the number of columns of x must be 1 or more, got 0"),
-    ("x_none", _changed(x=lambda g: None), r"x must be a dense tensor, got None"),
+    ("x_rank", _changed(x=lambda g: g["x"][0]), r"x has shape \[12\], expected shape \[T, C\]"),
+    ("x_int", _changed(x=lambda g: g["x"].int()), r"x is int32, expected float16, bfloat16 or float32"),
+    ("x_empty", _changed(x=lambda g: g["x"][:, :0]), r"the number of columns of x is 0, expected 1 or more"),
+    ("x_none", _changed(x=lambda g: None), r"x is None, expected a dense tensor"),
     (
         "columns",
         _changed(weight=lambda g: g["weight"][:, :9]),
-        r"weight must be of shape .* = \[any, 12\], got \[64, 9",
+        r"weight has shape \[64, 9\], expected shape .* = \[any, 12\]",
     ),
-    ("weight_dtype", _changed(weight=lambda g: g["weight"].half()), r"weight must be float32 as x is, got float16"),
-    ("weight_rank", _changed(weight=lambda g: g["weight"][None]), r"weight must be of shape \[\(H \+ 2 Hk\) D, C\]"),
-    ("heads", _changed(num_heads=lambda g: 3), r"rows of weight must be a multiple of its 5 heads, got 64"),
-    ("no_heads", _changed(num_heads=lambda g: 0), r"the number of heads of q must be from 1 to 65535, got 0"),
-    ("no_k_heads", _changed(num_k_heads=lambda g: 0), r"the number of heads of k must be from 1 to 65535, got 0"),
-    ("dim", _changed(weight=lambda g: g["weight"][:48]), r"head dimension of weight must be a multiple of 8 .* got 12"),
-    ("bias", _changed(bias=lambda g: g["bias"][:5]), r"bias must be of shape \[64\], got \[5\]"),
-    ("bias_dtype", _changed(bias=lambda g: g["bias"].half()), r"bias must be float32 as x is, got float16"),
-    ("cos_rows", _changed(cos=lambda g: g["cos"][:3]), r"cos must be of shape .* = \[10, any\], got \[3, 16\]"),
-    ("cos_columns", _changed(cos=lambda g: g["cos"][:, :4]), r"cos must be of 16 or 8 columns, got 4"),
-    ("cos_dtype", _changed(cos=lambda g: g["cos"].half()), r"cos must be float32 as x is, got float16"),
-    ("sin", _changed(sin=lambda g: g["sin"][:, :8]), r"sin must be as cos is, \[10, 16\] in float32, got \[10, 8\]"),
-    ("device", _changed(sin=lambda g: g["sin"].to("meta")), r"sin must be on .* as x is, got meta"),
-    ("sparse", _changed(x=lambda g: g["x"].to_sparse()), r"x must be a dense tensor, got one of layout"),
+    ("weight_dtype", _changed(weight=lambda g: g["weight"].half()), r"weight is float16, expected float32 as x is"),
+    ("weight_rank", _changed(weight=lambda g: g["weight"][None]), r"weight.* expected shape \[\(H \+ 2 Hk\) D, C\]"),
+    ("heads", _changed(num_heads=lambda g: 3), r"rows of weight is 64, expected a multiple of its 5 heads"),
+    ("no_heads", _changed(num_heads=lambda g: 0), r"the number of heads of q is 0, expected from 1 to 65535"),
+    ("no_k_heads", _changed(num_k_heads=lambda g: 0), r"the number of heads of k is 0, expected from 1 to 65535"),
+    ("dim", _changed(weight=lambda g: g["weight"][:48]), r"head dimension of weight is 12, expected a multiple of 8"),
+    ("bias", _changed(bias=lambda g: g["bias"][:5]), r"bias has shape \[5\], expected shape \[64\]"),
+    ("bias_dtype", _changed(bias=lambda g: g["bias"].half()), r"bias is float16, expected float32 as x is"),
+    ("cos_rows", _changed(cos=lambda g: g["cos"][:3]), r"cos has shape \[3, 16\], expected shape .* = \[10, any\]"),
+    ("cos_columns", _changed(cos=lambda g: g["cos"][:, :4]), r"cos has 4, expected 16 or 8 columns"),
+    ("cos_dtype", _changed(cos=lambda g: g["cos"].half()), r"cos is float16, expected float32 as x is"),
+    (
+        "sin",
+        _changed(sin=lambda g: g["sin"][:, :8]),
+        r"sin is \[10, 8\] in float32, expected \[10, 16\] in float32",
+    ),
+    ("device", _changed(sin=lambda g: g["sin"].to("meta")), r"sin is on meta, expected on .* as x is"),
+    ("sparse", _changed(x=lambda g: g["x"].to_sparse()), r"x is of layout .*, expected a dense tensor"),
 ]
 
 
@@ -313,11 +317,11 @@ def test_refuses(name: str, change: Any, message: str, device: str) -> None:
 
 
 BACKWARD_REFUSALS = [
-    ({"dk": torch.zeros(9, 1, 16)}, r"dk must be of 10 rows and 16 columns as dq is, got \[9, 1, 16\]"),
-    ({"dv": torch.zeros(10, 2, 16)}, r"dv must be of shape \[10, 1, 16\] as dk is, got \[10, 2, 16\]"),
-    ({"x": None}, r"x must be a dense tensor, got None"),
-    ({"x": torch.zeros(10, 9)}, r"x must be of shape \[T, C\] = \[10, 12\], got \[10, 9\]"),
-    ({"weight": torch.zeros(32, 12)}, r"the head dimension of weight must be 16 as that of dq is, got 8"),
+    ({"dk": torch.zeros(9, 1, 16)}, r"dk has shape \[9, 1, 16\], expected 10 rows and 16 columns as dq is"),
+    ({"dv": torch.zeros(10, 2, 16)}, r"dv has shape \[10, 2, 16\], expected shape \[10, 1, 16\] as dk is"),
+    ({"x": None}, r"x is None, expected a dense tensor"),
+    ({"x": torch.zeros(10, 9)}, r"x has shape \[10, 9\], expected shape \[T, C\] = \[10, 12\]"),
+    ({"weight": torch.zeros(32, 12)}, r"the head dimension of weight is 8, expected 16 as that of dq is"),
 ]
 
 

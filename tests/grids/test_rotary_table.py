@@ -170,21 +170,21 @@ class TestContract(GridContract):
 
 
 def test_another_merge_size_in_words(device: str) -> None:
-    with pytest.raises(ValueError, match=r"grid\[0, 1\] must be a multiple of merge_size = 3 and at least 0, got 4"):
+    with pytest.raises(ValueError, match=r"grid\[0, 1\] is 4, expected a multiple of merge_size = 3 and at least 0"):
         rotary_table(torch.tensor([(1, 4, 6)]), 24, 16, merge_size=3, device=device)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"grid": GRID.int()}, r"grid must be int64, got int32"),
-    ({"grid": GRID[0]}, r"grid must be of shape \[n, 3\], .* got shape \[3\]"),
-    ({"grid": GRID[:, :2]}, r"grid must be of shape \[n, 3\], .* got shape \[1, 2\]"),
-    ({"grid": GRID.to_sparse()}, r"grid must be a dense tensor, got one of layout"),
-    ({"total": -1}, r"total must be from 0 to 1073741824, got -1"),
-    ({"total": 2**31}, r"total must be from 0 to 1073741824, got 2147483648"),
-    ({"dim": 12}, r"dim must be a multiple of 8 from 8 to 256, got 12"),
-    ({"theta": 0.5}, r"theta must be a number of at least 1 that fp32 holds, got 0.5"),
-    ({"theta": float("nan")}, r"theta must be a number of at least 1 that fp32 holds, got nan"),
-    ({"merge_size": 0}, r"merge_size must be from 1 to 16, got 0"),
+    ({"grid": GRID.int()}, r"grid is int32, expected int64"),
+    ({"grid": GRID[0]}, r"grid has shape \[3\], expected shape \[n, 3\]"),
+    ({"grid": GRID[:, :2]}, r"grid has shape \[1, 2\], expected shape \[n, 3\]"),
+    ({"grid": GRID.to_sparse()}, r"grid is of layout .*, expected a dense tensor"),
+    ({"total": -1}, r"total is -1, expected from 0 to 1073741824"),
+    ({"total": 2**31}, r"total is 2147483648, expected from 0 to 1073741824"),
+    ({"dim": 12}, r"dim is 12, expected a multiple of 8 from 8 to 256"),
+    ({"theta": 0.5}, r"theta is 0.5, expected a number of at least 1 that fp32 holds"),
+    ({"theta": float("nan")}, r"theta is nan, expected a number of at least 1 that fp32 holds"),
+    ({"merge_size": 0}, r"merge_size is 0, expected from 1 to 16"),
 ]
 
 

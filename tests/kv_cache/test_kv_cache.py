@@ -122,7 +122,7 @@ def test_growing_keeps_what_there_is(kind: str) -> None:
         cache.grow(13)
         assert cache.capacity == 13
     else:
-        with pytest.raises(ValueError, match=r"the number of free pages must be 3 or more for this, got 0 of 6"):
+        with pytest.raises(ValueError, match=r"the number of free pages is 0 of 6, expected 3 or more for this"):
             cache.reserve(12)
         cache.grow(9, max_pages=8)
         assert cache.num_pages == 9 and cache.free_pages == 3 and cache.block_table.shape == (BATCH, 8)
@@ -196,13 +196,13 @@ def test_pages_are_given_out_by_reserve_alone() -> None:
     cache = make("paged", 0, pages=5)
     assert cache.free_pages == 5 and cache.reserved == [0] * BATCH
     k, v = new(1)
-    message = r"^PagedKVCache: the number of tokens of k must be at most 0, for which every sequence has pages"
+    message = r"^PagedKVCache: the number of tokens of k is .*, expected at most 0, for which every sequence has pages"
     with pytest.raises(ValueError, match=message):
         cache.append(0, k, v)
     cache.reserve([5, 1, 0])
     assert cache.free_pages == 2 and cache.reserved == [8, 4, 0]
     table = cache.block_table.clone()
-    with pytest.raises(ValueError, match=r"^PagedKVCache: the number of free pages must be 4 or more .*, got 2 of 5"):
+    with pytest.raises(ValueError, match=r"^PagedKVCache: the number of free pages is 2 of 5, expected 4 or more"):
         cache.reserve([12, 8, 5])
     assert torch.equal(cache.block_table, table) and cache.free_pages == 2
     cache.reserve(4)
@@ -228,7 +228,7 @@ def test_without_pages_for_copies_nothing_changes() -> None:
         table, users = cache.block_table.clone(), list(cache._pages.users)
         keys, values = held(cache, 0)
         with pytest.raises(
-            ValueError, match=r"^PagedKVCache: the number of free pages must be \d or more for this, got"
+            ValueError, match=r"^PagedKVCache: the number of free pages is .*, expected \d or more for this"
         ):
             change(cache)
         assert torch.equal(cache.block_table, table) and cache._pages.users == users
@@ -377,39 +377,39 @@ TestAnyOrder.settings = hypothesis_settings(
 )
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("contiguous", lambda cache: cache.append(0.5, *new(1)), r"KVCache: layer must be an integer, got 0.5"),
-    ("contiguous", lambda cache: cache.append(0, None, None), r"KVCache.append: k must be a dense tensor, got None"),
+    ("contiguous", lambda cache: cache.append(0.5, *new(1)), r"KVCache: layer is 0.5, expected an integer"),
+    ("contiguous", lambda cache: cache.append(0, None, None), r"KVCache.append: k is None, expected a dense tensor"),
     (
         "contiguous", lambda cache: cache.append(0, *(part[:, :1] for part in new(1))),
-        r"KVCache.append: k must be of shape \[B, Hk, Sn, D\] = \[.*\], got",
+        r"KVCache.append: k has .*, expected shape \[B, Hk, Sn, D\] = \[.*\]",
     ),
-    ("contiguous", lambda cache: cache.reorder(None), r"KVCache.reorder: indices must be an integer, or one for each"),
-    ("contiguous", lambda cache: cache.truncate(0.5), r"KVCache.truncate: lengths must be an integer, or one for each"),
-    ("contiguous", lambda c: c.append(2, *new(1)), r"KVCache: layer must be from 0 to 1, got 2"),
-    ("contiguous", lambda c: c.layer(-1), r"KVCache: layer must be from 0 to 1, got -1"),
+    ("contiguous", lambda cache: cache.reorder(None), r"KVCache.reorder: indices is NoneType, expected an integer"),
+    ("contiguous", lambda cache: cache.truncate(0.5), r"KVCache.truncate: lengths is float, expected an integer"),
+    ("contiguous", lambda c: c.append(2, *new(1)), r"KVCache: layer is 2, expected from 0 to 1"),
+    ("contiguous", lambda c: c.layer(-1), r"KVCache: layer is -1, expected from 0 to 1"),
     ("contiguous", lambda c: c.append(0, *new(17)),
-     r"KVCache: the number of tokens of k must be at most the capacity, 16, got 17"),
+     r"KVCache: the number of tokens of k is 17, expected at most the capacity, 16"),
     ("contiguous", lambda c: c.append(0, new(1)[0], new(2)[0]),
-     r"kv_cache_append: v must be of shape .* got \[3, 2, 2, 16\]"),
-    ("contiguous", lambda c: c.grow(8), r"KVCache.grow: capacity must be 16 or more, got 8"),
-    ("contiguous", lambda c: c.grow("8"), r"KVCache.grow: capacity must be an integer, got '8'"),
-    ("contiguous", lambda c: c.truncate(-1), r"KVCache.truncate: lengths must be 0 or more, got -1"),
+     r"kv_cache_append: v has shape \[3, 2, 2, 16\], expected shape"),
+    ("contiguous", lambda c: c.grow(8), r"KVCache.grow: capacity is 8, expected 16 or more"),
+    ("contiguous", lambda c: c.grow("8"), r"KVCache.grow: capacity is '8', expected an integer"),
+    ("contiguous", lambda c: c.truncate(-1), r"KVCache.truncate: lengths is -1, expected 0 or more"),
     ("contiguous", lambda c: c.truncate([1, 2]),
-     r"KVCache.truncate: lengths must be one for each of 3 sequences, got 2"),
+     r"KVCache.truncate: lengths has 2, expected one for each of 3 sequences"),
     ("contiguous", lambda c: c.truncate(torch.ones(3, device=DEVICE)),
-     r"KVCache.truncate: lengths must be int32 or int64, got float32"),
-    ("contiguous", lambda c: c.reorder([0, 1, 3]), r"KVCache.reorder: indices\[2\] must be at most 2, got 3"),
+     r"KVCache.truncate: lengths is float32, expected int32 or int64"),
+    ("contiguous", lambda c: c.reorder([0, 1, 3]), r"KVCache.reorder: indices\[2\] is 3, expected at most 2"),
     ("contiguous", lambda c: c.reorder(torch.tensor([0], device=DEVICE)),
-     r"KVCache.reorder: indices must be of shape \[3\], got \[1\]"),
-    ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] must be 0 or more, got -1"),
-    ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths must be at most 56, got 57"),
-    ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] must be an integer, got 1.5"),
+     r"KVCache.reorder: indices has shape \[1\], expected shape \[3\]"),
+    ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] is -1, expected 0 or more"),
+    ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths is 57, expected at most 56"),
+    ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] is 1.5, expected an integer"),
     ("paged", lambda c: c.append(0, *new(17)),
-     r"PagedKVCache: the number of tokens of k must be at most 16, for which"),
-    ("paged", lambda c: c.grow(13), r"PagedKVCache.grow: num_pages must be 14 or more, got 13"),
-    ("paged", lambda c: c.grow(14, 3), r"PagedKVCache.grow: max_pages must be 14 or more, got 3"),
+     r"PagedKVCache: the number of tokens of k is .*, expected at most 16, for which"),
+    ("paged", lambda c: c.grow(13), r"PagedKVCache.grow: num_pages is 13, expected 14 or more"),
+    ("paged", lambda c: c.grow(14, 3), r"PagedKVCache.grow: max_pages is 3, expected 14 or more"),
     ("paged", lambda c: (c.reorder([0, 0, 0], 4), c.truncate(torch.tensor([1, 1, 1], device=DEVICE))),
-     r"PagedKVCache.truncate: lengths must be integers on the host, since sequences share pages, got a tensor"),
+     r"PagedKVCache.truncate: lengths is a tensor, expected integers on the host, since sequences share pages"),
 ]  # fmt: skip
 
 
@@ -425,10 +425,10 @@ def test_refuses(kind: str, call: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 0}, r"num_layers must be 1 or more, got 0"),
-        ({"capacity": None}, r"capacity must be an integer, got None"),
-        ({"head_dim": 12}, r"the head dimension of the cache must be a multiple of 8 from 8 to 256, got 12"),
-        ({"dtype": torch.int32}, r"dtype must be float16, bfloat16 or float32 .*, got int32"),
+        ({"num_layers": 0}, r"num_layers is 0, expected 1 or more"),
+        ({"capacity": None}, r"capacity is None, expected an integer"),
+        ({"head_dim": 12}, r"the head dimension of the cache is 12, expected a multiple of 8 from 8 to 256"),
+        ({"dtype": torch.int32}, r"dtype is int32, expected float16, bfloat16 or float32"),
     ],
 )
 def test_sizes_are_refused(change: dict[str, Any], message: str) -> None:

@@ -279,39 +279,39 @@ def _good(device: str) -> KvCacheInputs:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("k", lambda k: k[0], r"k must be of shape \[B, Hk, Sn, D\] = \[any, any, any, any\], got \[2, 4, 16\]"),
-    ("k", lambda k: k.int(), r"k must be float16, bfloat16 or float32 .*, got int32"),
-    ("k", lambda k: k[:, :, :0], r"the number of tokens of k must be from 1 to 536870912, got 0"),
-    ("k", lambda k: k[:0], r"the number of sequences of k must be from 1 to 65535, got 0"),
-    ("k", lambda k: k[..., :12], r"the head dimension of k must be a multiple of 8 from 8 to 256, got 12"),
-    ("v", lambda v: v[:, :1], r"v must be of shape \[B, Hk, Sn, D\] = \[2, 2, 4, 16\], got \[2, 1, 4, 16\]"),
-    ("v", lambda v: v.float(), r"v must be float16 as k is, got float32"),
-    ("k_cache", lambda c: c[:, :1], r"k_cache must be of shape \[num_pages, Hk, page_size, D\] = \[any, 2, any, 16\]"),
-    ("k_cache", lambda c: c.int(), r"k_cache must be float16, bfloat16 or float32 .*, got int32"),
-    ("k_cache", lambda c: c.transpose(2, 3).contiguous().transpose(2, 3), r"k_cache must be of contiguous columns"),
-    ("v_cache", lambda c: c[:1].expand(10, -1, -1, -1), r"v_cache must be of a place for each of its elements"),
-    ("v_cache", lambda c: c[1:], r"v_cache must be of shape .* = \[10, 2, 2, 16\], got \[9, 2, 2, 16\]"),
-    ("v_cache", lambda c: c.float(), r"v_cache must be float16 as k_cache is, got float32"),
-    ("cache_seqlens", lambda n: n.long(), r"cache_seqlens must be int32, got int64"),
-    ("cache_seqlens", lambda n: n[:1], r"cache_seqlens must be of shape \[2\], got \[1\]"),
-    ("block_table", lambda t: t.long(), r"block_table must be int32, got int64"),
-    ("block_table", lambda t: t[:1], r"block_table must be of shape \[B, max_pages\] = \[2, any\], got \[1, 4\]"),
-    ("block_table", lambda t: t[:, :0], r"the number of columns of block_table must be from 1 to 1073741824, got 0"),
+    ("k", lambda k: k[0], r"k has shape \[2, 4, 16\], expected shape \[B, Hk, Sn, D\] = \[any, any, any, any\]"),
+    ("k", lambda k: k.int(), r"k is int32, expected float16, bfloat16 or float32"),
+    ("k", lambda k: k[:, :, :0], r"the number of tokens of k is 0, expected from 1 to 536870912"),
+    ("k", lambda k: k[:0], r"the number of sequences of k is 0, expected from 1 to 65535"),
+    ("k", lambda k: k[..., :12], r"the head dimension of k is 12, expected a multiple of 8 from 8 to 256"),
+    ("v", lambda v: v[:, :1], r"v has shape \[2, 1, 4, 16\], expected shape \[B, Hk, Sn, D\] = \[2, 2, 4, 16\]"),
+    ("v", lambda v: v.float(), r"v is float32, expected float16 as k is"),
+    ("k_cache", lambda c: c[:, :1], r"k_cache.* expected shape \[num_pages, Hk, page_size, D\] = \[any, 2, any, 16\]"),
+    ("k_cache", lambda c: c.int(), r"k_cache is int32, expected float16, bfloat16 or float32"),
+    ("k_cache", lambda c: c.transpose(2, 3).contiguous().transpose(2, 3), r"k_cache.* expected contiguous columns"),
+    ("v_cache", lambda c: c[:1].expand(10, -1, -1, -1), r"v_cache has .*, expected a place for each of its elements"),
+    ("v_cache", lambda c: c[1:], r"v_cache has shape \[9, 2, 2, 16\], expected shape .* = \[10, 2, 2, 16\]"),
+    ("v_cache", lambda c: c.float(), r"v_cache is float32, expected float16 as k_cache is"),
+    ("cache_seqlens", lambda n: n.long(), r"cache_seqlens is int64, expected int32"),
+    ("cache_seqlens", lambda n: n[:1], r"cache_seqlens has shape \[1\], expected shape \[2\]"),
+    ("block_table", lambda t: t.long(), r"block_table is int64, expected int32"),
+    ("block_table", lambda t: t[:1], r"block_table has shape \[1, 4\], expected shape \[B, max_pages\] = \[2, any\]"),
+    ("block_table", lambda t: t[:, :0], r"the number of columns of block_table is 0, expected from 1 to 1073741824"),
     (
         "block_table",
         lambda t: None,
-        r"k_cache must be of shape \[B, Hk, S, D\] = \[2, 2, any, 16\], got \[10, 2, 2, 16\]",
+        r"k_cache has shape \[10, 2, 2, 16\], expected shape \[B, Hk, S, D\] = \[2, 2, any, 16\]",
     ),
-    ("q", lambda q: q[:, :, :1], r"q must be of shape \[B, H, Sn, D\] = \[2, any, 4, 16\], got \[2, 4, 1, 16\]"),
-    ("q", lambda q: q.float(), r"q must be float16 as k is, got float32"),
-    ("cos", lambda c: c[:, 0], r"cos must be of shape \[max_positions, columns\], got \[7\]"),
-    ("cos", lambda c: c.repeat(1, 2)[:, :9], r"cos must be of 16 columns or, for pairs, of 1 to 8, got 9"),
-    ("cos", lambda c: c.bfloat16(), r"cos must be float32 or float16 as k is, got bfloat16"),
-    ("cos", lambda c: None, r"sin must be None where cos is: it is for the rotary embedding, got a tensor"),
-    ("cos", lambda c: c[:0], r"sin must be as cos is, \[0, 8\] in float32, got \[7, 8\] in float32"),
-    ("sin", lambda s: s[:, :4], r"sin must be as cos is, \[7, 8\] in float32, got \[7, 4\] in float32"),
-    ("lengths", lambda n: n.long(), r"lengths must be int32, got int64"),
-    ("lengths", lambda n: n[:1], r"lengths must be of shape \[2\], got \[1\]"),
+    ("q", lambda q: q[:, :, :1], r"q has shape \[2, 4, 1, 16\], expected shape \[B, H, Sn, D\] = \[2, any, 4, 16\]"),
+    ("q", lambda q: q.float(), r"q is float32, expected float16 as k is"),
+    ("cos", lambda c: c[:, 0], r"cos has shape \[7\], expected shape \[max_positions, columns\]"),
+    ("cos", lambda c: c.repeat(1, 2)[:, :9], r"cos has 9, expected 16 columns or, for pairs, 1 to 8"),
+    ("cos", lambda c: c.bfloat16(), r"cos is bfloat16, expected float32 or float16 as k is"),
+    ("cos", lambda c: None, r"sin is a tensor, expected None where cos is: it is for the rotary embedding"),
+    ("cos", lambda c: c[:0], r"sin is \[7, 8\] in float32, expected \[0, 8\] in float32 as cos is"),
+    ("sin", lambda s: s[:, :4], r"sin is \[7, 4\] in float32, expected \[7, 8\] in float32 as cos is"),
+    ("lengths", lambda n: n.long(), r"lengths is int64, expected int32"),
+    ("lengths", lambda n: n[:1], r"lengths has shape \[1\], expected shape \[2\]"),
 ]
 
 
@@ -328,26 +328,26 @@ def test_refuses(name: str, change: Any, message: str, device: str) -> None:
 
 def test_one_tensor_as_both_caches_is_refused(device: str) -> None:
     inputs = _good(device)
-    with pytest.raises(ValueError, match="^kv_cache_append: v_cache must be another tensor than k_cache"):
+    with pytest.raises(ValueError, match="^kv_cache_append: v_cache is k_cache, expected another tensor"):
         inputs.call(kv_cache_append, v_cache=inputs.k_cache)
 
 
 def test_q_without_tables_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="^kv_cache_append: q must be None where cos and sin are"):
+    with pytest.raises(ValueError, match="^kv_cache_append: q is .*, expected None where cos and sin are"):
         _good(device).call(kv_cache_append, cos=None, sin=None)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"cache_seqlens": [-1, 0]}, r"cache_seqlens\[0\] must be from 0 to 8 positions less 4 new tokens, got -1"),
-    ({"cache_seqlens": [0, 8]}, r"cache_seqlens\[1\] must be from 0 to 8 positions less 1 new tokens, got 8"),
-    ({"lengths": [0, 5]}, r"lengths\[1\] must be from 0 to the 4 tokens of k, got 5"),
+    ({"cache_seqlens": [-1, 0]}, r"cache_seqlens\[0\] is -1, expected from 0 to 8 positions less 4 new tokens"),
+    ({"cache_seqlens": [0, 8]}, r"cache_seqlens\[1\] is 8, expected from 0 to 8 positions less 1 new tokens"),
+    ({"lengths": [0, 5]}, r"lengths\[1\] is 5, expected from 0 to the 4 tokens of k"),
     (
         {"block_table": [[0, 1, 2, 3], [0, 10, 1, 1]]},
-        r"block_table\[1, 1\] must be one of the 10 pages of k_cache, got 10",
+        r"block_table\[1, 1\] is 10, expected one of the 10 pages of k_cache",
     ),
     (
         {"block_table": [[0, -1, 2, 3], [0, 9, 1, 1]]},
-        r"block_table\[0, 1\] must be one of the 10 pages of k_cache, got -1",
+        r"block_table\[0, 1\] is -1, expected one of the 10 pages of k_cache",
     ),
 ]
 
@@ -367,7 +367,7 @@ def test_checked_mode_names_what_only_the_device_knows(change: dict[str, Any], m
 
 def test_checked_mode_wants_a_row_of_the_tables_for_each_position(device: str) -> None:
     inputs = _good(device)
-    message = "^kv_cache_append: the number of rows of cos must be 4 or more for sequence 0, got 3"
+    message = "^kv_cache_append: the number of rows of cos is 3, expected 4 or more for sequence 0"
     with torch_ops.settings(checked=True), pytest.raises(ValueError, match=message):
         inputs.call(kv_cache_append, cos=inputs.cos[:3], sin=inputs.sin[:3])
     none = torch.zeros_like(inputs.cache_seqlens)
@@ -384,7 +384,7 @@ def test_explain_says_what_would_run(device: str) -> None:
     assert tuple(report["kernels"]) == (("kv_cache_append",) if computed else ())
     assert torch.equal(inputs.k_cache, kept)
     assert torch_ops.explain(kv_cache_append, **dict(reversed(vars(inputs).items()))) == report
-    with pytest.raises(ValueError, match="^kv_cache_append: v must be"):
+    with pytest.raises(ValueError, match="^kv_cache_append: v has"):
         inputs.call(lambda *args: torch_ops.explain(kv_cache_append, *args), v=inputs.v[:1])
 
 

@@ -233,34 +233,34 @@ def refusals_are_those_of_every_rank(device: str) -> None:
     pixels = draw_pixels(encoder, grid).to(device)
     odd = torch.tensor([[1, 2, 3], [1, 2, 2]])
     call = encode_across_ranks
-    refused(r"pixel_values must be a tensor of shape \[280, P\].*got \[279, 96\]", call, encoder, pixels[1:], grid)
-    refused(r"pixel_values must be a tensor.*got list", call, encoder, pixels.tolist(), grid)
-    refused(r"grid_thw must be a tensor of shape \[n, 3\]", call, encoder, pixels, GRID)
+    refused(r"pixel_values has shape \[279, 96\], expected .* \[280, P\]", call, encoder, pixels[1:], grid)
+    refused(r"pixel_values is list, expected a tensor", call, encoder, pixels.tolist(), grid)
+    refused(r"grid_thw has .*, expected a tensor of shape \[n, 3\]", call, encoder, pixels, GRID)
     refused(r"grid_thw\[0, 1\], the height.*multiple of 2", call, encoder, pixels, odd[:, [0, 2, 1]])
-    refused("balance must be a positive number", call, encoder, pixels, grid, balance=0.0)
+    refused("balance is .*, expected a positive number", call, encoder, pixels, grid, balance=0.0)
     refused("on a device that the group has a backend for", call, encoder, pixels.to("meta"), grid)
     if device == "cuda":
-        refused(r"has a backend for \(cuda\), got cpu", call, encoder, pixels.cpu(), grid)
+        refused(r"is on cpu, expected .* has a backend for \(cuda\)", call, encoder, pixels.cpu(), grid)
     # With and without a share, one frame, and frozen.
     for images in (GRID, ((1, 2, 2), (1, 4, 4)), ((1, 4, 4),)):
         some = grid_of(images)
         part = pixels[: int(some.prod(1).sum())]
-        refused("outputs must be without a gradient.*torch.inference_mode", call, encoder, part, some)
+        refused("outputs has a gradient, expected no gradient.*torch.inference_mode", call, encoder, part, some)
     encoder.requires_grad_(False)
-    refused("outputs must be without a gradient", call, encoder, pixels.clone().requires_grad_(), grid)
+    refused("outputs has a gradient, expected no gradient", call, encoder, pixels.clone().requires_grad_(), grid)
     assert not call(encoder, pixels, grid).pooler_output.requires_grad
 
     def short(rows: Tensor, grid: Tensor) -> Tensor:
         return rows[1:]
 
-    refused("outputs must be of a row for each patch or merged cell, .*got shape", call, short, pixels, grid)
+    refused("outputs has shape .*, expected a row for each patch or merged cell", call, short, pixels, grid)
     refused(
-        f"outputs must be on {pixels.device} as pixel_values is, got meta", call, lambda rows, _: rows.to("meta"),
+        f"outputs is on meta, expected on {pixels.device} as pixel_values is", call, lambda rows, _: rows.to("meta"),
         pixels, grid,
     )  # fmt: skip
     others = dist.new_group([0])
     if dist.get_rank():
-        refused("group must be one that this process belongs to", call, encoder, pixels, grid, others)
+        refused("group is .*, expected one that this process belongs to", call, encoder, pixels, grid, others)
 
 
 def nothing_waits(device: str) -> None:

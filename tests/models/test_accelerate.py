@@ -574,10 +574,10 @@ def test_buffers_of_modules_that_both_have_are_kept() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda encoder: encoder.blocks.pop(2), r"blocks\.2 must be VisionBlock, as it was made, got none"),
-        (lambda encoder: delattr(encoder.blocks[0], "norm1"), r"blocks\.0\.norm1 must be LayerNorm, as it was made"),
-        (lambda encoder: setattr(encoder, "merger", nn.Identity()), "merger must be PatchMerger, .* got Identity"),
-        (lambda encoder: setattr(encoder, "extra", nn.Linear(2, 2)), "extra must be no module, .* got Linear"),
+        (lambda encoder: encoder.blocks.pop(2), r"blocks\.2 is none, expected VisionBlock, as it was made"),
+        (lambda encoder: delattr(encoder.blocks[0], "norm1"), r"blocks\.0\.norm1.* expected LayerNorm, as it was made"),
+        (lambda encoder: setattr(encoder, "merger", nn.Identity()), "merger is Identity, expected PatchMerger"),
+        (lambda encoder: setattr(encoder, "extra", nn.Linear(2, 2)), "extra is Linear, expected no module"),
     ],
 )
 def test_a_structure_that_transformers_has_no_place_for_is_not_restored(
@@ -625,7 +625,7 @@ def _gelu(merger: nn.Module) -> None:
     next(module for module in merger.modules() if isinstance(module, nn.GELU)).approximate = "tanh"
 
 
-ANOTHER = r" must be that of \w+ \(compile it afterwards.*, got another"
+ANOTHER = r" is another, expected that of \w+ \(compile it afterwards"
 
 
 @pytest.mark.parametrize(
@@ -638,14 +638,14 @@ ANOTHER = r" must be that of \w+ \(compile it afterwards.*, got another"
         (lambda tower: _by_forward(tower.merger), r"merger\.forward" + ANOTHER),
         (lambda tower: _by_forward(tower.rotary_pos_emb), r"rotary_pos_emb\.forward" + ANOTHER),
         (lambda tower: _hooked(tower.blocks[1]), r"blocks\.1\.forward" + ANOTHER),
-        (lambda tower: setattr(tower, "__class__", _copied(tower)), r"the vision encoder must be \w+, .* elsewhere"),
-        (lambda tower: _gelu(tower.merger), r"merger\.\w+(\.1)?\.approximate must be none, by the config, got tanh"),
-        (lambda tower: setattr(tower.blocks[1].attn, "num_heads", 1), r"blocks\.1\.attn\.num_heads must be 2, by the"),
-        (lambda tower: setattr(tower, "spatial_merge_size", 1), r"spatial_merge_size must be 2, by the config, got 1"),
-        (lambda tower: setattr(tower.rotary_pos_emb, "attention_scaling", 2.0), r"rotary.*_scaling must be 1\.0, .* 2"),
-        (lambda tower: tower.rotary_pos_emb.inv_freq.mul_(0.99), r"rotary_pos_emb\.inv_freq must be the frequencies"),
-        (lambda tower: tower.blocks.pop(2), r"blocks\.2 must be \w+Block, by the config, got none"),
-        (lambda tower: setattr(tower.blocks[0], "mlp", nn.Identity()), r"blocks\.0\.mlp must be \w+, .* got Identity"),
+        (lambda tower: setattr(tower, "__class__", _copied(tower)), r"the vision encoder is .* of elsewhere, "),
+        (lambda tower: _gelu(tower.merger), r"merger\.\w+(\.1)?\.approximate is tanh, expected none, by the config"),
+        (lambda tower: setattr(tower.blocks[1].attn, "num_heads", 1), r"blocks\.1\.attn\.num_heads is 1, expected 2, "),
+        (lambda tower: setattr(tower, "spatial_merge_size", 1), r"spatial_merge_size is 1, expected 2, by the config"),
+        (lambda tower: setattr(tower.rotary_pos_emb, "attention_scaling", 2.0), r".*_scaling is 2\.0, expected 1"),
+        (lambda tower: tower.rotary_pos_emb.inv_freq.mul_(0.99), r"rotary_pos_emb\.inv_freq is different, expected"),
+        (lambda tower: tower.blocks.pop(2), r"blocks\.2 is none, expected \w+Block, by the config"),
+        (lambda tower: setattr(tower.blocks[0], "mlp", nn.Identity()), r"blocks\.0\.mlp is Identity, expected \w+"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -676,7 +676,7 @@ def test_settings_of_a_tower_that_are_not_its_configs_are_refused(model_type: st
     setattr(tower, name, value)
     with pytest.raises(ValueError) as refusal:
         accelerate(tower)
-    assert str(refusal.value) == f"from_transformers: {name} must be {wanted}, by the config, got {value}"
+    assert str(refusal.value) == f"from_transformers: {name} is {value}, expected {wanted}, by the config"
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -811,12 +811,12 @@ def test_hooks_of_a_device_map_inside_are_no_other_forwards() -> None:
 def test_encoders_that_are_spread_or_offloaded_are_refused() -> None:
     model = nn.ModuleList([tiny_tower("qwen3_vl_vision"), tiny_tower("qwen2_vl_vision")])
     model[1].blocks[2].to("meta")
-    with pytest.raises(ValueError, match="vision encoder must be on one device: name it whole.*, got cpu, meta"):
+    with pytest.raises(ValueError, match="vision encoder is on cpu, meta, expected on one device; name it"):
         accelerate(model)
     model[1] = tiny_tower("qwen3_5_vision")
     for hook in (SimpleNamespace(offload=True), SimpleNamespace(hooks=(SimpleNamespace(offload=True),))):
         model[1].blocks[2].norm1._hf_hook = hook
-        with pytest.raises(ValueError, match=r"on a device, not offloaded, got blocks\.2\.norm1 offloaded"):
+        with pytest.raises(ValueError, match=r"blocks\.2\.norm1 is offloaded, expected on a device"):
             accelerate(model)
     assert not any(isinstance(module, QwenVisionEncoder) for module in model)
     model[1].blocks[2].norm1._hf_hook = SimpleNamespace(offload=False)
@@ -835,7 +835,7 @@ def test_compiles_with_adapters() -> None:
 
 def test_refusals_leave_the_model_whole() -> None:
     for function in (accelerate, restore):
-        with pytest.raises(TypeError, match="model must be or hold a .*vision encoder.*got Linear"):
+        with pytest.raises(TypeError, match="model is Linear, expected a .*vision encoder"):
             function(nn.Linear(2, 2))
     odd = tiny_tower("qwen3_vl_vision")
     odd.blocks[1].norm1.adapter = nn.Parameter(torch.zeros(1))
@@ -843,7 +843,7 @@ def test_refusals_leave_the_model_whole() -> None:
     with pytest.raises(ValueError, match=r"also holds blocks\.1\.norm1\.adapter"):
         accelerate(model)
     compiled = nn.ModuleList([tiny_tower("qwen3_vl_vision"), torch.compile(tiny_tower("qwen3_vl_vision"))])
-    with pytest.raises(TypeError, match="must hold its vision encoder uncompiled, got OptimizedModule"):
+    with pytest.raises(TypeError, match="encoder is OptimizedModule, expected an uncompiled module"):
         accelerate(compiled)
     assert not any(isinstance(module, QwenVisionEncoder) for each in (model, compiled) for module in each.modules())
 

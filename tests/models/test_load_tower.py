@@ -144,7 +144,7 @@ BIAS = "model.visual.blocks.1.attn.qkv.bias"
         (without_vision, "has no vision tower: no tensor is named model.visual"),
         (lambda state: {k: v for k, v in state.items() if k != BIAS}, "lacks blocks.1.attn.qkv.b"),
         (lambda state: {**state, "model.visual.extra": torch.ones(1)}, "also holds extra"),
-        (lambda state: {**state, BIAS: torch.ones(5)}, r"shape \(96,\), got .* of shape \(5,\)"),
+        (lambda state: {**state, BIAS: torch.ones(5)}, r"of shape \(5,\), expected .* of shape \(96,\)"),
         (lambda state: {**state, BIAS: torch.ones(96).to(torch.int8)}, "floating-point tensor"),
     ],
     ids=["no vision tensors", "missing", "unexpected", "shape", "dtype"],
@@ -161,7 +161,7 @@ def test_load_tower_refuses_tensors(tmp_path: Path, change: Any, message: str) -
     [
         ({}, FileNotFoundError, "holds no config.json"),
         ({"config.json": "{"}, ValueError, "config.json is not valid JSON"),
-        ({"config.json": "[]"}, ValueError, "must hold a JSON object, got a list"),
+        ({"config.json": "[]"}, ValueError, "holds a list, expected a JSON object"),
         (
             {"config.json": '{"model_type": "llama"}'},
             ValueError,

@@ -152,21 +152,21 @@ def test_encoder_stands_in_a_whole_model() -> None:
 
 
 def test_models_without_an_encoder_are_refused() -> None:
-    with pytest.raises(TypeError, match="must be or hold one vision encoder.*Qwen3VLVisionModel.*got Linear"):
+    with pytest.raises(TypeError, match="model is Linear with no vision encoders, .*Qwen3VLVisionModel"):
         from_transformers(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="must be or hold one vision encoder.*got NoneType, which holds none$"):
+    with pytest.raises(TypeError, match="model is NoneType with no vision encoders, expected one of"):
         from_transformers(None)
-    with pytest.raises(ValueError, match="config must be of one of qwen2_vl_vision.*got Qwen3VLTextConfig"):
+    with pytest.raises(ValueError, match="config is Qwen3VLTextConfig .*, expected one of qwen2_vl_vision"):
         from_config(tiny_model().config.text_config)
     tower = tiny_tower("qwen3_vl_vision")
     tower.blocks[0].attn.qkv.adapter = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="Qwen3VLVisionModel also holds blocks.0.attn.qkv.adapter; merge adapters"):
         from_transformers(tower)
-    with pytest.raises(ValueError, match="window_size must be of a merged cell, 8 pixels, or more, got 4"):
+    with pytest.raises(ValueError, match="window_size is 4, expected at least a merged cell, 8 pixels"):
         from_transformers(tiny_tower("qwen2_5_vl_vision", window_size=4))
-    with pytest.raises(ValueError, match="hidden_act must be silu, got 'gelu'"):
+    with pytest.raises(ValueError, match="hidden_act is 'gelu', expected silu"):
         from_config(vision_config("qwen2_5_vl_vision", hidden_act="gelu"))
-    with pytest.raises(ValueError, match="hidden_act must be one of gelu, .*, got 'relu'"):
+    with pytest.raises(ValueError, match="hidden_act is 'relu', expected one of gelu"):
         from_config(vision_config("qwen3_vl_vision", hidden_act="relu"))
 
 
@@ -263,10 +263,10 @@ def test_a_window_order_of_other_patches_is_refused() -> None:
     encoder = frozen("qwen2_5_vl_vision")
     pixels, given = draw_pixels(encoder, IMAGES), precomputed(encoder, IMAGES)
     for change, wanted in (
-        ({"window_index": given["window_index"][:-1]}, "70 entries, the merged cells of the 280 patches .* got 69"),
-        ({"position_ids": given["position_ids"][:4]}, "1 entries, the merged cells of the 4 patches .* got 70"),
+        ({"window_index": given["window_index"][:-1]}, "69, expected 70 entries, the merged cells of the 280 patches"),
+        ({"position_ids": given["position_ids"][:4]}, "70, expected 1 entries, the merged cells of the 4 patches"),
     ):
-        with pytest.raises(ValueError, match=f"vision encoder: window_index must be of {wanted}"):
+        with pytest.raises(ValueError, match=f"vision encoder: window_index has {wanted}"):
             encoder(pixels, IMAGES, **{**given, **change})
 
 
@@ -341,8 +341,8 @@ def test_what_was_set_on_modules_counts_or_is_refused(model_type: str) -> None:
         tower.blocks[0].attn.scaling = 0.01
 
     for change, message in (
-        (activation, r"blocks\.0\.mlp\.act(_fn)? must be .*, by the config, got ReLU"),
-        (scale, r"blocks\.0\.attn\.scaling must be .*, by the config, got 0\.01"),
+        (activation, r"blocks\.0\.mlp\.act(_fn)? is ReLU, expected .*, by the config"),
+        (scale, r"blocks\.0\.attn\.scaling is 0\.01, expected .*, by the config"),
     ):
         tower = tiny_tower(model_type)
         change(tower)
@@ -360,21 +360,21 @@ def test_what_was_set_on_modules_counts_or_is_refused(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        (torch.zeros(3, dtype=torch.int64), r"grid_thw must be a tensor of shape \[n, 3\].*got shape \[3\]"),
-        ([[1, 2, 2]], "grid_thw must be a tensor.*got list"),
-        (torch.ones(1, 3), "grid_thw must be of an integer dtype, got torch.float32"),
+        (torch.zeros(3, dtype=torch.int64), r"grid_thw has shape \[3\], expected a tensor of shape \[n, 3\]"),
+        ([[1, 2, 2]], "grid_thw is list, expected a tensor"),
+        (torch.ones(1, 3), "grid_thw has torch.float32, expected an integer dtype"),
         (
             torch.tensor([[1, 2, 2], [1, 2, 3]]),
-            r"grid_thw\[1, 2\], the width, must be at least 0 and a multiple of 2.*, got 3",
+            r"grid_thw\[1, 2\], the width, is 3, expected at least 0 and a multiple of 2",
         ),
-        (torch.tensor([[1, -2, 2]]), r"grid_thw\[0, 1\], the height, must be at least 0 and a multiple.*, got -2"),
-        (torch.ones(1, 3, dtype=torch.int64, device="meta"), "grid_thw must be a tensor that has values, got one on"),
-        (torch.tensor([[-1, 2, 2]]), r"grid_thw\[0, 0\], frames, must be at least 0, got -1"),
+        (torch.tensor([[1, -2, 2]]), r"grid_thw\[0, 1\], the height, is -2, expected at least 0 and a multiple"),
+        (torch.ones(1, 3, dtype=torch.int64, device="meta"), "grid_thw is a tensor on the meta device, expected"),
+        (torch.tensor([[-1, 2, 2]]), r"grid_thw\[0, 0\], frames, is -1, expected at least 0"),
         (
             torch.ones(1, 3, dtype=torch.int64).to_sparse(),
-            "grid_thw must be a dense tensor, got one of layout torch.sp",
+            "grid_thw is of layout .*, expected a dense tensor",
         ),
-        (torch.tensor([[1, 2, 2], [2**40, 0, 0]]), f"grid_thw must be of at most {2**24} frames, got {2**40 + 1}"),
+        (torch.tensor([[1, 2, 2], [2**40, 0, 0]]), f"grid_thw has {2**40 + 1}, expected at most {2**24} frames"),
     ],
 )
 def test_bad_grids_are_refused(grid: Any, message: str) -> None:
@@ -386,9 +386,9 @@ def test_bad_grids_are_refused(grid: Any, message: str) -> None:
 def test_helpers_refuse_what_is_no_grid(grid: Any) -> None:
     encoder = frozen("qwen3_vl_vision")
     output = encoder(draw_pixels(encoder, IMAGES), IMAGES)
-    with pytest.raises(ValueError, match="^encode: grid_thw must be a tensor of shape"):
+    with pytest.raises(ValueError, match="^encode: grid_thw .* expected a tensor of shape"):
         qwen_vl.encode(encoder, draw_pixels(encoder, IMAGES), grid)
-    with pytest.raises(ValueError, match="^split_by_image: grid_thw must be a tensor of shape"):
+    with pytest.raises(ValueError, match="^split_by_image: grid_thw .* expected a tensor of shape"):
         qwen_vl.split_by_image(output, grid)
 
 
@@ -396,76 +396,76 @@ def test_metadata_of_another_encoder_is_refused() -> None:
     """Without a word it would be another order of rows, or images that see each other."""
     with_windows, without = frozen("qwen2_5_vl_vision"), frozen("qwen2_vl_vision")
     for encoder, other, message in (
-        (with_windows, without, "with windows, as the encoder is, got metadata without"),
-        (without, with_windows, "without windows, as the encoder is, got metadata with"),
+        (with_windows, without, "without windows, expected with windows, as the encoder is"),
+        (without, with_windows, "with windows, expected without windows, as the encoder is"),
     ):
         pixels, metadata = draw_pixels(encoder, IMAGES), vision_metadata(IMAGES, other.sizes)
-        with pytest.raises(ValueError, match=r"metadata must be made for encoder\.sizes = VisionSizes\("):
+        with pytest.raises(ValueError, match=r"metadata is .*, expected made for encoder\.sizes = VisionSizes\("):
             encoder(pixels, metadata=metadata)
         # Of a clone, as of what a compiler takes apart, tensors alone may be known.
-        with pytest.raises(ValueError, match=f"metadata must be {message}"):
+        with pytest.raises(ValueError, match=f"metadata is {message}"):
             encoder.encode_packed(pixels, replace(metadata, sizes=None))
     turned = vision_metadata(IMAGES, replace(without.sizes, theta=100.0))
-    with pytest.raises(ValueError, match="metadata must be made for encoder.sizes"):
+    with pytest.raises(ValueError, match="metadata is .*, expected made for encoder.sizes"):
         without(draw_pixels(without, IMAGES), metadata=turned)
 
 
 def test_bad_calls_are_refused() -> None:
     encoder = frozen("qwen3_vl_vision")
     pixels = draw_pixels(encoder, IMAGES)
-    with pytest.raises(ValueError, match="metadata must be a result of vision_metadata, got Tensor"):
+    with pytest.raises(ValueError, match="metadata is Tensor, expected a result of vision_metadata"):
         encoder.encode_packed(pixels, IMAGES)
     metadata, made = vision_metadata(IMAGES, encoder.sizes), precomputed(encoder, IMAGES)
     for message, args, named in (
-        ("grid_thw must be given, or metadata, or cu_seqlens, position_ids, interp_indices", (pixels,), {}),
-        (r"pixel values must be of shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
-        ("pixel values must be of 280 rows, the patches of the grid, got 279", (pixels[1:], IMAGES), {}),
+        ("grid_thw is None, expected a grid, unless metadata or cu_seqlens, position_ids", (pixels,), {}),
+        (r"pixel_values has .*, expected shape \[T, 96\]", (pixels[:, 1:], IMAGES), {}),
+        ("pixel_values has 279, expected 280 rows, the patches of the grid", (pixels[1:], IMAGES), {}),
         # Before there are tables of so many.
-        (f"pixel values must be of {2**50} rows", (pixels, torch.tensor([[2**20, 2**15, 2**15]])), {}),
-        ("metadata must be a result of vision_metadata, got Tensor", (pixels,), {"metadata": IMAGES}),
-        ("pixel values must be a tensor, got list", (pixels.tolist(), IMAGES), {}),
-        ("pixel values must be of a real dtype, got complex128", (pixels.to(torch.complex128), IMAGES), {}),
-        ("pixel values must be on cpu as the encoder is, got meta", (pixels.to("meta"), IMAGES), {}),
-        ("position_ids must be a tensor, got list", (pixels, IMAGES), {"position_ids": [[0, 0]]}),
-        (r"position_ids must be of shape \[T, 2\]", (pixels, IMAGES), {"position_ids": made["position_ids"][:, :1]}),
-        ("cu_seqlens must be of int32 or int64, got float32", (pixels, IMAGES), {"cu_seqlens": torch.tensor([0, 8.9])}),
-        ("cu_seqlens must be of int32 or int64, got bool", (pixels, IMAGES), {"cu_seqlens": torch.tensor([False])}),
-        ("cu_seqlens must be of 1 dimensions, got shape", (pixels, IMAGES), {"cu_seqlens": torch.zeros(2, 2).int()}),
+        (f"pixel_values has .*, expected {2**50} rows", (pixels, torch.tensor([[2**20, 2**15, 2**15]])), {}),
+        ("metadata is Tensor, expected a result of vision_metadata", (pixels,), {"metadata": IMAGES}),
+        ("pixel_values is list, expected a tensor", (pixels.tolist(), IMAGES), {}),
+        ("pixel_values has complex128, expected a real dtype", (pixels.to(torch.complex128), IMAGES), {}),
+        ("pixel_values is on meta, expected on cpu as the encoder is", (pixels.to("meta"), IMAGES), {}),
+        ("position_ids is list, expected a tensor", (pixels, IMAGES), {"position_ids": [[0, 0]]}),
+        (r"position_ids.* expected shape \[T, 2\]", (pixels, IMAGES), {"position_ids": made["position_ids"][:, :1]}),
+        ("cu_seqlens has float32, expected int32 or int64", (pixels, IMAGES), {"cu_seqlens": torch.tensor([0, 8.9])}),
+        ("cu_seqlens has bool, expected int32 or int64", (pixels, IMAGES), {"cu_seqlens": torch.tensor([False])}),
+        ("cu_seqlens has shape .*, expected 1 dimensions", (pixels, IMAGES), {"cu_seqlens": torch.zeros(2, 2).int()}),
         (
-            r"interp_weights must be of shape \[280, 4\] as interp_indices is, got shape \[280, 1\]",
+            r"interp_weights has shape \[280, 1\], expected shape \[280, 4\] as interp_indices is",
             (pixels, IMAGES),
             {**made, "interp_weights": made["interp_weights"][:, :1]},
         ),
         *(
-            (f"chunk_tokens must be an integer, got {most!r}", (pixels, IMAGES), {"chunk_tokens": most})
+            (f"chunk_tokens is {most!r}, expected an integer", (pixels, IMAGES), {"chunk_tokens": most})
             for most in (8.5, True, "3")
         ),
-        ("chunk_tokens must be 1 or more, got 0", (pixels, IMAGES), {"chunk_tokens": 0}),
-        ("chunk_tokens must be None with a clone", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
+        ("chunk_tokens is 0, expected 1 or more", (pixels, IMAGES), {"chunk_tokens": 0}),
+        ("chunk_tokens.* expected None with a clone", (pixels,), {"metadata": metadata.clone(), "chunk_tokens": 8}),
         (
-            "chunk_tokens must be None with metadata that is padded",
+            "chunk_tokens is .*, expected None with metadata that is padded",
             (torch.cat([pixels, pixels[:8]]),),
             {"metadata": vision_metadata(IMAGES, encoder.sizes, padding=Padding(rows=288)), "chunk_tokens": 8},
         ),
         *(
-            ("chunk_tokens must be None with a clone", (pixels, IMAGES), {**named, "chunk_tokens": 8})
+            ("chunk_tokens is .*, expected None with a clone", (pixels, IMAGES), {**named, "chunk_tokens": 8})
             for named in ({"cu_seqlens": made["cu_seqlens"]}, {"position_ids": made["position_ids"]}, made)
         ),
     ):
         with pytest.raises(ValueError, match=message):
             encoder(*args, **named)
     for message, padding in (
-        ("padding.rows must be at least the 280 of the batch, got 8", Padding(rows=8)),
-        ("padding.rows must be a multiple of 4, got 281", Padding(rows=281)),
-        ("padding.segments must be at least the 6 of the batch, got 5", Padding(segments=5)),
-        ("padding.segments must be an integer, got 'a'", Padding(segments="a")),
-        ("padding.rows must be an integer, got 400.0", Padding(rows=400.0)),
+        ("padding.rows is 8, expected at least the 280 of the batch", Padding(rows=8)),
+        ("padding.rows is 281, expected a multiple of 4", Padding(rows=281)),
+        ("padding.segments is 5, expected at least the 6 of the batch", Padding(segments=5)),
+        ("padding.segments is 'a', expected an integer", Padding(segments="a")),
+        ("padding.rows is 400.0, expected an integer", Padding(rows=400.0)),
     ):
         with pytest.raises(ValueError, match=message):
             vision_metadata(IMAGES, encoder.sizes, padding=padding)
-    with pytest.raises(ValueError, match="padding must be a Padding or None, got int"):
+    with pytest.raises(ValueError, match="padding is int, expected a Padding or None"):
         vision_metadata(IMAGES, encoder.sizes, padding=8)
-    with pytest.raises(ValueError, match="sizes must be VisionSizes, as encoder.sizes, got int"):
+    with pytest.raises(ValueError, match="sizes is int, expected VisionSizes, as encoder.sizes"):
         vision_metadata(IMAGES, 16)
 
 
@@ -489,11 +489,11 @@ def test_padding_changes_nothing_and_is_finite(model_type: str) -> None:
 
 def test_remembered_metadata_is_not_written_to() -> None:
     metadata = vision_metadata(IMAGES, VisionSizes(72))
-    with pytest.raises(ValueError, match=r"self must be a clone\(\)"):
+    with pytest.raises(ValueError, match=r"self is .*, expected a clone\(\)"):
         metadata.copy_(metadata)
-    with pytest.raises(ValueError, match=r"grid must be of shape \[4, 3\], got \[3, 3\]"):
+    with pytest.raises(ValueError, match=r"grid has shape \[3, 3\], expected shape \[4, 3\]"):
         metadata.clone().copy_(vision_metadata(IMAGES[1:], VisionSizes(72)))
-    with pytest.raises(ValueError, match="images must be known to the host"):
+    with pytest.raises(ValueError, match="images is .*, expected known to the host"):
         _ = metadata.clone().total
 
 
@@ -666,21 +666,21 @@ def test_attention_alone() -> None:
     halves = torch.cat([attention(x[:30]), attention(x[30:])])
     torch.testing.assert_close(attention(x, cu_seqlens=torch.tensor([0, 30, 50], dtype=torch.int32)), halves)
     assert VisionAttention(96, 2, 64).qkv.weight.shape == (384, 96)
-    with pytest.raises(ValueError, match="cos and sin must be given together"):
+    with pytest.raises(ValueError, match="cos is a tensor, expected None where sin is"):
         attention(x, torch.ones(50, 36))
-    with pytest.raises(ValueError, match=r"x must be of shape \[T, C\], got \[2, 25, 144\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 25, 144\], expected shape \[T, C\]"):
         attention(x.view(2, 25, 144))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((104, 12), r"hidden_size must be a multiple of num_heads = 12, got 104"),
-        ((30, 3), r"head dimension of q, head_dim, must be a multiple of 8 from 8 to 256, got 10"),
-        ((528, 2), r"head dimension of q, head_dim, must be a multiple of 8 from 8 to 256, got 264"),
-        ((96, 2, 12), r"head dimension of q, head_dim, must be a multiple of 8 from 8 to 256, got 12"),
-        ((96, 0), r"number of heads of q, num_heads, must be from 1 to 65535, got 0"),
-        ((96, 0, 64), r"number of heads of q, num_heads, must be from 1 to 65535, got 0"),
+        ((104, 12), r"hidden_size is 104, expected a multiple of num_heads = 12"),
+        ((30, 3), r"head dimension of q, head_dim, is 10, expected a multiple of 8 from 8 to 256"),
+        ((528, 2), r"head dimension of q, head_dim, is 264, expected a multiple of 8 from 8 to 256"),
+        ((96, 2, 12), r"head dimension of q, head_dim, is 12, expected a multiple of 8 from 8 to 256"),
+        ((96, 0), r"number of heads of q, num_heads, is 0, expected from 1 to 65535"),
+        ((96, 0, 64), r"number of heads of q, num_heads, is 0, expected from 1 to 65535"),
     ],
     ids=str,
 )

@@ -369,28 +369,28 @@ def _refusals() -> list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], s
         return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
 
     return [
-        ("no_dimension", changed(x=lambda g: g["x"][0, 0]), r"x must be \[..., C\] with C of 1 or more, got"),
-        ("no_columns", changed(x=lambda g: g["x"][:, :0]), r"x must be \[..., C\] .*, got shape \[4, 0\]"),
-        ("int", changed(x=lambda g: g["x"].int()), r"x must be float16, bfloat16 or float32 .*, got int32"),
-        ("none", changed(x=lambda g: None), r"x must be a dense tensor, got None"),
-        ("sparse", changed(x=lambda g: g["x"].to_sparse()), r"x must be a dense tensor, got one of layout"),
-        ("weight_shape", changed(weight=lambda g: g["weight"][:5]), r"weight must be of shape \[C\] = \[8\], got"),
-        ("weight_rank", changed(weight=lambda g: g["weight"][None]), r"weight must be of shape \[C\] = \[8\], got"),
-        ("weight_dtype", changed(weight=lambda g: g["weight"].half()), r"weight must be float32 .*, got float16"),
-        ("bias_dtype", changed(bias=lambda g: g["bias"].double()), r"bias must be float32 .*, got float64"),
+        ("no_dimension", changed(x=lambda g: g["x"][0, 0]), r"x has shape \[\], expected \[..., C\] with C"),
+        ("no_columns", changed(x=lambda g: g["x"][:, :0]), r"x has shape \[4, 0\], expected \[..., C\]"),
+        ("int", changed(x=lambda g: g["x"].int()), r"x is int32, expected float16, bfloat16 or float32"),
+        ("none", changed(x=lambda g: None), r"x is None, expected a dense tensor"),
+        ("sparse", changed(x=lambda g: g["x"].to_sparse()), r"x is of layout .*, expected a dense tensor"),
+        ("weight_shape", changed(weight=lambda g: g["weight"][:5]), r"weight has .*, expected shape \[C\] = \[8\]"),
+        ("weight_rank", changed(weight=lambda g: g["weight"][None]), r"weight has .*, expected shape \[C\] = \[8\]"),
+        ("weight_dtype", changed(weight=lambda g: g["weight"].half()), r"weight is float16, expected float32"),
+        ("bias_dtype", changed(bias=lambda g: g["bias"].double()), r"bias is float64, expected float32"),
         ("half", changed(x=lambda g: g["x"].half(), residual=lambda g: g["residual"].half(),
                          weight=lambda g: g["weight"].bfloat16()),
-         r"weight must be float16 or float32 beside x in float16, got bfloat16"),
-        ("weight_device", changed(weight=lambda g: g["weight"].to("meta")), r"weight must be on .* as x is, got meta"),
+         r"weight is bfloat16, expected float16 or float32 beside x in float16"),
+        ("weight_device", changed(weight=lambda g: g["weight"].to("meta")), r"weight is on meta, expected on .* as x"),
         ("residual_shape", changed(residual=lambda g: g["residual"][:3]),
-         r"residual must be of shape \[4, 8\] as x is, got \[3, 8\]"),
+         r"residual has shape \[3, 8\], expected shape \[4, 8\] as x is"),
         ("residual_dtype", changed(residual=lambda g: g["residual"].half()),
-         r"residual must be float32 as x is, got float16"),
-        ("no_residual", changed(residual=lambda g: None), r"residual must be a dense tensor, got None"),
-        ("eps", changed(eps=lambda g: -1e-6), r"eps must be 0 or a positive number that fp32 holds, got -1e-06"),
-        ("nan_eps", changed(eps=lambda g: float("nan")), r"eps must be 0 or a positive .*, got nan"),
-        ("huge_eps", changed(eps=lambda g: 1e39), r"eps must be 0 or a positive number that fp32 holds, got 1e\+39"),
-        ("learnt_eps", changed(eps=lambda g: torch.tensor(0.1)), r"eps must be a number, .*, got a tensor"),
+         r"residual is float16, expected float32 as x is"),
+        ("no_residual", changed(residual=lambda g: None), r"residual is None, expected a dense tensor"),
+        ("eps", changed(eps=lambda g: -1e-6), r"eps is -1e-06, expected 0 or a positive number that fp32 holds"),
+        ("nan_eps", changed(eps=lambda g: float("nan")), r"eps is nan, expected 0 or a positive"),
+        ("huge_eps", changed(eps=lambda g: 1e39), r"eps is 1e\+39, expected 0 or a positive number that fp32 holds"),
+        ("learnt_eps", changed(eps=lambda g: torch.tensor(0.1)), r"eps is a tensor, expected a number"),
     ]  # fmt: skip
 
 
@@ -417,12 +417,12 @@ def test_refuses(op: str, name: str, change: Any, message: str, device: str) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dnormed": torch.zeros(3, 8)}, r"dnormed must be of shape \[4, 8\] as sum is, got \[3, 8\]"),
-        ({"dsum": torch.zeros(4, 8).half()}, r"dsum must be float32 as sum is, got float16"),
-        ({"dnormed": None, "dsum": None}, r"dnormed or dsum must be a dense tensor, got None"),
-        ({"bias": None}, r"needs_dbias must be False without a bias, got True"),
-        ({"sum": None}, r"sum must be a dense tensor, got None"),
-        ({"eps": -1.0}, r"eps must be 0 or a positive number that fp32 holds, got -1.0"),
+        ({"dnormed": torch.zeros(3, 8)}, r"dnormed has shape \[3, 8\], expected shape \[4, 8\] as sum is"),
+        ({"dsum": torch.zeros(4, 8).half()}, r"dsum is float16, expected float32 as sum is"),
+        ({"dnormed": None, "dsum": None}, r"dnormed or dsum is None, expected a dense tensor"),
+        ({"bias": None}, r"needs_dbias is True, expected False without a bias"),
+        ({"sum": None}, r"sum is None, expected a dense tensor"),
+        ({"eps": -1.0}, r"eps is -1.0, expected 0 or a positive number that fp32 holds"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -448,7 +448,7 @@ def test_explain_says_what_would_run(op: str, device: str) -> None:
     wide = of_case("wide", op, torch.float16, device)
     report = torch_ops.explain(PUBLIC[op], **wide.tensors)
     assert list(report["kernels"]) == ["norm_fwd_wide", "norm_bwd_wide", "norm_bwd_sums"]
-    with pytest.raises(ValueError, match=f"{op}: eps must be"):
+    with pytest.raises(ValueError, match=f"{op}: eps is .*, expected"):
         torch_ops.explain(PUBLIC[op], *inputs.tensors.values(), eps=-1.0)
 
 

@@ -58,13 +58,13 @@ def check_decode(op: str, call: Any) -> None:
     if not 0 <= num_splits <= MOST_SPLITS:
         refuse(op, "num_splits", f"0 (chosen) or up to {MOST_SPLITS}", num_splits)
     if call.batch_invariant and num_splits:
-        refuse(op, "num_splits", "0 where batch_invariant is set, which has splits of its own", num_splits)
+        refuse(op, "num_splits", "0 with batch_invariant, which has splits of its own", num_splits)
 
 
 def _check_four(op: str, argument: str, tensor: Tensor, layout: str) -> None:
     check_dense(op, argument, tensor)
     if tensor.dim() != 4:
-        refuse(op, argument, f"laid out as {layout}", f"shape {list(tensor.shape)}")
+        refuse(op, argument, f"of shape {layout}", list(tensor.shape))
 
 
 def _check_int32(op: str, argument: str, tensor: Tensor) -> None:

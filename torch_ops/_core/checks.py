@@ -1,4 +1,4 @@
-"""The shared refusals. Each names the op, the argument, what was wanted and what came."""
+"""The shared refusals: `<op>: <argument> is <got>, expected <wanted>`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,16 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def refuse(op: str, argument: str, wanted: str, got: object) -> None:
-    raise ValueError(f"{op}: {argument} must be {wanted}, got {got}")
+    """Raise "<op>: <argument> is <got>, expected <wanted>".
+
+    The verb is "has" where `wanted` begins with "of", whose list is a shape, and for shapes and strides.
+    """
+    if isinstance(got, list) and wanted.startswith("of "):
+        got = f"shape {got}"
+    elif isinstance(got, torch.device):
+        got = f"on {got}"
+    has = wanted.startswith("of ") or str(got).startswith(("shape ", "strides "))
+    raise ValueError(f"{op}: {argument} {'has' if has else 'is'} {got}, expected {wanted.removeprefix('of ')}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -40,14 +49,14 @@ def check_int(op: str, argument: str, value: object) -> None:
 
 def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
     if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
-        got = "None" if tensor is None else "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        got = "None" if tensor is None else "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
         refuse(op, argument, "a dense tensor", got)
 
 
 def check_packed(op: str, argument: str, tensor: Tensor) -> None:
     check_dense(op, argument, tensor)
     if tensor.dim() != 3:
-        refuse(op, argument, "packed as [T, H, D]", f"shape {list(tensor.shape)}")
+        refuse(op, argument, "of shape [T, H, D] (packed)", list(tensor.shape))
 
 
 def check_matrix(op: str, argument: str, tensor: Tensor, shape: str, sizes: tuple[int | None, int | None]) -> None:
@@ -89,7 +98,7 @@ def check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, l
         check_device(op, name, table, like_name, like)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
-        refuse(op, "sin", f"as cos is, {list(cos.shape)} in {dtype_name(cos.dtype)}", got)
+        refuse(op, "sin", f"{list(cos.shape)} in {dtype_name(cos.dtype)} as cos is", got)
 
 
 def check_num_heads(op: str, argument: str, num_heads: int) -> None:
@@ -107,12 +116,8 @@ def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str,
     if cu_seqlens.dtype != torch.int32:
         refuse(op, argument, "int32", dtype_name(cu_seqlens.dtype))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        refuse(
-            op,
-            argument,
-            "one-dimensional with one entry more than there are segments",
-            f"shape {list(cu_seqlens.shape)}",
-        )
+        wanted = "of one dimension with one entry more than there are segments"
+        refuse(op, argument, wanted, list(cu_seqlens.shape))
     check_device(op, argument, cu_seqlens, like_name, like)
 
 
@@ -123,12 +128,8 @@ def check_cu_seqlens_values(op: str, argument: str, cu_seqlens: Tensor, total: i
         refuse(op, f"{argument}[0]", "at least 0", values[0])
     for index in range(1, len(values)):
         if values[index] < values[index - 1]:
-            refuse(
-                op,
-                f"{argument}[{index}]",
-                f"at least {argument}[{index - 1}] = {values[index - 1]}",
-                values[index],
-            )
+            wanted = f"at least {argument}[{index - 1}] = {values[index - 1]}"
+            refuse(op, f"{argument}[{index}]", wanted, values[index])
     if values[-1] > total:
         refuse(op, f"{argument}[{len(values) - 1}]", f"at most the {total} rows there are", values[-1])
 
@@ -156,7 +157,7 @@ def check_eps(op: str, eps: float) -> None:
 def check_number(op: str, argument: str, value: object) -> None:
     """PyTorch would take a tensor's value for a number and give it no gradient."""
     if isinstance(value, Tensor):
-        refuse(op, argument, "a number, since a tensor would get no gradient", "a tensor")
+        refuse(op, argument, "a number; a tensor would get no gradient", "a tensor")
 
 
 def check_window(op: str, argument: str, width: int) -> None:

@@ -35,7 +35,7 @@ def _check_weights(op: str, call: Any, name: str, like: Tensor, columns: int | N
     check_matrix(op, "w2", w2, "[N, I]", (None, w1.shape[0] // (2 if packed else 1)))
     check_like(op, "w2", w2, name, like)
     if 0 in w1.shape or 0 in w2.shape:
-        refuse(op, "the sizes of w1 and w2", "1 or more", [*w1.shape, *w2.shape])
+        refuse(op, "the smallest size of w1 and w2", "1 or more", min(*w1.shape, *w2.shape))
 
 
 def _check_up(op: str, call: Any, name: str, like: Tensor) -> None:
@@ -48,7 +48,7 @@ def _check_up(op: str, call: Any, name: str, like: Tensor) -> None:
     check_matrix(op, "w_up", call.w_up, "[I, C]", (call.w1.shape[0], call.w1.shape[1]))
     check_like(op, "w_up", call.w_up, name, like)
     if (call.b1 is None) != (call.b_up is None):
-        refuse(op, "b_up", "given where b1 is, and only there", "None" if call.b_up is None else "a tensor")
+        refuse(op, "b_up", "a tensor where b1 is one, else None", "None" if call.b_up is None else "a tensor")
     check_bias(op, "b_up", call.b_up, call.w1.shape[0], name, like)
 
 

@@ -105,13 +105,13 @@ def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, si
         check_matrix(op, name, table, "[max_positions, columns]", (None, None))
         columns = table.shape[1]
         if not (columns == head_dim or 1 <= columns <= head_dim // 2):
-            wanted = f"of {head_dim} columns or, for pairs, of 1 to {head_dim // 2}"
+            wanted = f"of {head_dim} columns or, for pairs, 1 to {head_dim // 2}"
             refuse(op, name, wanted, columns)
         check_float32_or(op, name, table, k.dtype, "k")
         check_device(op, name, table, "k", k)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
-        refuse(op, "sin", f"as cos is, {list(cos.shape)} in {dtype_name(cos.dtype)}", got)
+        refuse(op, "sin", f"{list(cos.shape)} in {dtype_name(cos.dtype)} as cos is", got)
     check_count(op, "the number of rows of cos", cos.shape[0], MOST_ROWS)
     if q is not None:
         check_sizes(op, "q", q, "[B, H, Sn, D]", (batch, None, tokens, head_dim))

@@ -37,7 +37,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
     if name not in OPS:
         names = ", ".join(sorted(each for each in OPS if not each.endswith("_backward")))
-        raise ValueError(f"explain: op must be one of {names}, got {name!r}")
+        raise ValueError(f"explain: op is {name!r}, expected one of {names}")
     try:
         inspect.signature(op if isinstance(op, FunctionType) else OPS[name].body).bind(*args, **kwargs)
     except TypeError as error:

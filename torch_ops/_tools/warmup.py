@@ -39,11 +39,11 @@ def warmup(
         ValueError: for another layout, and if there is no such GPU: nothing is built for the CPU.
     """
     if not torch.cuda.is_available() or torch.device(device).type != "cuda":
-        raise ValueError(f"warmup: device must be a GPU that PyTorch finds here, got {str(device)!r}")
+        raise ValueError(f"warmup: device is {str(device)!r}, expected a GPU that PyTorch finds here")
     layouts = tuple(layouts)
     for layout in layouts:
         if layout not in LAYOUTS:
-            raise ValueError(f"warmup: layouts must be some of {', '.join(LAYOUTS)}, got {layout!r}")
+            raise ValueError(f"warmup: layouts has {layout!r}, expected some of {', '.join(LAYOUTS)}")
     calls = 0
     shapes = product(head_dims, dtypes, num_heads, mean_lengths, layouts, (1, 2))
     for head_dim, dtype, heads, length, layout, segments in shapes:

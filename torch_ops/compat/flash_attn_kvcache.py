@@ -83,7 +83,7 @@ def _check_new_keys(
         assert tensor is not None
         check_layout(op, name, tensor, "[B, S, H, D]")
     if cache_seqlens is None:
-        refuse(op, "cache_seqlens", "given where k is, to say where it goes", "None")
+        refuse(op, "cache_seqlens", "lengths where k is given, to say where k goes", "None")
     if cos is None:
         return
     if q.shape[1] != k.shape[1]:

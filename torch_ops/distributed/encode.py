@@ -167,8 +167,8 @@ def _places(shares: Sequence[Share]) -> list[tuple[int, int, int]]:
 def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
     """The number of ranks, and the own one."""
     if not (dist.is_available() and dist.is_initialized()):
-        wanted = "that of an initialised torch.distributed (init_process_group, in processes that torchrun starts)"
-        refuse(_OP, "group", wanted, "no process group at all")
+        wanted = "one of torch.distributed; call init_process_group in processes that torchrun starts"
+        refuse(_OP, "group", wanted, "no process group")
     rank = dist.get_rank(group)
     if rank < 0:
         refuse(_OP, "group", "one that this process belongs to", f"another, seen from rank {dist.get_rank()} of all")
@@ -177,7 +177,7 @@ def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
 
 def _check_pixel_values(pixel_values: Tensor, total: int, group: "dist.ProcessGroup | None") -> None:
     if not isinstance(pixel_values, Tensor) or pixel_values.dim() != 2 or pixel_values.shape[0] != total:
-        got = list(pixel_values.shape) if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
+        got = f"shape {list(pixel_values.shape)}" if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
         refuse(_OP, "pixel_values", f"a tensor of shape [{total}, P], a row for each patch of the grid", got)
     # As in "cpu:gloo,cuda:nccl".
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
@@ -188,8 +188,8 @@ def _check_pixel_values(pixel_values: Tensor, total: int, group: "dist.ProcessGr
 
 def _check_gradients(leaves: Sequence[Any]) -> None:
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        wanted = "without a gradient (call it under torch.no_grad or torch.inference_mode; DDP spreads training)"
-        refuse(_OP, "the encoder's outputs", wanted, "some that require one")
+        wanted = "no gradient; call it under torch.no_grad or torch.inference_mode (DDP spreads training)"
+        refuse(_OP, "the encoder's outputs", f"of {wanted}", "a gradient")
 
 
 __all__ = ["encode_across_ranks"]

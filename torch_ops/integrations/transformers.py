@@ -73,11 +73,11 @@ def window_attention_forward(
     """
     if attention_mask is not None:
         raise ValueError(
-            f"{ATTENTION_NAME}: attention_mask must be None, got a tensor of shape "
-            f"{tuple(attention_mask.shape)}; segments are given by cu_seq_lens_q"
+            f"{ATTENTION_NAME}: attention_mask has shape {list(attention_mask.shape)}, expected None; "
+            "give segments by cu_seq_lens_q"
         )
     if dropout:
-        raise ValueError(f"{ATTENTION_NAME}: dropout must be 0, got {dropout}")
+        raise ValueError(f"{ATTENTION_NAME}: dropout is {dropout}, expected 0")
     if cu_seq_lens_q is None:
         raise ValueError(
             f"{ATTENTION_NAME}: cu_seq_lens_q is missing; only encoders that pack their segments "
@@ -86,11 +86,11 @@ def window_attention_forward(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4 or tensor.shape[0] != 1:
             raise ValueError(
-                f"{ATTENTION_NAME}: {name} must be [1, heads, tokens, head_dim], got {tuple(tensor.shape)}"
+                f"{ATTENTION_NAME}: {name} has shape {list(tensor.shape)}, expected [1, heads, tokens, head_dim]"
             )
     for name in ("sliding_window", "s_aux"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{ATTENTION_NAME}: {name} is not supported, it must be None")
+            raise ValueError(f"{ATTENTION_NAME}: {name} is given, expected None; it is not supported")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", False))
     out = window_attn(
@@ -131,8 +131,8 @@ def vision_encoders(model: nn.Module) -> list[PreTrainedModel]:
     ]
     if not encoders:
         raise TypeError(
-            f"model must be or hold a Qwen-VL vision encoder of Transformers (for example "
-            f"Qwen3VLVisionModel or Qwen3VLForConditionalGeneration), got {type(model).__name__}"
+            f"model is {type(model).__name__}, expected a Qwen-VL vision encoder of Transformers or a model that "
+            "holds one, such as Qwen3VLVisionModel or Qwen3VLForConditionalGeneration"
         )
     return encoders
 

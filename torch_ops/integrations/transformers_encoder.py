@@ -53,7 +53,8 @@ def accelerate(model: ModelT) -> ModelT:
     towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
         raise TypeError(
-            f"model must be or hold a vision encoder of Transformers ({vision_classes()}), got {type(model).__name__}"
+            f"model is {type(model).__name__}, expected a vision encoder of Transformers or a model that holds one "
+            f"({vision_classes()})"
         )
     # All are made before the first is put in its place, so that a refusal leaves the model whole.
     made = {key: _made(tower) for key, tower in towers.items() if not isinstance(tower, QwenVisionEncoder)}
@@ -154,11 +155,12 @@ def _hook_of_device(tower: nn.Module) -> Any:
     """Accelerate's hook of the tower; those inside do nothing more, where all is on one device and stays there."""
     devices = sorted({str(parameter.device) for parameter in tower.parameters()})
     if len(devices) > 1:
-        refuse("accelerate", "the vision encoder", "on one device: name it whole in device_map", ", ".join(devices))
+        wanted = "on one device; name it whole in device_map"
+        refuse("accelerate", "the vision encoder", wanted, f"on {', '.join(devices)}")
     for name, module in tower.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            refuse("accelerate", "the vision encoder", "on a device, not offloaded", f"{name or 'all of it'} offloaded")
+            refuse("accelerate", name or "the vision encoder", "on a device", "offloaded")
     return getattr(tower, "_hf_hook", None)
 
 
@@ -242,7 +244,8 @@ def _replaced(model: nn.Module, replacements: dict[int, Any]) -> nn.Module:
     for parent, name, _ in places:
         if name == "_orig_mod":
             raise TypeError(
-                f"model must hold its vision encoder uncompiled, got {type(parent).__name__}; compile it afterwards"
+                f"the parent of the vision encoder is {type(parent).__name__}, expected an uncompiled module; "
+                "compile it afterwards"
             )
     for parent, name, replacement in places:
         setattr(parent, name, replacement)

@@ -94,7 +94,7 @@ class Cache:
             refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
         each = list(values) if isinstance(values, Sequence) else [values] * self.batch
         if len(each) != self.batch:
-            refuse(op, argument, f"one for each of {self.batch} sequences", len(each))
+            refuse(op, argument, f"of one for each of {self.batch} sequences", len(each))
         for place, value in enumerate(each):
             name = f"{argument}[{place}]" if isinstance(values, Sequence) else argument
             check_size(op, name, value, least)

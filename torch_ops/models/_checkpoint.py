@@ -112,8 +112,8 @@ def read_tensors(
 def _checked(file: Path, name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if tensor.shape != shape or not tensor.is_floating_point():
         raise ValueError(
-            f"{file}: {name} must be a floating-point tensor of shape {tuple(shape)}, "
-            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            f"{file}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+            f"expected a floating-point tensor of shape {tuple(shape)}"
         )
     return tensor
 
@@ -146,5 +146,5 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold a JSON object, got a {type(values).__name__}")
+        raise ValueError(f"{file} holds a {type(values).__name__}, expected a JSON object")
     return values

@@ -30,8 +30,8 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     found = [module for module in modules_of(model) if is_vision_model(module)]
     if len(found) != 1:
         raise TypeError(
-            f"model must be or hold one vision encoder of Transformers ({vision_classes()}), "
-            f"got {type(model).__name__}, which holds {len(found) or 'none'}"
+            f"model is {type(model).__name__} with {len(found) or 'no'} vision encoders, expected one of Transformers "
+            f"or a model that holds one ({vision_classes()})"
         )
     (source,) = found
     if isinstance(source, QwenVisionEncoder):
@@ -107,7 +107,7 @@ def _check_frequencies(name: str, theirs: Any) -> None:
         wanted: Tensor = type(theirs)(theirs.config).inv_freq
     rounded_to_bf16 = 2.0**-8
     if got.shape != wanted.shape or not torch.allclose(got.cpu().to(wanted.dtype), wanted, rounded_to_bf16, 0.0):
-        refuse("from_transformers", f"{name}.inv_freq", "the frequencies of the config", "others")
+        refuse("from_transformers", f"{name}.inv_freq", "the frequencies of the config", "different")
 
 
 def _is_patched(module: nn.Module) -> bool:

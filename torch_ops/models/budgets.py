@@ -48,7 +48,7 @@ def whole_budgets(op: str, name: str, budget: int | Padding, sizes: VisionSizes)
     """
     padding = budget if isinstance(budget, Padding) else Padding(rows=budget)
     if not all(size is None or (isinstance(size, Integral) and int(size) >= 1) for size in astuple(padding)):
-        refuse(op, name, "of integers from 1 on", budget)
+        refuse(op, name, "integers from 1 on", budget)
     rows, unit = padding.rows or 0, sizes.merge_size**2
     if rows < unit or rows % unit:
         refuse(op, name, f"of a multiple of {unit} patches", padding.rows)

@@ -70,7 +70,7 @@ class Family:
         rope = getattr(config, "rope_parameters", None) or {}
         cell = merge_size * config.patch_size
         if self.windows and config.window_size < cell:
-            refuse("vision encoder", "window_size", f"of a merged cell, {cell} pixels, or more", config.window_size)
+            refuse("vision encoder", "window_size", f"at least a merged cell, {cell} pixels", config.window_size)
         return VisionSizes(
             head_dim=getattr(config, self.width) // config.num_heads,
             merge_size=merge_size,
@@ -111,7 +111,7 @@ def vision_config_of(config: Any) -> Any:
         inner = getattr(inner, "vision_config", None) or getattr(inner, "thinker_config", None)
     refuse(
         "vision encoder", "config",
-        f"of one of {', '.join(FAMILIES)}, or hold one as its vision_config",
+        f"one of {', '.join(FAMILIES)}, or one that holds it as its vision_config",
         f"{type(config).__name__} of model_type {getattr(config, 'model_type', None)!r}",
     )  # fmt: skip
 

@@ -214,18 +214,15 @@ class EncoderGraphs:
         for name in NOT_REPLAYED:
             # Values may be tensors, which are not to be compared.
             if kwargs.get(name) is not None and kwargs[name] is not False:
-                return name, "None, since a replay does not take it", "one"
+                return name, "None, since a replay does not take it", "given"
         if images is None:
-            return "grid_thw", "given, or metadata whose images the host knows", "none"
+            return "grid_thw", "a grid, or metadata whose images the host knows", None
         if (mode := _mode(self.encoder)) is not None:
             return mode
         if budget is None:
             budgets = "; ".join(map(words_of, self.budgets))
-            return (
-                "a batch",
-                f"within one of the budgets ({budgets})",
-                words_of(filled_sizes(images, self.encoder.sizes)),
-            )
+            filled = words_of(filled_sizes(images, self.encoder.sizes))
+            return "the batch", f"of at most one of the budgets ({budgets})", filled
         return None
 
     def _ready(self) -> Statics:
@@ -247,7 +244,7 @@ class EncoderGraphs:
 def _mode(encoder: QwenVisionEncoder) -> tuple[str, str, object] | None:
     """The modes of the caller that no graph can have."""
     if torch.is_autocast_enabled(encoder.device.type):
-        return "autocast", "off: cast the encoder instead", "on"
+        return "autocast", "off; cast the encoder instead", "on"
     if settings.checked:
         return "settings.checked", "False, since checks wait for the device", True
     return None
@@ -265,7 +262,8 @@ def _needs_gradients(pixel_values: Tensor, weights: Callable[[], Iterable[Tensor
 
 
 def _refuse_gradients() -> None:
-    refuse(OP, "a call", "in torch.inference_mode() or torch.no_grad(): a replay has no gradients", "gradients on")
+    wanted = "off, because a replay has no gradients; call it under torch.inference_mode() or torch.no_grad()"
+    refuse(OP, "the gradient mode", wanted, "on")
 
 
 __all__ = ["EncoderGraphs"]

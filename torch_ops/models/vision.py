@@ -106,7 +106,8 @@ class VisionAttention(nn.Module):
         Without cos and sin nothing is rotated. Without cu_seqlens all rows are one segment.
         """
         if (cos is None) != (sin is None):
-            refuse("VisionAttention", "cos and sin", "given together", "one without the other")
+            given, other = ("cos", "sin") if sin is None else ("sin", "cos")
+            refuse("VisionAttention", given, f"None where {other} is", "a tensor")
         if cu_seqlens is None:
             cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
         if cos is not None and sin is not None and plain(self.qkv):
@@ -368,24 +369,24 @@ class QwenVisionEncoder(nn.Module):
             return
         _check_is_metadata(metadata)
         if metadata.sizes not in (None, self.sizes):
-            refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"that of {metadata.sizes}")
+            refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"made for {metadata.sizes}")
 
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
         """With `sent`, who calls sends pixel values of the host."""
         if not isinstance(pixel_values, Tensor):
-            refuse("vision encoder", "pixel values", "a tensor", type(pixel_values).__name__)
+            refuse("vision encoder", "pixel_values", "a tensor", type(pixel_values).__name__)
         if pixel_values.is_complex():
-            refuse("vision encoder", "pixel values", "of a real dtype", dtype_name(pixel_values.dtype))
+            refuse("vision encoder", "pixel_values", "of a real dtype", dtype_name(pixel_values.dtype))
         weight = self.patch_embed.proj.weight
         if not (sent and pixel_values.device.type == "cpu"):
-            check_device("vision encoder", "pixel values", pixel_values, "the encoder", weight)
+            check_device("vision encoder", "pixel_values", pixel_values, "the encoder", weight)
         columns = weight.shape[1:].numel()
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
-            refuse("vision encoder", "pixel values", f"of shape [T, {columns}], a row for each patch", got)
+            refuse("vision encoder", "pixel_values", f"of shape [T, {columns}], a row for each patch", got)
         if pixel_values.shape[0] != rows:
             wanted = f"of {rows} rows, the patches of the grid"
-            refuse("vision encoder", "pixel values", wanted, pixel_values.shape[0])
+            refuse("vision encoder", "pixel_values", wanted, pixel_values.shape[0])
 
     def _asked(self, name: str, given: Any, default: bool) -> Any:
         return getattr(self.config, name, default) if given is None else given
@@ -406,7 +407,7 @@ class QwenVisionEncoder(nn.Module):
     def _encode(self, pixel_values: Tensor, metadata: VisionMetadata, keep: bool) -> Outputs:
         if (metadata.window_index is None) != (self.sizes.window is None):
             wanted, got = ("with", "without") if metadata.window_index is None else ("without", "with")
-            refuse("vision encoder", "metadata", f"{wanted} windows, as the encoder is", f"metadata {got}")
+            refuse("vision encoder", "metadata", f"{wanted} windows, as the encoder is", f"{got} windows")
         branch, residual = self.patch_embed(pixel_values), None
         if self.pos_embed is not None:
             residual = self._positions(branch, metadata)

@@ -114,7 +114,7 @@ class VisionMetadata:
 
     def _known(self) -> tuple[Image, ...]:
         if self.images is None:
-            refuse("VisionMetadata", "images", "known to the host", "metadata of tensors alone")
+            refuse("VisionMetadata", "images", "known to the host", "known to the device alone")
         return self.images or ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,7 +184,7 @@ def check_grid(op: str, grid_thw: Tensor) -> None:
         refuse(op, "grid_thw", "of an integer dtype", grid_thw.dtype)
     check_dense(op, "grid_thw", grid_thw)
     if grid_thw.is_meta:
-        refuse(op, "grid_thw", "a tensor that has values", "one on the meta device")
+        refuse(op, "grid_thw", "a tensor that has values", "a tensor on the meta device")
 
 
 def images_of(op: str, grid_thw: Tensor, merge_size: int) -> tuple[Image, ...]:
@@ -227,7 +227,7 @@ def metadata_of(
         # Tensors that another stream sent may not have arrived.
         stream = torch.cuda.current_stream(device).cuda_stream
         if torch.cuda.is_current_stream_capturing():
-            refuse("vision_metadata", "metadata", "made before a CUDA graph is captured", "a call within the capture")
+            refuse("vision_metadata", "metadata", "made before a CUDA graph is captured", "made within the capture")
     make = _remembered if is_eager() else _remembered.__wrapped__
     # Tensors made in inference mode could not be kept for a gradient.
     with torch.inference_mode(False), torch.no_grad():
@@ -346,7 +346,7 @@ def precomputed_metadata(
     if any(missing.values()):
         if grid_thw is None:
             names = ", ".join(name for name, lacking in missing.items() if lacking)
-            refuse("vision encoder", "grid_thw", f"given, or metadata, or {names}", None)
+            refuse("vision encoder", "grid_thw", f"a grid, unless metadata or {names} are given", None)
         base = vision_metadata(grid_thw, sizes, device)
     if position_ids is not None:
         cos, sin = _turned(position_ids, sizes)

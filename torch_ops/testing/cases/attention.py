@@ -89,7 +89,7 @@ def _packed(shape: tuple[int, int, int], layout: str, draw: Any) -> Tensor:
         return draw(rows * heads * dim + 1)[1:].view(rows, heads, dim)
     if layout == "odd_strides":
         return draw(rows, heads, dim + 3)[:, :, :dim]
-    raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
 
 
 def drawn_options(options: dict[str, Any], sequences: int, heads: int, draw: Any, device: Any) -> dict[str, Any]:

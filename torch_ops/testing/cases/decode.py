@@ -83,7 +83,7 @@ def _laid_out(shape: tuple[int, int, int, int], layout: str, draw: Any) -> Tenso
         return draw(batch, heads, rows, dim + 3)[..., :dim]
     if layout == "column_strided":
         return draw(dim, batch, heads, rows).permute(1, 2, 3, 0)
-    raise ValueError(f"layout must be one of {', '.join(DECODE_LAYOUTS)} or column_strided, got {layout!r}")
+    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(DECODE_LAYOUTS)} or column_strided")
 
 
 DECODE_LAYOUTS = ("bhsd", "bshd", "sbhd", "padded")

@@ -70,7 +70,7 @@ def _batch(shape: tuple[int, int, int, int], layout: str, draw: Any) -> Tensor:
         return draw(batch * heads * rows * dim + 1)[1:].view(shape)
     if layout == "odd_strides":
         return draw(batch, heads, rows, dim + 3)[..., :dim]
-    raise ValueError(f"layout must be one of {', '.join(DENSE_LAYOUTS)}, got {layout!r}")
+    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(DENSE_LAYOUTS)}")
 
 
 DENSE_LAYOUTS = (

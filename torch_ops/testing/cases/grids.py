@@ -55,7 +55,7 @@ def lay_out(rows: Tensor, layout: str) -> Tensor:
         return rows.new_empty(count * width + 1)[1:].view(count, width).copy_(rows)
     if layout == "odd_strides":
         return rows.new_empty(count, width + 3)[:, :width].copy_(rows)
-    raise ValueError(f"layout must be one of {', '.join(ROW_LAYOUTS)}, got {layout!r}")
+    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(ROW_LAYOUTS)}")
 
 
 def make_grid_inputs(

@@ -80,7 +80,7 @@ def _drawn(shape: tuple[int, ...], layout: str, draw: Any) -> Tensor:
         return draw(*rows, width + 3)[..., :width]
     if layout == "expanded":
         return draw(width).expand(shape)
-    raise ValueError(f"layout must be one of {', '.join(NORM_LAYOUTS)}, got {layout!r}")
+    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(NORM_LAYOUTS)}")
 
 
 def make_norm_inputs(

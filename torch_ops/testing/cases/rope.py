@@ -56,7 +56,7 @@ def make_rope_inputs(
 ) -> RopeWindowAttnInputs:
     """Fresh random inputs, with `tables` one of TABLES; the same for the same seed on every device."""
     if tables not in TABLES:
-        raise ValueError(f"tables must be one of {', '.join(TABLES)}, got {tables!r}")
+        raise ValueError(f"tables is {tables!r}, expected one of {', '.join(TABLES)}")
     inputs = make_inputs(case, dtype, device, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     half = case.head_dim // 2
