@@ -1,7 +1,6 @@
 """Numerics, semantics and refusals of vk::attention and its backward."""
 
 import json
-import os
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,12 +15,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from csrc_free_ops.configs.rows import Launch, Row, as_document
 from tests.attention.verify import backward, differentiate, plans_made_anew, verify, verify_downcast
 from tests.testing.interpreter import with_dtypes
+from tests.verify import DTYPES, GPU, INTERPRET, assert_refuses, assert_same_bits, assert_waits_for_nothing, flops_of
 from torch_ops import attention, settings, window_attn
 from torch_ops._attention import parts as attention_parts
 from torch_ops._attention import portable as attention_portable
@@ -37,9 +36,6 @@ from torch_ops.testing.cases import (
     make_dense_inputs,
 )
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 # On the CPU a few head dims stand for all, as in the tests of packed attention.
 CASES = [c for c in dense_cases("edge") if GPU or not re.fullmatch(r"d\d+", c.name) or c.head_dim % 40 in (0, 16)]
 
@@ -157,9 +153,7 @@ def test_agrees_on_anything(call: tuple[DenseCase, torch.dtype], seed: int) -> N
 @pytest.mark.parametrize("case", dense_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: DenseCase, device: str) -> None:
     inputs = make_dense_inputs(case, torch.float16, device)
-    first, second = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same_bits(lambda: differentiate(torch.ops.vk.attention, inputs))
 
 
 # A GPU has larger tiles than the interpreter.
@@ -517,16 +511,9 @@ def test_downcast_is_of_fp32_and_not_of_autocast(device: str) -> None:
 )
 def test_flops_are_exact(options: dict[str, Any], pairs: int, device: str) -> None:
     q, k = torch.randn(2, 4, 30, 16, device=device, requires_grad=True), torch.randn(2, 2, 40, 16, device=device)
-    with FlopCounterMode(display=False) as counter:
-        out, _ = torch.ops.vk.attention(q, k, k, **options)
-    assert counter.get_total_flops() == 4 * 2 * 4 * 16 * pairs
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == 10 * 2 * 4 * 16 * pairs
-
-
-def _good(device: str) -> dict[str, Any]:
-    return {name: torch.randn(2, 2, 10, 16, device=device) for name in "qkv"}
+    flops, (out, _) = flops_of(lambda: torch.ops.vk.attention(q, k, k, **options))
+    assert flops == 4 * 2 * 4 * 16 * pairs
+    assert flops_of(lambda: out.sum().backward())[0] == 10 * 2 * 4 * 16 * pairs
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -538,31 +525,27 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"v": lambda x: x[:, :1]}, r"v has .*, expected shape .* as k is"),
     ({"k": lambda x: x[..., :8]}, r"the head dimension of k is 8, expected 16 as that of q is"),
     ({"q": lambda x: x[:, :1]}, r"the number of heads of k is 2, expected a divisor of the 1 heads of q"),
-    ({"scale": lambda x: -1.0}, r"scale is -1.0, expected a positive number"),
-    ({"scale": lambda x: torch.tensor(1.0)}, r"scale is a tensor, expected a number"),
-    ({"window_left": lambda x: -2}, r"window_left is -2, expected -1 \(unbounded\) or a number of keys"),
-    ({"softcap": lambda x: -1.0}, r"softcap is -1.0, expected 0 \(off\)"),
-    ({"alibi_slopes": lambda x: torch.ones(3)}, r"alibi_slopes has shape \[3\], expected shape \[H\] = \[2\]"),
-    ({"alibi_slopes": lambda x: torch.ones(2).half()}, r"alibi_slopes is float16, expected float32"),
-    ({"sinks": lambda x: torch.ones(2, 2)}, r"sinks has shape \[2, 2\], expected shape \[H\] = \[2\]"),
-    ({"sinks": lambda x: torch.ones(2).half()}, r"sinks is float16, expected float32 as q is"),
-    ({"dropout_p": lambda x: 1.0}, r"dropout_p is 1.0, expected a probability from 0 to below 1, in fp32 too"),
-    ({"dropout_p": lambda x: 1 - 2**-30}, r"dropout_p is 0.9\d+, expected a probability from 0 to below 1"),
-    ({"dropout_p": lambda x: torch.tensor(0.1)}, r"dropout_p is a tensor, expected a number"),
-    ({"dropout_p": lambda x: 0.1, "dropout_seed": lambda x: torch.ones(1)}, r"dropout_seed.* expected int64 of shape"),
-    ({"compute_dtype": lambda x: torch.float32}, r"compute_dtype is torch.float32, expected torch.float16"),
+    ({"scale": -1.0}, r"scale is -1.0, expected a positive number"),
+    ({"scale": torch.tensor(1.0)}, r"scale is a tensor, expected a number"),
+    ({"window_left": -2}, r"window_left is -2, expected -1 \(unbounded\) or a number of keys"),
+    ({"softcap": -1.0}, r"softcap is -1.0, expected 0 \(off\)"),
+    ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \[3\], expected shape \[H\] = \[2\]"),
+    ({"alibi_slopes": torch.ones(2).half()}, r"alibi_slopes is float16, expected float32"),
+    ({"sinks": torch.ones(2, 2)}, r"sinks has shape \[2, 2\], expected shape \[H\] = \[2\]"),
+    ({"sinks": torch.ones(2).half()}, r"sinks is float16, expected float32 as q is"),
+    ({"dropout_p": 1.0}, r"dropout_p is 1.0, expected a probability from 0 to below 1, in fp32 too"),
+    ({"dropout_p": 1 - 2**-30}, r"dropout_p is 0.9\d+, expected a probability from 0 to below 1"),
+    ({"dropout_p": torch.tensor(0.1)}, r"dropout_p is a tensor, expected a number"),
+    ({"dropout_p": 0.1, "dropout_seed": torch.ones(1)}, r"dropout_seed.* expected int64 of shape"),
+    ({"compute_dtype": torch.float32}, r"compute_dtype is torch.float32, expected torch.float16"),
 ]  # fmt: skip
 
 
 @pytest.mark.no_interpret
 @pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[message[:30] for _, message in REFUSALS])
 def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
-    good = _good(device)
-    attention(**good)
-    given = {name: change(good.get(name)) for name, change in changes.items()}
-    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    with pytest.raises(ValueError, match=f"^attention: {message}"):
-        attention(**{**good, **given})
+    good = {name: torch.randn(2, 2, 10, 16, device=device) for name in "qkv"}
+    assert_refuses(attention, good, changes, message)
 
 
 def test_slopes_get_no_gradient_and_say_so(device: str) -> None:
@@ -578,14 +561,12 @@ def test_backward_refuses(device: str) -> None:
     x = torch.randn(2, 2, 10, 16, device=device)
     lse = torch.zeros(2, 2, 10, device=device)
     good = {"dout": x, "dlse": None, "q": x, "k": x, "v": x, "out": x, "lse": lse}
-    torch.ops.vk.attention_backward(**good)
     for name, value, message in (
         ("dout", x[:1], r"dout has .*, expected shape \[2, 2, 10, 16\] as q is"),
         ("lse", lse[:1], r"lse has .*, expected shape \[B, H, S\] = \[2, 2, 10\]"),
         ("dlse", lse.half(), r"dlse is float16, expected float32"),
     ):
-        with pytest.raises(ValueError, match=f"^attention_backward: {message}"):
-            torch.ops.vk.attention_backward(**{**good, name: value})
+        assert_refuses(torch.ops.vk.attention_backward, good, {name: value}, message)
 
 
 @pytest.mark.gpu
@@ -601,13 +582,7 @@ def test_either_mode_and_path_is_right(head_dim: int, device: str) -> None:
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_dense_inputs(dense_cases("smoke")[1], torch.bfloat16, device)
     q = inputs.q.requires_grad_()
-    inputs.call(attention, q=q).backward(inputs.dout)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inputs.call(attention, q=q).backward(inputs.dout)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    assert_waits_for_nothing(lambda: inputs.call(attention, q=q).backward(inputs.dout))
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.attention.verify import verify_decode
 from tests.testing.interpreter import with_dtypes
+from tests.verify import DTYPES, GPU, INTERPRET, assert_refuses, assert_waits_for_nothing, flops_of, misaligned
 from torch_ops import attention_decode, rms_norm, window_attn
 from torch_ops.testing import check_draws, references
 from torch_ops.testing.cases import (
@@ -29,10 +28,6 @@ from torch_ops.testing.cases import (
 )
 from torch_ops.testing.tolerance import Draw
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-# The interpreter computes in numpy, which has no bf16.
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 CASES = decode_cases("edge")
 OP = torch.ops.vk.attention_decode
 
@@ -120,7 +115,7 @@ def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -
     verify_decode(inputs)
     for name in ("q", "k_cache", "v_cache"):
         aligned = getattr(inputs, name)
-        shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+        shifted = misaligned(aligned)
         verify_decode(dataclasses.replace(inputs, **{name: shifted}))
 
 
@@ -333,152 +328,80 @@ def test_a_tangent_is_refused(device: str) -> None:
         torch.func.jvp(lambda q: inputs.call(attention_decode, q=q), (inputs.q,), (torch.ones_like(inputs.q),))
 
 
-def _refusals() -> list:
-    def changed(**changes):
-        return lambda good: {name: change(good) for name, change in changes.items()}
-
-    def both(change):
-        return {name: lambda g, name=name: change(g[name]) for name in ("k_cache", "v_cache")}
-
-    ints = {"dtype": torch.int32}
-    return [
-        ("q_rank", changed(q=lambda g: g["q"][0]), r"q has shape \[4, 3, 16\], expected shape \[B, H, Sq, D\]"),
-        ("q_int", changed(q=lambda g: g["q"].int()), r"q is int32, expected float16, bfloat16 or float32"),
-        (
-            "queries",
-            changed(q=lambda g: g["q"].repeat(1, 1, 6, 1)),
-            r"number of queries of q is 18, expected from 1 to 16",
-        ),
-        ("no_queries", changed(q=lambda g: g["q"][:, :, :0]), r"number of queries of q is 0, expected from 1 to 16"),
-        ("dim", changed(q=lambda g: g["q"][..., :12]), r"head dimension of q is 12, expected a multiple of 8"),
-        ("k_rank", changed(k_cache=lambda g: g["k_cache"][0]), r"k_cache has .*, expected shape \[B, Hk, S, D\]"),
-        (
-            "k_dim",
-            changed(**both(lambda x: x[..., :8])),
-            r"head dimension of k_cache is 8, expected 16 as that of q is",
-        ),
-        (
-            "k_columns",
-            changed(k_cache=lambda g: g["k_cache"].repeat(1, 1, 1, 2)[..., ::2]),
-            r"k_cache has .*, expected contig",
-        ),
-        ("v_shape", changed(v_cache=lambda g: g["v_cache"][:, :, :5]), r"v_cache.* expected shape .* as k_cache is"),
-        (
-            "v_dtype",
-            changed(v_cache=lambda g: g["v_cache"].half()),
-            r"v_cache is float16, expected float32 as k_cache is",
-        ),
-        ("heads", changed(q=lambda g: g["q"][:, :3]), r"heads of k_cache is 2, expected a divisor of the 3 heads of q"),
-        (
-            "batch",
-            changed(**both(lambda x: x[:1])),
-            r"k_cache has .*, expected 2 sequences as q is, unless block_table is given",
-        ),
-        ("lengths", changed(cache_seqlens=lambda g: g["cache_seqlens"][:1]), r"cache_seqlens.* expected shape \[2\]"),
-        ("long", changed(cache_seqlens=lambda g: g["cache_seqlens"].long()), r"cache_seqlens is int64, expected int32"),
-        (
-            "meta",
-            changed(cache_seqlens=lambda g: g["cache_seqlens"].to("meta")),
-            r"cache_seqlens is on meta, expected on",
-        ),
-        (
-            "table",
-            changed(block_table=lambda g: torch.zeros(3, 2, **ints)),
-            r"block_table has .*, expected shape \[B, pages\]",
-        ),
-        (
-            "table_long",
-            changed(block_table=lambda g: torch.zeros(2, 2).long()),
-            r"block_table is int64, expected int32",
-        ),
-        (
-            "page_size",
-            changed(block_table=lambda g: torch.zeros(2, 2, **ints), **both(lambda x: x[:, :, :20])),
-            r"the page size of k_cache is 20, expected a multiple of 16",
-        ),
-        (
-            "pages",
-            changed(block_table=lambda g: torch.zeros(2, 2, **ints), **both(lambda x: x[:0])),
-            r"k_cache has .*, expected one page or more",
-        ),
-        ("scale", changed(scale=lambda g: -1.0), r"scale is -1.0, expected a positive number"),
-        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale is a tensor, expected a number"),
-        (
-            "window",
-            changed(window_left=lambda g: -2),
-            r"window_left is -2, expected -1 \(unbounded\) or a number of keys",
-        ),
-        ("softcap", changed(softcap=lambda g: -3.0), r"softcap is -3.0, expected 0 \(off\) or a positive number"),
-        (
-            "slopes",
-            changed(alibi_slopes=lambda g: torch.ones(3)),
-            r"alibi_slopes has shape \[3\], expected shape \[H\] =",
-        ),
-        (
-            "half_slopes",
-            changed(alibi_slopes=lambda g: torch.ones(4).half()),
-            r"alibi_slopes is float16, expected float32",
-        ),
-        ("sinks", changed(sinks=lambda g: torch.ones(3)), r"sinks has shape \[3\], expected shape \[H\] = \[4\]"),
-        ("sinks_dtype", changed(sinks=lambda g: torch.ones(4).half()), r"sinks is .*, expected float32 as q is"),
-        ("prefix", changed(prefix_k=lambda g: g["k_cache"]), r"prefix_k is a tensor, expected None where prefix_v is"),
-        (
-            "prefixes",
-            changed(**{name: lambda g: g["k_cache"].repeat(2, 1, 1, 1)[:3] for name in ("prefix_k", "prefix_v")}),
-            r"the number of prefixes of prefix_k is 3, expected a divisor of the 2 sequences",
-        ),
-        (
-            "prefix_heads",
-            changed(**{name: lambda g: g["k_cache"][:, :1] for name in ("prefix_k", "prefix_v")}),
-            r"the number of heads of prefix_k is 1, expected 2 as of k_cache",
-        ),
-        ("splits", changed(num_splits=lambda g: 2000), r"num_splits is 2000, expected 0 \(chosen\) or up to 1024"),
-        (
-            "both_splits",
-            changed(num_splits=lambda g: 2, batch_invariant=lambda g: True),
-            r"num_splits is .*, expected 0 with batch_invariant",
-        ),
-        ("none", changed(v_cache=lambda g: None), r"v_cache is None, expected a dense tensor"),
-    ]
+CACHES, PREFIXES = ("k_cache", "v_cache"), ("prefix_k", "prefix_v")
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"q": lambda x: x[0]}, r"q has shape \[4, 3, 16\], expected shape \[B, H, Sq, D\]"),
+    ({"q": lambda x: x.int()}, r"q is int32, expected float16, bfloat16 or float32"),
+    ({"q": lambda x: x.repeat(1, 1, 6, 1)}, r"number of queries of q is 18, expected from 1 to 16"),
+    ({"q": lambda x: x[:, :, :0]}, r"number of queries of q is 0, expected from 1 to 16"),
+    ({"q": lambda x: x[..., :12]}, r"head dimension of q is 12, expected a multiple of 8"),
+    ({"k_cache": lambda x: x[0]}, r"k_cache has .*, expected shape \[B, Hk, S, D\]"),
+    (dict.fromkeys(CACHES, lambda x: x[..., :8]), r"head dimension of k_cache is 8, expected 16 as that of q is"),
+    ({"k_cache": lambda x: x.repeat(1, 1, 1, 2)[..., ::2]}, r"k_cache has .*, expected contig"),
+    ({"v_cache": lambda x: x[:, :, :5]}, r"v_cache.* expected shape .* as k_cache is"),
+    ({"v_cache": lambda x: x.half()}, r"v_cache is float16, expected float32 as k_cache is"),
+    ({"q": lambda x: x[:, :3]}, r"heads of k_cache is 2, expected a divisor of the 3 heads of q"),
+    (
+        dict.fromkeys(CACHES, lambda x: x[:1]),
+        r"k_cache has .*, expected 2 sequences as q is, unless block_table is given",
+    ),
+    ({"cache_seqlens": lambda x: x[:1]}, r"cache_seqlens.* expected shape \[2\]"),
+    ({"cache_seqlens": lambda x: x.long()}, r"cache_seqlens is int64, expected int32"),
+    ({"cache_seqlens": lambda x: x.to("meta")}, r"cache_seqlens is on meta, expected on"),
+    ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, r"block_table has .*, expected shape \[B, pages\]"),
+    ({"block_table": torch.zeros(2, 2).long()}, r"block_table is int64, expected int32"),
+    (
+        {"block_table": torch.zeros(2, 2, dtype=torch.int32), **dict.fromkeys(CACHES, lambda x: x[:, :, :20])},
+        r"the page size of k_cache is 20, expected a multiple of 16",
+    ),
+    (
+        {"block_table": torch.zeros(2, 2, dtype=torch.int32), **dict.fromkeys(CACHES, lambda x: x[:0])},
+        r"k_cache has .*, expected one page or more",
+    ),
+    ({"scale": -1.0}, r"scale is -1.0, expected a positive number"),
+    ({"scale": torch.tensor(0.5)}, r"scale is a tensor, expected a number"),
+    ({"window_left": -2}, r"window_left is -2, expected -1 \(unbounded\) or a number of keys"),
+    ({"softcap": -3.0}, r"softcap is -3.0, expected 0 \(off\) or a positive number"),
+    ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \[3\], expected shape \[H\] ="),
+    ({"alibi_slopes": torch.ones(4).half()}, r"alibi_slopes is float16, expected float32"),
+    ({"sinks": torch.ones(3)}, r"sinks has shape \[3\], expected shape \[H\] = \[4\]"),
+    ({"sinks": torch.ones(4).half()}, r"sinks is .*, expected float32 as q is"),
+    ({"prefix_k": torch.zeros(2, 2, 32, 16)}, r"prefix_k is a tensor, expected None where prefix_v is"),
+    (
+        dict.fromkeys(PREFIXES, torch.zeros(3, 2, 32, 16)),
+        r"the number of prefixes of prefix_k is 3, expected a divisor of the 2 sequences",
+    ),
+    (
+        dict.fromkeys(PREFIXES, torch.zeros(2, 1, 32, 16)),
+        r"the number of heads of prefix_k is 1, expected 2 as of k_cache",
+    ),
+    ({"num_splits": 2000}, r"num_splits is 2000, expected 0 \(chosen\) or up to 1024"),
+    ({"num_splits": 2, "batch_invariant": True}, r"num_splits is .*, expected 0 with batch_invariant"),
+    ({"v_cache": None}, r"v_cache is None, expected a dense tensor"),
+]
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize(
-    ("name", "change", "message"), _refusals(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_refuses(name: str, change, message: str, device: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {
         "q": torch.randn(2, 4, 3, 16, device=device),
         "k_cache": torch.randn(2, 2, 32, 16, device=device),
         "v_cache": torch.randn(2, 2, 32, 16, device=device),
         "cache_seqlens": torch.tensor([20, 32], dtype=torch.int32, device=device),
     }
-    attention_decode(**good)
-    wrong = {
-        name: value.to(device) if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() else value
-        for name, value in change(good).items()
-    }
-    with pytest.raises(ValueError, match=f"^attention_decode: .*{message}"):
-        attention_decode(**{**good, **wrong})
+    assert_refuses(attention_decode, good, changes, message)
 
 
 def test_flops_are_those_of_all_there_is_room_for(device: str) -> None:
     inputs = make_decode_inputs(_case("prefix"), torch.float32, device)
-    with FlopCounterMode(display=False) as counter:
-        inputs.call(OP)
-    assert counter.get_total_flops() == 4 * inputs.q.numel() * (48 + 50)
+    assert flops_of(lambda: inputs.call(OP))[0] == 4 * inputs.q.numel() * (48 + 50)
 
 
 @pytest.mark.gpu
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_decode_inputs(_case("prefix_everything"), torch.bfloat16, device)
-    inputs.call(OP)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inputs.call(OP)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    assert_waits_for_nothing(lambda: inputs.call(OP))
 
 
 @pytest.mark.gpu

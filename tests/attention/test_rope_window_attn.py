@@ -4,20 +4,29 @@ What the attention core does is tested by tests/attention/test_window_attn.py; h
 """
 
 import dataclasses
-import os
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests.attention.verify import backward, differentiate, verify
 from tests.testing.interpreter import with_dtypes
+from tests.verify import (
+    DTYPES,
+    GPU,
+    INTERPRET,
+    assert_refuses,
+    assert_same_bits,
+    assert_waits_for_nothing,
+    flops_of,
+    misaligned,
+)
 from torch_ops import rope_window_attn, window_attn
 from torch_ops.testing import poisoned, references
 from torch_ops.testing.cases import (
@@ -31,10 +40,7 @@ from torch_ops.testing.cases import (
     rope_window_attn_cases,
 )
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
 # The interpreter computes in numpy, which has no bf16; on the CPU a few head dims stand for all.
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 HEAD_DIMS = (8, 64, 72, 80, 128) if not GPU else range(8, 257, 8)
 # In the interpreter those alone that differ in what is turned, or where.
 TURNED_APART = ("image", "padding", "skipped", "no_rows", "gqa", "mqa", "own_boundaries", "d8", "d128")
@@ -159,9 +165,7 @@ def test_is_window_attn_of_what_was_turned(dtype: torch.dtype, device: str) -> N
 @pytest.mark.parametrize("case", rope_window_attn_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
     inputs = make_rope_inputs(case, torch.float16, device)
-    first, second = (differentiate(torch.ops.vk.rope_window_attn, inputs) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same_bits(lambda: differentiate(torch.ops.vk.rope_window_attn, inputs))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -177,7 +181,7 @@ def test_every_call_sees_its_own_tensors_aligned_or_not(device: str) -> None:
         verify(inputs)
         for name in ("q", "cos") if INTERPRET else ("q", "k", "v", "cos", "sin", "dout"):
             aligned = getattr(inputs, name)
-            shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+            shifted = misaligned(aligned)
             verify(dataclasses.replace(inputs, **{name: shifted}))
 
 
@@ -320,48 +324,34 @@ def test_autocast_follows_the_region_but_for_the_tables(dtype: torch.dtype, devi
     assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
 
 
-def _refusals() -> list:
-    def changed(**changes):
-        return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
-
-    return [
-        ("q_rank", changed(q=lambda g: g["q"][0]), r"q has shape \[2, 16\], expected shape \[T, H, D\]"),
-        ("none", changed(cos=lambda g: None), r"cos is None, expected a dense tensor"),
-        (
-            "rank",
-            changed(sin=lambda g: g["sin"][:, None]),
-            r"sin has shape \[10, 1, 16\], expected shape \[T, D\] or \[T, D / 2\] = \[10, any\]",
-        ),
-        ("rows", changed(cos=lambda g: g["cos"][:9]), r"cos has shape \[9, 16\], expected shape .* = \[10, any\]"),
-        ("columns", changed(cos=lambda g: g["cos"][:, :4]), r"cos has 4, expected 16 or 8 columns"),
-        ("dtype", changed(cos=lambda g: g["cos"].half()), r"cos is float16, expected float32 as q is"),
-        (
-            "widths",
-            changed(sin=lambda g: g["sin"][:, :8]),
-            r"sin is \[10, 8\] in float32, expected \[10, 16\] in float32 as cos is",
-        ),
-        ("device", changed(sin=lambda g: g["sin"].to("meta")), r"sin is on meta, expected on .* as q is"),
-        (
-            "k_rows",
-            changed(**{n: lambda g, n=n: g[n][:5] for n in "kv"}, cu_seqlens_k=lambda g: g["cu_seqlens"] // 2),
-            r"k has 5, expected 10 rows as q is, since they share the rows of cos and sin",
-        ),
-        ("cu_dtype", changed(cu_seqlens=lambda g: g["cu_seqlens"].long()), r"cu_seqlens is int64, expected int32"),
-        ("scale", changed(scale=lambda g: -1.0), r"scale is -1.0, expected a positive number"),
-        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale is a tensor, expected a number"),
-    ]
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"q": lambda x: x[0]}, r"q has shape \[2, 16\], expected shape \[T, H, D\]"),
+    ({"cos": None}, r"cos is None, expected a dense tensor"),
+    (
+        {"sin": lambda x: x[:, None]},
+        r"sin has shape \[10, 1, 16\], expected shape \[T, D\] or \[T, D / 2\] = \[10, any\]",
+    ),
+    ({"cos": lambda x: x[:9]}, r"cos has shape \[9, 16\], expected shape .* = \[10, any\]"),
+    ({"cos": lambda x: x[:, :4]}, r"cos has 4, expected 16 or 8 columns"),
+    ({"cos": lambda x: x.half()}, r"cos is float16, expected float32 as q is"),
+    ({"sin": lambda x: x[:, :8]}, r"sin is \[10, 8\] in float32, expected \[10, 16\] in float32 as cos is"),
+    ({"sin": lambda x: x.to("meta")}, r"sin is on meta, expected on .* as q is"),
+    (
+        {**dict.fromkeys("kv", lambda x: x[:5]), "cu_seqlens_k": torch.tensor([0, 5], dtype=torch.int32)},
+        r"k has 5, expected 10 rows as q is, since they share the rows of cos and sin",
+    ),
+    ({"cu_seqlens": lambda x: x.long()}, r"cu_seqlens is int64, expected int32"),
+    ({"scale": -1.0}, r"scale is -1.0, expected a positive number"),
+    ({"scale": torch.tensor(0.5)}, r"scale is a tensor, expected a number"),
+]
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize(
-    ("name", "change", "message"), _refusals(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_refuses(name: str, change, message: str, device: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {x: torch.randn(10, 2, 16, device=device) for x in "qkv"}
     good |= {x: torch.randn(10, 16, device=device) for x in ("cos", "sin")} | {"cu_seqlens": cumulative((10,), device)}
-    rope_window_attn(**good)
-    with pytest.raises(ValueError, match=f"^rope_window_attn: .*{message}"):
-        rope_window_attn(**change(good))
+    assert_refuses(rope_window_attn, good, changes, message)
 
 
 @pytest.mark.no_interpret
@@ -379,10 +369,7 @@ def test_backward_refuses(changes: dict, message: str, device: str) -> None:
         "dout": x, "dlse": None, "q": x, "k": x, "v": x, "out": x, "lse": torch.zeros(2, 10, device=device),
         "cos": table, "sin": table, "cu_seqlens": cumulative((10,), device),
     }  # fmt: skip
-    torch.ops.vk.rope_window_attn_backward(**good)
-    with pytest.raises(ValueError, match=f"^rope_window_attn_backward: {message}"):
-        given = {name: tensor if tensor is None else tensor.to(device) for name, tensor in changes.items()}
-        torch.ops.vk.rope_window_attn_backward(**{**good, **given})
+    assert_refuses(torch.ops.vk.rope_window_attn_backward, good, changes, message)
 
 
 def test_flops_are_those_of_the_products(device: str) -> None:
@@ -390,12 +377,9 @@ def test_flops_are_those_of_the_products(device: str) -> None:
     inputs = make_rope_inputs(case, torch.float32, device)
     pairs = 30 * 31 // 2 + 10 * 11 // 2
     q = inputs.q.requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        out, _ = inputs.call(torch.ops.vk.rope_window_attn, q=q)
-    assert counter.get_total_flops() == 4 * 2 * 16 * pairs
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == 10 * 2 * 16 * pairs
+    flops, (out, _) = flops_of(lambda: inputs.call(torch.ops.vk.rope_window_attn, q=q))
+    assert flops == 4 * 2 * 16 * pairs
+    assert flops_of(lambda: out.sum().backward())[0] == 10 * 2 * 16 * pairs
 
 
 def test_explains_itself(device: str) -> None:
@@ -414,13 +398,7 @@ def test_explains_itself(device: str) -> None:
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_rope_inputs(SMALL, torch.bfloat16, device)
     q = inputs.q.requires_grad_()
-    inputs.call(rope_window_attn, q=q).backward(inputs.dout)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inputs.call(rope_window_attn, q=q).backward(inputs.dout)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    assert_waits_for_nothing(lambda: inputs.call(rope_window_attn, q=q).backward(inputs.dout))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 tests/attention/test_window_attn.py runs them too, wherever a case's segments are short on average.
 """
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 import torch_ops
 from tests.attention.verify import differentiate, verify
+from tests.verify import INTERPRET, assert_same_bits
 from torch_ops import settings, window_attn
 from torch_ops._attention import short as attention_short
 from torch_ops._attention.choose import choose
@@ -20,7 +20,6 @@ from torch_ops._attention.plan import plan_backward, plan_forward
 from torch_ops._attention.tensors import Backward, Forward, mean_length
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs, window_attn_cases
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 KERNELS = {"attention_fwd_short", "attention_bwd_short"}
 # Lengths in the unit of a block, then in rows; the mean stays below a block.
 WHOLE, SHORT, LONG = (1, 0), (0, 5), (2, 3)
@@ -162,9 +161,7 @@ def test_wild_boundaries_stay_inside(values: tuple[int, ...], device: str) -> No
 @pytest.mark.no_interpret
 def test_same_bits_every_time(device: str) -> None:
     inputs = _inputs(*(SHORT, WHOLE) * 3, LONG, device=device)
-    first, second = (differentiate(torch.ops.vk.window_attn, inputs) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same_bits(lambda: differentiate(torch.ops.vk.window_attn, inputs))
 
 
 UNSUITED = {

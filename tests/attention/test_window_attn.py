@@ -1,7 +1,6 @@
 """Numerics, semantics and refusals of vk::window_attn and its backward."""
 
 import dataclasses
-import os
 import re
 from functools import partial
 from typing import Any
@@ -17,6 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import torch_ops
 from tests.attention.verify import backward, differentiate, verify
 from tests.testing.interpreter import with_dtypes
+from tests.verify import (
+    DTYPES,
+    GPU,
+    INTERPRET,
+    assert_refuses,
+    assert_same_bits,
+    assert_waits_for_nothing,
+    flops_of,
+    misaligned,
+)
 from torch_ops import window_attn
 from torch_ops._core.launch import precision_of
 from torch_ops.testing import assert_close_to_reference, check, references
@@ -28,10 +37,7 @@ from torch_ops.testing.cases import (
     window_attn_cases,
 )
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
 # The interpreter computes in numpy, which has no bf16; on the CPU a few head dims stand for all.
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 CASES = [c for c in window_attn_cases("edge") if GPU or not re.fullmatch(r"d\d+", c.name) or c.head_dim % 40 in (0, 16)]
 
 pytestmark = pytest.mark.interpret
@@ -106,9 +112,7 @@ def test_thousands_of_segments(device: str) -> None:
 @pytest.mark.parametrize("case", window_attn_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
     inputs = make_inputs(case, torch.float16, device)
-    first, second = (differentiate(torch.ops.vk.window_attn, inputs) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same_bits(lambda: differentiate(torch.ops.vk.window_attn, inputs))
 
 
 RELAUNCHED = WindowAttnCase("relaunched", "launches kept from the first call", (90, 40), 2, 72)
@@ -136,7 +140,7 @@ def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -
     verify(inputs)
     for name in ("q", "k", "v", "dout"):
         aligned = getattr(inputs, name)
-        shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+        shifted = misaligned(aligned)
         verify(dataclasses.replace(inputs, **{name: shifted}))
     verify(inputs)
 
@@ -422,95 +426,46 @@ def test_checked_mode_names_the_entry(values: tuple[int, ...], message: str, dev
     window_attn(inputs.q, inputs.k, inputs.v, cu)
 
 
-def _refusals() -> list:
-    def changed(**changes):
-        return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
-
-    return [
-        ("q_rank", changed(q=lambda g: g["q"][0]), r"q has shape \[2, 16\], expected shape \[T, H, D\]"),
-        ("k_rank", changed(k=lambda g: g["k"][None]), r"k has shape \[1, 10, 2, 16\], expected shape \[T, H, D\]"),
-        ("int", changed(q=lambda g: g["q"].int()), r"q is int32, expected float16, bfloat16 or float32"),
-        ("k_dtype", changed(k=lambda g: g["k"].half()), r"k is float16, expected float32 as q is"),
-        ("k_dim", changed(k=lambda g: g["k"][..., :8]), r"the head dimension of k is 8, expected 16 as that of q is"),
-        (
-            "dim",
-            changed(**{n: lambda g, n=n: g[n][..., :12] for n in "qkv"}),
-            r"is 12, expected a multiple of 8 from 8 to 256",
-        ),
-        (
-            "big",
-            changed(**{n: lambda g, n=n: g[n].repeat(1, 1, 20) for n in "qkv"}),
-            r"is 320, expected .* from 8 to 256",
-        ),
-        (
-            "heads",
-            changed(q=lambda g: g["q"].repeat(1, 2, 1)[:, :3]),
-            r"heads of k is 2, expected a divisor of the 3 heads of q",
-        ),
-        (
-            "no_heads",
-            changed(**{n: lambda g, n=n: g[n][:, :0] for n in "qkv"}),
-            r"heads of q is 0, expected from 1 to 65535",
-        ),
-        ("v_rows", changed(v=lambda g: g["v"][:5]), r"v has shape \[5, 2, 16\], expected shape \[10, 2, 16\] as k is"),
-        (
-            "rows",
-            changed(k=lambda g: g["k"][:5], v=lambda g: g["v"][:5]),
-            r"k has 5, expected 10 rows as q is, unless cu_seqlens_k is given",
-        ),
-        ("cu_dtype", changed(cu_seqlens=lambda g: g["cu_seqlens"].long()), r"cu_seqlens is int64, expected int32"),
-        (
-            "cu_rank",
-            changed(cu_seqlens=lambda g: g["cu_seqlens"][None]),
-            r"cu_seqlens has shape \[1, 2\], expected one dimension",
-        ),
-        (
-            "cu_empty",
-            changed(cu_seqlens=lambda g: g["cu_seqlens"][:0]),
-            r"cu_seqlens has shape \[0\], expected one dimension",
-        ),
-        (
-            "cu_k",
-            changed(cu_seqlens_k=lambda g: g["cu_seqlens"][:1]),
-            r"cu_seqlens_k has shape \[1\], expected shape \[2\] as cu_seqlens is",
-        ),
-        ("scale", changed(scale=lambda g: -1.0), r"scale is -1.0, expected a positive number"),
-        ("tiny_scale", changed(scale=lambda g: 1e-50), r"scale is 1e-50, expected a positive number that fp32 holds"),
-        ("nan_scale", changed(scale=lambda g: float("nan")), r"scale is nan, expected a positive number"),
-        (
-            "window",
-            changed(window_left=lambda g: -2),
-            r"window_left is -2, expected -1 \(unbounded\) or a number of keys",
-        ),
-        ("softcap", changed(softcap=lambda g: -3.0), r"softcap is -3.0, expected 0 \(off\) or a positive number"),
-        ("huge_softcap", changed(softcap=lambda g: 1e39), r"softcap is 1e\+39, expected 0 .* that fp32 holds"),
-        ("none", changed(v=lambda g: None), r"v is None, expected a dense tensor"),
-        ("no_cu", changed(cu_seqlens=lambda g: None), r"cu_seqlens is None, expected a dense tensor"),
-        ("learnt_scale", changed(scale=lambda g: torch.tensor(0.5)), r"scale is a tensor, expected a number"),
-        ("learnt_softcap", changed(softcap=lambda g: torch.tensor(5.0)), r"softcap is a tensor, expected a number"),
-        (
-            "sparse",
-            changed(q=lambda g: g["q"].to_sparse()),
-            r"q is of layout .*, expected a dense tensor",
-        ),
-        (
-            "device",
-            changed(cu_seqlens=lambda g: g["cu_seqlens"].to("meta")),
-            r"cu_seqlens is on meta, expected on .* as q is",
-        ),
-    ]
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"q": lambda x: x[0]}, r"q has shape \[2, 16\], expected shape \[T, H, D\]"),
+    ({"k": lambda x: x[None]}, r"k has shape \[1, 10, 2, 16\], expected shape \[T, H, D\]"),
+    ({"q": lambda x: x.int()}, r"q is int32, expected float16, bfloat16 or float32"),
+    ({"k": lambda x: x.half()}, r"k is float16, expected float32 as q is"),
+    ({"k": lambda x: x[..., :8]}, r"the head dimension of k is 8, expected 16 as that of q is"),
+    (dict.fromkeys("qkv", lambda x: x[..., :12]), r"is 12, expected a multiple of 8 from 8 to 256"),
+    (dict.fromkeys("qkv", lambda x: x.repeat(1, 1, 20)), r"is 320, expected .* from 8 to 256"),
+    ({"q": lambda x: x.repeat(1, 2, 1)[:, :3]}, r"heads of k is 2, expected a divisor of the 3 heads of q"),
+    (dict.fromkeys("qkv", lambda x: x[:, :0]), r"heads of q is 0, expected from 1 to 65535"),
+    ({"v": lambda x: x[:5]}, r"v has shape \[5, 2, 16\], expected shape \[10, 2, 16\] as k is"),
+    ({"k": lambda x: x[:5], "v": lambda x: x[:5]}, r"k has 5, expected 10 rows as q is, unless cu_seqlens_k is given"),
+    ({"cu_seqlens": lambda x: x.long()}, r"cu_seqlens is int64, expected int32"),
+    ({"cu_seqlens": lambda x: x[None]}, r"cu_seqlens has shape \[1, 2\], expected one dimension"),
+    ({"cu_seqlens": lambda x: x[:0]}, r"cu_seqlens has shape \[0\], expected one dimension"),
+    (
+        {"cu_seqlens_k": torch.zeros(1, dtype=torch.int32)},
+        r"cu_seqlens_k has shape \[1\], expected shape \[2\] as cu_seqlens is",
+    ),
+    ({"scale": -1.0}, r"scale is -1.0, expected a positive number"),
+    ({"scale": 1e-50}, r"scale is 1e-50, expected a positive number that fp32 holds"),
+    ({"scale": float("nan")}, r"scale is nan, expected a positive number"),
+    ({"window_left": -2}, r"window_left is -2, expected -1 \(unbounded\) or a number of keys"),
+    ({"softcap": -3.0}, r"softcap is -3.0, expected 0 \(off\) or a positive number"),
+    ({"softcap": 1e39}, r"softcap is 1e\+39, expected 0 .* that fp32 holds"),
+    ({"v": None}, r"v is None, expected a dense tensor"),
+    ({"cu_seqlens": None}, r"cu_seqlens is None, expected a dense tensor"),
+    ({"scale": torch.tensor(0.5)}, r"scale is a tensor, expected a number"),
+    ({"softcap": torch.tensor(5.0)}, r"softcap is a tensor, expected a number"),
+    ({"q": lambda x: x.to_sparse()}, r"q is of layout .*, expected a dense tensor"),
+    ({"cu_seqlens": lambda x: x.to("meta")}, r"cu_seqlens is on meta, expected on .* as q is"),
+]
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize(
-    ("name", "change", "message"), _refusals(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_refuses(name: str, change, message: str, device: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     tensors = {x: torch.randn(10, 2, 16, device=device) for x in "qkv"}
     good = {**tensors, "cu_seqlens": cumulative((10,), device)}
-    window_attn(**good)
-    with pytest.raises(ValueError, match=f"^window_attn: .*{message}"):
-        window_attn(**change(good))
+    assert_refuses(window_attn, good, changes, message)
 
 
 @pytest.mark.no_interpret
@@ -530,10 +485,7 @@ def test_backward_refuses(changes: dict, message: str, device: str) -> None:
         "dout": x, "dlse": None, "q": x, "k": x, "v": x, "out": x, "lse": torch.zeros(2, 10, device=device),
         "cu_seqlens": cumulative((10,), device),
     }  # fmt: skip
-    torch.ops.vk.window_attn_backward(**good)
-    with pytest.raises(ValueError, match=f"^window_attn_backward: {message}"):
-        given = {name: tensor if tensor is None else tensor.to(device) for name, tensor in changes.items()}
-        torch.ops.vk.window_attn_backward(**{**good, **given})
+    assert_refuses(torch.ops.vk.window_attn_backward, good, changes, message)
 
 
 @pytest.mark.parametrize(
@@ -548,12 +500,9 @@ def test_backward_refuses(changes: dict, message: str, device: str) -> None:
 def test_flops_are_exact(options: dict, pairs: int, device: str) -> None:
     inputs = make_inputs(WindowAttnCase("flops", "counter", (30, 10), 2, 16, options=options), torch.float32, device)
     q = inputs.q.requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        out, _ = inputs.call(torch.ops.vk.window_attn, q=q)
-    assert counter.get_total_flops() == 4 * 2 * 16 * pairs
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == 10 * 2 * 16 * pairs
+    flops, (out, _) = flops_of(lambda: inputs.call(torch.ops.vk.window_attn, q=q))
+    assert flops == 4 * 2 * 16 * pairs
+    assert flops_of(lambda: out.sum().backward())[0] == 10 * 2 * 16 * pairs
 
 
 def test_flops_of_fake_lengths_are_a_bound() -> None:
@@ -578,13 +527,7 @@ def test_tf32_only_where_allowed(allowed: bool, device: str, matmul: Any) -> Non
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_inputs(window_attn_cases("smoke")[1], torch.bfloat16, device)
     q = inputs.q.requires_grad_()
-    inputs.call(window_attn, q=q).backward(inputs.dout)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inputs.call(window_attn, q=q).backward(inputs.dout)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    assert_waits_for_nothing(lambda: inputs.call(window_attn, q=q).backward(inputs.dout))
 
 
 @pytest.mark.gpu

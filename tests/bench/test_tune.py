@@ -1,7 +1,6 @@
 """`vk bench tune`: what becomes a row, what is refused, and that a broken-off run goes on."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import Launch, Row, as_document, read_rows
+from tests.verify import INTERPRET
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops.bench.app import app
@@ -23,7 +23,6 @@ from torch_ops.bench.measure.timing import Timer
 from torch_ops.bench.measure.tune import Journal, Measured, Tried, rows_of
 from torch_ops.command import app as cli
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 SMALL, TALL = Launch(64, 64, 4, 2), Launch(128, 64, 4, 2)
 PROVENANCE = {"gpu": "X", "torch": "2", "triton": "3", "date": "now", "command": "vk", "commit": "c"}
 

@@ -1,7 +1,6 @@
 """flash-attn's signatures over the ops: layouts, meaning, refusals."""
 
 import inspect
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.verify import INTERPRET
 from torch_ops import attention, attention_decode, compat, kv_cache_append, window_attn
 from torch_ops.compat import (
     flash_attn_func,
@@ -26,7 +26,6 @@ from torch_ops.testing import check_draws, poisoned, references
 from torch_ops.testing.cases import cumulative
 from torch_ops.testing.tolerance import Draw
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DTYPES = [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
 LENGTHS, KEY_LENGTHS = (9, 0, 14), (12, 3, 7)

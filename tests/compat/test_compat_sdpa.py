@@ -1,7 +1,6 @@
 """PyTorch's scaled_dot_product_attention over vk::attention: its meaning, and what is passed on to PyTorch."""
 
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,12 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
+from tests.verify import DTYPES
 from torch_ops.compat import scaled_dot_product_attention, sdpa
 from torch_ops.testing import check_draws, poisoned
 from torch_ops.testing.tolerance import Draw
-
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 
 pytestmark = pytest.mark.interpret
 

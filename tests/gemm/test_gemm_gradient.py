@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.gemm.verify import Gradient
+from tests.verify import misaligned
 from torch_ops import mlp, settings
 from torch_ops._core.device import gpu
 from torch_ops._gemm import hopper as gemm_hopper
@@ -68,7 +69,7 @@ def test_addresses_that_tma_cannot_reach_are_computed_too(which: str, launches: 
     gradient = Gradient("silu", 200, 1368, 500)
     plan = gradient.plan()
     aligned = getattr(gradient, which)
-    setattr(gradient, which, aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned))
+    setattr(gradient, which, misaligned(aligned))
     found = gradient.run(plan)
     assert not launches
     check(found, gradient.reference(torch.bfloat16), gradient.reference(torch.float64))

@@ -17,6 +17,7 @@ from triton import cdiv
 import torch_ops
 from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, ROUND, tile_launch
 from tests.gemm.verify import Layer, verify_projection
+from tests.verify import misaligned
 from torch_ops import mlp, qkv_rope, settings
 from torch_ops._core.device import gpu
 from torch_ops._core.hopper import programs
@@ -181,7 +182,7 @@ def test_addresses_that_tma_cannot_reach_are_computed_too(which: str, launches: 
     layer.run(plan)
     assert len(launches) == 1
     aligned = getattr(layer, which)
-    shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+    shifted = misaligned(aligned)
     setattr(layer, which, shifted)
     actual = layer.run(plan)
     check(actual, layer.reference(torch.bfloat16), layer.reference(torch.float64))

@@ -13,18 +13,17 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from csrc_free_ops.configs.rows import ATEN
 from tests.gemm.verify import (
-    INTERPRET,
     Projection,
     ProjectionTests,
     assert_second_derivatives_refused,
     left_to_pytorch,
 )
 from tests.testing.interpreter import with_dtypes
+from tests.verify import DTYPES, GPU, INTERPRET, assert_refuses, assert_same_bits, flops_of, misaligned
 from torch_ops import mlp
 from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._gemm import plan as gemm
@@ -33,10 +32,7 @@ from torch_ops.testing import check, check_draws, redrawn, references
 from torch_ops.testing.cases import LINEAR_LAYOUTS, MlpCase, MlpInputs, make_mlp_inputs, mlp_cases, outcome
 from torch_ops.testing.tolerance import Draw
 
-GPU = torch.cuda.is_available()
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
-# The interpreter computes in numpy, which has no bf16.
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 TOWER, GATED, ODD = mlp_cases("smoke")
 APART = replace(GATED, name="apart", apart=True)
 APART_ODD = replace(APART, name="apart_odd", inner=85)
@@ -156,9 +152,7 @@ def test_nothing_overflows_in_between(activation: str, value: float, device: str
 @pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART], ids=lambda case: case.name)
 def test_same_bits_every_time(case: MlpCase, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float16, device)
-    first, second = (outcome(mlp, inputs) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same_bits(lambda: outcome(mlp, inputs))
 
 
 @pytest.mark.parametrize("case", [*mlp_cases("smoke"), APART], ids=lambda case: case.name)
@@ -244,7 +238,7 @@ def test_gradients_in_any_strides(layout: str, device: str) -> None:
         "zero": dout[:1, :1].expand(dout.shape),
         "row_strided": torch.cat([dout, dout], 1)[:, : dout.shape[1]],
         "column_strided": dout.t().contiguous().t(),
-        "misaligned": dout.new_empty(dout.numel() + 1)[1:].view(dout.shape).copy_(dout),
+        "misaligned": misaligned(dout),
     }[layout]
     one, other = (outcome(mlp, replace(inputs, dout=each)) for each in (strided, strided.contiguous()))
     for name in one:
@@ -373,87 +367,45 @@ def test_autocast_follows_the_region(dtype: torch.dtype, case: MlpCase, device: 
     assert all(leaf.grad.dtype == torch.float32 and leaf.grad.isfinite().all() for leaf in leaves.values())
 
 
-def _changed(**changes: Any) -> Any:
-    return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
-
-
-REFUSALS = [
-    ("activation", _changed(activation=lambda g: "relu"), r"activation is 'relu', expected one of gelu_tanh"),
-    ("x_scalar", _changed(x=lambda g: g["x"][0, 0]), r"x has shape \[\], expected shape \[..., C\]"),
-    ("x_int", _changed(x=lambda g: g["x"].int()), r"x is int32, expected float16, bfloat16 or float32"),
-    ("x_none", _changed(x=lambda g: None), r"x is None, expected a dense tensor"),
-    ("columns", _changed(x=lambda g: g["x"][:, :9]), r"w1 has shape \[16, 12\], expected shape \[I, C\] = \[any, 9\]"),
-    ("w1_dtype", _changed(w1=lambda g: g["w1"].half()), r"w1 is float16, expected float32 as x is"),
+GATES = {"activation": "swiglu", "w_up": torch.ones(16, 12), "b_up": torch.ones(16)}
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"activation": "relu"}, r"activation is 'relu', expected one of gelu_tanh"),
+    ({"x": lambda x: x[0, 0]}, r"x has shape \[\], expected shape \[..., C\]"),
+    ({"x": lambda x: x.int()}, r"x is int32, expected float16, bfloat16 or float32"),
+    ({"x": None}, r"x is None, expected a dense tensor"),
+    ({"x": lambda x: x[:, :9]}, r"w1 has shape \[16, 12\], expected shape \[I, C\] = \[any, 9\]"),
+    ({"w1": lambda x: x.half()}, r"w1 is float16, expected float32 as x is"),
+    ({"w2": lambda x: x[:, :9]}, r"w2 has shape \[12, 9\], expected shape \[N, I\] = \[any, 16\]"),
+    ({"activation": "swiglu"}, r"w2 has shape \[12, 16\], expected shape \[N, I\] = \[any, 8\]"),
     (
-        "w2_columns",
-        _changed(w2=lambda g: g["w2"][:, :9]),
-        r"w2 has shape \[12, 9\], expected shape \[N, I\] = \[any, 16\]",
-    ),
-    (
-        "swiglu",
-        _changed(activation=lambda g: "swiglu"),
-        r"w2 has shape \[12, 16\], expected shape \[N, I\] = \[any, 8\]",
-    ),
-    (
-        "odd_gates",
-        _changed(activation=lambda g: "swiglu", w1=lambda g: g["w1"][:15]),
+        {"activation": "swiglu", "w1": lambda x: x[:15]},
         r"the number of rows of w1 is 15, expected even: gates, then what they gate",
     ),
-    ("b1", _changed(b1=lambda g: g["b1"][:5]), r"b1 has shape \[5\], expected shape \[16\]"),
-    ("b2", _changed(b2=lambda g: g["b2"][None]), r"b2 has shape \[1, 12\], expected shape \[12\]"),
-    ("b2_dtype", _changed(b2=lambda g: g["b2"].half()), r"b2 is float16, expected float32 as x is"),
-    (
-        "nothing",
-        _changed(w2=lambda g: g["w2"][:0], b2=lambda g: None),
-        r"smallest size of w1 and w2 is 0, expected 1 or more",
-    ),
-    ("device", _changed(w2=lambda g: g["w2"].to("meta")), r"w2 is on meta, expected on .* as x is"),
-    (
-        "up_not_gated",
-        _changed(w_up=lambda g: g["w1"]),
-        r"w_up is .*, expected None with activation 'silu', since only 'swiglu'",
-    ),
-    ("b_up_alone", _changed(b_up=lambda g: g["b1"]), r"b_up is a tensor, expected None where w_up is"),
-    (
-        "w_up",
-        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"][1:], b_up=lambda g: g["b1"]),
-        r"w_up has shape \[15, 12\], expected shape \[I, C\] = \[16, 12\]",
-    ),
-    (
-        "w_up_dtype",
-        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"].half(), b_up=lambda g: g["b1"]),
-        r"w_up is float16, expected float32 as x is",
-    ),
-    (
-        "no_b_up",
-        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"]),
-        r"b_up is None, expected a tensor where b1 is one, else None",
-    ),
-    (
-        "b_up_without_b1",
-        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"], b1=lambda g: None, b_up=lambda g: g["b1"]),
-        r"b_up is a tensor, expected a tensor where b1 is one, else None",
-    ),
-    (
-        "b_up",
-        _changed(activation=lambda g: "swiglu", w_up=lambda g: g["w1"], b_up=lambda g: g["b1"][1:]),
-        r"b_up has shape \[15\], expected shape \[16\]",
-    ),
-    ("sparse", _changed(w1=lambda g: g["w1"].to_sparse()), r"w1 is of layout .*, expected a dense tensor"),
+    ({"b1": lambda x: x[:5]}, r"b1 has shape \[5\], expected shape \[16\]"),
+    ({"b2": lambda x: x[None]}, r"b2 has shape \[1, 12\], expected shape \[12\]"),
+    ({"b2": lambda x: x.half()}, r"b2 is float16, expected float32 as x is"),
+    ({"w2": lambda x: x[:0], "b2": None}, r"smallest size of w1 and w2 is 0, expected 1 or more"),
+    ({"w2": lambda x: x.to("meta")}, r"w2 is on meta, expected on .* as x is"),
+    ({"w_up": torch.ones(16, 12)}, r"w_up is .*, expected None with activation 'silu', since only 'swiglu'"),
+    ({"b_up": torch.ones(16)}, r"b_up is a tensor, expected None where w_up is"),
+    ({**GATES, "w_up": torch.ones(15, 12)}, r"w_up has shape \[15, 12\], expected shape \[I, C\] = \[16, 12\]"),
+    ({**GATES, "w_up": torch.ones(16, 12).half()}, r"w_up is float16, expected float32 as x is"),
+    ({**GATES, "b_up": None}, r"b_up is None, expected a tensor where b1 is one, else None"),
+    ({**GATES, "b1": None}, r"b_up is a tensor, expected a tensor where b1 is one, else None"),
+    ({**GATES, "b_up": torch.ones(15)}, r"b_up has shape \[15\], expected shape \[16\]"),
+    ({"w1": lambda x: x.to_sparse()}, r"w1 is of layout .*, expected a dense tensor"),
 ]
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
-def test_refuses(name: str, change: Any, message: str, device: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {
         "x": torch.randn(10, 12, device=device), "w1": torch.randn(16, 12, device=device),
         "b1": torch.randn(16, device=device), "w2": torch.randn(12, 16, device=device),
         "b2": torch.randn(12, device=device), "activation": "silu",
     }  # fmt: skip
-    mlp(**good)
-    with pytest.raises(ValueError, match=f"^mlp: .*{message}"):
-        mlp(**change(good))
+    assert_refuses(mlp, good, changes, message)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
@@ -484,10 +436,7 @@ def test_backward_refuses(changes: dict[str, Any], message: str, device: str) ->
         "w2": torch.zeros(12, 16), "hidden": torch.zeros(10, 16),
     }  # fmt: skip
     good = {name: tensor.to(device) for name, tensor in good.items()}
-    torch.ops.vk.mlp_backward(**good)
-    given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in changes.items()}
-    with pytest.raises(ValueError, match=f"^mlp_backward: {message}"):
-        torch.ops.vk.mlp_backward(**{**good, **given})
+    assert_refuses(torch.ops.vk.mlp_backward, good, changes, message)
 
 
 @pytest.mark.parametrize(
@@ -499,12 +448,9 @@ def test_backward_refuses(changes: dict[str, Any], message: str, device: str) ->
 def test_flops_are_exact(recompute: bool, case: MlpCase, first: int, second: int, device: str) -> None:
     inputs = make_mlp_inputs(case, torch.float32, device)
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
-    with FlopCounterMode(display=False) as counter:
-        out = inputs.call(mlp, recompute, **leaves)
-    assert counter.get_total_flops() == first + second
-    with FlopCounterMode(display=False) as counter:
-        out.backward(inputs.dout)
-    assert counter.get_total_flops() == (3 if recompute else 2) * first + 2 * second
+    flops, out = flops_of(lambda: inputs.call(mlp, recompute, **leaves))
+    assert flops == first + second
+    assert flops_of(lambda: out.backward(inputs.dout))[0] == (3 if recompute else 2) * first + 2 * second
 
 
 @pytest.mark.gpu

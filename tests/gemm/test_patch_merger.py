@@ -1,6 +1,5 @@
 """Numerics, parity with Transformers and refusals of patch_merger."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +12,11 @@ from torch import Tensor
 
 from tests.gemm.verify import assert_second_derivatives_refused, check_outcome
 from tests.testing.interpreter import with_dtypes
+from tests.verify import DTYPES, GPU, INTERPRET, assert_refuses, assert_same_bits
 from torch_ops import patch_merger
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import MergerCase, MergerInputs, make_merger_inputs, merger_cases, outcome
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-# The interpreter computes in numpy, which has no bf16.
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 TOWER, AFTER, RMS = merger_cases("smoke")
 
 pytestmark = pytest.mark.interpret
@@ -78,9 +74,7 @@ def test_gradcheck_in_fp64(name: str, outer: int | None, norm_after: bool) -> No
 @pytest.mark.parametrize("case", merger_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: MergerCase, device: str) -> None:
     inputs = make_merger_inputs(case, torch.float16, device)
-    first, second = (outcome(patch_merger, inputs) for _ in range(2))
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
+    assert_same_bits(lambda: outcome(patch_merger, inputs))
 
 
 def test_frozen_layers_keep_x_and_the_first_product_alone(device: str) -> None:
@@ -183,32 +177,28 @@ class TestTransformers:
         self._assert_theirs(module, module.ln_q, (module.mlp[0], module.mlp[2]), device)
 
 
-def _with(**changes: Any) -> Any:
-    return lambda good: {**good, **{name: change(good) for name, change in changes.items()}}
-
-
-REFUSALS = [
-    ("x", _with(x=lambda g: g["x"][None]), r"x has shape \[1, 40, 12\], expected shape \[T, C\]"),
-    ("x_int", _with(x=lambda g: g["x"].int()), r"x is int32, expected float16, bfloat16 or float32"),
-    ("rows", _with(x=lambda g: g["x"][:39]), r"number of rows of x is 39, expected a multiple of merge_size\^2 = 4"),
-    ("merge_size", _with(merge_size=lambda g: 0), r"merge_size is 0, expected 1 or more"),
-    ("norm_weight", _with(norm_after=lambda g: True), r"norm_weight has shape \[12\], expected shape \[48\]"),
-    ("norm_dtype", _with(norm_weight=lambda g: g["norm_weight"].half()), r"norm_weight.* expected float32 as x is"),
-    ("norm_bias", _with(norm_bias=lambda g: g["norm_bias"][1:]), r"norm_bias has shape \[11\], expected shape \[12\]"),
-    ("rms", _with(rms=lambda g: True), r"norm_bias is a tensor, expected None with rms and where norm_weight is"),
-    ("no_norm", _with(norm_weight=lambda g: None), r"norm_bias is .*, expected None with rms and where norm_weight is"),
-    ("fc1", _with(fc1_weight=lambda g: g["fc1_weight"][:, 1:]), r"fc1_weight has .*, expected shape .* = \[any, 48\]"),
-    ("fc1_dtype", _with(fc1_weight=lambda g: g["fc1_weight"].half()), r"fc1_weight is .*, expected float32 as x is"),
-    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias has shape \[29\], expected shape \[30\]"),
-    ("fc2", _with(fc2_weight=lambda g: g["fc2_weight"][:, 1:]), r"fc2_weight has .*, expected shape .* = \[any, 30\]"),
-    ("fc2_bias", _with(fc2_weight=lambda g: None), r"fc2_bias is a tensor, expected None where fc2_weight is"),
-    ("eps", _with(eps=lambda g: torch.ones(())), r"eps is .*, expected a number; a tensor would get no"),
-    ("eps_range", _with(eps=lambda g: -1.0), r"eps is -1.0, expected 0 or a positive number"),
-    ("eps_of_no_norm", lambda g: {**g, "norm_weight": None, "norm_bias": None, "eps": -1.0}, r"eps.* expected 0 or"),
-    ("no_inner", _with(fc1_weight=lambda g: g["fc1_weight"][:0], fc1_bias=lambda g: None,
-                       fc2_weight=lambda g: g["fc2_weight"][:, :0]), r"rows of fc1_weight is 0, expected 1 or more"),
-    ("no_outer", _with(fc2_weight=lambda g: g["fc2_weight"][:0], fc2_bias=lambda g: None), r"of fc2_weight is 0"),
-    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight is on meta, expected on .* as x"),
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"x": lambda x: x[None]}, r"x has shape \[1, 40, 12\], expected shape \[T, C\]"),
+    ({"x": lambda x: x.int()}, r"x is int32, expected float16, bfloat16 or float32"),
+    ({"x": lambda x: x[:39]}, r"number of rows of x is 39, expected a multiple of merge_size\^2 = 4"),
+    ({"merge_size": 0}, r"merge_size is 0, expected 1 or more"),
+    ({"norm_after": True}, r"norm_weight has shape \[12\], expected shape \[48\]"),
+    ({"norm_weight": lambda x: x.half()}, r"norm_weight.* expected float32 as x is"),
+    ({"norm_bias": lambda x: x[1:]}, r"norm_bias has shape \[11\], expected shape \[12\]"),
+    ({"rms": True}, r"norm_bias is a tensor, expected None with rms and where norm_weight is"),
+    ({"norm_weight": None}, r"norm_bias is .*, expected None with rms and where norm_weight is"),
+    ({"fc1_weight": lambda x: x[:, 1:]}, r"fc1_weight has .*, expected shape .* = \[any, 48\]"),
+    ({"fc1_weight": lambda x: x.half()}, r"fc1_weight is .*, expected float32 as x is"),
+    ({"fc1_bias": lambda x: x[1:]}, r"fc1_bias has shape \[29\], expected shape \[30\]"),
+    ({"fc2_weight": lambda x: x[:, 1:]}, r"fc2_weight has .*, expected shape .* = \[any, 30\]"),
+    ({"fc2_weight": None}, r"fc2_bias is a tensor, expected None where fc2_weight is"),
+    ({"eps": torch.ones(())}, r"eps is .*, expected a number; a tensor would get no"),
+    ({"eps": -1.0}, r"eps is -1.0, expected 0 or a positive number"),
+    ({"norm_weight": None, "norm_bias": None, "eps": -1.0}, r"eps.* expected 0 or"),
+    ({"fc1_weight": lambda x: x[:0], "fc1_bias": None, "fc2_weight": lambda x: x[:, :0]},
+     r"rows of fc1_weight is 0, expected 1 or more"),
+    ({"fc2_weight": lambda x: x[:0], "fc2_bias": None}, r"of fc2_weight is 0"),
+    ({"fc1_weight": lambda x: x.to("meta")}, r"fc1_weight is on meta, expected on .* as x"),
 ]  # fmt: skip
 
 
@@ -223,37 +213,29 @@ def _good(device: str) -> dict[str, Any]:
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize(("name", "change", "message"), REFUSALS, ids=[name for name, *_ in REFUSALS])
-def test_refuses(name: str, change: Any, message: str, device: str) -> None:
-    good = _good(device)
-    assert patch_merger(**good).shape == (10, 20)
-    with pytest.raises(ValueError, match=f"^patch_merger: .*{message}"):
-        patch_merger(**change(good))
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
+    assert_refuses(patch_merger, _good(device), changes, message)
 
 
-def _alone(change: Any) -> Any:
-    """Of one projection."""
-    return lambda good: change({**good, "fc2_weight": None, "fc2_bias": None})
-
-
-IN_AUTOCAST = [
-    ("fc1_bias", _with(fc1_bias=lambda g: g["fc1_bias"][1:]), r"fc1_bias has shape \[29\], expected shape \[30\]"),
-    ("fc1_bias_alone", _alone(_with(fc1_bias=lambda g: g["fc1_bias"][None])), r"fc1_bias.* expected shape \[30\]"),
-    ("fc2_bias", _with(fc2_bias=lambda g: g["fc2_bias"][:1]), r"fc2_bias has shape \[1\], expected shape \[20\]"),
-    ("integers", _with(fc1_weight=lambda g: g["fc1_weight"].int()), r"fc1_weight is int32, expected float32 as x is"),
-    ("integers_alone", _alone(_with(fc1_weight=lambda g: g["fc1_weight"].int())), r"fc1_weight.* expected float32 as"),
-    ("double", _alone(_with(fc1_bias=lambda g: g["fc1_bias"].double())), r"fc1_bias is .*, expected float32 as x is"),
-    ("x_double", _alone(_with(x=lambda g: g["x"].double(), norm_weight=lambda g: None, norm_bias=lambda g: None)),
+ALONE = {"fc2_weight": None, "fc2_bias": None}
+IN_AUTOCAST: list[tuple[dict[str, Any], str]] = [
+    ({"fc1_bias": lambda x: x[1:]}, r"fc1_bias has shape \[29\], expected shape \[30\]"),
+    ({**ALONE, "fc1_bias": lambda x: x[None]}, r"fc1_bias.* expected shape \[30\]"),
+    ({"fc2_bias": lambda x: x[:1]}, r"fc2_bias has shape \[1\], expected shape \[20\]"),
+    ({"fc1_weight": lambda x: x.int()}, r"fc1_weight is int32, expected float32 as x is"),
+    ({**ALONE, "fc1_weight": lambda x: x.int()}, r"fc1_weight.* expected float32 as"),
+    ({**ALONE, "fc1_bias": lambda x: x.double()}, r"fc1_bias is .*, expected float32 as x is"),
+    ({**ALONE, "x": lambda x: x.double(), "norm_weight": None, "norm_bias": None},
      r"fc1_weight is float32, expected float64 as x is"),
-    ("device", _with(fc1_weight=lambda g: g["fc1_weight"].to("meta")), r"fc1_weight is on meta, expected on .* as x"),
+    ({"fc1_weight": lambda x: x.to("meta")}, r"fc1_weight is on meta, expected on .* as x"),
 ]  # fmt: skip
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize(("name", "change", "message"), IN_AUTOCAST, ids=[name for name, *_ in IN_AUTOCAST])
-def test_refuses_in_an_autocast_region(name: str, change: Any, message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), IN_AUTOCAST)
+def test_refuses_in_an_autocast_region(changes: dict[str, Any], message: str) -> None:
     good = _good("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert patch_merger(**good).dtype == patch_merger(**_alone(dict)(good)).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match=f"^patch_merger: .*{message}"):
-            patch_merger(**change(good))
+        assert patch_merger(**good).dtype == patch_merger(**{**good, **ALONE}).dtype == torch.bfloat16
+        assert_refuses(patch_merger, good, changes, message)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 import json
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch.nn import functional
 
 import torch_ops
 from csrc_free_ops.configs.rows import ATEN, Row, as_document
+from tests.verify import INTERPRET, assert_waits_for_nothing, misaligned
 from torch_ops import qkv_rope
 from torch_ops._gemm.hopper import count_of_sums, plan_linear_hopper
 from torch_ops._gemm.plan import plan_gradient, plan_linear
@@ -28,8 +28,6 @@ from torch_ops._gemm.tensors import GradientOptions, Linear, LinearOptions
 from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import MlpCase, QkvRopeInputs, make_mlp_inputs, outcome
 from torch_ops.testing.tolerance import Draw
-
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def check_outcome(function: Callable[..., Any], reference: Callable[..., Any], inputs: Any) -> None:
@@ -137,7 +135,7 @@ class ProjectionTests:
         self.projection.verify(inputs)
         for name in self.projection.tensors:
             aligned = getattr(inputs, name)
-            shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+            shifted = misaligned(aligned)
             self.projection.verify(replace(inputs, **{name: shifted}))
         self.projection.verify(inputs)
 
@@ -191,13 +189,7 @@ class ProjectionTests:
     @pytest.mark.gpu
     def test_no_call_waits_for_the_device(self, device: str) -> None:
         inputs = self._inputs(torch.bfloat16, device)
-        outcome(self.projection.function, inputs)
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            outcome(self.projection.function, inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+        assert_waits_for_nothing(lambda: outcome(self.projection.function, inputs))
 
 
 class Layer:

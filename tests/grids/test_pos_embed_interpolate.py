@@ -14,18 +14,16 @@ from torch.nn.functional import interpolate
 from tests.grids.verify import (
     BATCHES,
     CASES,
-    DEVICE,
-    DTYPES,
     FULL_DTYPES,
     GRID,
-    INTERPRET,
     GridContract,
     OfTransformers,
-    assert_refuses,
     batches,
     differentiate,
     ids,
+    placed,
 )
+from tests.verify import DEVICE, DTYPES, INTERPRET, assert_refuses
 from torch_ops import pos_embed_interpolate
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references
 from torch_ops.testing.cases import GridCase, GridInputs, grid_cases, make_grid_inputs
@@ -249,7 +247,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.no_interpret
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
-    assert_refuses(pos_embed_interpolate, TestContract.good, change, message, device)
+    assert_refuses(pos_embed_interpolate, placed(TestContract.good, device), change, message)
 
 
 @pytest.mark.no_interpret
@@ -262,7 +260,7 @@ def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
 )
 def test_backward_refuses(change: dict[str, Any], message: str, device: str) -> None:
     good = {"dout": torch.ones(16, 8), "grid": GRID, "entries": 16}
-    assert_refuses(torch.ops.vk.pos_embed_interpolate_backward, good, change, message, device)
+    assert_refuses(torch.ops.vk.pos_embed_interpolate_backward, placed(good, device), change, message)
 
 
 def test_forward_mode_is_refused(device: str) -> None:

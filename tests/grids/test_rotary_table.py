@@ -13,16 +13,14 @@ from torch import Tensor
 from tests.grids.verify import (
     BATCHES,
     CASES,
-    DEVICE,
-    GPU,
     GRID,
-    INTERPRET,
     GridContract,
     OfTransformers,
-    assert_refuses,
     batches,
     ids,
+    placed,
 )
+from tests.verify import DEVICE, GPU, INTERPRET, assert_refuses
 from torch_ops import rotary_table
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references
 from torch_ops.testing.cases import GridCase, GridInputs, grid_cases, make_grid_inputs
@@ -191,4 +189,4 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.no_interpret
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
-    assert_refuses(rotary_table, TestContract.good, change, message, device)
+    assert_refuses(rotary_table, placed(TestContract.good, device), change, message)

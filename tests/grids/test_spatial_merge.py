@@ -14,18 +14,16 @@ from torch import Tensor
 import torch_ops
 from tests.grids.verify import (
     CASES,
-    DEVICE,
-    DTYPES,
     FULL_DTYPES,
     GRID,
-    INTERPRET,
     GridContract,
     OfTransformers,
-    assert_refuses,
     batches,
     differentiate,
     ids,
+    placed,
 )
+from tests.verify import DEVICE, DTYPES, INTERPRET, assert_refuses
 from torch_ops import spatial_merge
 from torch_ops.testing import check, poisoned, references
 from torch_ops.testing.cases import GridCase, GridInputs, grid_cases, make_grid_inputs
@@ -176,7 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.no_interpret
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
-    assert_refuses(spatial_merge, TestContract.good, change, message, device)
+    assert_refuses(spatial_merge, placed(TestContract.good, device), change, message)
 
 
 @pytest.mark.no_interpret
@@ -190,7 +188,7 @@ def test_refuses(change: dict[str, Any], message: str, device: str) -> None:
 )
 def test_backward_refuses(change: dict[str, Any], message: str, device: str) -> None:
     good = {"dout": torch.ones(4, 32), "grid": GRID, "total": 16, "rows": 20}
-    assert_refuses(torch.ops.vk.spatial_merge_backward, good, change, message, device)
+    assert_refuses(torch.ops.vk.spatial_merge_backward, placed(good, device), change, message)
 
 
 def test_forward_mode_is_refused(device: str) -> None:

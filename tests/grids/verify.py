@@ -1,6 +1,5 @@
 """What every op on image grids is held to: subclassed by the tests of each."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_ops
+from tests.verify import DTYPES, GPU, INTERPRET, assert_waits_for_nothing
 from torch_ops.bench.app import BENCHES
 from torch_ops.bench.measure.run import Setup, run_case
 from torch_ops.testing import poisoned
 from torch_ops.testing.cases import ROW_LAYOUTS, GridCase, GridInputs, grid_cases, make_grid_inputs
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-# The interpreter computes in numpy, which has no bf16.
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 # There the dtypes share all code but a cast, and each program takes milliseconds.
 FULL_DTYPES = [torch.float16] if INTERPRET else DTYPES
 CASES = [case for case in grid_cases("edge") if not INTERPRET or case.layout in ("contiguous", "odd_strides")]
@@ -85,17 +80,6 @@ def placed(arguments: dict[str, Any], device: str) -> dict[str, Any]:
         name: value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
         for name, value in arguments.items()
     }
-
-
-def assert_refuses(
-    function: Callable[..., Any], good: dict[str, Any], change: dict[str, Any], message: str, device: str
-) -> None:
-    """The good arguments are taken, the changed ones refused in the name of the op."""
-    good = placed(good, device)
-    function(**good)
-    name = getattr(function, "__name__", str(function)).removeprefix("vk.")
-    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
-        function(**good | placed(change, device))
 
 
 class GridContract:
@@ -193,13 +177,7 @@ class GridContract:
     @pytest.mark.gpu
     def test_no_call_waits_for_the_device(self, device: str) -> None:
         inputs = make_grid_inputs(grid_cases("smoke")[0], torch.bfloat16, device)
-        self.call_without_waiting(inputs)
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            self.call_without_waiting(inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+        assert_waits_for_nothing(lambda: self.call_without_waiting(inputs))
 
 
 class OfTransformers:

@@ -1,7 +1,5 @@
 """The kernels before and after the one-pass Hopper backward, by themselves: they are stock Triton."""
 
-import os
-
 import pytest
 import torch
 import triton
@@ -17,9 +15,9 @@ from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
     first_columns,
 )
 from csrc_free_ops.configs.attention import split_head_dim
+from tests.verify import INTERPRET
 from torch_ops.testing.cases import cumulative
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BLOCK_M, BLOCK_N = 16, 32
 
 pytestmark = [

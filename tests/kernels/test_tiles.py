@@ -1,7 +1,6 @@
 """The tiles that index: proved against brute force, in the interpreter and on a GPU."""
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -21,9 +20,8 @@ from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
 from csrc_free_ops.tiles.scores import exp, natural_lse, tanh
 from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
+from tests.verify import INTERPRET
 from torch_ops.testing.cases import cumulative
-
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 pytestmark = [
     pytest.mark.interpret,

@@ -1,6 +1,5 @@
 """Caches of keys and values: what they hold after appending, growing, cutting, reordering, and what they refuse."""
 
-import os
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch._dynamo.utils import counters
 
 import torch_ops
 from compile_tests.contract.trace import capture
+from tests.verify import DEVICE, INTERPRET
 from torch_ops import KVCache, PagedKVCache
 from torch_ops.testing import check, references
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 LAYERS, BATCH, HEADS, HEAD_DIM, PAGE = 2, 3, 2, 16, 4
 Cache = KVCache | PagedKVCache
 

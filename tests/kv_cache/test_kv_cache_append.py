@@ -1,6 +1,5 @@
 """Numerics, semantics and refusals of `kv_cache_append`."""
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import torch_ops
 from tests.testing.interpreter import with_dtypes
+from tests.verify import DEVICE, DTYPES, GPU, INTERPRET, assert_waits_for_nothing
 from torch_ops import kv_cache_append
 from torch_ops.bench.app import BENCHES
 from torch_ops.bench.measure.run import Setup, run_case
@@ -27,11 +27,6 @@ from torch_ops.testing.cases import (
     make_kv_cache_inputs,
 )
 from torch_ops.testing.tolerance import Draw
-
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 
 pytestmark = pytest.mark.interpret
 
@@ -402,10 +397,4 @@ def test_benchmark_finds_all_implementations_right() -> None:
 @pytest.mark.gpu
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_kv_cache_inputs(kv_cache_cases("smoke")[1], torch.bfloat16, device)
-    inputs.call(kv_cache_append)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inputs.call(kv_cache_append)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    assert_waits_for_nothing(lambda: inputs.call(kv_cache_append))

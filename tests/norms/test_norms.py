@@ -1,7 +1,6 @@
 """Numerics, semantics and refusals of the four norms and their backward ops."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_ops
 from csrc_free_ops.configs.norms import norm_programs
 from tests.testing.interpreter import with_dtypes
+from tests.verify import DTYPES, GPU, INTERPRET, assert_same_bits, assert_waits_for_nothing, misaligned
 from torch_ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch_ops._core.device import gpu
 from torch_ops._norms.portable import norm_launch
@@ -23,9 +23,6 @@ from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs, norm_cases
 from torch_ops.testing.tolerance import Draw
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-GPU = torch.cuda.is_available()
-DTYPES = [torch.float16, torch.float32] if INTERPRET else [torch.float16, torch.bfloat16, torch.float32]
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 PUBLIC: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm, "add_layer_norm": add_layer_norm, "rms_norm": rms_norm, "add_rms_norm": add_rms_norm,
@@ -116,9 +113,7 @@ REPEATED = ["many_rows"] if INTERPRET else ["many_rows", "merger", "wide_rows", 
 @pytest.mark.parametrize("op", NORMS)
 def test_same_bits_every_time(op: str, name: str, device: str) -> None:
     inputs = of_case(name, op, torch.float16, device)
-    first, second = (differentiate(operator(op), inputs) for _ in range(2))
-    for result in first:
-        assert torch.equal(first[result], second[result]), result
+    assert_same_bits(lambda: differentiate(operator(op), inputs))
 
 
 @pytest.mark.parametrize("name", ["l_tower", "merger", "wide"])
@@ -151,7 +146,7 @@ def test_every_call_sees_its_own_tensors(op: str, device: str) -> None:
     inputs = make_norm_inputs(op, case, torch.float16, device)
     for name in (*inputs.tensors, "dout"):
         aligned = getattr(inputs, name)
-        shifted = aligned.new_empty(aligned.numel() + 1)[1:].view(aligned.shape).copy_(aligned)
+        shifted = misaligned(aligned)
         verify(op, dataclasses.replace(inputs, **{name: shifted}))
     verify(op, inputs)
 
@@ -456,13 +451,7 @@ def test_explain_says_what_would_run(op: str, device: str) -> None:
 @pytest.mark.parametrize("op", NORMS)
 def test_no_call_waits_for_the_device(op: str, device: str) -> None:
     inputs = of_case("l_tower", op, torch.bfloat16, device)
-    differentiate(PUBLIC[op], inputs)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        differentiate(PUBLIC[op], inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    assert_waits_for_nothing(lambda: differentiate(PUBLIC[op], inputs))
 
 
 @pytest.mark.gpu
