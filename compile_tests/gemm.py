@@ -17,7 +17,7 @@ from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
 
 def _recorded_on_hopper(plan: Callable[..., Plan], t: Any, *args: Any) -> KernelLaunch:
-    """What `plan(*args)` launches on these tensors."""
+    """The kernels that `plan(*args)` launches on these tensors."""
     launched: list[KernelLaunch] = []
     recorder = Recorder(launched, _gemm_hopper_kernel)
     with (

@@ -43,7 +43,7 @@ def tiny_tower(model_type: str, dtype: torch.dtype = torch.float32, **changes: A
 
 
 def full_tower(model_type: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Of the sizes that Transformers has by itself, but for those given."""
+    """A configuration with Transformers' own sizes, except those given."""
     tower_class = vision_class(model_type)
     return cast(_drawn(tower_class._from_config(tower_class.config_class(**sizes))), dtype)
 

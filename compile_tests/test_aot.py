@@ -65,7 +65,7 @@ def _rule_points() -> list[Point]:
         *(Point("sm_90", head_dim) for head_dim in (16, 64, 80, 96, 160, 192, 256)),
         *(Point(target, 72, causal=True) for target in ("sm_80", "sm_90", "gfx942")),
         Point("sm_90", 128, causal=True),
-        # Of 208 columns a tile has 256, and masks besides.
+        # For 208 columns a tile has 256, and masks besides.
         *(Point("sm_90", head_dim, torch.float32) for head_dim in (72, 104, 208)),
         *(Point(target, 256, torch.float32) for target in ("sm_86", "gfx942")),
         Point("sm_90", 72, torch.float16),
@@ -227,7 +227,7 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     waits = [len(re.findall(r"griddepcontrol\.wait", built.asm["ptx"])) for built in builds]
     # The producer in its loop and after it, and of a fixed order each of both senders.
     assert waits[:2] + waits[3:] == [1, 1, 1] and waits[2] >= (4 if ordered else 2)
-    # Of what comes before delta the main kernel knows nothing.
+    # The main kernel does not know which kernels run before delta.
     assert builds[1].asm["ptx"].index("griddepcontrol.wait") < builds[1].asm["ptx"].index("griddepcontrol.launch_dep")
     ptx = builds[2].asm["ptx"]
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered

@@ -134,7 +134,7 @@ ODD = ("silu", "swiglu", "apart", "apart_again")
 @pytest.mark.parametrize("way", ["h200", "other", "packaged", "portable"])
 @pytest.mark.parametrize("variant", ODD)
 def test_odd_weights_are_copied_once_for_whoever_makes_the_product(variant: str, way: str) -> None:
-    """Kernels take the layer in front, as of any weight. Of the gradient of w2 the columns there are are copied."""
+    """Kernels take the layer in front, as of any weight. The existing columns of the gradient of w2 are copied."""
     target = SM90 if way in ("h200", "packaged") else TARGETS["sm_80"]
     path = "portable" if way == "portable" else "auto"
     *first, second = gemm_writes("mlp", variant)
@@ -229,7 +229,7 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 
 
 def _loops_of_products(code: str) -> dict[tuple[int, int], list[str]]:
-    """By its addresses, the instructions of each innermost loop that multiplies."""
+    """The instructions of each innermost loop that multiplies, found by its addresses."""
     instructions = [(int(at, 16), text) for at, text in INSTRUCTION.findall(code)]
     loops = []
     for at, text in instructions:
@@ -285,7 +285,7 @@ def test_every_tile_that_may_be_chosen_is_built_here() -> None:
         assert chosen == built
 
 
-# By op and variant, how many opaque launches stand in a graph for a Hopper GPU, and which kernels beside them.
+# The opaque launches of a graph for a Hopper GPU, and the kernels beside them, by op and variant.
 OPAQUE: dict[tuple[str, str], tuple[int, Writes]] = {
     ("mlp", "plain"): (1, []),
     ("mlp", "apart"): (1, []),
@@ -324,7 +324,7 @@ def test_gradient_and_its_product_are_one_opaque_launch(variant: str, symbolic: 
     whole = variant in ("plain", "gelu", "bare", "forward_alone")
     kernels = [each.name for each in trace.kernels]
     assert ("_mlp_bwd_kernel" not in kernels) == whole
-    # Of two weights what was not kept is made again by a launch too.
+    # With two weights, a launch also recomputes what was not kept.
     assert trace.targets.count("auto_functionalized") == (whole or variant == "apart_again")
     if whole:
         assert trace.targets.splitlines().count("aten.mm.default") == 3, "dx, dw1 and dw2"

@@ -100,7 +100,7 @@ def test_every_op_is_in_a_module_of_its_family() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("op", sorted({name.removesuffix("_backward") for name in OPS}))
 def test_every_op_has_its_rooms(op: str) -> None:
-    """Of its own name or of its family's, and `make` and the benchmark find them by the op's."""
+    """Test files have the op's name or its family's, and `make` and the benchmark find them by the op's name."""
 
     def found_by(target: str) -> list[tuple[str, str]]:
         command = ["make", "-n", target, f"OP={op}"]

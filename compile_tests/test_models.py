@@ -313,7 +313,7 @@ def test_aoti_package_runs_in_a_fresh_process(model_type: str, tmp_path: Path) -
     assert run_forked(RUN_PACKAGE.format(paths=(package, str(tmp_path / "calls.pt")))) == "within the rule\n"
 
 
-# What stands in such packages for the ops, which have no place there.
+# A stand-in for the ops, which such packages cannot hold.
 KERNELS = {
     "qwen2_5_vl_vision": ("_attention_fwd_kernel", "_gemm_kernel", "_gemm_pair_kernel", "_norm_fwd_kernel"),
     "qwen3_vl_vision": (
@@ -338,7 +338,7 @@ def test_aoti_package_for_cuda_holds_kernels_and_no_op(model_type: str, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", KINDS)
 def test_fifty_batches_compile_at_most_twice_by_inductor(model_type: str) -> None:
-    """What users run, by the tolerance rule over the rows of all batches."""
+    """Entry points of users, by the tolerance rule over the rows of all batches."""
     encoder = encoder_of(model_type).requires_grad_(False).to("cuda", torch.bfloat16)
     exact = copy.deepcopy(encoder).to("cpu", torch.float64)
     counter = CompileCounterWithBackend("inductor")

@@ -1,4 +1,4 @@
-"""What `torch_ops._core.registry` promises for every op: silent failures of torch and triton are loud or impossible."""
+"""Promises of `torch_ops._core.registry` for every op: silent failures of torch and triton are loud or impossible."""
 
 import json
 import os
@@ -250,7 +250,7 @@ def test_versions_that_work_are_let_in(torch_version: str, triton_version: str) 
 
 
 class TestBound:
-    """What a bound kernel keeps of its first launch, with stand-ins for the kernel and what Triton makes of it."""
+    """A bound kernel keeps its first launch; stand-ins replace the kernel and its compiled form."""
 
     @pytest.fixture
     def launched(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:

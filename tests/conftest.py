@@ -69,15 +69,15 @@ def _checks_of_int32(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# Of GPU memory, what a test marked `large` may take, and what is left to all others beside them: 41 and 26 GiB were
-# seen where fourteen workers shared a GPU.
+# GPU memory for a test marked `large`, and for all others beside them. Fourteen workers that shared a GPU took 41 and
+# 26 GiB.
 LARGE_BYTES = 42 * 2**30
 OTHERS_BYTES = 28 * 2**30
 
 
 @pytest.fixture(autouse=True)
 def _in_turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of shards on one GPU only as many are at a large test as it has room for, and what that took is given back."""
+    """A GPU runs only as many large tests at once as fit into its memory; the memory is given back afterwards."""
     if not torch.cuda.is_available() or request.node.get_closest_marker("large") is None:
         yield
         return
@@ -126,7 +126,7 @@ def quick_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tower of Qwen3-VL that is small enough to run many times."""
+    """A checkpoint of a Qwen3-VL tower that is small enough to run many times."""
     vision = importlib.import_module("transformers.models.qwen3_vl")
     directory = tmp_path_factory.mktemp("checkpoint")
     config = vision.Qwen3VLVisionConfig(

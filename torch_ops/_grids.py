@@ -1,4 +1,4 @@
-"""What the ops on image grids share: checks, launches, and where patches lie, by ATen.
+"""Shared by the ops on image grids: checks, launches, and the places of patches, in ATen.
 
 Rows, images and merge-block order: `csrc_free_ops.tiles.images`.
 """
@@ -20,7 +20,7 @@ from torch_ops.settings import settings
 # Row numbers are 32-bit in the kernels.
 MOST_ROWS = 2**30
 MOST_MERGED = 16
-# Of an image, in patches; kernels take longer ones for this.
+# The longest side of an image, in patches; kernels clamp longer ones.
 LONGEST_SIDE = 2**20
 ONE_PATH = "stock Triton on every GPU"
 
@@ -57,7 +57,7 @@ def check_rows(op: str, argument: str, rows: int) -> None:
 
 
 def check_grid_values(op: str, grid: Tensor, merge_size: int, most: int | None = None) -> None:
-    """What a grid on a device does not show; costs a synchronisation there, and nothing on the CPU.
+    """Check the values of a grid; on a device this costs a synchronisation.
 
     `most` is the number of patches that all images may have together.
     """
@@ -126,7 +126,7 @@ def register_gathered(op: KernelOp, backward: KernelOp, sizes: Callable[[Tensor,
 
 @dataclass(frozen=True)
 class Places:
-    """Of each of `total` rows: whether it belongs to an image, and if so where.
+    """For each of `total` rows: whether it belongs to an image, and if so where.
 
     `frame` is its frame's first row; `row` and `col` are those of its patch in a frame of h x w.
     """
@@ -140,7 +140,7 @@ class Places:
 
 
 def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
-    """By ATen, without a look at the values: `tiles/images.py` says what becomes of wild ones."""
+    """Computed by ATen without reading the values: `tiles/images.py` says what becomes of wild ones."""
     rows = torch.arange(total, device=grid.device)
     if grid.shape[0] == 0:
         return Places(torch.zeros_like(rows, dtype=torch.bool), rows, rows, rows, rows, rows)

@@ -129,7 +129,7 @@ qkv_rope_op = planned_op(
     outputs=_outputs,
     tensors=_tensors,
     plan=_plan,
-    # Of the product; the rotation is not counted.
+    # FLOPs of the product; the rotation is not counted.
     flops=lambda call: 2 * call.x.numel() * call.weight.shape[0],
     autocast=True,
     keeps_dtype=("cos", "sin"),

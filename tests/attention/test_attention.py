@@ -238,7 +238,7 @@ def test_a_batch_is_packed_sequences_of_one_length(options: dict[str, Any], devi
 
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first", "batch_inside"])
 def test_results_lie_as_inputs_do(layout: str, device: str) -> None:
-    """What a model transposes on the way in comes out transposed, and is not copied on the way back."""
+    """Transposed inputs give transposed results, and gradients are not copied."""
     inputs = make_dense_inputs(
         DenseCase("order", "memory", 2, 4, 30, 16, num_k_heads=2, k_length=20, layout=layout), torch.float16, device
     )

@@ -121,7 +121,7 @@ def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_is_the_end_of_a_causal_prefill(queries: int, device: str) -> None:
-    """What attention over all tokens at once gives for the last of each sequence."""
+    """The result equals attention over all tokens at once, for the last tokens of each sequence."""
     lengths = (45, 70)
     case = _case("one_token", lengths=lengths, queries=queries)
     ends = torch.tensor(lengths).cumsum(0).tolist()

@@ -500,7 +500,7 @@ def test_more_captures_than_counters() -> None:
 def _hold_kernel(released_ptr, values_ptr, patience, VALUES: tl.constexpr):
     """Keeps its multiprocessor until released, or until its patience ends, so that a failing test ends too.
 
-    What it holds in registers leaves too few of them for a program of another kernel.
+    Its registers leave too few for a program of another kernel.
     """
     places = values_ptr + tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     values = tl.load(places)

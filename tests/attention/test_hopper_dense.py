@@ -42,7 +42,7 @@ def hopper(device: str) -> Iterator[None]:
 
 
 def _assert_right(case: DenseCase, times: int = 5) -> None:
-    """By the rule, and with the same bits each time."""
+    """Checks the tolerance rule, and the same bits each time."""
     inputs = make_dense_inputs(case, torch.bfloat16, "cuda")
     verify(inputs)
     first = differentiate(torch.ops.vk.attention, inputs)
@@ -82,7 +82,7 @@ def test_many_tiles(head_dim: int, bounds: str) -> None:
 
 
 def _assert_downcast_right(case: DenseCase, dtype: torch.dtype = torch.bfloat16, times: int = 5) -> None:
-    """By the rule, by the kernel that casts as it goes, and with the same bits each time."""
+    """Checks the tolerance rule for the kernel that casts as it goes, and the same bits each time."""
     inputs = make_dense_inputs(case, torch.float32, "cuda")
     report = inputs.call(partial(explain, attention), options={**inputs.options, "compute_dtype": dtype})
     assert next(iter(report["kernels"])) == "attention_fwd_cast_hopper"

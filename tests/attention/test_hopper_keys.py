@@ -43,7 +43,7 @@ def _kernels(inputs: DenseInputs) -> list[str]:
 
 
 def _assert_right(case: DenseCase) -> None:
-    """By the rule, and with the same bits each time."""
+    """Checks the tolerance rule, and the same bits each time."""
     inputs = make_dense_inputs(case, torch.float32, "cuda")
     assert "attention_bwd_keys_hopper" in _kernels(inputs)
     verify(inputs)

@@ -1,6 +1,6 @@
 """Numerics, semantics and refusals of vk::rope_window_attn and its backward.
 
-What the attention core does is tested by tests/attention/test_window_attn.py; here it is the rotation around it.
+tests/attention/test_window_attn.py tests the attention core; this file tests the rotation around it.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, LONGEST)), m
 
 @st.composite
 def calls(draw) -> tuple[WindowAttnCase, torch.dtype, str]:
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     q_lengths = (*draw(lengths), draw(st.integers(40, 60) if INTERPRET else st.integers(150, 200)))
     k_lengths = (*draw(st.permutations(q_lengths[:-1])), q_lengths[-1]) if draw(st.booleans()) else None
     group, num_k_heads = draw(st.sampled_from([1, 2] if INTERPRET else [1, 2, 3, 7])), draw(st.integers(1, MOST_HEADS))
@@ -139,7 +139,7 @@ def test_agrees_on_anything(call: tuple[WindowAttnCase, torch.dtype, str], seed:
 
 
 def _turned(inputs: RopeWindowAttnInputs) -> dict[str, torch.Tensor]:
-    """What the op turns q and k into, to the bit: out is v of the one key a segment has, lse the score of q and k."""
+    """q and k as the op rotates them, to the bit."""
     return {name: references.rotated(getattr(inputs, name), inputs.cos, inputs.sin) for name in ("q", "k")}
 
 

@@ -211,7 +211,7 @@ def test_what_comes_next_finds_all_results(device: str) -> None:
     leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
     copies = []
     for _ in range(calls):
-        # What results are then cut from.
+        # Results are then cut from this memory.
         soil = [torch.full_like(inputs.q, torch.nan) for _ in range(5)]
         del soil
         out = window_attn(*leaves, inputs.cu_seqlens)

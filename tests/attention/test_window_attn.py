@@ -72,7 +72,7 @@ lengths = st.lists(st.one_of(st.just(0), st.just(1), st.integers(2, LONGEST)), m
 
 @st.composite
 def calls(draw) -> tuple[WindowAttnCase, torch.dtype]:
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     q_lengths = (*draw(lengths), draw(st.integers(40, 60) if INTERPRET else st.integers(150, 200)))
     k_lengths = None
     if draw(st.booleans()):

@@ -82,7 +82,7 @@ def _judged(inputs: AttentionInputs) -> Draw:
 
 
 def _expected(inputs: AttentionInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """By eager PyTorch at the inputs' type, and in fp64."""
+    """Results of eager PyTorch at the inputs' type, and in fp64."""
     dtype = inputs.q.dtype
     reference = getattr(references, inputs.op)
     truth = differentiate(reference, inputs, torch.float64)
@@ -139,7 +139,7 @@ def _with_nan(inputs: DecodeInputs) -> DecodeInputs:
 
 
 def _spans(inputs: DecodeInputs) -> tuple[list[range], list[range]]:
-    """Of each sequence's cache, and of each prefix, from the first key that a query sees by its window to the last."""
+    """Keys of each sequence's cache and of each prefix, from the first that a query's window holds to the last."""
     left = inputs.options.get("window_left", -1)
     lengths = inputs.cache_seqlens.tolist()
     prefixes: list[int] = []

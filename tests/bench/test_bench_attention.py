@@ -71,7 +71,7 @@ def _measured(*impls: Impl, shape: str = "2x4/2x24x16c", setup: Setup = SETUP) -
 
 
 def _noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would run, and where its results would go."""
+    """The runs, and where their results would go."""
     asked: list[Any] = []
 
     def note(runs: Any, setup: Setup, output: Any) -> Report:

@@ -1,4 +1,4 @@
-"""What the benchmark takes for right: the correctness check, and the baselines that it is held against."""
+"""The benchmark's correctness check, and the baselines."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def test_the_check_finds_unwritten_output() -> None:
 
 @pytest.mark.parametrize(("later", "status"), [(4e-3, OK), (1e-3, WRONG), (None, WRONG)])
 def test_the_check_takes_more_numbers_where_a_maximum_alone_is_outside(later: float | None, status: str) -> None:
-    """Of eager's largest errors, which may be small by luck."""
+    """Eager's largest error may be small by luck."""
 
     def draw(seed: int) -> Check:
         reference = torch.linspace(-1, 1, 1000, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_the_check_takes_more_numbers_where_a_maximum_alone_is_outside(later: fl
 
 
 def test_the_check_looks_at_the_case_itself() -> None:
-    """A impl that is wrong only where it is long: the shortened case alone would miss it."""
+    """An implementation is wrong only where it is long; the shortened case alone would miss it."""
     (case,) = find_cases(["300+1500x4/2x16c"], CPU)
     assert max(shorten(case, 2**22, 4).lengths) < 1500
 
@@ -97,7 +97,7 @@ def test_the_check_looks_at_the_case_itself() -> None:
 
 
 def test_the_check_ends_where_the_device_is_lost() -> None:
-    """What came next would fail too, and be blamed for it."""
+    """The next implementation would fail too and be blamed for it."""
     (case,) = find_cases(["30x2x16"], CPU)
     found = BENCH.checks(case, torch.float32, CPU, True)
     lost = mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("lost"))

@@ -1,4 +1,4 @@
-"""Who is timed when, and the raw launch that host times are compared with."""
+"""The order of timed calls, and the raw launch that host times are compared with."""
 
 import itertools
 from collections import Counter
@@ -56,7 +56,7 @@ def test_a_cycle_of_orders_is_ended(rounds: int, count: int, whole: int) -> None
 
 
 def test_wall_timer_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: on a busy machine one call may take a whole round."""
+    """The test has its own clock, because one call may take a whole round on a busy machine."""
     milliseconds = itertools.count()
     monkeypatch.setattr(timing, "CPU_ROUND_MS", 9.5)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(milliseconds) / 1e3)

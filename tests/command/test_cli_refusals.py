@@ -1,4 +1,4 @@
-"""What a user can get wrong: one line that says what and what instead, and exit code 2."""
+"""Mistakes of a user give one line that says what to do instead, and exit code 2."""
 
 import importlib.util
 import sys

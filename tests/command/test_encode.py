@@ -128,7 +128,7 @@ def test_patched_tower_agrees_on_a_gpu(name: str, dtype: torch.dtype, monkeypatc
 
 @torch.no_grad()
 def test_encode_is_the_plain_call(tiny: str) -> None:
-    """What encode works out ahead changes nothing, for images and for videos."""
+    """Work that encode does ahead changes no result, for images and for videos."""
     tower = use_window_attn(build_tower(tiny))
     grid = torch.tensor([[1, 4, 6], [3, 6, 4], [1, 2, 2]])
     rows = int(grid.prod(dim=1).sum())

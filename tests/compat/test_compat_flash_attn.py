@@ -57,7 +57,7 @@ def differentiate(function: Callable[..., Any], dout: Tensor, tensors: list[Tens
 def verify(
     ours: Callable[..., Any], reference: Callable[..., Any], shapes: Any, dtype: torch.dtype, device: str
 ) -> None:
-    """By the tolerance rule: out, lse and gradients of both."""
+    """Checks out, lse and gradients of both by the tolerance rule."""
 
     def draw(seed: int) -> Draw:
         torch.manual_seed(seed)
@@ -166,7 +166,7 @@ def test_packed_tensors_are_not_copied_and_have_gradients(device: str) -> None:
 
 
 def test_boundaries_that_are_one_tensor_are_known_to_be_equal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By shapes alone kernels for short segments could not be taken."""
+    """Shapes alone could not select the kernels for short segments."""
     given = []
 
     def noting(
@@ -189,7 +189,7 @@ CAPACITY, PAGE = 48, 16
 
 
 def make_cache(lengths: tuple[int, ...], paged: bool, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Caches in flash-attn's layout; pages lie in no order. What holds no key is NaN."""
+    """Caches in flash-attn's layout; pages lie in no order. Rows of the cache without a key are NaN."""
     batch, pages = len(lengths), CAPACITY // PAGE
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     unused = torch.arange(CAPACITY, device=device) >= seqlens[:, None]

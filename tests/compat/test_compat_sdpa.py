@@ -21,7 +21,7 @@ pytestmark = pytest.mark.interpret
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who computed, call by call. On a CPU without the interpreter the op's reference stands in for kernels."""
+    """The op that computed, call by call. On a CPU without the interpreter the op's reference stands in for kernels."""
     made: list[str] = []
 
     def noting(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def scores_of(
 
 
 def shared(tensor: Tensor, q: Tensor, enable_gqa: bool) -> Tensor:
-    """Of keys or values, those of each head of q."""
+    """The keys or values of each head of q."""
     return tensor.repeat_interleave(q.shape[-3] // tensor.shape[-3], -3) if enable_gqa else tensor
 
 

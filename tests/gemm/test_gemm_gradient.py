@@ -46,7 +46,7 @@ def test_every_activation(activation: str, rows: int) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_tiles_of_a_program(bias: bool) -> None:
-    """Of one program's last tile, which consumers finish, and of others, which they hand over."""
+    """Covers a program's last tile, which consumers finish, and earlier tiles, which they hand over."""
     for rows in (63, 1000, 1050):
         gradient = Gradient("gelu_tanh", 200, 1368, rows, bias=bias)
         alone = gradient.verify()

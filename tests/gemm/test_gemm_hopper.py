@@ -46,7 +46,7 @@ SIZES = {"tower": (4304, 1152), "gated": (3420, 1280), "deep": (1152, 4304), "od
 def hopper(device: str) -> Iterator[None]:
     if device != "cuda" or gpu().arch != 90:
         pytest.skip("needs a Hopper GPU")
-    # Of few rows too, which "auto" leaves to PyTorch.
+    # Few rows count too, which "auto" leaves to PyTorch.
     with settings(path="hopper"):
         yield
 
@@ -121,7 +121,7 @@ def test_tails_of_rows_and_columns(size: str, rows: int, launches: list[dict[str
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tile", ROUND)
 def test_every_tile(tile: tuple[int, int], bias: bool, keeps_pre: bool) -> None:
-    """Of one program's last tile, which consumers finish, and of others, which they hand over."""
+    """Covers a program's last tile, which consumers finish, and earlier tiles, which they hand over."""
     for activation in ("gelu_tanh", "swiglu"):
         # Short tiles alone, all kinds, and for two warpgroups a short one after whole ones.
         for rows in (63, 1000, 1050):
@@ -269,7 +269,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("call", ["mlp", "gated", "qkv_rope"])
 def test_same_bits_every_time(call: str) -> None:
-    """Of two inputs in turn, so that memory which a call reads too early holds the other's numbers."""
+    """Two inputs take turns, so that memory which a call reads too early holds the other's numbers."""
     inputs = _calls()[call]
     both = [inputs, replace(inputs, x=inputs.x.flip(0).contiguous())]
     expected = []
@@ -317,7 +317,7 @@ def test_streams_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("call", ["mlp", "gated", "qkv_rope"])
 def test_another_stream_is_waited_for(call: str, captured: bool) -> None:
-    """What comes before the launch in its stream is an event, and no kernel."""
+    """An event, not a kernel, precedes the launch in its stream."""
     inputs = _calls()[call]
     expected, x = _results(call, inputs), inputs.x.clone()
     torch.cuda.synchronize()

@@ -85,7 +85,7 @@ def test_kernels_agree_where_pytorch_would_make_the_products(case: MlpCase, dtyp
 @st.composite
 def calls(draw) -> tuple[MlpCase, torch.dtype]:
     activation = draw(st.sampled_from(ACTIVATIONS))
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     lead = draw(st.sampled_from([(40,), (3, 11), (2, 2, 9)] if INTERPRET else [(150,), (5, 31), (2, 3, 29)]))
     case = MlpCase(
         "fuzz", "anything", lead, draw(st.integers(8, 100)), draw(st.integers(8, 50 if INTERPRET else 200)),
@@ -173,7 +173,7 @@ def test_recomputing_keeps_no_hidden_and_gives_the_same(case: MlpCase, device: s
 @pytest.mark.parametrize("rows", [0, 150])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_gradient_with_its_product_may_be_asked_for_where_there_is_none(bias: bool, rows: int, device: str) -> None:
-    """By a graph that was traced under another setting, or for more rows: it gets what its own kernel would make."""
+    """A graph that was traced under another setting, or for more rows, asks for it and gets its own kernel's result."""
     dout, pre, weight = (torch.randn(shape, device=device).half() for shape in ((rows, 24), (rows, 40), (24, 40)))
     dpre, h = (torch.full_like(pre, torch.nan) for _ in range(2))
     sums = torch.full((gemm_hopper.count_of_sums(rows) if bias else 0, 40), torch.nan, device=device)
@@ -258,7 +258,7 @@ def _first_product(inputs: MlpInputs) -> Any:
 
 
 def _verify_both(one: MlpInputs, other: MlpInputs, recompute: bool) -> bool:
-    """By the tolerance rule; and that results have the same bits where the same kernel makes them, which is returned.
+    """Check the tolerance rule, and the same bits where one kernel makes both results; return whether it does.
 
     Gradients are sums of PyTorch's own products.
     """

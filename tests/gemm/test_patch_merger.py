@@ -40,7 +40,7 @@ def test_agrees_at_real_shapes(name: str, device: str) -> None:
 
 @st.composite
 def mergers(draw) -> MergerCase:
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     merge_size = draw(st.integers(1, 3))
     layout = draw(st.sampled_from(["contiguous", "row_strided", "column_strided"]))
     return MergerCase(
@@ -118,7 +118,7 @@ def test_autocast_follows_the_region(dtype: torch.dtype, device: str) -> None:
 
 
 class TestTransformers:
-    """What the installed Transformers computes for its Qwen-VL encoders."""
+    """Parity with the installed Transformers' Qwen-VL encoders."""
 
     @staticmethod
     def _assert_theirs(module: Any, norm: Any, layers: tuple[Any, Any], device: str, **options: Any) -> None:

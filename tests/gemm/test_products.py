@@ -243,7 +243,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_explain_says_where_pytorchs_product_makes_gelu_too() -> None:
-    """Of few rows, with a bias, and where nothing else is kept."""
+    """Covers few rows, with a bias, and where nothing else is kept."""
 
     def explained(
         rows: int, op: Any = torch_ops.mlp, activation: str = "gelu_tanh", inner: int = 4304, **options: Any

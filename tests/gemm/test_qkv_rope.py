@@ -81,7 +81,7 @@ def test_kernels_agree_where_pytorch_would_make_the_product(case: QkvRopeCase, d
 
 @st.composite
 def calls(draw) -> tuple[QkvRopeCase, torch.dtype]:
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     num_k_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2 if INTERPRET else 3))
     case = QkvRopeCase(
         "fuzz", "anything", draw(st.integers(20, 40 if INTERPRET else 200)), draw(st.integers(32, 100)),
@@ -129,7 +129,7 @@ def test_halves_of_a_head_are_turned_together(dtype: torch.dtype, device: str) -
 
 
 def test_rounds_where_docs_gemm_md_says(device: str) -> None:
-    """Of the portable kernels; the others' sums are in another order than those of PyTorch."""
+    """Only portable kernels add in PyTorch's order."""
     inputs = make_qkv_rope_inputs(TOWER, torch.float16, device)
     with torch_ops.settings(path="portable"):
         results = inputs.call(qkv_rope)

@@ -79,8 +79,8 @@ def _results(projection: Projection, inputs: Any, *args: Any, **changes: Any) ->
 def assert_second_derivatives_refused(
     function: Callable[..., Any], reference: Callable[..., Any], inputs: Any, refusal: str
 ) -> None:
-    """Of any two leaves that alone require a gradient, and of upstream gradients that do not: where the reference has a
-    derivative of one's gradient by the other, a call for it is refused."""
+    """Try every pair of leaves that alone require a gradient. Where the reference has a derivative of one's gradient by
+    the other, the op must refuse it."""
     refused = 0
     for first, second in itertools.product(inputs.leaves, repeat=2):
         leaves = {name: inputs.leaves[name].detach().clone().requires_grad_() for name in (first, second)}
@@ -209,7 +209,7 @@ class Layer:
         self.inner = inner
 
     def tensors(self) -> Linear:
-        """What is left unwritten is NaN."""
+        """Unwritten memory is NaN."""
         n = self.weight.shape[0] * (2 if self.up is not None else 1)
         out = self.x.new_full((self.x.shape[0], padded(self.inner, self.x.dtype)), torch.nan)
         pre = self.x.new_full((self.x.shape[0], n), torch.nan) if self.keeps_pre else None
@@ -244,7 +244,8 @@ class Layer:
 
 
 class Gradient:
-    """Of one layer and the activation before it, of random tensors; weight's rows begin `apart` columns behind it."""
+    """The gradient of one layer and the activation before it, on random tensors; weight's rows are `apart` columns
+    longer."""
 
     def __init__(
         self, activation: str, columns: int, inner: int, rows: int, dtype: torch.dtype = torch.bfloat16,
@@ -260,7 +261,7 @@ class Gradient:
         self.weight = (draw(columns, inner + apart) / columns**0.5)[:, :inner]
 
     def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
-        """What is left unwritten is NaN."""
+        """Unwritten memory is NaN."""
         dpre, h = (torch.full_like(self.pre, torch.nan) for _ in range(2))
         sums = self.pre.new_full((count_of_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
         plan(GradientTensors(self.dout, self.weight, self.pre, dpre, h, sums))

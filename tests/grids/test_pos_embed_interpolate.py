@@ -184,7 +184,7 @@ def test_every_call_sees_its_own_tensors(device: str) -> None:
 
 
 def test_same_total_of_other_images(device: str) -> None:
-    """What is remembered of a call depends on shapes alone, not on the grid's values."""
+    """The plan cache depends on shapes alone, not on the grid's values."""
     table, dout = torch.randn(49, 16, device=device), torch.randn(40, 16, device=device)
     for grids in (((1, 4, 6), (1, 2, 8)), ((1, 2, 8), (1, 4, 6)), ((0, 2, 2), (1, 20, 2))):
         verify(table, dout, torch.tensor(grids, device=device), 40)

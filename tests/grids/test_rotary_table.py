@@ -110,7 +110,7 @@ class TestTransformers(OfTransformers):
 
     @pytest.mark.parametrize("merge_size", [1, 2])
     def test_positions_are_theirs(self, merge_size: int, device: str) -> None:
-        """By angles that tell one from another: at the first frequency, which is 1, an angle is a position."""
+        """Angles tell positions apart: at the first frequency, which is 1, an angle is a position."""
         grid = torch.tensor(((1, 4, 30), (2, 8, 8), (1, 2, 2), (3, 10, 6)))
         wanted = self.positions(grid, merge_size)
         tables = rotary_table(grid.to(device), len(wanted), 8, merge_size=merge_size)
@@ -136,7 +136,7 @@ def test_rows_past_the_total_are_left_out(device: str) -> None:
 
 
 def test_same_total_of_other_images(device: str) -> None:
-    """What is remembered of a call depends on shapes alone, not on the grid's values."""
+    """The plan cache depends on shapes alone, not on the grid's values."""
     for grids in (((1, 4, 6), (1, 2, 8)), ((1, 2, 8), (1, 4, 6)), ((0, 2, 2), (1, 20, 2))):
         verify(torch.tensor(grids, device=device), 40, 16)
 

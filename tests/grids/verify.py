@@ -1,4 +1,4 @@
-"""What every op on image grids is held to: subclassed by the tests of each."""
+"""The contract of every op on image grids; the tests of each op subclass it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from torch_ops.testing.cases import ROW_LAYOUTS, GridCase, GridInputs, grid_case
 FULL_DTYPES = [torch.float16] if INTERPRET else DTYPES
 CASES = [case for case in grid_cases("edge") if not INTERPRET or case.layout in ("contiguous", "odd_strides")]
 GRID = torch.tensor([(1, 4, 4)])
-# Of images and videos, as Transformers takes them.
+# Batches of images and videos, as Transformers takes them.
 BATCHES = [
     pytest.param(((1, 16, 12),), id="image"),
     pytest.param(((4, 6, 8),), id="video"),
@@ -56,7 +56,7 @@ def batches(draw: Any) -> GridCase:
     longest, most = (6, 4) if INTERPRET else (24, 8)
     sides = st.integers(0, longest // merge_size).map(lambda n: n * merge_size)
     images = st.tuples(st.integers(0, 3), sides, sides)
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     always = (1, 6, 6) if INTERPRET else (1, 12, 18)
     side = draw(st.integers(1, 12))
     fewest = max(20, 200 // side**2)
@@ -100,7 +100,7 @@ class GridContract:
         raise NotImplementedError
 
     def op_calls(self, grid: Tensor, device: str) -> dict[str, Callable[[], Any]]:
-        """By name the operators themselves, of 40 patches."""
+        """Calls of the operators themselves with 40 patches, by name."""
         raise NotImplementedError
 
     def results_of_wild(self, grid: Tensor, x: Tensor) -> list[Tensor]:
@@ -154,7 +154,7 @@ class GridContract:
         assert tuple(report["kernels"]) == (self.kernels if computed else ())
         with pytest.raises(ValueError, match=f"^{self.op}: total is -4, expected"):
             torch_ops.explain(self.function, **{**arguments, "total": -4})
-        # By name, arguments come in any order.
+        # Named arguments come in any order.
         assert torch_ops.explain(self.function, **dict(reversed(arguments.items()))) == report
 
     def test_autocast_changes_no_dtype(self, device: str) -> None:

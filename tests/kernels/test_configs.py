@@ -148,7 +148,7 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         path.write_text(json.dumps(as_document([row], {"gpu": gpu, "triton": "3.6.0", "date": "2026-11-20"})))
         with torch_ops.settings(rows=str(path)):
             assert (choose("attention_fwd", q, AttentionOptions(1.0), 10)[0] == row.launch) == taken, gpu
-            # What is in force is what was read.
+            # The rows in force are the rows that were read.
             path.unlink()
             assert len(torch_ops.settings.rows) == 1
         assert choose("attention_fwd", q, AttentionOptions(1.0), 10)[0] != row.launch
@@ -228,7 +228,7 @@ def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytes
 
 @pytest.mark.usefixtures("own_tag")
 def test_a_broken_file_of_rows_is_passed_over_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the file that nobody named; one that VK_ROWS names is refused."""
+    """Only the default file is passed over; a broken file that VK_ROWS names is refused."""
     path = tmp_path / "vk" / "rows.json"
     path.parent.mkdir()
     path.write_text("{")

@@ -18,7 +18,8 @@ from csrc_free_ops.configs.rows import HOPPER_LAUNCHES, Launch, shipped_rows
 pytestmark = pytest.mark.no_interpret
 
 FORWARD = HOPPER_LAUNCHES["attention_fwd_hopper"]
-# By head dimension and rows of one segment of 16 heads, on 132 multiprocessors: rows and keys of a tile, and stages.
+# Rows and keys of a tile, and stages, on 132 multiprocessors; keys: head dimension, and rows of one segment of 16
+# heads.
 ONE_SEGMENT = {
     64: {256: (128, 64, 3), 1024: (128, 64, 3), 2048: (192, 128, 3), 2304: (192, 128, 3), 9216: (192, 128, 3)},
     72: {256: (128, 64, 3), 1024: (128, 64, 3), 2048: (128, 64, 3), 2304: (192, 128, 3), 9216: (192, 128, 3)},

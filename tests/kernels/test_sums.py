@@ -59,7 +59,7 @@ def test_delta_counters_and_sums(
     )  # fmt: skip
     products = out.double() * dout.double()
     expected = (products.sum(2).T - (dlse if has_dlse else 0)).where(lse.isfinite(), 0.0)
-    # What so many additions in fp32 may be off by (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+    # The error bound of so many additions in fp32 (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
     allowed = (head_dim + 1) * 2.0**-24 * (products.abs().sum(2).T + dlse.abs())
     assert ((delta.double() - expected).abs() <= allowed).all()
     if lanes == 0:

@@ -115,7 +115,7 @@ def _turns_kernel(
     out_ptr, tiles, blocks, shift, before, after, length, other_length,
     HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, OWNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile and block: whether the tile sees it, the first and the last that do, and whether any does."""
+    """For each tile and block: whether the tile sees it, the first and the last tile that do, and whether any does."""
     for tile in range(tiles):
         first = tile * OWNED
         last = tl.minimum(first + OWNED, length) - 1
@@ -143,7 +143,7 @@ def _turns_kernel(
 def test_tiles_take_turns_at_a_block(
     length: int, other_length: int, before: int | None, after: int | None, device: str
 ) -> None:
-    """Who sees a block are the tiles from the first to the last that do, so that each knows its turn there."""
+    """The tiles that see a block are consecutive, so that each knows its turn there."""
     owned, block = 16, 8
     tiles, blocks = -(-length // owned), -(-other_length // block)
     out = torch.zeros(tiles, blocks, 4, dtype=torch.int32, device=device)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.interpret
 
 
 def make(kind: str, capacity: int = 16, pages: int = 14, **options: Any) -> Cache:
-    """Of a paged cache sequences have pages for `capacity`, if there are that many."""
+    """Sequences of a paged cache have pages for `capacity`, if there are that many."""
     options = {"dtype": torch.float16, "device": DEVICE, **options}
     if kind == "contiguous":
         return KVCache(LAYERS, BATCH, HEADS, capacity, HEAD_DIM, **options)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.interpret
 
 
 def widened(inputs: KvCacheInputs, dtype: torch.dtype = torch.float64) -> KvCacheInputs:
-    """Of that dtype, caches too."""
+    """All tensors in that dtype, caches too."""
     tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
     wide = {name: value.to(dtype) for name, value in tensors.items() if value.is_floating_point()}
     return replace(inputs, **wide)
@@ -96,7 +96,7 @@ def test_double_precision(case: KvCacheCase) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", kv_cache_cases("bench"), ids=lambda case: case.name)
 def test_agrees_at_real_shapes(case: KvCacheCase, device: str) -> None:
-    """Of a batch of 128 with 16 sequences, for whose caches there is room in fp64."""
+    """Only 16 sequences of a batch of 128 run, because more caches would not fit in fp64."""
     case = replace(case, before=case.before[:16])
     verify(case, torch.bfloat16, device)
 

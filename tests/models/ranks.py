@@ -1,4 +1,4 @@
-"""What the ranks of a process group run: `encode_across_ranks` against the encoder alone.
+"""Checks that the ranks of a process group run: `encode_across_ranks` against the encoder alone.
 
 A group is started once and goes through all of `BODIES`, since a process takes seconds to start.
 """

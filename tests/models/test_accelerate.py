@@ -889,7 +889,7 @@ def test_from_config_builds_ours_with_transformers_initial_weights(family: str, 
     register_encoders()
     model = build(family)
     assert isinstance(model.model.visual, QwenVisionEncoder)
-    # By which Accelerate makes no device_map that parts it.
+    # With this attribute Accelerate makes no device_map that splits it.
     assert type(model.model.visual).__name__ in model._no_split_modules
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name

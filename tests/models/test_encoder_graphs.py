@@ -359,7 +359,7 @@ def test_in_a_whole_model() -> None:
     "clone", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("copy", "pickle")
 )
 def test_copies_of_a_model_have_runners_of_their_own(clone: Callable[[Any], Any]) -> None:
-    """Of their own weights, and without graphs yet."""
+    """Copies have weights of their own, and no graphs yet."""
     encoder = frozen("qwen3_vl_vision")
     encoder.forward = runner = runner_of(encoder, copy_outputs=False)
     pixels = draw_pixels(encoder, IMAGES, torch.float64)
@@ -448,7 +448,7 @@ def test_modules_put_aside_do_not_refuse_and_their_graphs_are_gone_before_others
     encoder.merger = copy.deepcopy(encoder.merger)
     small = torch.tensor([[1, 2, 2]])
     runner(draw_pixels(encoder, small, torch.float64), small)
-    # Of another budget nothing is captured that is known to be stale.
+    # Nothing stale is captured for another budget.
     assert alive == [False, False, False]
 
 
@@ -605,14 +605,14 @@ def test_one_frame_is_one_segment(model_type: str, image: tuple[int, int, int], 
 
 
 def tiny_l(dtype: torch.dtype = torch.bfloat16) -> tuple[QwenVisionEncoder, QwenVisionEncoder]:
-    """Of the L tower's head dimension, layers and taps, with few heads; and the same in fp64 on the CPU."""
+    """A tower with L's head dimension, layers and taps, but few heads; and its copy in fp64 on the CPU."""
     tower = tiny_tower("qwen3_vl_vision", dtype, depth=9, deepstack_visual_indexes=[2, 5, 8], patch_size=16)
     exact = from_transformers(copy.deepcopy(tower).double())
     return from_transformers(tower).requires_grad_(False).cuda(), exact
 
 
 def padded(runner: EncoderGraphs, grid: Tensor, budget: Padding) -> list[Tensor]:
-    """What the graph of this budget computes, in an eager call on what it has last replayed."""
+    """The results of this budget's graph, from an eager call on its last inputs."""
     encoder, pixels = runner.encoder, statics_of(runner).pixels[: budget.rows]
     last, pooled, taps = encoder.encode_packed(pixels, vision_metadata(grid, encoder.sizes, "cuda", budget))
     return [last, pooled, *taps]
@@ -867,7 +867,7 @@ def test_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_replays_outlive_the_graphs_of_others() -> None:
-    """What other graphs leave behind when they end is neither read nor written (`torch_ops/models/_capture.py`)."""
+    """Memory that ended graphs leave behind is neither read nor written (`torch_ops/models/_capture.py`)."""
     encoder, _ = tiny_l()
     pixels = draw_pixels(encoder, IMAGES, torch.bfloat16).cuda()
     runners = [EncoderGraphs(encoder, [1024]).warmup() for _ in range(3)]
@@ -898,7 +898,7 @@ def _assert_counters_come_back() -> None:
 
     runner.clear()
     before = left()
-    # Of one frame and of several.
+    # Images of one frame and of several.
     taken = 2 * len(encoder.blocks)
     runner.warmup()
     assert before - left() == taken == len(statics_of(runner).counters)
@@ -911,7 +911,7 @@ def _assert_counters_come_back() -> None:
 
 @pytest.mark.gpu
 def test_one_frame_that_fills_its_budget_is_the_eager_call() -> None:
-    """Of the same shapes throughout, so that every kernel and schedule is the same."""
+    """Shapes stay equal, so that kernels and schedules do."""
     encoder, _ = tiny_l()
     runner = EncoderGraphs(encoder, [256, 1024], fallback="refuse")
     for grid in (torch.tensor([[1, 32, 32]]), torch.tensor([[1, 16, 16]])):

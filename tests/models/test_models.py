@@ -402,7 +402,7 @@ def test_metadata_of_another_encoder_is_refused() -> None:
         pixels, metadata = draw_pixels(encoder, IMAGES), vision_metadata(IMAGES, other.sizes)
         with pytest.raises(ValueError, match=r"metadata is .*, expected made for encoder\.sizes = VisionSizes\("):
             encoder(pixels, metadata=metadata)
-        # Of a clone, as of what a compiler takes apart, tensors alone may be known.
+        # A clone, like metadata that a compiler takes apart, may hold tensors alone.
         with pytest.raises(ValueError, match=f"metadata is {message}"):
             encoder.encode_packed(pixels, replace(metadata, sizes=None))
     turned = vision_metadata(IMAGES, replace(without.sizes, theta=100.0))
@@ -565,7 +565,7 @@ def test_what_entered_a_block_is_let_go_of_before_its_mlp(model_type: str) -> No
     entered: list[Any] = []
     alive: list[int] = []
     for block in encoder.blocks:
-        # What attention's result is added to.
+        # The tensor that attention's result is added to.
         add = block.norm2.after_sum
         block.norm2.after_sum = lambda x, total, add=add: entered.append(weakref.ref(total)) or add(x, total)
         block.mlp.register_forward_pre_hook(lambda *args: alive.append(sum(each() is not None for each in entered)))
@@ -731,7 +731,7 @@ def test_encode_takes_the_encoder_compiled_or_not() -> None:
     assert [len(image.pooler_output) for image in images] == [t * h * w // 4 for t, h, w in GRID]
 
 
-# What published models have otherwise than Transformers' configurations by themselves.
+# Settings in which published models differ from Transformers' defaults.
 FULL_SIZE: dict[str, dict[str, Any]] = {"qwen2_5_vl_vision": {"hidden_size": 1280}}
 full_size = pytest.mark.parametrize("model_type", FAMILIES)
 dtypes = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -750,7 +750,7 @@ def check_gradients(tower: Any, grid: Tensor) -> None:
     encoder, exact = from_transformers(tower), doubled(tower).train()
     exact.gradient_checkpointing_enable({"use_reentrant": False})
 
-    # Of hundreds of tensors one may have its largest error where PyTorch is lucky.
+    # Among hundreds of tensors, one may have its largest error where PyTorch is lucky.
     def draw(seed: int) -> Draw:
         pixels, on_device = draw_pixels(tower, grid, tower.dtype, seed).to(tower.device), grid.to(tower.device)
         truth = run(exact, pixels.double(), on_device, seed)
@@ -761,7 +761,7 @@ def check_gradients(tower: Any, grid: Tensor) -> None:
 
 @pytest.mark.parametrize("model_type", ("qwen2_5_vl_vision", "qwen3_omni_moe_vision_encoder"))
 def test_checks_of_towers_of_full_size(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU tests do with large towers holds for small ones, and sees an encoder that is wrong."""
+    """The check of the GPU tests passes small towers too, and fails a wrong encoder."""
     tower = tiny_tower(model_type, torch.bfloat16)
     check_features(tower, IMAGES)
     check_gradients(tower, IMAGES)
@@ -809,7 +809,7 @@ def test_a_grid_on_the_cpu_costs_no_synchronisation() -> None:
 
 
 def copies_of(call: Callable[[], Any]) -> list[str]:
-    """What CUDA says of the copies to the device that a call makes: from pageable memory they may wait."""
+    """The copies to the device that a call makes, as CUDA names them: from pageable memory they may wait."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -821,7 +821,7 @@ def copies_of(call: Callable[[], Any]) -> list[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", KINDS)
 def test_nothing_is_copied_from_pageable_memory(model_type: str) -> None:
-    """Of what Transformers' helpers make on the host, which is sent."""
+    """Tensors that Transformers' helpers make on the host are sent."""
     tower = tiny_tower(model_type, torch.bfloat16).cuda().requires_grad_(False)
     encoder = from_transformers(tower)
     pixels = draw_pixels(encoder, IMAGES, torch.bfloat16).cuda()

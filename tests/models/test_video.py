@@ -132,7 +132,7 @@ def peak_on_a_cpu(encoder: Any, *args: Any, **options: Any) -> tuple[int, dict[s
 
 
 def peak_on_a_gpu(encoder: Any, *args: Any, **options: Any) -> tuple[int, dict[str, Tensor]]:
-    """What was asked for: blocks that it comes from are larger by up to 1 MB, as the allocator finds them."""
+    """The requested bytes; the allocator's blocks are larger by up to 1 MB."""
     encoder(*args, **options)
     _remembered.cache_clear()
     torch.cuda.synchronize()

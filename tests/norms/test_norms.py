@@ -79,7 +79,7 @@ def test_agrees_at_real_shapes(op: str, case: NormCase, device: str) -> None:
 
 @st.composite
 def calls(draw) -> tuple[str, NormCase, torch.dtype]:
-    # Of few numbers the largest error of eager may be small by luck, and the rule would ask the same of ours.
+    # With few numbers eager's largest error can be small by luck, and the rule would ask the same of ours.
     width = draw(st.integers(16, 700 if INTERPRET else 3000 if GPU else 1500))
     least = 1500 // width + 2
     rows = draw(
@@ -130,7 +130,7 @@ def test_a_sum_is_normed_as_it_was_rounded(op: str, name: str, device: str) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", NORMS)
 def test_programs_add_up_rows_of_many_columns(op: str, device: str) -> None:
-    """Of rows wider than registers a program keeps its sums in memory, where other threads add than before."""
+    """A program keeps the sums of rows wider than registers in memory, where other threads add than before."""
     inputs = make_norm_inputs(op, NormCase("in_turn", "rows in turn", (700,), 8300), torch.bfloat16, device)
     launch, _ = norm_launch("norm_bwd_wide", inputs.x)
     assert norm_programs(gpu(), launch, 700, True) < 700

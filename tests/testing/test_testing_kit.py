@@ -89,7 +89,7 @@ def test_a_maximum_outside_by_luck_passes_with_more_numbers() -> None:
     report = check_draws(draw)["x"]
     assert draw.seeds == [0, 1, 2, 3]
     assert (report.max_error, report.max_allowed) == (2.5, 4.0)
-    # Of all numbers: three in four draws of eager have an error of 2.
+    # Three in four draws of eager have an error of 2 in all numbers.
     assert report.rms_allowed == pytest.approx(2 * ((397 + 3 * 4) / 400) ** 0.5)
 
 

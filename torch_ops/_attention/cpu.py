@@ -16,7 +16,7 @@ from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.philox import keep_weights
 
 BLOCK_ROWS = 512
-# Of fewer, less than a vector of the CPU, PyTorch's own kernel takes rows of NaN for rows without keys.
+# With fewer, less than a vector of the CPU, PyTorch's own kernel takes rows of NaN for rows without keys.
 FUSED_KEYS = 16
 
 

@@ -48,7 +48,7 @@ class Share:
 def _share(kernel: str, call: Any, keys: Tensor, groups: int, capacity: int, num_splits: int) -> Share:
     q, batch_invariant, is_prefix = call.q, call.batch_invariant, kernel.endswith("_shared")
     samples = q.shape[0] // groups if is_prefix else 1
-    # What decides about a sequence's bits must then be of that sequence alone.
+    # Only properties of the sequence itself may then decide its bits.
     length = capacity if are_known(capacity) and not batch_invariant else None
     launch, source = pick(
         kernel, current_gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[3], False, length, settings.rows
@@ -78,7 +78,7 @@ def _share(kernel: str, call: Any, keys: Tensor, groups: int, capacity: int, num
 
 
 def shares_of(call: Any) -> dict[str, Share]:
-    """By kernel, as launch rows have it: that of the prefix first if there is one, that of the cache last.
+    """Keys: kernels, as launch rows name them; the prefix's kernel comes first, the cache's last.
 
     Where a program sees all keys of a row, its launch is that of "attention_decode", else of "attention_decode_split".
     """
@@ -90,7 +90,7 @@ def shares_of(call: Any) -> dict[str, Share]:
     capacity = capacity_of(k_cache, call.block_table)
     for kernel in ("attention_decode", "attention_decode_split"):
         own = _share(kernel, call, k_cache, call.q.shape[0], capacity, num_splits)
-        # By splits that follow from the first launch.
+        # The number of splits follows from the first launch.
         num_splits = 0 if call.batch_invariant else own.splits
         if not shares and not call.batch_invariant and are_known(own.splits) and own.splits == 1:
             break

@@ -1,4 +1,4 @@
-"""What attention over a cache of keys checks and allocates."""
+"""Checks and outputs of attention over a KV cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -145,7 +145,7 @@ def _check_within(op: str, argument: str, values: Sequence[int], most: int) -> N
 
 
 def out_strides(q: Tensor) -> tuple[int, ...]:
-    """Of out: dense, columns innermost, the other dimensions in the order in which q has them."""
+    """Strides of out: dense, columns innermost, the other dimensions in q's order."""
     strides = [1, 1, 1, 1]
     step = q.shape[3]
     for dim in sorted((2, 1, 0), key=lambda dim: q.stride(dim)):

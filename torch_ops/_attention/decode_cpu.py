@@ -43,7 +43,7 @@ def decode_cpu(options: AttentionOptions, t: Any) -> None:
             group = index // samples
             k = torch.cat((prefix_k[group, :, :skipped].to(q.dtype), k), 1)
             v = torch.cat((prefix_v[group, :, :skipped].to(q.dtype), v), 1)
-        # What no query sees may be anything, NaN too.
+        # Keys that no query sees may be anything, NaN too.
         first = min(max(skipped + length - queries - left, 0), skipped + length)
         k, v = k[:, first:], v[:, first:]
         rows = q[index].to(dtype).unflatten(0, (heads, -1)).contiguous()

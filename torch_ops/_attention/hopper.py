@@ -61,7 +61,7 @@ def fits_hopper(t: Forward) -> bool:
 
 
 def _layout(columns: int, rank: int, bits: int) -> NVMMASharedLayout:
-    # What warps read by themselves lies as it does in memory.
+    # Tensors that warps read without TMA lie in shared memory as in global memory.
     if bits == 32:
         return NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=rank)
@@ -70,7 +70,7 @@ def _layout(columns: int, rank: int, bits: int) -> NVMMASharedLayout:
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Tiles of `rows` rows and `columns` columns of one head of [T, H, D] or [B, H, S, D].
 
-    What lies outside of the tensor reads as zero. A batch is described in three dimensions where its strides allow: TMA
+    Elements outside of the tensor read as zero. A batch is described in three dimensions where its strides allow: TMA
     is slower in four.
     """
     shape, strides, bits = list(tensor.shape), list(tensor.stride()), 8 * tensor.dtype.itemsize
@@ -116,7 +116,7 @@ def order_of(num_segments: int, of_one: int) -> int:
 def constants_of(
     q: Tensor, k: Tensor, launch: Launch, options: AttentionOptions, registers: tuple[int, int, int]
 ) -> dict[str, Any]:
-    """What both directions are built for."""
+    """The build options of both directions."""
     consumer, producer, at_launch = registers
     return {
         "HEAD_DIM": q.shape[-1], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],

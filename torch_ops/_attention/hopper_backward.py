@@ -41,8 +41,8 @@ from torch_ops._core.hopper import Descriptors, programs
 from torch_ops._core.launch import dense_like, dense_strides, head_strides, row_stride
 from torch_ops._core.plan import Bound, Plan, addressable
 
-# Of 12 and more rounds an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); between
-# 10 and 12 none was measured.
+# From 12 rounds on, an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); 10 to 12
+# were not measured.
 MANY_ROUNDS = 10
 # As rows would say it, of the kernel that has none, where gradients are made apart.
 APART = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
@@ -84,8 +84,7 @@ def _tiles_together(q: Tensor, k: Tensor, segments: int, options: AttentionOptio
 def fits_apart(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -> bool:
     """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once.
 
-    q and k are [T, H, D], or [B, H, S, D], whose heads are all one segment's. Beside wide heads there are no registers
-    for masks.
+    q and k are [T, H, D], or [B, H, S, D], whose heads are all one segment's. Wide heads leave no registers for masks.
     """
     batch, row = (q.shape[0], 2) if q.dim() == 4 else (1, 0)
     tiles = sum(-(-tensor.shape[row] // BLOCK_N) * tensor.shape[1] for tensor in (q, k)) * batch
@@ -96,8 +95,8 @@ def fits_apart(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -
 def _keeps_order(q: Tensor, k: Tensor, segments: int, deterministic: bool) -> bool:
     """Whether dq is added up in a fixed order. Sums begin at 0, so of two tiles any order gives the same.
 
-    Of several segments and many rounds of tiles there is hardly anything to wait for, and in order the first part is
-    written, not added to zeros.
+    With several segments and many rounds of tiles there is hardly any wait. In order, the first part is written instead
+    of added to zeros.
     """
     rounds = k.shape[0] // BLOCK_N * k.shape[1] / programs(q.device.index)
     return k.shape[0] > 2 * BLOCK_N and (deterministic or (segments > 1 and rounds > MANY_ROUNDS))

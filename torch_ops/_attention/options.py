@@ -1,4 +1,4 @@
-"""What stands between q k^T and softmax, for every plan of the attention core."""
+"""The options that act between q k^T and softmax, for every plan of the attention core."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ UNBOUNDED = 2**30
 
 
 class AttentionOptions(NamedTuple):
-    """What a call of the attention core computes, but for its tensors.
+    """The options of an attention call, without its tensors.
 
     left, right: keys that a query sees before and after its position, -1 for all
     alibi:       number of dimensions of the slopes, 0 for none
@@ -88,7 +88,7 @@ class AttentionOptions(NamedTuple):
         return sum(map(self.count_dense_pairs, q_lengths.tolist(), k_lengths.tolist()))
 
     def count_dense_pairs(self, q_length: int, k_length: int) -> int:
-        """Of one sequence; all pairs where the lengths are symbols."""
+        """The query-key pairs of one sequence; all pairs where the lengths are symbols."""
         if not (isinstance(q_length, int) and isinstance(k_length, int)):
             return q_length * k_length
         left, right = self.bounds()

@@ -23,7 +23,7 @@ from torch_ops._core.registry import wrap_triton
 
 # Of a program.
 ROWS = 16
-# Of one gradient, at the most.
+# The most parts of one gradient.
 MOST_SPLITS = 8
 # For each multiprocessor, of queries and of keys together.
 MOST_PROGRAMS = 8

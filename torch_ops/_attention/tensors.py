@@ -58,7 +58,7 @@ def is_readable(t: Forward | Backward) -> bool:
 
 
 def made_readable(t: Any) -> Any:
-    """Copy rows whose columns are not contiguous, and vectors that are not. What is filled stays as it is."""
+    """Copy rows whose columns are not contiguous, and vectors that are not. Outputs stay as they are."""
     read = ("q", "k", "v") if isinstance(t, Forward) else _ROWS
     vectors = ("cu_q", "cu_k") if isinstance(t, Forward) else _VECTORS
     rows = {name: with_columns(getattr(t, name)) for name in read}

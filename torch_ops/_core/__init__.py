@@ -1,1 +1,1 @@
-"""What every family stands on: registration, launching, checks, devices."""
+"""The base of every family: registration, launching, checks, devices."""

@@ -122,7 +122,7 @@ def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str,
 
 
 def check_cu_seqlens_values(op: str, argument: str, cu_seqlens: Tensor, total: int) -> None:
-    """What only the device knows; costs a synchronisation."""
+    """Check values that only the device knows; this costs a synchronisation."""
     values = cu_seqlens.tolist()
     if values[0] < 0:
         refuse(op, f"{argument}[0]", "at least 0", values[0])

@@ -32,7 +32,7 @@ class WorkCounters:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By stream and size, and by size.
+        # Keys: stream and size, and size.
         self._of_stream: dict[tuple[int, int], Tensor] = {}
         self._fresh: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._captured: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -56,7 +56,7 @@ class WorkCounters:
 
     @contextlib.contextmanager
     def lending(self, counters: list[Tensor]) -> Iterator[None]:
-        """What a capture on this stream takes within is noted in `counters`, for `release`."""
+        """Within, counters that a capture on this stream takes are noted in `counters`, for `release`."""
         for size in {size for _, size in list(self._of_stream)}:
             if not self._fresh[size]:
                 self._fill(size)
@@ -69,7 +69,7 @@ class WorkCounters:
             del taken[others:]
 
     def release(self, counters: list[Tensor]) -> None:
-        """Of graphs that are done, and never replayed again."""
+        """Counters of graphs that are done and never replayed again."""
         for each in counters:
             self._fresh[each.numel()].append(each)
 

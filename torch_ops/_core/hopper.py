@@ -1,4 +1,4 @@
-"""What launchers of Hopper kernels (Gluon) share: when there can be any, TMA descriptors, memory that is kept."""
+"""Shared by launchers of Hopper kernels (Gluon): when one can run, TMA descriptors, memory that is kept."""
 
 import threading
 from collections.abc import Callable
@@ -47,10 +47,10 @@ def _multiprocessors(index: int) -> int:
 
 
 def to_keep(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """What `make` allocates on this stream, to be kept from call to call.
+    """Keep the memory that `make` allocates on this stream from call to call.
 
-    By a thread of its own: what this one allocates may go to the memory of a graph, which keeps nothing. So it is where
-    `torch.compile` warms its graphs up.
+    Another thread allocates, because a capture on this thread would put the memory into its graph's pool, which keeps
+    nothing. So it is where `torch.compile` warms its graphs up.
     """
     stream = torch.cuda.current_stream(device)
 
@@ -71,7 +71,7 @@ def _begin_context() -> None:
     A thread of autograd has none until it first calls CUDA, which may be here.
     """
     if not hasattr(_of_thread, "has_context") and torch.cuda.is_initialized():
-        # Of the calls that begin one this waits for nothing, and is let be while a graph is captured.
+        # Any CUDA call creates the context. This one does not synchronise and is allowed during graph capture.
         torch.cuda.is_current_stream_capturing()
         _of_thread.has_context = True
 

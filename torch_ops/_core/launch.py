@@ -61,7 +61,7 @@ def can_overlap() -> bool:
 def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
     """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
 
-    Of what has no contiguous columns they are those of its copy.
+    A tensor without contiguous columns has the strides of its copy.
     """
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]

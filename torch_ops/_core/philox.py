@@ -13,7 +13,7 @@ def philox(seed: Tensor, counter: tuple[Tensor, ...], rounds: int = ROUNDS) -> t
     a, b, c, d = counter
     low, high = seed & WORD, (seed >> 32) & WORD
     for _ in range(rounds):
-        # Of a product of two words the low 64 bits are right in int64, whatever its sign.
+        # int64 holds the low 64 bits of a product of two words, whatever its sign.
         first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
         a, b, c, d = (
             ((second >> 32) & WORD) ^ b ^ low, second & WORD, ((first >> 32) & WORD) ^ d ^ high, first & WORD

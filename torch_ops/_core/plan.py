@@ -93,8 +93,8 @@ class Bound:
 
     The first launch on aligned tensors is kept as compiled. Triton inspects some forty arguments at each launch, which
     is most of its host time; a plan fixes them all but the addresses. For a pointer off 16 bytes Triton builds other
-    code, so such a launch takes the long way. What a debugger sets in `triton.knobs` for the compiler therefore counts
-    before the first call; launch hooks are called each time.
+    code, so such a launch takes the long way. Compiler settings in `triton.knobs` therefore count before the first
+    call; launch hooks are called each time.
 
     Plans write `Bound(wrap_triton(_kernel), ...)` with the kernel's bare name: torch reads the source for the kernels
     that enter the key of compiled artefacts.

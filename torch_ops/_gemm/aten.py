@@ -36,7 +36,7 @@ def has_gelu_within(t: Linear, activation: str) -> bool:
 def gelu_into(t: Linear) -> None:
     """out = GELU(x weight^T + bias), the tanh form, by cuBLAS's epilogue, of sums that are not rounded before.
 
-    Of one row PyTorch itself launches GELU behind a product that is rounded. So it would of a bias in other strides.
+    For one row, PyTorch launches GELU after a rounded product. It does so for a bias in other strides too.
     """
     assert t.bias is not None
     with torch._C._DisableAutocast():

@@ -32,8 +32,8 @@ from torch_ops._gemm.portable import (
 )
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
-# By consumer warpgroups and finishing warps: registers of a consumer's thread, of a finisher's, of the producer's, and
-# at launch.
+# Registers per thread of a consumer, an epilogue warp, the producer, and at launch; keys: consumer warpgroups, epilogue
+# warps.
 REGISTERS = {(2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128), (3, 4): (112, 104, 40, 96)}
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -68,7 +68,7 @@ _NOT_ROTATED = {
 def _binding(
     launch: Launch, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
 ) -> tuple[Descriptors, tuple[tuple[int], tuple[int, int], dict[str, Any]]]:
-    """What describes the operands of a launch, and its grid, scalars and constants. Given are the epilogue's own."""
+    """The descriptors of a launch's operands, and its grid, scalars and constants. Given are the epilogue's own."""
     groups, finishers = launch.block_m // 64, finishing_warps(launch)
     consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
     n, k = product_size(weight, up)

@@ -88,7 +88,7 @@ def check_mlp_backward(call: Any) -> None:
 def keeps_hidden(recompute: bool, *inputs: Tensor | None) -> bool:
     """Whether `mlp` keeps the first product: where a gradient of `inputs` may be wanted, of all but b2.
 
-    What is no tensor is refused later.
+    Arguments that are no tensors are refused later.
     """
     wanted = torch.is_grad_enabled() and any(
         each is not None and (not isinstance(each, Tensor) or each.requires_grad) for each in inputs
@@ -104,7 +104,7 @@ def mlp_outputs(call: Any) -> tuple[Tensor, Tensor]:
 
 
 def mlp_flops(call: Any) -> int:
-    """Of the products; the activation is not counted."""
+    """FLOPs of the products; the activation is not counted."""
     n, k = product_size(call.w1, call.w_up)
     return 2 * Rows.of(call.x).count * (n * k + call.w2.numel())
 
@@ -146,7 +146,7 @@ def mlp_backward_outputs(call: Any) -> tuple[Tensor, ...]:
 
 
 def mlp_backward_flops(call: Any) -> int:
-    """Of the products that are wanted, and of the first layer's again where hidden was not kept."""
+    """FLOPs of the wanted products, and of the first layer's again where hidden was not kept."""
     again = call.needs_hidden and call.hidden.shape[1] == 0
     n, k = product_size(call.w1, call.w_up)
     of_w1, of_w2 = call.w1.numel() * (call.needs_w1 + call.needs_w_up), call.w2.numel() * (call.inner + call.needs_w2)
@@ -202,7 +202,7 @@ def plan_mlp_backward(call: Any, _: Any) -> Plan:
     inner, needs_h, needs_hidden, sums = call.inner, call.needs_w2, call.needs_hidden, call.needs_b1 or call.needs_b_up
     n, _ = product_size(call.w1, call.w_up)
     own, width = call.w1.shape[0], call.w2.shape[1]
-    # What is behind the columns of each is zero, and products of whole rows are several times as fast.
+    # The padding behind the columns is zero, and products of whole rows are several times as fast.
     each, whole_width = padded(own, call.dout.dtype), padded(width, call.dout.dtype)
     begins, stride = gradient_columns(call.w1, call.w_up)
     again = needs_hidden and call.x is not None and call.hidden.shape[1] == 0

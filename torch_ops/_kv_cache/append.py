@@ -217,7 +217,7 @@ def plan_append(t: Append, interleaved: bool) -> Plan:
     bound = Bound(wrap_triton(_kv_cache_append_kernel), grid, scalars, constants)
 
     def launch_append(t: Append) -> None:
-        # What is absent is not read: anything stands in for it.
+        # Absent tensors are not read, so any tensor stands in for them.
         k, cache_seqlens = with_columns(t.k), t.cache_seqlens.contiguous()
         q, cos, sin = (k if tensor is None else with_columns(tensor) for tensor in (t.q, t.cos, t.sin))
         lengths = cache_seqlens if t.lengths is None else t.lengths.contiguous()

@@ -10,7 +10,7 @@ from torch_ops._core.rotation_cpu import turned
 
 
 def turned_columns(cos: Tensor | None, head_dim: int) -> int:
-    """Of a head, how many tables of this width turn: all, or twice as many as they have columns."""
+    """The columns of a head that tables of this width turn: all, or twice the table's columns."""
     if cos is None:
         return 0
     return head_dim if cos.shape[1] == head_dim else 2 * cos.shape[1]

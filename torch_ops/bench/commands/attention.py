@@ -18,7 +18,7 @@ from torch_ops.bench.rooms.attention import OURS_AS_BF16, OURS_AS_FP16
 from torch_ops.bench.rooms.dense_cases import shorten_dense
 from torch_ops.testing.cases import decode_cases, dense_cases
 
-# What a shape has where it is given in part.
+# Sizes of a shape that is given in part.
 BATCH, HEADS, LENGTH, HEAD_DIM = 1, 8, 1024, 64
 # On a CPU a case of the suite keeps so many entries of score matrices.
 CPU_ENTRIES = 2**19

@@ -87,7 +87,7 @@ def passes(backward: bool) -> tuple[str, ...]:
 
 
 def find_path(name: str | None) -> dict[str, str]:
-    """What to change in the settings."""
+    """Changes of the settings."""
     if name is not None and name not in PATHS:
         raise bad("--path", f"unknown path {name!r}; give one of {', '.join(PATHS)}")
     if name == "hopper" and not torch.cuda.is_available():

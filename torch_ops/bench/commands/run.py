@@ -132,7 +132,7 @@ def run_all(runs: Sequence[Run], setup: Setup, output: Output, report: Report | 
 
 
 def _key(one: Record) -> tuple[str, ...]:
-    # Of an encoder's batch that runs again with another dtype or path, the former records go.
+    # When an encoder's batch runs again with another dtype or path, its former records go.
     return (one.op, one.case, one.direction) if one.op == "encoder" else (one.op, one.case, one.direction, one.dtype)
 
 

@@ -38,7 +38,7 @@ from torch_ops.testing.cases import WindowAttnCase
 
 GROUPS = OURS, UNCAPTURED, ASSEMBLED
 WARM_UP_CALLS = 3
-# What of a batch's grid is made before the call.
+# Tables of a batch's grid that are made before the call.
 NO_TABLES = "nothing"
 OUR_TABLES = "segments and rotary tables"
 THEIR_TABLES = "segments, position ids, indices and weights of the interpolation"
@@ -210,7 +210,7 @@ def _stepped(encode: Callable[[], Features], mode: str | None, held: tuple[Tenso
 
 def _bind_ours_graph(scene: Scene) -> Bound:
     encoder = scene.session.encoder
-    # OpBench for the batch and no more: segments of nothing could change which kernels attention takes.
+    # Room for the batch alone: empty segments could change which kernels attention takes.
     budget = filled_sizes(scene.row.grid, encoder.sizes)
     graphs = EncoderGraphs(encoder, [budget], copy_outputs=False, fallback="refuse").warmup()
 
@@ -368,7 +368,7 @@ IMPLS = (
 
 
 def find_impls(wanted: Sequence[str]) -> tuple[Impl, ...]:
-    """By names, patterns of names and groups, separated by commas; ValueError names the implementations."""
+    """Implementations by names, patterns of names and groups, separated by commas; ValueError names them all."""
     texts = split(wanted)
     named = find_named(IMPLS, [text for text in texts if text not in GROUPS])
     return tuple(each for each in IMPLS if each.group in texts or each in named)

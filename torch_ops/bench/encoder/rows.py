@@ -1,4 +1,4 @@
-"""What the encoder's benchmark runs: batches of images and videos, a tower, what is right, what a call costs."""
+"""Input of the encoder's benchmark: batches of images and videos, a tower, the reference, the cost of a call."""
 
 import copy
 import importlib
@@ -166,7 +166,7 @@ def transformers_metadata(scene: Scene, segments_on_host: bool = False) -> dict[
 
 
 def features_of(output: Any) -> Features:
-    """Of Transformers' output."""
+    """The features of Transformers' output."""
     return output.last_hidden_state, output.pooler_output, tuple(output.deepstack_features)
 
 
@@ -249,7 +249,8 @@ def check_of(scene: Scene) -> Check:
 
 
 def count_flops(scene: Scene) -> int:
-    """Of all products; a training step makes two more for each of a linear layer, two and a half for attention's."""
+    """FLOPs of all products; a training step makes two more for each of a linear layer, two and a half for
+    attention's."""
     config, row = scene.session.tower.config, scene.row
     width, patches = config.hidden_size, scene.pixels.shape[0]
     block = 2 * width * (4 * width + 2 * config.intermediate_size)

@@ -30,7 +30,7 @@ _PATTERNS = (
     ("matmul", r"gemm|cutlass|nvjet|xmma|cublas|splitk|conv"),
 )
 MOST_LETTERS = 80
-# Of a trace, what ran on the device.
+# Categories of a trace that ran on the device.
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # The picture's lower half shows so many layers.
 ZOOMED_LAYERS = 2
@@ -114,7 +114,7 @@ class Timeline:
 
 
 def read_timeline(text: str) -> Timeline | None:
-    """What `to_json` wrote; None of other JSON, ValueError of none."""
+    """Read what `to_json` wrote; None for other JSON, ValueError where it is no JSON."""
     document = json.loads(text)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         return None
@@ -132,7 +132,7 @@ def kind_of(name: str) -> str:
 
 
 def kernels_of(trace: dict[str, Any]) -> tuple[Kernel, ...]:
-    """Of a Chrome trace of the profiler, in the order of their starts."""
+    """The kernels of a Chrome trace of the profiler, in the order of their starts."""
     events = [event for event in trace["traceEvents"] if event.get("cat") in DEVICE and "dur" in event]
     events.sort(key=lambda event: event["ts"])
     origin = events[0]["ts"] if events else 0.0

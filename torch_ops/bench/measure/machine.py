@@ -19,13 +19,13 @@ PACKAGE = Path(torch_ops.__file__).resolve().parent
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Of moving bytes, by the driver's copy or a kernel that negates, and of a product of square matrices, both large
-    for the device, on random data."""
+    """Measure the rates of a copy and of a matrix product, both large for the device, on random data. The copy is the
+    driver's or a kernel that negates, whichever is faster."""
     return Ceilings(_copy_gb_s(device), _matmul_tflops(device, dtype), dtype_name(dtype))
 
 
 def provenance(device: torch.device, commit: str | None, baselines: dict[str, str]) -> Provenance:
-    """What a result must carry; `baselines` says what each of those that were asked for is."""
+    """The origin that every result carries; `baselines` describes each baseline that was asked for."""
     versions = {
         "vk": torch_ops.__version__,
         "python": platform.python_version(),
@@ -98,7 +98,7 @@ def _output(command: list[str]) -> str | None:
 
 
 def _command_line() -> str:
-    """What was typed, without what says where results go and where the code came from."""
+    """The command as it was typed, without output files and the commit."""
     program, *arguments = sys.argv
     name = Path(program).name
     launcher = ["python", "-m", "torch_ops.bench"] if name == "__main__.py" else [name]

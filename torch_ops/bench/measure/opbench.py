@@ -1,4 +1,4 @@
-"""What an op provides to be benchmarked: cases, implementations, what is right, what a call costs."""
+"""An op's benchmark: cases, implementations, the reference, the cost of a call."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,7 +97,7 @@ class Call:
         return {name: self.to_op_layout(tensor) for name, tensor in named.items()}
 
     def work(self, direction: str, device: torch.device) -> Work:
-        """What is timed."""
+        """The work that is timed."""
         if direction == "forward":
             return self.forward_alone
         with on_timing_stream(device):

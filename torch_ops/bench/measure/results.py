@@ -240,7 +240,7 @@ def read_report(path: Path) -> Report:
 def replace_text(path: Path, text: str) -> None:
     """Replaces the file at `path`, or the one that it links to, at once: whatever happens, a whole one lies there.
 
-    What is no file, such as a device, is written to.
+    Anything else, such as a device, is written to.
     """
     path, partial = path.resolve(), _partial(path)
     if path.exists() and not path.is_file():

@@ -28,7 +28,7 @@ DIGITS_OF_MS = 6
 
 @dataclass(frozen=True)
 class Setup:
-    """What holds for a whole run.
+    """Settings of a whole run.
 
     Attributes:
         cold: inputs leave the L2 cache between calls.

@@ -30,7 +30,7 @@ from torch_ops.bench.measure.results import OK, Provenance, replace_text
 from torch_ops.bench.measure.run import Setup, input_sets
 from torch_ops.bench.measure.timing import Timer, interleave, make_timer
 
-# Of the candidates those go to the final rounds that are within so much of the fastest, the fastest first.
+# Candidates within CLOSE times the fastest go to the final rounds, at most FINALISTS, the fastest first.
 CLOSE, FINALISTS = 1.15, 6
 # Each by itself: what path "auto" takes is for the figures to decide.
 TUNED_PATHS = ("hopper", "portable")
@@ -90,7 +90,7 @@ class Measured:
 
 @dataclass
 class Journal:
-    """What was measured so far, by the key of its point; `write` makes rows of it, before `others` that were there."""
+    """Measurements so far, by the key of their point; `write` makes rows of them, before `others` that were there."""
 
     provenance: dict[str, str]
     points: dict[str, Measured]
@@ -118,7 +118,8 @@ class Journal:
         return Journal(provenance, points, tuple(row for row in plain if row not in own))
 
     def write(self, path: Path) -> None:
-        """All of it or nothing: a run may be stopped at any time. What another run has written there since stays."""
+        """All of it or nothing: a run may be stopped at any time. Points that another run has written there since
+        stay."""
         if path.exists():
             self.points = {**Journal.open(path, self.provenance).points, **self.points}
         document = as_document([*rows_of(self.points.values()), *self.others], self.provenance)
@@ -142,7 +143,7 @@ def rows_of(points: Iterable[Measured]) -> list[Row]:
     for (name, dtype, head_dim, masked, n, k), members in groupby(sorted(won, key=family), family):
         bound: dict[str, Any] = {"n": n, "k": k} if n else {"masked": masked}
         by_length: dict[int, Tried] = {}
-        # Of one length in several calls, the call that takes longest speaks.
+        # If several calls have one length, the longest call decides.
         for kernel, best in sorted(members, key=lambda item: item[1].best_ms):
             by_length[kernel.length] = best
         lengths = sorted(by_length)
@@ -308,12 +309,12 @@ def _make(
         # No fault of the candidate's, or one that spoils whatever comes after it.
         raise
     except Exception as error:
-        # What compilers raise at a launch that cannot be built has no type of its own.
+        # Compilers raise exceptions of many types at a launch that cannot be built.
         return one_line(error)
 
 
 def provenance_of(origin: Provenance) -> dict[str, str]:
-    """What rows carry of it; under the interpreter, which any machine has, its name."""
+    """The part of the origin that rows carry; under the interpreter, the GPU is "interpreter"."""
     versions = {name: origin.versions[name] for name in ("torch", "triton")}
     made = {name: getattr(origin, name) for name in ("date", "command", "commit")}
     return {"gpu": "interpreter" if INTERPRET else origin.device, **versions, **made}

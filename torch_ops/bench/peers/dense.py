@@ -1,4 +1,4 @@
-"""What a user of dense attention would pick instead, each called as its own documentation says."""
+"""Alternatives to our dense attention, each called as its own documentation says."""
 
 from collections.abc import Callable
 from functools import partial

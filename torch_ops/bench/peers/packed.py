@@ -1,4 +1,4 @@
-"""What a user of packed attention would pick instead, each called as its own documentation says."""
+"""Alternatives to our packed attention, each called as its own documentation says."""
 
 import importlib
 import importlib.metadata
@@ -21,14 +21,14 @@ REFERENCE_MATRICES = 8
 REFERENCE_BYTES = 8 * 2**30
 
 AttentionCase = WindowAttnCase | DenseCase
-# By option of a case, its value where it is off.
+# The value of each option of a case where it is off.
 OFF = {
     "window_left": -1, "window_right": -1, "softcap": 0.0, "alibi": 0, "sinks": False, "dropout_p": 0.0,
 }  # fmt: skip
 BOUNDS = "window_left", "window_right"
 STEPS = "alibi", "sinks", "dropout_p"
 
-# What stands before attention: from packed q, k and v to others.
+# A step before attention: from packed q, k and v to others.
 Turn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 

@@ -109,7 +109,7 @@ def _cost(inputs: DecodeInputs, backward: bool) -> Cost:
     queries, head_dim = inputs.q.shape[2:]
     left = inputs.options.get("window_left", -1)
     lengths = inputs.cache_seqlens.tolist()
-    # What the queries of a sequence see, from the first one's window on.
+    # The keys that a sequence's queries see, from the first query's window on.
     own = [length if left < 0 else min(length, left + queries) for length in lengths]
     before: list[int] = []
     if inputs.prefix_k is not None:

@@ -1,4 +1,4 @@
-"""What the benchmarks of the ops on image grids share: calls of cases by name, baselines, host time.
+"""Shared by the benchmarks of the ops on image grids: calls of cases by name, baselines, host time.
 
 Baselines are the eager form and what torch.compile makes of it. Transformers' code for Qwen-VL encoders reads the grid
 back to the host, which is part of its time.
@@ -78,7 +78,7 @@ class Eager:
 
 
 def vision_utils() -> ModuleType:
-    """What Transformers' vision encoders share."""
+    """The module that Transformers' vision encoders share."""
     return importlib.import_module("transformers.vision_utils")
 
 

@@ -14,7 +14,7 @@ from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, O
 from torch_ops.testing import references
 from torch_ops.testing.cases import KvCacheCase, KvCacheInputs, kv_cache_cases, make_kv_cache_inputs
 
-# Of a case that is compared in fp64: the caches of what is timed would fill a GPU.
+# Sizes of a case that is compared in fp64; the caches of a timed case would fill a GPU.
 MOST_KEYS, MOST_TOKENS, MOST_SEQUENCES = 300, 64, 4
 
 

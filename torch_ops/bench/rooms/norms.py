@@ -18,7 +18,7 @@ from torch_ops.testing.cases import NORMS, NormCase, NormInputs, make_norm_input
 
 OPS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 HOST_CASE = NormCase("host", "so small that the device is never behind", (128,), 1152)
-# Of fp64 tensors of a case, and of those that a gradient keeps, memory has bench for so many elements.
+# Elements of a case that fit into memory in fp64, with the tensors that a gradient keeps.
 JUDGED_ELEMENTS = {"cuda": 2**28, "cpu": 2**21}
 
 
@@ -99,7 +99,7 @@ def _cost(inputs: NormInputs, backward: bool) -> Cost:
 
 
 def _checks(op: str, case: NormCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
-    """Every row, or as many as there is bench for."""
+    """Every row, or as many as fit into memory."""
     rows = max(1, min(case.rows[0], JUDGED_ELEMENTS[device.type] // case.width))
     reduced = case if rows == case.rows[0] else replace(case, rows=(rows, *case.rows[1:]))
     inputs = make_norm_inputs(op, reduced, dtype, device, seed=1)

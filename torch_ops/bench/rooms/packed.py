@@ -1,4 +1,4 @@
-"""What the benchmarks of attention share, packed attention above all: truth, cost, path and kernels of a call."""
+"""Shared by the benchmarks of attention, packed attention above all: reference, cost, path and kernels of a call."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,9 +75,9 @@ def packed_checks(
 ) -> list[Check]:  # fmt: skip
     """Every row and head of a shortened case and, where it was shortened, a look at the case too.
 
-    What is timed may run code that the shortened case does not reach: another launch, another path.
+    The timed case may run code that the shortened case does not reach: another launch, another path.
     So the case itself is run too, and the heads of its last key head are compared on the longest
-    and the last segment, which is all that fp64 has bench for.
+    and the last segment, which is all that fits into memory in fp64.
     """
     entries, entries_of_one = entries_for_truth(device)
     reduced = shorten(case, entries, case.num_heads)

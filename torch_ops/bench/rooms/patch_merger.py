@@ -31,7 +31,7 @@ def _flops(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor, fc1_bias: Tensor | None,
     fc2_weight: Tensor | None, *rest: Any,
 ) -> int:  # fmt: skip
-    """Of the products; norm and activation are not counted."""
+    """FLOPs of the products; norm and activation are not counted."""
     rows = x.numel() // fc1_weight.shape[1]
     return 2 * rows * (fc1_weight.numel() + (0 if fc2_weight is None else fc2_weight.numel()))
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the projections share: cases by name, calls, what is right, kernels, host time."""
+"""Shared by the benchmarks of the projections: cases by name, calls, reference, kernels, host time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,7 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in inputs.leaves.items()}
     for described, choice in _explained(function, inputs, **leaves)["kernels"].items():
         name, _, size = described.partition(" ")
-        # Beside products there may be kernels that have a bench of their own, and on the Hopper path no row decides.
+        # Other kernels than products have a benchmark of their own, and on the Hopper path no row decides.
         if name not in PRODUCTS or {FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS}.issuperset(choice["source"].split("; ")):
             continue
         n, k = map(int, size.split("x"))
@@ -103,7 +103,7 @@ def make_bench(
 ) -> OpBench:  # fmt: skip
     """The benchmark of the op whose public function this is; `rest` are fields of `OpBench`.
 
-    Beside ours and the baselines that are given stand the eager form and what torch.compile makes of it.
+    The eager form and its torch.compile version are baselines besides the given ones.
 
     Args:
         host_case: a case so small that the device is never behind.

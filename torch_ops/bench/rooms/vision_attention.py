@@ -71,7 +71,7 @@ def _borders(inputs: VisionAttentionInputs) -> Tensor:
 
 
 def _bind_baseline(attend: Attend, compiled: bool, case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call:
-    """What a baseline needs besides is made before the call: tables as wide as a head, borders."""
+    """Tables as wide as a head and the borders are made before the call."""
     if inputs.cos is not None and inputs.sin is not None:
         inputs = replace(inputs, cos=torch.cat([inputs.cos] * 2, 1), sin=torch.cat([inputs.sin] * 2, 1))
     function: Callable[..., Any] = written_down
@@ -105,7 +105,7 @@ def _baselines() -> tuple[Impl, ...]:
 
 
 def _bind_alone(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call:
-    """Of q, k and v as the projection makes them, but each [1, H, T, D] by itself."""
+    """Attention of q, k and v as the projection makes them, but each [1, H, T, D] by itself."""
     with torch.no_grad():
         packed = functional.linear(inputs.x, inputs.qkv_weight, inputs.qkv_bias)
         q, k, v = packed.unflatten(1, (3, case.num_heads, -1)).permute(1, 2, 0, 3).contiguous()[:, None].unbind()

@@ -479,7 +479,7 @@ def _encoder_notes(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _ready(records: Iterable[Record]) -> Iterator[str]:
-    """What each was given ready-made, in one note."""
+    """One note on the tables that each implementation was given."""
     named = grouped((one for one in records if one.ms and one.ready), attrgetter("ready"))
     told = "; ".join(
         f"{what} for {', '.join(dict.fromkeys(one.name for one in each.records))}" for what, each in named.items()
