@@ -54,7 +54,7 @@ class Point:
         return "-".join([*words, self.gpu, str(self.length)] if self.gpu in SHIPPED_GPUS else words)
 
 
-# By target one head dimension of long and one of short segments.
+# For each target one head dimension of long and one of short segments.
 SAMPLED = {"sm_86": (128, 72), "sm_89": (256, 72), "sm_120": (72, 128)}
 
 
@@ -233,7 +233,7 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
 
 
-# By head dimension, loads of 16 bytes: of each row of sums, and where there is a second lane of three such tensors.
+# Loads of 16 bytes by head dimension: for each row of sums, and with a second lane for three such tensors.
 WIDE_LOADS = {"one": {64: 6, 72: 6, 80: 6, 96: 3, 128: 4}, "many": {64: 2, 72: 2, 80: 2, 96: 3, 128: 4}}
 
 
@@ -251,7 +251,7 @@ def test_sums_are_read_by_threads_side_by_side(head_dim: int, variant: str) -> N
 def test_gradients_apart_wait_for_delta_alone() -> None:
     _, delta, apart = _hopper_builds(72, "apart").values()
     assert apart.launch.kwargs["launch_pdl"] and "griddepcontrol.launch_dependents" in delta.asm["ptx"]
-    # Of keys the producer, of queries both consumers; and either producer at its end.
+    # The producer of keys waits, both consumers of queries, and either producer at its end.
     assert len(re.findall(r"griddepcontrol\.wait", apart.asm["ptx"])) >= 5
     assert not re.search(r"ld\.acquire|\bred\.|cp\.reduce", apart.asm["ptx"])
 
@@ -334,7 +334,8 @@ def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monk
 def test_gradients_are_made_apart_where_there_is_room(
     rows: int, segments: int, head_dim: int, right: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one segment, if dq has room beside dk and dv on 132 multiprocessors, and masks have registers."""
+    """One segment takes two kernels if dq has room beside dk and dv on 132 multiprocessors, and masks have
+    registers."""
     monkeypatch.setattr(attention_hopper_backward, "programs", lambda index: 132)
     q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
     assert attention_hopper_backward.fits_apart(q, q, segments, AttentionOptions(0.1, -1, right)) == apart

@@ -127,7 +127,7 @@ def test_every_kernel_of_the_core_is_built_here() -> None:
     assert found == {*MLP.functions, *QKV_ROPE.functions}
 
 
-# Of 1365 and 3420 columns, so that rows of w2 do not begin at 16 bytes.
+# Variants with 1365 and 3420 columns, so that rows of w2 do not begin at 16 bytes.
 ODD = ("silu", "swiglu", "apart", "apart_again")
 
 
@@ -317,7 +317,7 @@ def test_hopper_path_is_one_opaque_launch_but_in_packages(op: str, variant: str,
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("variant", GEMM_VARIANTS)
 def test_gradient_and_its_product_are_one_opaque_launch(variant: str, symbolic: bool) -> None:
-    """Of "swiglu", of rows of no whole 16 bytes and of fp32 the product is apart, and the kernel behind it."""
+    """With "swiglu", rows of no whole 16 bytes and fp32, the product and the kernel behind it are separate."""
     sizes, rows = ({"rows": 100}, {}) if symbolic else ({}, {"rows": 100})
     options = {**GEMM_VARIANTS[variant], **rows}
     trace, _, shapes = MLP.trace("mlp_backward", sizes, "h200", "auto", **options)

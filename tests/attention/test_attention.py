@@ -184,7 +184,7 @@ IN_PARTS_EITHER_WAY = [
 @pytest.mark.skipif(not (INTERPRET or GPU), reason="a CPU has no kernels")
 @pytest.mark.parametrize(("name", "way", "head_dim"), IN_PARTS_EITHER_WAY)
 def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> None:
-    """Of fp32, where tiles of rows are few: what a program passes over is split, and parts are added up.
+    """With few tiles of fp32 rows, the blocks that a program passes over are split, and parts are added up.
 
     Where those of queries and of keys are few together, they are made beside each other.
     """

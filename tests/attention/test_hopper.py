@@ -39,7 +39,7 @@ LENGTHS = {
     "one": (1024,),
     "one_of_several_rounds": (4096,),
     "one_uneven": (2311,),
-    # Of keys for two tiles at most.
+    # Keys for two tiles at most.
     "one_of_two_tiles": (200,),
     "two_of_two_tiles": (130, 120),
     "few": (784, 17, 0, 1764, 64, 1),
@@ -96,7 +96,7 @@ def test_heads_that_the_cache_does_not_hold_at_once(head_dim: int, num_heads: in
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_another_gpu_than_the_current_one() -> None:
-    """Of the backends "aot_eager" does not make the tensors' GPU the current one, so that the launch itself has to."""
+    """The backend "aot_eager" does not make the tensors' GPU the current one, so the launch itself has to."""
     settings.update(path="hopper")
     compiled = torch.compile(torch.ops.vk.window_attn, fullgraph=True, backend="aot_eager")
     for where in ("cuda:1", "cuda:0", "cuda:1"):
@@ -115,7 +115,7 @@ def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> No
     _assert_right(inputs, _call(inputs, "hopper"))
 
 
-# Of these there is not enough shared memory for, by head dimension.
+# Launches that need too much shared memory, by head dimension.
 TOO_LARGE = {
     128: {Launch(128, 128, 8, 3), Launch(192, 128, 12, 2), Launch(192, 128, 12, 3), Launch(64, 128, 8, 3)}
 }  # fmt: skip
@@ -308,7 +308,7 @@ GENERAL = {
     # Tiles of several rounds, each of which begins anew at the last block.
     "one_of_rounds": {"lengths": (1500,), "num_heads": 32, "head_dim": 64, "skipped": 70, "padding": 9},
     "one_causal": {"lengths": (700,), "k_lengths": (900,), "options": {"causal": True}},
-    # Of more heads than the L2 cache holds keys and queries of.
+    # More heads than the L2 cache holds keys and queries of.
     "one_of_many_heads": {"lengths": (900,), "num_heads": 64, "head_dim": 80},
     # With more counters than dq has room for.
     "empty": {"lengths": (3, *(0,) * 600), "k_lengths": (300, *(1,) * 600)},
@@ -453,7 +453,7 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
 
 @pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12, (300, 100)))
 def test_falling_boundaries_end(boundaries: tuple[int, ...]) -> None:
-    """What comes out is of no use, but the GPU must not hang: segments that overlap have no order of turns."""
+    """The GPU must not hang, though results are useless: segments that overlap have no order of turns."""
     inputs = _inputs((400,), 64, 4)
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
     leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]

@@ -82,7 +82,7 @@ def test_many_heads(head_dim: int) -> None:
 
 @pytest.mark.parametrize("size", [2.0**-30, 2.0**30])
 def test_small_and_large_numbers(size: float) -> None:
-    """Of dout: by a power of 2 gradients are as much larger, to the bit."""
+    """dout times a power of 2 gives gradients that are as much larger, to the bit."""
     inputs = make_dense_inputs(DenseCase("size", "", 2, 2, 200, 128), torch.float32, "cuda")
     plain = differentiate(torch.ops.vk.attention, inputs)
     inputs.dout.mul_(size)

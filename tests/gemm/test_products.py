@@ -180,7 +180,7 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
     mixed = 0
 
     def longest(costs: list[float], whole: int) -> float:
-        """Of 132 programs that take one in each round, from the other end where all that are left are short."""
+        """132 programs take one tile in each round, from the other end where all that are left are short."""
         taken = [0.0] * 132
         for begin in range(0, len(costs), 132):
             order = range(131, -1, -1) if begin >= whole else range(132)

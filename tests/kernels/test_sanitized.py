@@ -1,8 +1,8 @@
 """Small cases that reach the branches of the attention kernels, on each path, and of the Hopper path's products.
 
-They are cheap enough for compute-sanitizer, which `make sanitize` runs them under. Of the Hopper kernels there are few
-programs, so that each draws several tiles and hands its places in shared memory over from one to the next; but for
-gradients that are made apart, whose programs have one tile each.
+They are cheap enough for compute-sanitizer, which `make sanitize` runs them under. The Hopper kernels get few programs,
+so that each takes several tiles and hands shared memory on from one to the next. Gradients in two kernels are an
+exception: their programs have one tile each.
 """
 
 from collections.abc import Iterator

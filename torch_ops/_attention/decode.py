@@ -98,7 +98,7 @@ def shares_of(call: Any) -> dict[str, Share]:
 
 
 def combining(width: int) -> Launch:
-    """Of the second kernel: a row, and so many warps that registers hold the parts that are under way at once."""
+    """Launch of the second kernel: one row, and enough warps to hold the parts under way in registers."""
     return Launch(1, width, next_power_of_2(cdiv(width, 96)), 1)
 
 

@@ -49,7 +49,7 @@ APART = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
 
 
 def _rows_back(total: int) -> int:
-    """What `lane_distance` is on the device, in rows."""
+    """Distance of the two accumulators in rows, as `lane_distance` is on the device."""
     return (-(-total // BLOCK_M) - 1) // 2 * BLOCK_M
 
 

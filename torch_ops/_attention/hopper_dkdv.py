@@ -41,8 +41,8 @@ class Keys(NamedTuple):
 def takes_hopper_keys(t: Backward, options: AttentionOptions, products: str, few: bool) -> bool:
     """Whether the kernel takes them: of one query head to a key head, and nothing between scores and their sums.
 
-    Of 128 columns `few` programs are faster as stock Triton's, beside those of queries, and whoever gave stock Triton's
-    kernel a row of their own wants that one.
+    At 128 columns, `few` programs are faster in stock Triton, beside the programs of queries. A row of the user's for
+    stock Triton's kernel also selects that kernel.
     """
     q, k = t.q, t.k
     if t.cu_q is not None or products != "bf16x6" or options.backward_steps or settings.path == "portable":

@@ -21,7 +21,7 @@ from torch_ops._core.launch import can_overlap, current_gpu, dense_strides
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._core.registry import wrap_triton
 
-# Of a program.
+# Rows of a program.
 ROWS = 16
 # The most parts of one gradient.
 MOST_SPLITS = 8

@@ -21,7 +21,7 @@ SHARED_MEMORY = {
     120: 101376,
 }
 
-# What the interpreter stands in for: of few processors, so that programs which share tiles out have several each.
+# The GPU that the interpreter stands in for. It has few processors, so that each program gets several tiles.
 INTERPRETED_GPU = Gpu("interpreter", "interpreter", 0, 2**30, 8)
 
 

@@ -39,7 +39,8 @@ _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
-    """Why a product with this weight cannot take the Hopper path, or nothing. Of one that is rotated, by its heads."""
+    """Why a product with this weight cannot take the Hopper path, or nothing. A rotated product has heads of
+    `head_dim`."""
     if reason := hopper_refusal(gpu, weight.dtype):
         return reason
     weights = (weight,) if up is None else (weight, up)
@@ -59,7 +60,7 @@ def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], [rows, 64], _LAYOUT)
 
 
-# Of what rotates nothing.
+# Scalars of a product without rotation.
 _NOT_ROTATED = {
     "HEAD_DIM": 8, "NUM_HEADS": 1, "NUM_K_HEADS": 1, "STRIDE_COS": 0, "STRIDE_SIN": 0, "SHARED_ANGLES": True
 }  # fmt: skip

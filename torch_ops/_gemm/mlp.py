@@ -154,9 +154,9 @@ def mlp_backward_flops(call: Any) -> int:
 
 
 def gradient_columns(w1: Tensor, w_up: Tensor | None) -> tuple[int, int]:
-    """Of the rows of dpre: where what is of up begins, and how many there are.
+    """Columns of dpre: where those of up begin, and how many there are.
 
-    Each weight's begin at 16 bytes: products read them apart. Of one weight for both halves they are not apart.
+    Each weight's begin at 16 bytes: products read them apart. With one weight for both halves there is no gap.
     """
     own = w1.shape[0]
     if w_up is None:
@@ -198,7 +198,7 @@ def _plan_again(t: Linear, call: Any, activation: str) -> Plan:
 
 
 def plan_mlp_backward(call: Any, _: Any) -> Plan:
-    """What makes hidden again, what makes dpre and h of it and of dout, or h alone, and PyTorch's products of these."""
+    """Plan the launches that recompute hidden, that make dpre and h (or h alone), and PyTorch's products."""
     inner, needs_h, needs_hidden, sums = call.inner, call.needs_w2, call.needs_hidden, call.needs_b1 or call.needs_b_up
     n, _ = product_size(call.w1, call.w_up)
     own, width = call.w1.shape[0], call.w2.shape[1]
@@ -206,7 +206,8 @@ def plan_mlp_backward(call: Any, _: Any) -> Plan:
     each, whole_width = padded(own, call.dout.dtype), padded(width, call.dout.dtype)
     begins, stride = gradient_columns(call.w1, call.w_up)
     again = needs_hidden and call.x is not None and call.hidden.shape[1] == 0
-    # Of two weights, and where rows of h are padded, by the forward's launch, with h, which the gradient's makes anew.
+    # With two weights, and where rows of h are padded, the forward's launch recomputes hidden and h; the gradient's
+    # launch makes h anew.
     again_with_h = again and (call.w_up is not None or whole_width != width)
     whole = inner and runs_kernels(call.dout) and takes_whole_gradient(Rows.of(call.dout), call.w2, call.activation)
     # One launch for the product and its slope writes h if that is not wanted too: dpre has the same bits then.

@@ -43,7 +43,7 @@ ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 
 
 def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
-    """Why a product with this weight takes no Hopper kernel, or nothing. Of one that is rotated, by its heads too."""
+    """Why a product with this weight takes no Hopper kernel, or nothing. A rotated product has heads of `head_dim`."""
     if INTERPRET:
         return "TRITON_INTERPRET=1"
     if settings.path == "portable":

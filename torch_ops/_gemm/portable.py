@@ -37,7 +37,7 @@ class Rows:
 
     @staticmethod
     def of(x: Tensor) -> "Rows":
-        """Of `rows_of(x)`, which is not made."""
+        """The rows of `rows_of(x)`, without making it."""
         width = x.shape[-1]
         count = 1
         for size in x.shape[:-1]:
@@ -214,7 +214,7 @@ def plan_rotary_portable(chosen: Chosen, t: Rotary) -> Plan:
 
 
 def angle_constants(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Of the heads of q and k, or of their gradients, and of the tables, as `rows_of` them lies."""
+    """Scalars of the heads of q and k, or of their gradients, and of the tables, as `rows_of` lays them out."""
     half = q.shape[2] // 2
     return {
         "HALF": half, "NUM_HEADS": q.shape[1], "NUM_K_HEADS": k.shape[1],

@@ -30,14 +30,14 @@ from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops._kv_cache.cpu import append_cpu, turned_columns
 from torch_ops.settings import settings
 
-# Of a grid's second dimension.
+# The limit of a grid's second dimension.
 MOST_SEQUENCES = 65535
 # Rows of a sequence are counted in 32 bits.
 MOST_ROWS = 2**30
 
 
 def check_sizes(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple[int | None, ...]) -> None:
-    """Of these sizes where they are given; `named` says what they are, as in "[B, H, S, D]"."""
+    """Refuse tensors of other sizes, where sizes are given; `named` names them, as in "[B, H, S, D]"."""
     check_dense(op, argument, tensor)
     if tensor.dim() != len(sizes) or any(
         size not in (None, own) for size, own in zip(sizes, tensor.shape, strict=True)

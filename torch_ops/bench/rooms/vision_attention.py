@@ -137,7 +137,7 @@ def _cost(inputs: VisionAttentionInputs, backward: bool) -> Cost:
 
 
 def _path(inputs: VisionAttentionInputs) -> str:
-    """Of attention."""
+    """The path of attention."""
     head_dim = inputs.proj_weight.shape[1] // inputs.num_heads
     q, k, v = inputs.x.new_empty((3, inputs.x.shape[0], inputs.num_heads, head_dim)).unbind()
     return str(torch_ops.explain(torch_ops.window_attn, q, k, v, _borders(inputs))["path"])
