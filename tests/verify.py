@@ -29,6 +29,15 @@ def assert_same_bits(call: Callable[[], Any]) -> None:
     assert first and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def assert_expanded_gradients(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    """The gradient of a sum, whose upstream gradients have strides of 0, is that of ones."""
+    one, other = (x.detach().clone().requires_grad_() for _ in range(2))
+    sum(result.sum() for result in pytree.tree_leaves(function(one))).backward()
+    results = pytree.tree_leaves(function(other))
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+    assert torch.equal(one.grad, other.grad)
+
+
 def assert_waits_for_nothing(call: Callable[[], Any]) -> None:
     """A second call never waits for the GPU."""
     call()
@@ -38,6 +47,19 @@ def assert_waits_for_nothing(call: Callable[[], Any]) -> None:
         call()
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def assert_no_second_derivative(op: str, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    leaf = x.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
+    refusal = f"vk::{op}_backward has no derivative: there are no second derivatives"
+    with pytest.raises(NotImplementedError, match=refusal):
+        torch.autograd.grad(gradient.sum(), leaf)
+
+
+def assert_no_tangent(op: str, function: Callable[[Tensor], Any], x: Tensor) -> None:
+    with pytest.raises(NotImplementedError, match=f"vk::{op} has no forward-mode derivative"):
+        torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
 def flops_of(call: Callable[[], Any]) -> tuple[int, Any]:

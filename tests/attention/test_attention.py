@@ -18,9 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torch_ops
 from csrc_free_ops.configs.rows import Launch, Row, as_document
+from tests import verify as every_op
 from tests.attention.verify import backward, differentiate, plans_made_anew, verify, verify_downcast
 from tests.testing.interpreter import with_dtypes
-from tests.verify import DTYPES, GPU, INTERPRET, assert_refuses, assert_same_bits, assert_waits_for_nothing, flops_of
+from tests.verify import DTYPES, GPU, INTERPRET, flops_of
 from torch_ops import attention, settings, window_attn
 from torch_ops._attention import parts as attention_parts
 from torch_ops._attention import portable as attention_portable
@@ -153,7 +154,7 @@ def test_agrees_on_anything(call: tuple[DenseCase, torch.dtype], seed: int) -> N
 @pytest.mark.parametrize("case", dense_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: DenseCase, device: str) -> None:
     inputs = make_dense_inputs(case, torch.float16, device)
-    assert_same_bits(lambda: differentiate(torch.ops.vk.attention, inputs))
+    every_op.assert_same_bits(lambda: differentiate(torch.ops.vk.attention, inputs))
 
 
 # A GPU has larger tiles than the interpreter.
@@ -379,11 +380,7 @@ def test_expanded_keys(shared: str, device: str) -> None:
 
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_dense_inputs(DenseCase("sum", "expanded dout", 2, 2, 40, 72), torch.float32, device)
-    q = inputs.q.clone().requires_grad_()
-    attention(q, inputs.k, inputs.v).sum().backward()
-    reference = inputs.q.clone().requires_grad_()
-    attention(reference, inputs.k, inputs.v).backward(torch.ones_like(inputs.q))
-    assert torch.equal(q.grad, reference.grad)
+    every_op.assert_expanded_gradients(lambda q: inputs.call(attention, q=q), inputs.q)
 
 
 def test_nothing_is_read_past_a_sequence(device: str) -> None:
@@ -545,7 +542,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), REFUSALS, ids=[message[:30] for _, message in REFUSALS])
 def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {name: torch.randn(2, 2, 10, 16, device=device) for name in "qkv"}
-    assert_refuses(attention, good, changes, message)
+    every_op.assert_refuses(attention, good, changes, message)
 
 
 def test_slopes_get_no_gradient_and_say_so(device: str) -> None:
@@ -566,7 +563,7 @@ def test_backward_refuses(device: str) -> None:
         ("lse", lse[:1], r"lse has .*, expected shape \[B, H, S\] = \[2, 2, 10\]"),
         ("dlse", lse.half(), r"dlse is float16, expected float32"),
     ):
-        assert_refuses(torch.ops.vk.attention_backward, good, {name: value}, message)
+        every_op.assert_refuses(torch.ops.vk.attention_backward, good, {name: value}, message)
 
 
 @pytest.mark.gpu
@@ -582,7 +579,7 @@ def test_either_mode_and_path_is_right(head_dim: int, device: str) -> None:
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_dense_inputs(dense_cases("smoke")[1], torch.bfloat16, device)
     q = inputs.q.requires_grad_()
-    assert_waits_for_nothing(lambda: inputs.call(attention, q=q).backward(inputs.dout))
+    every_op.assert_waits_for_nothing(lambda: inputs.call(attention, q=q).backward(inputs.dout))
 
 
 @pytest.mark.gpu

@@ -15,18 +15,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import torch_ops
+from tests import verify as every_op
 from tests.attention.verify import backward, differentiate, verify
 from tests.testing.interpreter import with_dtypes
-from tests.verify import (
-    DTYPES,
-    GPU,
-    INTERPRET,
-    assert_refuses,
-    assert_same_bits,
-    assert_waits_for_nothing,
-    flops_of,
-    misaligned,
-)
+from tests.verify import DTYPES, GPU, INTERPRET, flops_of, misaligned
 from torch_ops import rope_window_attn, window_attn
 from torch_ops.testing import poisoned, references
 from torch_ops.testing.cases import (
@@ -165,7 +157,7 @@ def test_is_window_attn_of_what_was_turned(dtype: torch.dtype, device: str) -> N
 @pytest.mark.parametrize("case", rope_window_attn_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
     inputs = make_rope_inputs(case, torch.float16, device)
-    assert_same_bits(lambda: differentiate(torch.ops.vk.rope_window_attn, inputs))
+    every_op.assert_same_bits(lambda: differentiate(torch.ops.vk.rope_window_attn, inputs))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -230,12 +222,10 @@ def test_checked_mode_names_the_entry(device: str) -> None:
 
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_rope_inputs(SMALL, torch.float32, device)
-    ones = dataclasses.replace(inputs, dout=torch.ones_like(inputs.dout))
-    grads = []
-    for dout in (ones.dout, inputs.dout.new_ones(()).expand_as(inputs.dout)):
-        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
-        grads.append(torch.autograd.grad(inputs.call(rope_window_attn, **leaves), tuple(leaves.values()), dout))
-    assert all(torch.equal(dense, expanded) for dense, expanded in zip(*grads, strict=True))
+    for name in ("q", "k", "v"):
+        every_op.assert_expanded_gradients(
+            lambda x, name=name: inputs.call(rope_window_attn, **{name: x}), getattr(inputs, name)
+        )
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -301,12 +291,8 @@ def test_tables_get_no_gradient(device: str) -> None:
 @pytest.mark.no_interpret
 def test_second_derivatives_and_tangents_are_refused(device: str) -> None:
     inputs = make_rope_inputs(SMALL, torch.float32, device)
-    q = inputs.q.clone().requires_grad_()
-    (dq,) = torch.autograd.grad(inputs.call(rope_window_attn, q=q).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="vk::rope_window_attn_backward has no derivative"):
-        torch.autograd.grad(dq.sum(), q)
-    with pytest.raises(NotImplementedError, match="vk::rope_window_attn has no forward-mode derivative"):
-        torch.func.jvp(lambda x: inputs.call(rope_window_attn, q=x), (inputs.q,), (torch.ones_like(inputs.q),))
+    every_op.assert_no_second_derivative("rope_window_attn", lambda q: inputs.call(rope_window_attn, q=q), inputs.q)
+    every_op.assert_no_tangent("rope_window_attn", lambda q: inputs.call(rope_window_attn, q=q), inputs.q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
@@ -351,7 +337,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     good = {x: torch.randn(10, 2, 16, device=device) for x in "qkv"}
     good |= {x: torch.randn(10, 16, device=device) for x in ("cos", "sin")} | {"cu_seqlens": cumulative((10,), device)}
-    assert_refuses(rope_window_attn, good, changes, message)
+    every_op.assert_refuses(rope_window_attn, good, changes, message)
 
 
 @pytest.mark.no_interpret
@@ -369,7 +355,7 @@ def test_backward_refuses(changes: dict, message: str, device: str) -> None:
         "dout": x, "dlse": None, "q": x, "k": x, "v": x, "out": x, "lse": torch.zeros(2, 10, device=device),
         "cos": table, "sin": table, "cu_seqlens": cumulative((10,), device),
     }  # fmt: skip
-    assert_refuses(torch.ops.vk.rope_window_attn_backward, good, changes, message)
+    every_op.assert_refuses(torch.ops.vk.rope_window_attn_backward, good, changes, message)
 
 
 def test_flops_are_those_of_the_products(device: str) -> None:
@@ -398,7 +384,7 @@ def test_explains_itself(device: str) -> None:
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_rope_inputs(SMALL, torch.bfloat16, device)
     q = inputs.q.requires_grad_()
-    assert_waits_for_nothing(lambda: inputs.call(rope_window_attn, q=q).backward(inputs.dout))
+    every_op.assert_waits_for_nothing(lambda: inputs.call(rope_window_attn, q=q).backward(inputs.dout))
 
 
 @pytest.mark.gpu

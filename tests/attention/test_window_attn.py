@@ -14,18 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
+from tests import verify as every_op
 from tests.attention.verify import backward, differentiate, verify
 from tests.testing.interpreter import with_dtypes
-from tests.verify import (
-    DTYPES,
-    GPU,
-    INTERPRET,
-    assert_refuses,
-    assert_same_bits,
-    assert_waits_for_nothing,
-    flops_of,
-    misaligned,
-)
+from tests.verify import DTYPES, GPU, INTERPRET, flops_of, misaligned
 from torch_ops import window_attn
 from torch_ops._core.launch import precision_of
 from torch_ops.testing import assert_close_to_reference, check, references
@@ -112,7 +104,7 @@ def test_thousands_of_segments(device: str) -> None:
 @pytest.mark.parametrize("case", window_attn_cases("smoke"), ids=lambda case: case.name)
 def test_same_bits_every_time(case: WindowAttnCase, device: str) -> None:
     inputs = make_inputs(case, torch.float16, device)
-    assert_same_bits(lambda: differentiate(torch.ops.vk.window_attn, inputs))
+    every_op.assert_same_bits(lambda: differentiate(torch.ops.vk.window_attn, inputs))
 
 
 RELAUNCHED = WindowAttnCase("relaunched", "launches kept from the first call", (90, 40), 2, 72)
@@ -266,11 +258,7 @@ def test_rows_of_q_that_overlap(rows: int, device: str) -> None:
 
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_inputs(WindowAttnCase("sum", "expanded dout", (40, 9), 2, 72), torch.float32, device)
-    q = inputs.q.clone().requires_grad_()
-    window_attn(q, inputs.k, inputs.v, inputs.cu_seqlens).sum().backward()
-    reference = inputs.q.clone().requires_grad_()
-    window_attn(reference, inputs.k, inputs.v, inputs.cu_seqlens).backward(torch.ones_like(inputs.q))
-    assert torch.equal(q.grad, reference.grad)
+    every_op.assert_expanded_gradients(lambda q: inputs.call(window_attn, q=q), inputs.q)
 
 
 @pytest.mark.parametrize("lengths", [(40, 0, 23), (9,) * 6, (140, 150) if GPU else (70,)], ids=str)
@@ -346,22 +334,10 @@ def test_gradcheck_in_fp64(options: dict) -> None:
 
 
 @pytest.mark.no_interpret
-def test_a_second_derivative_is_refused(device: str) -> None:
+def test_second_derivatives_and_tangents_are_refused(device: str) -> None:
     inputs = make_inputs(WindowAttnCase("double", "create_graph", (9,), 1, 8), torch.float32, device)
-    q = inputs.q.requires_grad_()
-    (dq,) = torch.autograd.grad(window_attn(q, inputs.k, inputs.v, inputs.cu_seqlens).sum(), q, create_graph=True)
-    refusal = "vk::window_attn_backward has no derivative: there are no second derivatives"
-    with pytest.raises(NotImplementedError, match=refusal):
-        torch.autograd.grad(dq.sum(), q)
-
-
-@pytest.mark.no_interpret
-def test_a_tangent_is_refused(device: str) -> None:
-    inputs = make_inputs(WindowAttnCase("jvp", "forward mode", (9,), 1, 8), torch.float32, device)
-    with pytest.raises(NotImplementedError, match="vk::window_attn has no forward-mode derivative"):
-        torch.func.jvp(
-            lambda q: window_attn(q, inputs.k, inputs.v, inputs.cu_seqlens), (inputs.q,), (torch.ones_like(inputs.q),)
-        )
+    every_op.assert_no_second_derivative("window_attn", lambda q: inputs.call(window_attn, q=q), inputs.q)
+    every_op.assert_no_tangent("window_attn", lambda q: inputs.call(window_attn, q=q), inputs.q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
@@ -465,7 +441,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_refuses(changes: dict[str, Any], message: str, device: str) -> None:
     tensors = {x: torch.randn(10, 2, 16, device=device) for x in "qkv"}
     good = {**tensors, "cu_seqlens": cumulative((10,), device)}
-    assert_refuses(window_attn, good, changes, message)
+    every_op.assert_refuses(window_attn, good, changes, message)
 
 
 @pytest.mark.no_interpret
@@ -485,7 +461,7 @@ def test_backward_refuses(changes: dict, message: str, device: str) -> None:
         "dout": x, "dlse": None, "q": x, "k": x, "v": x, "out": x, "lse": torch.zeros(2, 10, device=device),
         "cu_seqlens": cumulative((10,), device),
     }  # fmt: skip
-    assert_refuses(torch.ops.vk.window_attn_backward, good, changes, message)
+    every_op.assert_refuses(torch.ops.vk.window_attn_backward, good, changes, message)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +503,7 @@ def test_tf32_only_where_allowed(allowed: bool, device: str, matmul: Any) -> Non
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_inputs(window_attn_cases("smoke")[1], torch.bfloat16, device)
     q = inputs.q.requires_grad_()
-    assert_waits_for_nothing(lambda: inputs.call(window_attn, q=q).backward(inputs.dout))
+    every_op.assert_waits_for_nothing(lambda: inputs.call(window_attn, q=q).backward(inputs.dout))
 
 
 @pytest.mark.gpu

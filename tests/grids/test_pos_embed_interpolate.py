@@ -23,7 +23,7 @@ from tests.grids.verify import (
     ids,
     placed,
 )
-from tests.verify import DEVICE, DTYPES, INTERPRET, assert_refuses
+from tests.verify import DEVICE, DTYPES, INTERPRET, assert_expanded_gradients, assert_no_tangent, assert_refuses
 from torch_ops import pos_embed_interpolate
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references
 from torch_ops.testing.cases import GridCase, GridInputs, grid_cases, make_grid_inputs
@@ -192,11 +192,7 @@ def test_same_total_of_other_images(device: str) -> None:
 
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_grid_inputs(grid_cases("smoke")[0], torch.float32, device)
-    table = inputs.table.requires_grad_()
-    out = pos_embed_interpolate(table, inputs.grid, inputs.total)
-    (summed,) = torch.autograd.grad(out.sum(), table, retain_graph=True)
-    (ones,) = torch.autograd.grad(out, table, torch.ones_like(out))
-    assert torch.equal(summed, ones)
+    assert_expanded_gradients(lambda x: pos_embed_interpolate(x, inputs.grid, inputs.total), inputs.table)
 
 
 @pytest.mark.no_interpret
@@ -265,8 +261,7 @@ def test_backward_refuses(change: dict[str, Any], message: str, device: str) -> 
 
 def test_forward_mode_is_refused(device: str) -> None:
     x = torch.randn(16, 8, device=device)
-    with pytest.raises(NotImplementedError, match="vk::pos_embed_interpolate has no forward-mode derivative"):
-        torch.func.jvp(lambda x: pos_embed_interpolate(x, GRID, 16), (x,), (torch.ones_like(x),))
+    assert_no_tangent("pos_embed_interpolate", lambda x: pos_embed_interpolate(x, GRID, 16), x)
 
 
 @pytest.mark.gpu

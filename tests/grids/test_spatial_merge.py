@@ -23,7 +23,7 @@ from tests.grids.verify import (
     ids,
     placed,
 )
-from tests.verify import DEVICE, DTYPES, INTERPRET, assert_refuses
+from tests.verify import DEVICE, DTYPES, INTERPRET, assert_expanded_gradients, assert_no_tangent, assert_refuses
 from torch_ops import spatial_merge
 from torch_ops.testing import check, poisoned, references
 from torch_ops.testing.cases import GridCase, GridInputs, grid_cases, make_grid_inputs
@@ -108,12 +108,8 @@ def test_every_call_sees_its_own_tensors(device: str) -> None:
 
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_grid_inputs(grid_cases("smoke")[0], torch.float32, device)
-    x = inputs.x.requires_grad_()
     for way in (("concat", "raster"), ("mean", "merge_block")):
-        out = spatial_merge(x, inputs.grid, inputs.total, *way)
-        (summed,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        (ones,) = torch.autograd.grad(out, x, torch.ones_like(out))
-        assert torch.equal(summed, ones)
+        assert_expanded_gradients(lambda x, way=way: spatial_merge(x, inputs.grid, inputs.total, *way), inputs.x)
 
 
 @pytest.mark.no_interpret
@@ -193,8 +189,7 @@ def test_backward_refuses(change: dict[str, Any], message: str, device: str) -> 
 
 def test_forward_mode_is_refused(device: str) -> None:
     x = torch.randn(16, 8, device=device)
-    with pytest.raises(NotImplementedError, match="vk::spatial_merge has no forward-mode derivative"):
-        torch.func.jvp(lambda x: spatial_merge(x, GRID, 16), (x,), (torch.ones_like(x),))
+    assert_no_tangent("spatial_merge", lambda x: spatial_merge(x, GRID, 16), x)
 
 
 @pytest.mark.gpu

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ops
 from csrc_free_ops.configs.norms import norm_programs
+from tests import verify as every_op
 from tests.testing.interpreter import with_dtypes
-from tests.verify import DTYPES, GPU, INTERPRET, assert_same_bits, assert_waits_for_nothing, misaligned
+from tests.verify import DTYPES, GPU, INTERPRET, misaligned
 from torch_ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch_ops._core.device import gpu
 from torch_ops._norms.portable import norm_launch
@@ -113,7 +114,7 @@ REPEATED = ["many_rows"] if INTERPRET else ["many_rows", "merger", "wide_rows", 
 @pytest.mark.parametrize("op", NORMS)
 def test_same_bits_every_time(op: str, name: str, device: str) -> None:
     inputs = of_case(name, op, torch.float16, device)
-    assert_same_bits(lambda: differentiate(operator(op), inputs))
+    every_op.assert_same_bits(lambda: differentiate(operator(op), inputs))
 
 
 @pytest.mark.parametrize("name", ["l_tower", "merger", "wide"])
@@ -188,16 +189,7 @@ def test_parameters_in_any_strides(op: str, device: str) -> None:
 @pytest.mark.parametrize("op", NORMS)
 def test_gradients_with_zero_strides(op: str, device: str) -> None:
     inputs = of_case("s_tower", op, torch.float32, device)
-    grads = []
-    for summed in (True, False):
-        x = inputs.x.clone().requires_grad_()
-        results = inputs.call(PUBLIC[op], x=x)
-        if summed:
-            sum(result.sum() for result in results).backward()
-        else:
-            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-        grads.append(x.grad)
-    assert torch.equal(*grads)
+    every_op.assert_expanded_gradients(lambda x: inputs.call(PUBLIC[op], x=x), inputs.x)
 
 
 class Backwards(TorchDispatchMode):
@@ -289,12 +281,8 @@ def test_gradcheck_in_fp64(op: str, parameters: str) -> None:
 @pytest.mark.parametrize("op", NORMS)
 def test_a_second_derivative_and_a_tangent_are_refused(op: str, device: str) -> None:
     inputs = of_case("narrow", op, torch.float32, device)
-    x = inputs.x.requires_grad_()
-    (dx,) = torch.autograd.grad(inputs.call(PUBLIC[op], x=x)[0].sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"vk::{op}_backward has no derivative"):
-        torch.autograd.grad(dx.sum(), x)
-    with pytest.raises(NotImplementedError, match=f"vk::{op} has no forward-mode derivative"):
-        torch.func.jvp(lambda x: inputs.call(PUBLIC[op], x=x), (inputs.x.detach(),), (torch.ones_like(inputs.x),))
+    every_op.assert_no_second_derivative(op, lambda x: inputs.call(PUBLIC[op], x=x)[0], inputs.x)
+    every_op.assert_no_tangent(op, lambda x: inputs.call(PUBLIC[op], x=x), inputs.x)
 
 
 @pytest.mark.parametrize("parameters", ["same", "fp32"])
@@ -451,7 +439,7 @@ def test_explain_says_what_would_run(op: str, device: str) -> None:
 @pytest.mark.parametrize("op", NORMS)
 def test_no_call_waits_for_the_device(op: str, device: str) -> None:
     inputs = of_case("l_tower", op, torch.bfloat16, device)
-    assert_waits_for_nothing(lambda: differentiate(PUBLIC[op], inputs))
+    every_op.assert_waits_for_nothing(lambda: differentiate(PUBLIC[op], inputs))
 
 
 @pytest.mark.gpu
