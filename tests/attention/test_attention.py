@@ -19,7 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import torch_ops
 from csrc_free_ops.configs.rows import Launch, Row, as_document
 from tests import verify as every_op
-from tests.attention.verify import backward, differentiate, plans_made_anew, verify, verify_downcast
+from tests.attention.verify import (
+    backward,
+    differentiate,
+    plans_made_anew,
+    verify,
+    verify_downcast,
+    verify_merged_halves,
+)
 from tests.testing.interpreter import with_dtypes
 from tests.verify import DTYPES, GPU, INTERPRET, flops_of
 from torch_ops import attention, settings, window_attn
@@ -28,7 +35,7 @@ from torch_ops._attention import portable as attention_portable
 from torch_ops._attention.parts import plan_parts
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.philox import keep_weights, philox
-from torch_ops.testing import assert_close_to_reference, check, references
+from torch_ops.testing import assert_close_to_reference, references
 from torch_ops.testing.cases import (
     DENSE_LAYOUTS,
     DenseCase,
@@ -289,25 +296,8 @@ def test_seed_is_pytorch_s(device: str) -> None:
 
 
 def test_merging_halves_of_the_keys_gives_the_whole(device: str) -> None:
-    """Context parallel: merge by lse, then differentiate each half with the merged out and lse."""
     inputs = make_dense_inputs(DenseCase("merge", "merged lse", 2, 2, 40, 64), torch.float32, device)
-
-    def merged(ops: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        q, k, v, dout = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
-        halves = [(k[:, :, rows], v[:, :, rows]) for rows in (slice(20), slice(20, 40))]
-        parts = [ops.attention(q, *keys) for keys in halves]
-        lse = torch.logaddexp(parts[0][1], parts[1][1])
-        out = sum(part * torch.exp(part_lse - lse)[..., None] for part, part_lse in parts)
-        grads = [ops.attention_backward(dout, None, q, *keys, out, lse) for keys in halves]
-        (one_dq, *one), (other_dq, *other) = grads
-        dk, dv = (torch.cat(pair, 2) for pair in zip(one, other, strict=True))
-        return {"out": out, "lse": lse, "dq": one_dq + other_dq, "dk": dk, "dv": dv}
-
-    q, k, v, dout = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    out, lse = references.attention(q, k, v)
-    grads = references.attention_backward(dout, None, q, k, v, out, lse)
-    whole = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
-    check(merged(torch.ops.vk, torch.float32), merged(references, torch.float32), whole)
+    verify_merged_halves(inputs)
 
 
 @pytest.mark.parametrize("lie", ["expanded", "strided"])

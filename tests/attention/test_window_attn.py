@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
 from tests import verify as every_op
-from tests.attention.verify import backward, differentiate, verify
+from tests.attention.verify import backward, differentiate, verify, verify_merged_halves
 from tests.testing.interpreter import with_dtypes
 from tests.verify import DTYPES, GPU, INTERPRET, flops_of, misaligned
 from torch_ops import window_attn
@@ -221,26 +221,8 @@ def test_neighbours_may_hold_nan(device: str) -> None:
 
 
 def test_merging_halves_of_the_keys_gives_the_whole(device: str) -> None:
-    """Context parallel: merge by lse, then differentiate each half with the merged out and lse."""
     inputs = make_inputs(WindowAttnCase("merge", "merged lse", (40,), 2, 64), torch.float32, device)
-    cu, half = inputs.cu_seqlens, cumulative((20,), device)
-
-    def merged(ops: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        q, k, v, dout = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
-        halves = [(k[rows], v[rows]) for rows in (slice(20), slice(20, 40))]
-        parts = [ops.window_attn(q, *keys, cu, half) for keys in halves]
-        lse = torch.logaddexp(parts[0][1], parts[1][1])
-        out = sum(part * torch.exp(part_lse - lse).T[..., None] for part, part_lse in parts)
-        grads = [ops.window_attn_backward(dout, None, q, *keys, out, lse, cu, half) for keys in halves]
-        (one_dq, *one), (other_dq, *other) = grads
-        dk, dv = (torch.cat(pair) for pair in zip(one, other, strict=True))
-        return {"out": out, "lse": lse, "dq": one_dq + other_dq, "dk": dk, "dv": dv}
-
-    q, k, v, dout = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    out, lse = references.window_attn(q, k, v, cu)
-    grads = references.window_attn_backward(dout, None, q, k, v, out, lse, cu)
-    whole = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
-    check(merged(torch.ops.vk, torch.float32), merged(references, torch.float32), whole)
+    verify_merged_halves(inputs, inputs.cu_seqlens, cumulative((20,), device))
 
 
 @pytest.mark.parametrize("rows", [7, 40])

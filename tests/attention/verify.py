@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ops import settings
-from torch_ops.testing import check_draws, poisoned, redrawn, references
+from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import DecodeInputs, DenseInputs, WindowAttnInputs
 from torch_ops.testing.tolerance import Draw
 
@@ -53,6 +53,34 @@ def verify(inputs: AttentionInputs) -> None:
     Eager's gradients start, as the op's do, from an out and lse that were rounded to be saved.
     """
     check_draws(lambda seed: _judged(redrawn(inputs, seed)))
+
+
+def verify_merged_halves(inputs: AttentionInputs, *half: Tensor) -> None:
+    """Context parallel: merge halves of the keys by lse, then differentiate each with the merged out and lse.
+
+    `half` holds cu_seqlens and the boundaries of a half's keys, where tensors are packed.
+    """
+    dim = 0 if half else 2
+
+    def merged(ops: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        forward, differentiate = getattr(ops, inputs.op), getattr(ops, f"{inputs.op}_backward")
+        q, k, v, dout = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        halves = list(zip(k.chunk(2, dim), v.chunk(2, dim), strict=True))
+        parts = [forward(q, *keys, *half) for keys in halves]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        weights = [torch.exp(part_lse - lse) for _, part_lse in parts]
+        out = sum(
+            part * (weight.T if half else weight)[..., None] for (part, _), weight in zip(parts, weights, strict=True)
+        )
+        (one_dq, *one), (other_dq, *other) = (differentiate(dout, None, q, *keys, out, lse, *half) for keys in halves)
+        dk, dv = (torch.cat(pair, dim) for pair in zip(one, other, strict=True))
+        return {"out": out, "lse": lse, "dq": one_dq + other_dq, "dk": dk, "dv": dv}
+
+    q, k, v, dout = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out, lse = getattr(references, inputs.op)(q, k, v, *half[:1])
+    grads = getattr(references, f"{inputs.op}_backward")(dout, None, q, k, v, out, lse, *half[:1])
+    whole = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+    check(merged(torch.ops.vk, torch.float32), merged(references, torch.float32), whole)
 
 
 def verify_downcast(inputs: DenseInputs, compute_dtype: torch.dtype) -> None:
