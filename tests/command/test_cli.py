@@ -72,7 +72,7 @@ def test_encode_json(checkpoint: Path, small_image: Path) -> None:
 @torch.no_grad()
 def test_compare_measures_the_difference(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong attention must show in the figures, at its true size."""
-    from torch_ops.models import from_transformers, vision
+    from torch_ops.models import _blocks, from_transformers
 
     def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         return v
@@ -80,7 +80,7 @@ def test_compare_measures_the_difference(checkpoint: Path, small_image: Path, mo
     tower = load_tower(checkpoint)
     pixel_values, grid = preprocess([open_image(small_image)])
     right = encode(tower, pixel_values, grid).pooler_output
-    monkeypatch.setattr(vision, "window_attn", wrong)
+    monkeypatch.setattr(_blocks, "window_attn", wrong)
     result = vk("encode", small_image, "--model", checkpoint, "--compare", "--json", *CPU)
     differences = json.loads(result.stdout)["compare"]["differences"]["pooler_output"]
     ours = encode(from_transformers(tower), pixel_values, grid).pooler_output
@@ -167,9 +167,9 @@ def test_checkpoint_of_other_patches(checkpoint: Path, tmp_path: Path, monkeypat
 
 
 def test_features_that_are_not_finite(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_ops.models import vision
+    from torch_ops.models import _blocks
 
-    monkeypatch.setattr(vision, "window_attn", lambda q, *_, **__: q * torch.inf)
+    monkeypatch.setattr(_blocks, "window_attn", lambda q, *_, **__: q * torch.inf)
     said = refused("encode", small_image, "--model", checkpoint, *CPU, code=1)
     assert "the features are not finite in float32; give another --dtype" in said
 

@@ -235,7 +235,7 @@ def refusals_are_those_of_every_rank(device: str) -> None:
     call = encode_across_ranks
     refused(r"pixel_values has shape \[279, 96\], expected .* \[280, P\]", call, encoder, pixels[1:], grid)
     refused(r"pixel_values is list, expected a tensor", call, encoder, pixels.tolist(), grid)
-    refused(r"grid_thw has .*, expected a tensor of shape \[n, 3\]", call, encoder, pixels, GRID)
+    refused(r"grid_thw is tuple, expected a tensor of shape \[n, 3\]", call, encoder, pixels, GRID)
     refused(r"grid_thw\[0, 1\], the height.*multiple of 2", call, encoder, pixels, odd[:, [0, 2, 1]])
     refused("balance is .*, expected a positive number", call, encoder, pixels, grid, balance=0.0)
     refused("on a device that the group has a backend for", call, encoder, pixels.to("meta"), grid)

@@ -28,8 +28,8 @@ from torch_ops.integrations.transformers import (
     use_window_attn,
 )
 from torch_ops.models import QwenVisionEncoder, _layers, vision_metadata
+from torch_ops.models._blocks import VisionBlock
 from torch_ops.models._layers import LayerNorm, RMSNorm
-from torch_ops.models.vision import VisionBlock
 from torch_ops.testing import assert_close_to_reference, check
 
 pytestmark = pytest.mark.no_interpret

@@ -30,8 +30,9 @@ from torch_ops.models import (
     qwen_vl,
     vision_metadata,
 )
+from torch_ops.models._blocks import VisionBlock
+from torch_ops.models._chunks import split_images
 from torch_ops.models.families import FAMILIES, vision_config_of
-from torch_ops.models.vision import VisionBlock, split_images
 from torch_ops.models.vision_metadata import REMEMBERED, precomputed_metadata
 from torch_ops.testing import assert_close_to_reference, check, check_draws
 from torch_ops.testing.tolerance import Draw

@@ -1,0 +1,202 @@
+"""The modules that a vision encoder of the Qwen-VL families is made of.
+
+A block is computed differently than in Transformers:
+
+- q, k and v come rotated from one op, and attention takes all images in one packed call.
+- A block returns its own contribution and the residual stream, (branch, residual). The next norm adds the two as it
+  reads them and writes the sum once: `add_layer_norm`, `add_rms_norm`.
+- The activation of an MLP is computed with its first product.
+
+An op takes a layer's parameters only if the layer is `plain`. A layer that was replaced (an adapter, a quantised
+layer), holds quantised weights or has hooks is called as a module. PyTorch's own activation follows it, or attention
+that rotates q and k itself. A norm is called as a module too, after PyTorch's own sum.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from torch_ops._core.checks import check_head_dim, check_matrix, check_num_heads, refuse
+from torch_ops.models._layers import NORMS, RMSNorm, after_sum, chained, norm_of, plain
+from torch_ops.models.families import Family
+from torch_ops.patch_merger import patch_merger
+from torch_ops.qkv_rope import qkv_rope
+from torch_ops.rope_window_attn import rope_window_attn
+from torch_ops.window_attn import window_attn
+
+
+class PatchEmbed(nn.Module):
+    """The convolution over patches, which do not overlap, as the linear layer that it is."""
+
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        width = getattr(config, family.width)
+        self.patch = (config.in_channels, *kernel)
+        self.proj: Any = nn.Conv3d(config.in_channels, width, kernel, stride=kernel, bias=family.patch_bias)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        weight = self.proj.weight
+        pixel_values = pixel_values.to(weight.dtype)
+        if not plain(self.proj):
+            return self.proj(pixel_values.view(-1, *self.patch)).flatten(1)
+        return functional.linear(pixel_values, weight.flatten(1), self.proj.bias)
+
+
+class VisionAttention(nn.Module):
+    """Attention of packed images: `qkv_rope`, `window_attn` and the projection.
+
+    Args:
+        hidden_size: C, the columns of x.
+        num_heads: H.
+        head_dim: D, a multiple of 8 up to 256. Default: C / H.
+
+    Raises:
+        ValueError: for a bad argument. The message names it, what was expected and what came.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int | None = None) -> None:
+        super().__init__()
+        check_num_heads("VisionAttention", "q, num_heads,", num_heads)
+        if head_dim is None and hidden_size % num_heads != 0:
+            refuse("VisionAttention", "hidden_size", f"a multiple of num_heads = {num_heads}", hidden_size)
+        self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        check_head_dim("VisionAttention", "q, head_dim,", self.head_dim)
+        self.qkv: Any = nn.Linear(hidden_size, 3 * num_heads * self.head_dim)
+        self.proj = nn.Linear(num_heads * self.head_dim, hidden_size)
+
+    def forward(
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Compute x [T, C] to [T, C]; cos and sin are as in `qkv_rope`, cu_seqlens as in `window_attn`.
+
+        Without cos and sin nothing is rotated. Without cu_seqlens all rows are one segment.
+        """
+        if (cos is None) != (sin is None):
+            given, other = ("cos", "sin") if sin is None else ("sin", "cos")
+            refuse("VisionAttention", given, f"None where {other} is", "a tensor")
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
+        if cos is not None and sin is not None and plain(self.qkv):
+            q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
+            out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
+        else:
+            check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
+            q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
+            if cos is None or sin is None:
+                out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
+            else:
+                out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
+        assert isinstance(out, Tensor)
+        del q, k, v
+        return self.proj(out.flatten(1))
+
+
+class VisionMLP(nn.Module):
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        outer, inner = getattr(config, family.width), family.intermediate_size(config)
+        self._names = family.mlp
+        self.activation = family.activation(config)
+        for name in self._names[:-1]:
+            self.add_module(name, nn.Linear(outer, inner))
+        self.add_module(self._names[-1], nn.Linear(inner, outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return chained(x, [self._modules[name] for name in self._names], self.activation)
+
+
+class VisionBlock(nn.Module):
+    """A transformer block between the norms' sums; see the module's docstring."""
+
+    # Transformers sets this and `gradient_checkpointing`, on every module that has it, where a whole model is told to.
+    _gradient_checkpointing_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
+
+    def __init__(self, family: Family, config: Any) -> None:
+        super().__init__()
+        width = getattr(config, family.width)
+        # Set on the instance, because torch.compile would otherwise guard on the class for each block.
+        self.gradient_checkpointing = False
+        self.norm1 = norm_of(family, width)
+        self.norm2 = norm_of(family, width)
+        self.attn = VisionAttention(width, config.num_heads)
+        self.mlp = VisionMLP(family, config)
+
+    def forward(
+        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
+        returns_entered: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """(branch, residual) to the block's own, and with `returns_entered` the sum of the two, which entered it."""
+        if self.gradient_checkpointing and self.training:
+            # Summed before, since what goes in is kept: one tensor instead of two.
+            entered = branch if residual is None else branch + residual
+            start = self._started_from(entered)
+            branch, total, _ = self._gradient_checkpointing_func(
+                self._compute, start, None, cos, sin, cu_seqlens, False
+            )  # fmt: skip
+            return branch, total, entered if returns_entered else None
+        return self._compute(branch, residual, cos, sin, cu_seqlens, returns_entered)
+
+    def _started_from(self, entered: Tensor) -> Tensor:
+        """Input of a checkpoint: a reentrant one gives its parameters gradients only if an input has one."""
+        options = getattr(self._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant") is False or torch.compiler.is_compiling():
+            return entered
+        if entered.requires_grad or not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return entered
+        return entered.detach().requires_grad_()
+
+    def _compute(
+        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
+        returns_entered: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        if residual is None:
+            normed, entered = self.norm1(branch), branch
+        else:
+            normed, entered = after_sum(self.norm1, branch, residual)
+        normed, total = after_sum(self.norm2, self.attn(normed, cos, sin, cu_seqlens), entered)
+        # At the MLP memory is at its peak: there nothing is held that nobody wants.
+        kept = entered if returns_entered else None
+        del entered
+        return self.mlp(normed), total, kept
+
+
+class PatchMerger(nn.Module):
+    """Norm, the patches of a merged cell side by side, and two layers with GELU (by erf) between them.
+
+    The patches of a cell follow each other, so that putting them side by side is a view. `after_shuffle` norms the
+    cells instead of the patches.
+    """
+
+    def __init__(self, family: Family, config: Any, after_shuffle: bool = False) -> None:
+        super().__init__()
+        self._names = family.merger
+        self.after_shuffle = after_shuffle
+        self.merge_size = config.spatial_merge_size
+        patch = getattr(config, family.width)
+        self.width = patch * self.merge_size**2
+        norm, first, second = self._names
+        self.add_module(norm, norm_of(family, self.width if after_shuffle else patch))
+        for name, out_width in ((first, self.width), (second, getattr(config, family.out_width))):
+            owner, _, leaf = name.rpartition(".")
+            if owner and not hasattr(self, owner):
+                self.add_module(owner, nn.Module())
+            self.get_submodule(owner).add_module(leaf, nn.Linear(self.width, out_width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        modules: list[Any] = [self.get_submodule(name) for name in self._names]
+        norm, *layers = modules
+        if plain(norm, NORMS) and all([plain(layer) for layer in layers]):
+            first, second = layers
+            return patch_merger(
+                x, norm.weight, getattr(norm, "bias", None), first.weight, first.bias, second.weight, second.bias,
+                self.merge_size, self.after_shuffle, 1e-6, isinstance(norm, RMSNorm),
+            )  # fmt: skip
+        x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
+        return chained(x, layers, "gelu")
