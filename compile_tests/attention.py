@@ -47,7 +47,7 @@ def hopper_launches(
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """The launches of the Hopper path by kernel name, with `launches` by the names of the rows.
 
-    With a `batch` tensors are [B, H, S, D] of `rows` rows; those that `cut` names, of q, k and v, TMA takes in four
+    With a `batch` tensors are [B, H, S, D] of `rows` rows. TMA takes those of q, k and v that `cut` names in four
     dimensions. fp32 ones are what the forward casts to bf16, and have no backward.
     """
 

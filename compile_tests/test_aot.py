@@ -83,8 +83,8 @@ def _rule_points() -> list[Point]:
 def _shipped_points() -> list[Point]:
     """One per dtype, head dimension and range of lengths that has rows of its own.
 
-    A row for calls that are causal or not is built with the mask, which only adds to what registers hold, and of each
-    dtype and head dimension one without.
+    A row for calls that are causal or not is built with the mask, which needs more registers. For each dtype and head
+    dimension one is built without.
     """
     points: dict[Point, None] = {}
     bare: set[tuple[str, str, int, bool]] = set()

@@ -1,5 +1,5 @@
-"""Kernels as text. Under torch.compile their source is written out anew, with what the names in it mean, into one
-file; what does not survive that is lost, or fails on the user's machine only."""
+"""Kernels as text. torch.compile writes their source and the values of its names into one file. Code that does not
+survive this is lost, or fails on the user's machine only."""
 
 import ast
 import builtins

@@ -265,8 +265,8 @@ def cloned_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> list[
 def assert_kernels(trace: Trace, wanted: list[tuple[str, set[str]]], mutated: frozenset[str] = frozenset()) -> None:
     """The trace holds exactly these kernels in this order, and torch sees exactly these tensors written.
 
-    A missing kernel computes nothing; an input among the written tensors is cloned, or counts as mutated, and a
-    graph that mutates its inputs loses CUDA graphs: `mutated` names those that the op says it writes to.
+    A missing kernel computes nothing. An input among the written tensors is cloned, or counts as mutated, and a graph
+    that mutates its inputs loses CUDA graphs. `mutated` names the inputs that the op says it writes to.
     """
     found = [(kernel.name, set(kernel.writes)) for kernel in trace.kernels]
     names, wanted_names = ([name for name, _ in pairs] for pairs in (found, wanted))

@@ -53,8 +53,8 @@ def shared(tensor: Tensor, q: Tensor, enable_gqa: bool) -> Tensor:
 
 
 def eager(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, truth: Tensor, **options: Any) -> dict[str, Tensor]:
-    """The maths in steps, at the inputs' dtype. Its gradients start, as the op's do, from an out and lse that were
-    rounded to be saved: where few keys are seen, those that know all weights are exact."""
+    """The maths in steps, at the inputs' dtype. Its gradients start, as the op's do, from a rounded out and lse: where
+    few keys are seen, gradients that know all weights are exact."""
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = scores_of(q.double(), k.double(), **options).logsumexp(-1, keepdim=True).to(wide)
     q, k, v = leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]

@@ -32,8 +32,8 @@ def are_known(*sizes: int) -> bool:
 class Share:
     """A launch of the kernel that attends, to the cache or to what is before it.
 
-    `samples` sequences share the keys of each of `groups`; their query rows are cut into tiles of `rows`, and the keys
-    that a tile sees are split among `splits` programs.
+    `samples` sequences share the keys of each of `groups`. Their query rows are cut into tiles of `rows`. `splits`
+    programs share the keys that a tile sees.
     """
 
     launch: Launch

@@ -128,10 +128,10 @@ def constants_of(
 def forward_launch(q: Tensor, options: AttentionOptions, num_segments: int) -> tuple[Launch, str]:
     """The forward's launch, and where it comes from.
 
-    Shipped rows were measured with many segments. One segment's tiles, and those of a batch [B, H, S, D], whose heads
-    are all one segment's, take so many rounds of the programs: they take the launch of long segments, or, where tiles
-    of two warpgroups are done sooner than those of three, such tiles. Smaller blocks begin sooner where there is one
-    round; at head dimension 72 they are always faster.
+    Shipped rows were measured with many segments. One segment, or a batch [B, H, S, D], whose heads are all one
+    segment's, takes the launch of long segments. It takes tiles of two warpgroups where their rounds of programs end
+    sooner than those of three. Smaller blocks begin sooner where there is one round; at head dimension 72 they are
+    always faster.
     """
     rows, heads = (q.shape[2], q.shape[0] * q.shape[1]) if q.dim() == 4 else (q.shape[0], q.shape[1])
     launch, source = choose("attention_fwd_hopper", q, options, mean_length(rows, num_segments))

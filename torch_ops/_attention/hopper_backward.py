@@ -105,8 +105,8 @@ def _keeps_order(q: Tensor, k: Tensor, segments: int, deterministic: bool) -> bo
 def _members_apart(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
     """How many query heads of a dense call's group have programs of their own, or 1; their dk and dv are then added up.
 
-    All of them, where programs for key heads alone would leave multiprocessors without work: at the end too, with
-    bounds, since tiles then take unequally long.
+    All of them, where programs for key heads alone would leave multiprocessors without work. With bounds that holds at
+    the end too, since tiles then take unequally long.
     """
     group = q.shape[1] // k.shape[1]
     rounds = -(-k.shape[2] // BLOCK_N) * k.shape[0] * k.shape[1] / programs(q.device.index)

@@ -23,8 +23,8 @@ class WorkCounters:
     """Counters of launches, int32, 0 between them: one that programs draw their tiles from, or a block. Per stream.
 
     Launches on one stream follow each other. A captured launch may be replayed on any stream, beside any other, so it
-    gets counters of its own, until whoever captured it gives them back; where none are left, some that its graph sets
-    to 0 first. So does a launch that takes more than LARGEST.
+    gets counters of its own until its owner gives them back. Where none are left, it gets some that its graph sets to 0
+    first. So does a launch that takes more than LARGEST.
     """
 
     SLAB = 2**14

@@ -23,7 +23,7 @@ def philox(seed: Tensor, counter: tuple[Tensor, ...], rounds: int = ROUNDS) -> t
 
 
 def keep_weights(seed: Tensor, streams: Tensor, queries: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """Which weights [*streams, queries, num_keys] are kept; `queries` are rows of a sequence, streams are as in the
+    """Which weights [*streams, queries, num_keys] are kept; `queries` are rows of a sequence. Streams are as in the
     kernels: the number of the sequence times the heads, plus the head."""
     fours = torch.arange((num_keys + 3) // 4, device=seed.device)
     counter = (

@@ -1,8 +1,8 @@
 """The launcher of the GEMM core: from tensors and options to the kernels' arguments.
 
 Ops that stand on the core call `plan_linear`, `plan_gradient` and `plan_rotary` by bare name, and launch on tensors of
-their own. Here the path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or, where a
-row or the rule says so, PyTorch's own product (`aten`).
+their own. Here the path is chosen: the Hopper kernel, opaque to graphs; the kernels in stock Triton; or PyTorch's own
+product (`aten`), where a row or the rule says so.
 """
 
 from collections.abc import Callable
@@ -147,8 +147,8 @@ def plan_of(launch: Callable[[Any], Any], *products: Plan) -> Plan:
 def hopper_launch(
     rows: Rows, weight: Tensor, epilogue: str, up: Tensor | None = None, head_dim: int = 0, within: bool = False
 ) -> Chosen:
-    """The tile of a product that may take the Hopper path, its rows known, or ATEN where PyTorch is to make it; and
-    where that comes from. `within`: whether PyTorch's makes the activation too (`has_gelu_within`)."""
+    """The tile of a product that may take the Hopper path, or ATEN where PyTorch is to make it, and its source.
+    `within`: whether PyTorch's makes the activation too (`has_gelu_within`)."""
     kernel = "gemm_pair" if epilogue == "rotary" else product_kernel(epilogue)
     n, k = product_size(weight, up)
     busy = programs(weight.device.index)

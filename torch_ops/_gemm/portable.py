@@ -118,8 +118,8 @@ class _Weight:
     """How kernels read a weight, and beside it one of the same shape: as they lie, or with `copies` in padded rows.
 
     Copied where two lie differently, and where the rows of x begin at 16 bytes and the weight's own do not. With `pads`
-    the copy's rows are longer than the weight's, so that they begin at 16 bytes: such a product is PyTorch's by the
-    rule, and only a row or a setting gives it to the kernels.
+    the copy's rows are longer than the weight's, so that they begin at 16 bytes. The rule leaves such a product to
+    PyTorch; only a row or a setting gives it to the kernels.
     """
 
     strides: tuple[int, int]

@@ -10,8 +10,8 @@ class Linear(NamedTuple):
 
     x is [M, K] with contiguous columns, weight [n, K] in any strides, bias [n]. pre is contiguous [M, n]. out is
     contiguous: n columns, of "swiglu" n / 2, and zeros behind them where its rows are padded. Without an activation x
-    may be such an out. A gated layer may have two weights: then weight and bias are of the gates, up and up_bias, as
-    large, of what they gate, and n is the rows of both.
+    may be such an out. A gated layer may have two weights: weight and bias for the gates, up and up_bias, as large, for
+    the gated half. n is then the rows of both.
     """
 
     x: Tensor

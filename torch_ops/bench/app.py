@@ -142,7 +142,7 @@ def profile(
 
     Bytes moved count each input read once and each output written once. A call is memory-bound where its FLOPs per
     byte are fewer than the measured matmul rate over the measured copy rate. The copy rate of this run replaces the
-    data sheet's 3350 GB/s, because kernels do not reach the data sheet's rate, and cards and drivers differ.
+    data sheet's 3350 GB/s, which kernels do not reach. Cards and drivers differ besides.
     """
     bench = _bench_of(op)
     where = options.find_device(device)

@@ -54,8 +54,8 @@ def encoder(
     """Time the whole vision encoder next to Transformers' and to one put together by hand.
 
     Every implementation's results, in training every gradient too, are held against an fp64 reference by the tolerance
-    rule; what is wrong is marked and never counts as the best. Times are wall times of the user's call after warm-up,
-    all in turns in one process; the first and the second half of the turns are shown apart.
+    rule. Wrong ones are marked and never count as the best. Times are wall times of the user's call after warm-up, all
+    in turns in one process. Tables show the first and the second half of the turns apart.
     """
     where = options.find_device(device)
     setup = Setup(options.find_dtype(dtype, where), where, rounds=2 if quick else 2 * rounds, wall=True)

@@ -1,7 +1,7 @@
 """Parts of the encoder's baselines: Transformers' tower with other attention and compiled blocks, an encoder of them.
 
-A user without this library would call the fastest attention there is, compile what can be compiled, and keep what
-depends on the grid alone for the next batch.
+Without this library, a user would call the fastest attention, compile what can be compiled, and reuse tables of the
+grid.
 """
 
 import copy

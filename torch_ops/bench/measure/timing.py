@@ -1,8 +1,8 @@
 """How long a call takes, and how much memory.
 
-On a GPU: device time, the median over replays of a CUDA graph that holds several calls, or, where a
-call cannot be captured, the median over calls between two events. On the CPU: wall time. Implementations
-are timed in rounds of balanced order, so that clocks and temperature treat all of them alike.
+On a GPU: device time, the median over replays of a CUDA graph that holds several calls. A call that cannot be captured
+is timed between two events. On the CPU: wall time. Implementations are timed in rounds of balanced order, so that
+clocks and temperature treat all of them alike.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """`vk bench tune`: the fastest launch of each kernel on this GPU, as rows that `configs.pick` reads.
 
 A point is one kernel in one call. Its candidates pass the correctness check, are timed once, and the best of them in
-rounds of balanced order. Results are written after every point, and points that the file holds already are not measured
-again: a run that was broken off goes on where it was.
+rounds of balanced order. Results are written after every point. Points that the file holds are not measured again, so
+that a broken-off run goes on.
 """
 
 import contextlib

@@ -54,8 +54,8 @@ AS_BF16 = _in_half(OURS_AS_BF16, torch.bfloat16, "bf16")
 
 
 def _checks(case: DenseCase, dtype: torch.dtype, device: torch.device, backward: bool) -> list[Check]:
-    """Every row and head of a shortened case and, where it was shortened, the last key head of the last sequence of the
-    case itself, as of packed attention."""
+    """Check every row and head of a shortened case. If it was shortened, also check the last key head of the case's
+    last sequence."""
     entries, entries_of_one = entries_for_truth(device)
     reduced = shorten_dense(case, entries)
 

@@ -37,8 +37,8 @@ def dense_notation(case: DenseCase) -> str:
 
 
 def shorten_dense(case: DenseCase, entries: int) -> DenseCase:
-    """The case itself where all of its score matrices have at most so many entries, else one of fewer and shorter
-    sequences, as `shorten` makes them."""
+    """The case itself where all of its score matrices have at most so many entries, else fewer and shorter
+    sequences."""
     return _batched(case, shorten(_as_packed(case), entries, case.num_heads))
 
 

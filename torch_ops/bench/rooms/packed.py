@@ -61,8 +61,7 @@ def packed_kernels(case: WindowAttnCase, inputs: WindowAttnInputs) -> list[Tuned
 
 
 def entries_for_truth(device: torch.device) -> tuple[int, int]:
-    """Entries of score matrices, of a whole case and of a cut of one: in fp64, and with a gradient, the reference keeps
-    several of them."""
+    """The most entries of score matrices of a whole case, and of a cut of one; in fp64 the reference keeps several."""
     if device.type != "cuda":
         return 2**22, 2**24
     entries = min(2**28, torch.cuda.get_device_properties(device).total_memory // 128)
@@ -76,8 +75,8 @@ def packed_checks(
     """Every row and head of a shortened case and, where it was shortened, a look at the case too.
 
     The timed case may run code that the shortened case does not reach: another launch, another path.
-    So the case itself is run too, and the heads of its last key head are compared on the longest
-    and the last segment, which is all that fits into memory in fp64.
+    So the case itself is run too. The heads of its last key head are compared on the longest and the last segment,
+    which fit into memory in fp64.
     """
     entries, entries_of_one = entries_for_truth(device)
     reduced = shorten(case, entries, case.num_heads)
