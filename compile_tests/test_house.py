@@ -74,7 +74,9 @@ MODULES = {_module(path) for path in SOURCES}
 
 
 def _room(module: str) -> str:
-    return next(room for room, pattern in ROOMS if re.fullmatch(pattern, module))
+    rooms = [room for room, pattern in ROOMS if re.fullmatch(pattern, module)]
+    assert rooms, f"{module} is in no room; add a new package to ROOMS and FLOORS of {Path(__file__).name}"
+    return rooms[0]
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str]]:
@@ -104,7 +106,8 @@ def test_every_op_has_its_rooms(op: str) -> None:
 
     def found_by(target: str) -> list[tuple[str, str]]:
         command = ["make", "-n", target, f"OP={op}"]
-        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert not made.returncode, made.stderr
         return re.findall(r"(tests/\w+|compile_tests)/test_(\w+)\.py", made.stdout)
 
     found = found_by("gpu-test")
@@ -112,10 +115,12 @@ def test_every_op_has_its_rooms(op: str) -> None:
     assert found_by("test") == found + [each for each in found if each[0].startswith("tests/")]
     files = [(folder, name) for folder, name in found if not re.match("gemm|products", name)]
     assert (found != files) == (op in ("mlp", "patch_merger", "qkv_rope"))
-    assert [folder.split("/")[0] for folder, _ in files] == ["tests", "compile_tests"]
+    wanted = f"expected tests/<family>/test_{op}.py and compile_tests/test_{op}.py, found {files}"
+    assert [folder.split("/")[0] for folder, _ in files] == ["tests", "compile_tests"], wanted
     ((room,),) = ({name for _, name in files},)
     assert op == room or op.endswith(room.removesuffix("s").split("_")[-1])
-    assert (ROOT / "torch_ops" / "bench" / "rooms" / f"{room}.py").is_file() and op in BENCHES
+    bench = ROOT / "torch_ops" / "bench" / "rooms" / f"{room}.py"
+    assert bench.is_file() and op in BENCHES, f"no benchmark of {op}; add {bench.name} and list it in bench/app.py"
 
 
 def test_every_package_of_torch_ops_is_a_room_of_its_own() -> None:

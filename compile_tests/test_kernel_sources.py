@@ -39,8 +39,8 @@ KERNELS: dict[str, tuple[JITFunction, Kernels]] = {
 def _launch(name: str) -> KernelLaunch:
     """One of the launches of the kernel by its op."""
     _, kernels = KERNELS[name]
-    others = BESIDE_PRODUCTS if kernels.others else {"dtype": torch.float32}
-    for variant in ({}, others, *kernels.variants.values()):
+    beside = BESIDE_PRODUCTS if kernels.others else {"dtype": torch.float32}
+    for variant in ({}, beside, *kernels.variants.values()):
         for launches in kernels.launches(**variant).values():
             for launch in launches:
                 if launch.name == name:
@@ -104,7 +104,7 @@ def test_reemitted_kernel_builds_to_the_same_operations(name: str, tmp_path: Pat
     kernels = (triton.jit(KERNELS[name][0].fn), vars(module)[name])
     with fake_gpu(SM90):
         built, rebuilt = (_operations(replace(launch, kernel=kernel)) for kernel in kernels)
-    assert rebuilt == built and len(built) > 5
+    assert rebuilt == built and len(built) > 5, f"Inductor's text of {name} builds other code:\n{source}"
 
 
 class _OperationsReadError(Exception):

@@ -71,7 +71,7 @@ class Call:
 
     @classmethod
     def of(cls, function: Callable[..., Any], inputs: Any, leaves: Iterable[str], **fields: Any) -> "Call":
-        """From inputs of the testing kit. Leaves that a case does not have are left out."""
+        """From inputs of the testing kit, which have call(function, **tensors). Absent leaves are left out."""
         signature = inspect.signature(function)
         args: dict[str, Any] = {}
         inputs.call(lambda *given, **options: args.update(signature.bind(*given, **options).arguments))

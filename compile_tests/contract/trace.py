@@ -302,9 +302,13 @@ class KernelLaunch:
 
 def assert_plain_launch(launch: KernelLaunch) -> None:
     """Only these options reach the kernel under torch.compile; others, and defaults of arguments, are lost silently."""
-    assert set(launch.options) == {"num_warps", "num_stages"}, f"{launch.name} is launched with {launch.options}"
+    wanted = {"num_warps", "num_stages"}
+    assert set(launch.options) == wanted, (
+        f"{launch.name} is launched with {launch.options}, expected options num_warps and num_stages; "
+        "give both in the constants of its Bound, and no other"
+    )
     missing = set(launch.kernel.arg_names) - set(launch.arguments)
-    assert not missing, f"{launch.name} is launched without {missing}"
+    assert not missing, f"{launch.name} is launched without {missing}; give every argument in its Bound"
 
 
 @dataclass(frozen=True)

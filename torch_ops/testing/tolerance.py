@@ -139,6 +139,9 @@ Draw = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 def compare_draws(draw: Callable[[int], Draw], more: int = 3) -> dict[str, Report]:
     """Measure draw(0) or, if tensors break the rule by their maximum alone, draw(0) with `more` draws together.
 
+    `redrawn` inputs hold the numbers of the first draw in another order. An elementwise op, and a tensor of one number,
+    needs other numbers: make its inputs from each seed.
+
     With fewer than FEW numbers the root mean square is luck as well. All numbers of a name are judged as one tensor.
     Those of the first draw stay among them, so a real error there is still seen. Each draw is freed after it was
     measured, because several draws of a large model's gradients would fit no memory.
