@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,28 @@ def test_plans_are_kept_until_a_setting_changes(monkeypatch: pytest.MonkeyPatch)
         assert planned == [1, 2, 1, 1, 1]
     finally:
         del OPS["_test_planned"]
+
+
+def test_a_trace_is_not_disturbed_by_explain_in_another_thread() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def explain() -> None:
+        with registry.explaining({}):
+            entered.set()
+            leave.wait()
+
+    with fake_gpu() as mode:
+        with mode:
+            x = torch.empty(64, 1152, device="cuda", dtype=torch.bfloat16)
+        other = threading.Thread(target=explain)
+        other.start()
+        entered.wait()
+        try:
+            trace = trace_kernels(lambda x: torch.ops.vk.rms_norm(x), (x,))
+        finally:
+            leave.set()
+            other.join()
+    assert [kernel.name for kernel in trace.kernels] == ["_norm_fwd_kernel"]
 
 
 def test_compiled_graphs_in_memory_are_dropped_when_a_setting_changes(device: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.plan import Plan
-from torch_ops._core.registry import NAMESPACE, KernelOp, Mode, Op, composed_op, current_mode, is_eager, vk_op
+from torch_ops._core.registry import NAMESPACE, KernelOp, Mode, Op, composed_op, current_mode, is_eager, record, vk_op
 from torch_ops.settings import settings
 
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -31,10 +31,6 @@ class Planned(NamedTuple):
     args: tuple[Any, ...]
     results: Any
     plan: Plan
-
-
-# Where `explain` asks, each call on fake tensors is planned and recorded here.
-RECORD: list[Planned] = []
 
 
 def tensor_places(annotations: Iterable[Any]) -> tuple[int, ...]:
@@ -123,7 +119,7 @@ def planned_op(
         check(call)
         made = outputs(call)
         if current_mode() is Mode.EXPLAINED:
-            RECORD.append(Planned(op, tuple(call), made, plan(tensors(call, made) if tensors else call, call)))
+            record(Planned(op, tuple(call), made, plan(tensors(call, made) if tensors else call, call)))
         return made
 
     def body(*args: Any, **kwargs: Any) -> Any:

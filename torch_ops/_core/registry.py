@@ -27,6 +27,7 @@ import enum
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +94,18 @@ class Mode(enum.Enum):
     EXPLAINED = "fake tensors: `explain` asks for the plan of an eager call"
 
 
-_explained: dict[int, Tensor] | None = None
+class _Explained(threading.local):
+    """What `explain` works on in this thread; other threads plan and trace meanwhile."""
+
+    real: dict[int, Tensor] | None = None
+    record: list[Any]
+
+
+_explained = _Explained()
 
 
 def current_mode() -> Mode:
-    if _explained is not None:
+    if _explained.real is not None:
         return Mode.EXPLAINED
     if not torch._C._len_torch_dispatch_stack():
         return Mode.EAGER
@@ -106,19 +114,26 @@ def current_mode() -> Mode:
 
 
 @contextlib.contextmanager
-def explaining(real: dict[int, Tensor]) -> Iterator[None]:
-    """Plan as eager calls do, although tensors are fake; `real` holds an argument by the id of its fake."""
-    global _explained
-    before, _explained = _explained, real
+def explaining(real: dict[int, Tensor]) -> Iterator[list[Any]]:
+    """Plan as eager calls do, although tensors are fake, and yield the list that `record` adds to.
+
+    `real` holds an argument by the id of its fake.
+    """
+    _explained.real, _explained.record = real, []
     try:
-        yield
+        yield _explained.record
     finally:
-        _explained = before
+        _explained.real = None
+
+
+def record(entry: Any) -> None:
+    """Add to what `explain` is asked for."""
+    _explained.record.append(entry)
 
 
 def recorded_tensor(tensor: Tensor) -> Tensor | None:
     """Return a tensor with an address: itself, or where `explain` asks the argument behind a fake one, if any."""
-    return tensor if _explained is None else _explained.get(id(tensor))
+    return tensor if _explained.real is None else _explained.real.get(id(tensor))
 
 
 def is_eager() -> bool:

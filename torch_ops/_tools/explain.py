@@ -18,7 +18,7 @@ from torch_ops._attention.hopper import refusal
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.device import gpu
 from torch_ops._core.plan import Plan, merged
-from torch_ops._core.planned_op import RECORD, Planned
+from torch_ops._core.planned_op import Planned
 from torch_ops._core.registry import INTERPRET, OPS, explaining
 from torch_ops._core.versions import __version__
 from torch_ops.settings import settings
@@ -56,14 +56,12 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
         return fake
 
     args, kwargs = tree_map_only(Tensor, faked, (args, kwargs))
-    RECORD.clear()
-    with mode, explaining(real):
+    with mode, explaining(real) as record:
         op(*args, **kwargs)
-        calls = list(RECORD)
+        calls = list(record)
         for call in calls:
             _plan_gradient(call)
-        plans = [call.plan for call in calls], [call.plan for call in RECORD[len(calls) :]]
-    RECORD.clear()
+        plans = [call.plan for call in calls], [call.plan for call in record[len(calls) :]]
     return _report(name, given[0].device, *plans)
 
 
