@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torch_ops.testing.cases._layouts import Layouts, drawn_as
+
 # 1920 x 1080 through Qwen2.5-VL's 112 px windows: 153 of 8 x 8 patches and the ragged ones at the edges.
 RAGGED_WINDOWS = (64,) * 153 + (48,) * 17 + (16,) * 9 + (12,)
 
@@ -75,21 +77,15 @@ def cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32).to(device)
 
 
-def _packed(shape: tuple[int, int, int], layout: str, draw: Any) -> Tensor:
-    rows, heads, dim = shape
-    if layout == "contiguous":
-        return draw(rows, heads, dim)
-    if layout == "qkv_view":
-        return draw(rows, 3, heads, dim)[:, 1]
-    if layout == "head_major":
-        return draw(heads, rows, dim).transpose(0, 1)
-    if layout == "column_strided":
-        return draw(dim, rows, heads).permute(1, 2, 0)
-    if layout == "misaligned":
-        return draw(rows * heads * dim + 1)[1:].view(rows, heads, dim)
-    if layout == "odd_strides":
-        return draw(rows, heads, dim + 3)[:, :, :dim]
-    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+_PACKED: Layouts = {
+    "contiguous": lambda draw, rows, heads, dim: draw(rows, heads, dim),
+    "qkv_view": lambda draw, rows, heads, dim: draw(rows, 3, heads, dim)[:, 1],
+    "head_major": lambda draw, rows, heads, dim: draw(heads, rows, dim).transpose(0, 1),
+    "column_strided": lambda draw, rows, heads, dim: draw(dim, rows, heads).permute(1, 2, 0),
+    "misaligned": lambda draw, rows, heads, dim: draw(rows * heads * dim + 1)[1:].view(rows, heads, dim),
+    "odd_strides": lambda draw, rows, heads, dim: draw(rows, heads, dim + 3)[:, :, :dim],
+}
+LAYOUTS = tuple(_PACKED)
 
 
 def drawn_options(options: dict[str, Any], sequences: int, heads: int, draw: Any, device: Any) -> dict[str, Any]:
@@ -107,9 +103,6 @@ def drawn_options(options: dict[str, Any], sequences: int, heads: int, draw: Any
     return drawn
 
 
-LAYOUTS = ("contiguous", "qkv_view", "head_major", "column_strided", "misaligned", "odd_strides")
-
-
 def make_inputs(
     case: WindowAttnCase, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> WindowAttnInputs:
@@ -122,12 +115,12 @@ def make_inputs(
     q_shape = (case.total_q, case.num_heads, case.head_dim)
     k_shape = (case.total_k, case.num_k_heads or case.num_heads, case.head_dim)
     return WindowAttnInputs(
-        q=_packed(q_shape, case.layout, draw),
-        k=_packed(k_shape, case.layout, draw),
-        v=_packed(k_shape, case.layout, draw),
+        q=drawn_as(_PACKED, case.layout, draw, *q_shape),
+        k=drawn_as(_PACKED, case.layout, draw, *k_shape),
+        v=drawn_as(_PACKED, case.layout, draw, *k_shape),
         cu_seqlens=case.skipped + cumulative(case.lengths, device),
         cu_seqlens_k=None if case.k_lengths is None else case.skipped + cumulative(case.k_lengths, device),
-        dout=_packed(q_shape, case.layout, draw),
+        dout=drawn_as(_PACKED, case.layout, draw, *q_shape),
         dlse=draw(case.num_heads, case.total_q).to(torch.promote_types(dtype, torch.float32)),
         options=drawn_options(case.options, len(case.lengths), case.num_heads, draw, device),
     )

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ops.testing.cases._layouts import Layouts, drawn_as
+
 
 @dataclass(frozen=True)
 class DecodeCase:
@@ -70,23 +72,16 @@ class DecodeInputs:
         return replace(self, **cast)
 
 
-def _laid_out(shape: tuple[int, int, int, int], layout: str, draw: Any) -> Tensor:
-    """[B, H, S, D], stored as it is or as [B, S, H, D], or with columns apart."""
-    batch, heads, rows, dim = shape
-    if layout == "bhsd":
-        return draw(batch, heads, rows, dim)
-    if layout == "bshd":
-        return draw(batch, rows, heads, dim).transpose(1, 2)
-    if layout == "sbhd":
-        return draw(rows, batch, heads, dim).permute(1, 2, 0, 3)
-    if layout == "padded":
-        return draw(batch, heads, rows, dim + 3)[..., :dim]
-    if layout == "column_strided":
-        return draw(dim, batch, heads, rows).permute(1, 2, 3, 0)
-    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(DECODE_LAYOUTS)} or column_strided")
-
-
-DECODE_LAYOUTS = ("bhsd", "bshd", "sbhd", "padded")
+# Tensors [B, H, S, D].
+_LAYOUTS: Layouts = {
+    "bhsd": lambda draw, b, h, s, d: draw(b, h, s, d),
+    "bshd": lambda draw, b, h, s, d: draw(b, s, h, d).transpose(1, 2),
+    "sbhd": lambda draw, b, h, s, d: draw(s, b, h, d).permute(1, 2, 0, 3),
+    "padded": lambda draw, b, h, s, d: draw(b, h, s, d + 3)[..., :d],
+    "column_strided": lambda draw, b, h, s, d: draw(d, b, h, s).permute(1, 2, 3, 0),
+}
+# A cache with columns apart is refused.
+DECODE_LAYOUTS = tuple(_LAYOUTS)[:-1]
 
 
 def make_decode_inputs(
@@ -112,9 +107,11 @@ def make_decode_inputs(
     of_queries, of_keys = draw_in(dtype), draw_in(case.cache_dtype or dtype)
     keys = (blocks, case.num_k_heads, rows, case.head_dim)
     before = (len(case.prefixes), case.num_k_heads, case.prefix_capacity, case.head_dim)
-    q = _laid_out((batch, case.num_heads, case.queries, case.head_dim), case.layout, of_queries)
-    k_cache, v_cache = (_laid_out(keys, case.cache_layout, of_keys) for _ in range(2))
-    prefix_k, prefix_v = (_laid_out(before, case.cache_layout, of_keys) if case.prefixes else None for _ in range(2))
+    q = drawn_as(_LAYOUTS, case.layout, of_queries, batch, case.num_heads, case.queries, case.head_dim)
+    k_cache, v_cache = (drawn_as(_LAYOUTS, case.cache_layout, of_keys, *keys) for _ in range(2))
+    prefix_k, prefix_v = (
+        drawn_as(_LAYOUTS, case.cache_layout, of_keys, *before) if case.prefixes else None for _ in range(2)
+    )
     slopes = {"": None, "heads": (case.num_heads,), "batch": (batch, case.num_heads)}[case.alibi]
     whole = set(case.prefixes) <= {case.prefix_capacity}
     return DecodeInputs(

@@ -1,11 +1,13 @@
 """Cases of dense attention, [B, H, S, D]."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from torch_ops.testing.cases._layouts import Layouts, drawn_as
 from torch_ops.testing.cases.attention import CAUSAL, drawn_options
 
 
@@ -50,33 +52,19 @@ class DenseInputs:
         return function(given.q, given.k, given.v, **given.options)
 
 
-def _batch(shape: tuple[int, int, int, int], layout: str, draw: Any) -> Tensor:
-    batch, heads, rows, dim = shape
-    if layout == "heads_first":
-        return draw(batch, heads, rows, dim)
-    if layout == "rows_first":
-        return draw(batch, rows, heads, dim).transpose(1, 2)
-    if layout == "batch_inside":
-        return draw(rows, batch, heads, dim).permute(1, 2, 0, 3)
-    if layout == "qkv_view":
-        return draw(batch, rows, 3, heads, dim)[:, :, 1].transpose(1, 2)
-    if layout == "cut":
-        return draw(batch, heads, rows + 9, dim)[:, :, 4 : 4 + rows]
-    if layout == "rows_cut":
-        return draw(batch, rows + 9, heads, dim)[:, 4 : 4 + rows].transpose(1, 2)
-    if layout == "column_strided":
-        return draw(batch, heads, dim, rows).transpose(2, 3)
-    if layout == "misaligned":
-        return draw(batch * heads * rows * dim + 1)[1:].view(shape)
-    if layout == "odd_strides":
-        return draw(batch, heads, rows, dim + 3)[..., :dim]
-    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(DENSE_LAYOUTS)}")
-
-
-DENSE_LAYOUTS = (
-    "heads_first", "rows_first", "batch_inside", "qkv_view", "cut", "rows_cut", "column_strided", "misaligned",
-    "odd_strides",
-)  # fmt: skip
+# Tensors [B, H, S, D].
+_BATCHED: Layouts = {
+    "heads_first": lambda draw, b, h, s, d: draw(b, h, s, d),
+    "rows_first": lambda draw, b, h, s, d: draw(b, s, h, d).transpose(1, 2),
+    "batch_inside": lambda draw, b, h, s, d: draw(s, b, h, d).permute(1, 2, 0, 3),
+    "qkv_view": lambda draw, b, h, s, d: draw(b, s, 3, h, d)[:, :, 1].transpose(1, 2),
+    "cut": lambda draw, b, h, s, d: draw(b, h, s + 9, d)[:, :, 4 : 4 + s],
+    "rows_cut": lambda draw, b, h, s, d: draw(b, s + 9, h, d)[:, 4 : 4 + s].transpose(1, 2),
+    "column_strided": lambda draw, b, h, s, d: draw(b, h, d, s).transpose(2, 3),
+    "misaligned": lambda draw, *shape: draw(math.prod(shape) + 1)[1:].view(shape),
+    "odd_strides": lambda draw, b, h, s, d: draw(b, h, s, d + 3)[..., :d],
+}
+DENSE_LAYOUTS = tuple(_BATCHED)
 
 
 def make_dense_inputs(
@@ -94,10 +82,10 @@ def make_dense_inputs(
     layouts = case.layout.split()
     of_q, of_k, of_v, of_dout = layouts * 4 if len(layouts) == 1 else layouts
     return DenseInputs(
-        q=_batch(q_shape, of_q, draw),
-        k=_batch(k_shape, of_k, draw),
-        v=_batch(k_shape, of_v, draw),
-        dout=_batch(q_shape, of_dout, draw),
+        q=drawn_as(_BATCHED, of_q, draw, *q_shape),
+        k=drawn_as(_BATCHED, of_k, draw, *k_shape),
+        v=drawn_as(_BATCHED, of_v, draw, *k_shape),
+        dout=drawn_as(_BATCHED, of_dout, draw, *q_shape),
         dlse=draw(*q_shape[:3]).to(torch.promote_types(dtype, torch.float32)),
         options=drawn_options(case.options, case.batch, case.num_heads, draw, device),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROW_LAYOUTS = ("contiguous", "view", "column_strided", "misaligned", "odd_strides")
+from torch_ops.testing.cases._layouts import Layouts, drawn_as
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,19 @@ class GridInputs:
     merge_size: int
 
 
+_ROWS: Layouts = {
+    "contiguous": Tensor.contiguous,
+    "view": lambda rows: torch.stack((rows, rows + 1), 1)[:, 0],
+    "column_strided": lambda rows: rows.t().contiguous().t(),
+    "misaligned": lambda rows: rows.new_empty(rows.numel() + 1)[1:].view(rows.shape).copy_(rows),
+    "odd_strides": lambda rows: rows.new_empty(rows.shape[0], rows.shape[1] + 3)[:, : rows.shape[1]].copy_(rows),
+}
+ROW_LAYOUTS = tuple(_ROWS)
+
+
 def lay_out(rows: Tensor, layout: str) -> Tensor:
     """The same [rows, columns] in another layout."""
-    count, width = rows.shape
-    if layout == "contiguous":
-        return rows.contiguous()
-    if layout == "view":
-        return torch.stack((rows, rows + 1), 1)[:, 0]
-    if layout == "column_strided":
-        return rows.t().contiguous().t()
-    if layout == "misaligned":
-        return rows.new_empty(count * width + 1)[1:].view(count, width).copy_(rows)
-    if layout == "odd_strides":
-        return rows.new_empty(count, width + 3)[:, :width].copy_(rows)
-    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(ROW_LAYOUTS)}")
+    return drawn_as(_ROWS, layout, rows)
 
 
 def make_grid_inputs(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_ops.testing.cases._layouts import Layouts, drawn_as
+
 
 @dataclass(frozen=True)
 class NormCase:
@@ -61,26 +63,18 @@ class NormInputs:
         return result if isinstance(result, tuple) else (result,)
 
 
-NORM_LAYOUTS = ("contiguous", "row_strided", "column_strided", "swapped", "misaligned", "odd_strides", "expanded")
-
-
-def _drawn(shape: tuple[int, ...], layout: str, draw: Any) -> Tensor:
-    *rows, width = shape
-    if layout == "contiguous":
-        return draw(*shape)
-    if layout == "row_strided":
-        return draw(*rows, 2, width)[..., 1, :]
-    if layout == "column_strided":
-        return draw(width, *rows).movedim(0, -1)
-    if layout == "swapped":
-        return draw(*rows[::-1], width).transpose(0, -2) if len(rows) == 2 else draw(*shape)
-    if layout == "misaligned":
-        return draw(math.prod(shape) + 1)[1:].view(shape)
-    if layout == "odd_strides":
-        return draw(*rows, width + 3)[..., :width]
-    if layout == "expanded":
-        return draw(width).expand(shape)
-    raise ValueError(f"layout is {layout!r}, expected one of {', '.join(NORM_LAYOUTS)}")
+_DRAWN: Layouts = {
+    "contiguous": lambda draw, *shape: draw(*shape),
+    "row_strided": lambda draw, *shape: draw(*shape[:-1], 2, shape[-1])[..., 1, :],
+    "column_strided": lambda draw, *shape: draw(shape[-1], *shape[:-1]).movedim(0, -1),
+    "swapped": lambda draw, *shape: (
+        draw(shape[1], shape[0], shape[2]).transpose(0, 1) if len(shape) == 3 else draw(*shape)
+    ),
+    "misaligned": lambda draw, *shape: draw(math.prod(shape) + 1)[1:].view(shape),
+    "odd_strides": lambda draw, *shape: draw(*shape[:-1], shape[-1] + 3)[..., : shape[-1]],
+    "expanded": lambda draw, *shape: draw(shape[-1]).expand(shape),
+}
+NORM_LAYOUTS = tuple(_DRAWN)
 
 
 def make_norm_inputs(
@@ -99,15 +93,15 @@ def make_norm_inputs(
         kept = torch.promote_types(dtype, torch.float32) if case.parameters == "fp32" else dtype
         return drawn.to(kept).to(device)
 
-    x = _drawn(case.shape, case.layout, draw)
+    x = drawn_as(_DRAWN, case.layout, draw, *case.shape)
     return NormInputs(
         x=x + case.offset if case.offset else x,
-        residual=_drawn(case.shape, case.layout, draw) if op.startswith("add_") else None,
+        residual=drawn_as(_DRAWN, case.layout, draw, *case.shape) if op.startswith("add_") else None,
         weight=parameter(True, 1.0),
         bias=parameter("layer" in op and case.parameters != "weight", 0.0),
         eps=case.eps,
-        dout=_drawn(case.shape, case.layout, draw),
-        dsum=_drawn(case.shape, case.layout, draw),
+        dout=drawn_as(_DRAWN, case.layout, draw, *case.shape),
+        dsum=drawn_as(_DRAWN, case.layout, draw, *case.shape),
     )
 
 
