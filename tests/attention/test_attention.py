@@ -36,13 +36,7 @@ from torch_ops._attention.parts import plan_parts
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.philox import keep_weights, philox
 from torch_ops.testing import assert_close_to_reference, references
-from torch_ops.testing.cases import (
-    DENSE_LAYOUTS,
-    DenseCase,
-    cumulative,
-    dense_cases,
-    make_dense_inputs,
-)
+from torch_ops.testing.cases import DENSE_LAYOUTS, DenseCase, cumulative, dense_cases, make_dense_inputs
 
 # On the CPU a few head dims stand for all, as in the tests of packed attention.
 CASES = [c for c in dense_cases("edge") if GPU or not re.fullmatch(r"d\d+", c.name) or c.head_dim % 40 in (0, 16)]

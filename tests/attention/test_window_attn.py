@@ -21,13 +21,7 @@ from tests.verify import DTYPES, GPU, INTERPRET, flops_of, misaligned
 from torch_ops import window_attn
 from torch_ops._core.launch import precision_of
 from torch_ops.testing import assert_close_to_reference, check, references
-from torch_ops.testing.cases import (
-    LAYOUTS,
-    WindowAttnCase,
-    cumulative,
-    make_inputs,
-    window_attn_cases,
-)
+from torch_ops.testing.cases import LAYOUTS, WindowAttnCase, cumulative, make_inputs, window_attn_cases
 
 # The interpreter computes in numpy, which has no bf16; on the CPU a few head dims stand for all.
 CASES = [c for c in window_attn_cases("edge") if GPU or not re.fullmatch(r"d\d+", c.name) or c.head_dim % 40 in (0, 16)]

@@ -16,12 +16,7 @@ from torch.nn import functional
 
 import torch_ops
 from csrc_free_ops.configs.rows import ATEN
-from tests.gemm.verify import (
-    Projection,
-    ProjectionTests,
-    assert_second_derivatives_refused,
-    left_to_pytorch,
-)
+from tests.gemm.verify import Projection, ProjectionTests, assert_second_derivatives_refused, left_to_pytorch
 from tests.testing.interpreter import with_dtypes
 from tests.verify import DTYPES, GPU, INTERPRET, assert_refuses, assert_same_bits, flops_of, misaligned
 from torch_ops import mlp

@@ -37,14 +37,7 @@ from torch_ops.bench.measure.tune import Measured, Tried, rows_of
 from torch_ops.bench.rooms import mlp, patch_merger, qkv_rope
 from torch_ops.bench.show.tables import markdown
 from torch_ops.command import app as cli
-from torch_ops.testing.cases import (
-    MLP,
-    QKV_ROPE,
-    MergerCase,
-    make_merger_inputs,
-    make_mlp_inputs,
-    make_qkv_rope_inputs,
-)
+from torch_ops.testing.cases import MLP, QKV_ROPE, MergerCase, make_merger_inputs, make_mlp_inputs, make_qkv_rope_inputs
 
 pytestmark = pytest.mark.no_interpret
 

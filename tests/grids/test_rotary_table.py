@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from torch import Tensor
 
-from tests.grids.verify import (
-    BATCHES,
-    CASES,
-    GRID,
-    GridContract,
-    OfTransformers,
-    batches,
-    ids,
-    placed,
-)
+from tests.grids.verify import BATCHES, CASES, GRID, GridContract, OfTransformers, batches, ids, placed
 from tests.verify import DEVICE, GPU, INTERPRET, assert_refuses
 from torch_ops import rotary_table
 from torch_ops.testing import assert_close_to_reference, check, poisoned, references

@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_ops import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    mlp,
-    qkv_rope,
-    rms_norm,
-    rope_window_attn,
-    window_attn,
-)
+from torch_ops import add_layer_norm, add_rms_norm, layer_norm, mlp, qkv_rope, rms_norm, rope_window_attn, window_attn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_interpret]
 

@@ -8,14 +8,7 @@ For a case with few numbers, use `check_draws` of `redrawn` inputs.
 
 from torch_ops.testing.poison import poisoned
 from torch_ops.testing.redraw import redrawn
-from torch_ops.testing.tolerance import (
-    Report,
-    assert_close_to_reference,
-    check,
-    check_draws,
-    compare,
-    compare_draws,
-)
+from torch_ops.testing.tolerance import Report, assert_close_to_reference, check, check_draws, compare, compare_draws
 
 __all__ = [
     "Report",

@@ -62,21 +62,8 @@ from torch_ops.testing.cases.linear import (
     outcome,
     qkv_rope_cases,
 )
-from torch_ops.testing.cases.merger import (
-    MERGERS,
-    MergerCase,
-    MergerInputs,
-    make_merger_inputs,
-    merger_cases,
-)
-from torch_ops.testing.cases.norms import (
-    NORM_LAYOUTS,
-    NORMS,
-    NormCase,
-    NormInputs,
-    make_norm_inputs,
-    norm_cases,
-)
+from torch_ops.testing.cases.merger import MERGERS, MergerCase, MergerInputs, make_merger_inputs, merger_cases
+from torch_ops.testing.cases.norms import NORM_LAYOUTS, NORMS, NormCase, NormInputs, make_norm_inputs, norm_cases
 from torch_ops.testing.cases.rope import (
     ROPE_WINDOW_ATTN,
     TABLES,

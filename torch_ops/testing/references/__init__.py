@@ -4,47 +4,16 @@ Run in fp64 it is the truth, run in the tested dtype it is "eager PyTorch" of th
 family of ops.
 """
 
-from torch_ops.testing.references.decode import (
-    attention_decode,
-)
-from torch_ops.testing.references.dense_attention import (
-    attention,
-    attention_backward,
-)
-from torch_ops.testing.references.grids import (
-    pos_embed_interpolate,
-    rotary_table,
-    spatial_merge,
-)
-from torch_ops.testing.references.kv_cache import (
-    kv_cache_append,
-    turned,
-)
-from torch_ops.testing.references.linear import (
-    mlp,
-    qkv_rope,
-)
-from torch_ops.testing.references.merger import (
-    patch_merger,
-)
-from torch_ops.testing.references.norms import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    rms_norm,
-)
-from torch_ops.testing.references.packed_attention import (
-    window_attn,
-    window_attn_backward,
-)
-from torch_ops.testing.references.rope import (
-    rope_window_attn,
-    rope_window_attn_backward,
-    rotated,
-)
-from torch_ops.testing.references.vision_attention import (
-    vision_attention,
-)
+from torch_ops.testing.references.decode import attention_decode
+from torch_ops.testing.references.dense_attention import attention, attention_backward
+from torch_ops.testing.references.grids import pos_embed_interpolate, rotary_table, spatial_merge
+from torch_ops.testing.references.kv_cache import kv_cache_append, turned
+from torch_ops.testing.references.linear import mlp, qkv_rope
+from torch_ops.testing.references.merger import patch_merger
+from torch_ops.testing.references.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torch_ops.testing.references.packed_attention import window_attn, window_attn_backward
+from torch_ops.testing.references.rope import rope_window_attn, rope_window_attn_backward, rotated
+from torch_ops.testing.references.vision_attention import vision_attention
 
 __all__ = [
     "add_layer_norm",
