@@ -14,7 +14,7 @@ import torch
 from compile_tests.attention import hopper_launches
 from compile_tests.contract.build import APART, TARGETS, Build, build, sampled, sass
 from compile_tests.contract.trace import SM90, fake_gpu, shared_memory
-from compile_tests.kernels import NORMS, ROPE_WINDOW_ATTN, WINDOW_ATTN, is_short
+from compile_tests.kernels import NORMS, ROPE_WINDOW_ATTN, WINDOW_ATTN, has_small_segments
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import ROWS_DIR, Gpu, Launch, Row, as_document, shipped_rows
@@ -94,7 +94,7 @@ def _shipped_points() -> list[Point]:
             # fp16 builds to the code of bf16 but for its conversions; where rows are the same, bf16 stands for both.
             if row.dtype == "float16" and replace(row, dtype="bfloat16") in rows:
                 continue
-            length = 64 if row.kernel.endswith("_short") else max(row.min_length, 65)
+            length = 64 if row.kernel.endswith("_small_segments") else max(row.min_length, 65)
             point = Point(
                 SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), row.causal is not False, length, gpu
             )
@@ -119,7 +119,7 @@ def _builds(point: Point) -> tuple[Build, ...]:
     )  # fmt: skip
     launches = [launch for each in found.values() for launch in each]
     assert {launch.name for launch in launches} == {
-        name for name in WINDOW_ATTN.functions if is_short(name) == point.short
+        name for name in WINDOW_ATTN.functions if has_small_segments(name) == point.short
     }
     with fake_gpu(target):
         return tuple(build(launch, target) for launch in launches)
@@ -155,7 +155,7 @@ def test_hopper_multiplies_half_types_by_wgmma_alone(point: Point) -> None:
         # dk and dv of the 64 keys that wgmma needs fill the register file there.
         if point.head_dim > 128 and built.launch.name == "_attention_bwd_dkdv_kernel":
             continue
-        if point.head_dim == 128 and built.launch.name == "_attention_bwd_dkdv_rest_kernel":
+        if point.head_dim == 128 and built.launch.name == "_attention_bwd_dkdv_long_segments_fallback_kernel":
             continue
         ptx = built.asm["ptx"]
         assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, str(built)
@@ -337,7 +337,7 @@ def test_gradients_are_made_apart_where_there_is_room(
     """Of one segment, if dq has room beside dk and dv on 132 multiprocessors, and masks have registers."""
     monkeypatch.setattr(attention_hopper_backward, "programs", lambda index: 132)
     q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-    assert attention_hopper_backward.fits_apart(q, q, segments, AttentionOptions(0.1, -1, right)) == apart
+    assert attention_hopper_backward.fits_small(q, q, segments, AttentionOptions(0.1, -1, right)) == apart
 
 
 @pytest.mark.parametrize(

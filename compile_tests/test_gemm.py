@@ -23,7 +23,7 @@ from compile_tests.contract.trace import (
 )
 from compile_tests.gemm import hopper_gradient, hopper_linear, hopper_rotary
 from compile_tests.kernels import GEMM_VARIANTS, GRADIENT, MLP, QKV_ROPE, gemm_calls, gemm_writes
-from csrc_free_ops.configs.gemm_hopper import ROUND, linear_launch, tile_launch
+from csrc_free_ops.configs.gemm_hopper import WAVE, linear_launch, tile_launch
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import OPS
 from torch_ops._gemm import plan as gemm
@@ -174,14 +174,14 @@ HOPPER_POINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         f"{activation}-{rows}x{columns}": (hopper_linear, {"launch": (rows, columns), "activation": activation})
         for activation in ("gelu_tanh", "gelu", "quick_gelu", "silu")
-        for rows, columns in ROUND
+        for rows, columns in WAVE
     },
     **{
         f"gelu_tanh-{rows}x{columns}-without-{'-'.join(left_out)}": (
             hopper_linear,
             {"launch": (rows, columns), "activation": "gelu_tanh", **dict.fromkeys(left_out, False)},
         )
-        for rows, columns in ROUND
+        for rows, columns in WAVE
         for left_out in (("keeps_pre",), ("bias",), ("keeps_pre", "bias"))
     },
     **{
@@ -195,7 +195,7 @@ HOPPER_POINTS: dict[str, tuple[Any, dict[str, Any]]] = {
             hopper_linear,
             {"launch": (rows, columns), "activation": "swiglu", "n": 6840, "k": 1280, "apart": apart},
         )
-        for rows, columns in ROUND
+        for rows, columns in WAVE
         for apart in (False, True)
     },
     "swiglu-192x128-without-keeps_pre-bias": (

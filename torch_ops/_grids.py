@@ -139,7 +139,7 @@ class Places:
     w: Tensor
 
 
-def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
+def locate_rows(grid: Tensor, total: int, merge_size: int) -> Places:
     """By ATen, without a look at the values: `tiles/images.py` says what becomes of wild ones."""
     rows = torch.arange(total, device=grid.device)
     if grid.shape[0] == 0:

@@ -25,7 +25,7 @@ from torch_ops._grids import (
     check_grid_values,
     check_rows,
     grid_launch,
-    place_rows,
+    locate_rows,
     register_gathered,
     send_grid,
     tiles_of,
@@ -95,7 +95,7 @@ def _taps(places: Places, entries: int, align_corners: bool, dtype: torch.dtype)
 
 def _interpolate_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dtype = torch.promote_types(t.x.dtype, torch.float32)
-    places = place_rows(t.grid, t.out.shape[0], merge_size)
+    places = locate_rows(t.grid, t.out.shape[0], merge_size)
     total = torch.zeros(t.out.shape, dtype=dtype)
     for entry, weight in _taps(places, t.x.shape[0], align_corners, dtype):
         total += t.x[entry] * weight[:, None]
@@ -148,7 +148,7 @@ def _check_backward(call: PosEmbedInterpolateBackward) -> None:
 
 def _gather_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dout, dtype = t.x, torch.promote_types(t.x.dtype, torch.float32)
-    places = place_rows(t.grid, dout.shape[0], merge_size)
+    places = locate_rows(t.grid, dout.shape[0], merge_size)
     total = torch.zeros(t.out.shape, dtype=dtype)
     for entry, weight in _taps(places, t.out.shape[0], align_corners, dtype):
         taken = places.inside & (weight > 0)

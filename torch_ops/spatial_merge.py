@@ -21,7 +21,7 @@ from torch_ops._grids import (
     check_grid_values,
     check_rows,
     grid_launch,
-    place_rows,
+    locate_rows,
     register_gathered,
     send_grid,
     tiles_of,
@@ -92,7 +92,7 @@ def _sources(call: Any) -> Tensor:
     grid, total = call.grid, call.total
     if call.order == "merge_block":
         return torch.arange(total, device=grid.device)
-    places = place_rows(grid, total, call.merge_size)
+    places = locate_rows(grid, total, call.merge_size)
     rows = torch.arange(total, device=grid.device)
     source = torch.where(places.inside, places.frame + places.row * places.w + places.col, rows)
     return source.clamp(0, max(total - 1, 0))

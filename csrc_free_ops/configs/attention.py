@@ -65,16 +65,16 @@ def attention_rule(
     """
     if gpu.backend == "interpreter":
         # Small tiles, so that short segments in tests still have several blocks.
-        if kernel.endswith("_short"):
+        if kernel.endswith("_small_segments"):
             return Launch(16, 16, 4, 1)
         return Launch(16, 32, 4, 1) if "dkdv" in kernel else Launch(32, 16, 4, 1)
     width = covered_width(head_dim, itemsize)
     wide = width > 128
-    if kernel.endswith("_short"):
+    if kernel.endswith("_small_segments"):
         # Only Hopper has wgmma; elsewhere operands take registers too, and 4 warps spill on the oldest GPUs.
         warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
         return Launch(32, 32, 4, 1) if gpu.backend == "hip" else Launch(64, 64, warps, 1)
-    if kernel.endswith("_rest"):
+    if kernel.endswith("_long_segments_fallback"):
         # These kernels also hold their search for tiles in registers, and they run rarely.
         if gpu.backend == "hip":
             return Launch(16, 16, 4, 1)

@@ -42,8 +42,8 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
         for rows, cols, warps, stages in product((32, 64), (64, 128), (4, 8), (2, 3, 4))
     )
     + _SMALL,
-    "attention_fwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
-    "attention_bwd_short": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    "attention_fwd_small_segments": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
+    "attention_bwd_small_segments": tuple(Launch(rows, rows, warps, 1) for rows, warps in product((32, 64), (2, 4, 8))),
     # block_m is a bound here: a tile has no more rows than the call.
     **{
         kernel: tuple(

@@ -18,9 +18,8 @@ from csrc_free_ops.configs.rows import Launch
 # (rows, columns) of a tile, and the time of a wave of such tiles relative to 192 x 128. Measured on an H200 with
 # weights of 4304 x 1152, 4096 x 1024, 6912 x 1280 and 4608 x 4608 and 784 to 25088 rows.
 WAVE = {(128, 128): 0.72, (192, 128): 1.0}
-ROUND = WAVE  # the name that tests still import
 # Time of a tile of 64 rows relative to one of 128: 0.65 to 0.70 with 25088 rows.
-SHORT = 0.67
+SHORT_TILE_COST = 0.67
 # Most columns of a rotated tile, which holds as many whole heads as fit.
 WIDEST_ROTATED = 240
 # Sub-tiles of 8 KiB in shared memory, without the one for mbarriers: stages, a finished tile and a gradient's pre share
@@ -48,7 +47,7 @@ def tile_launch(rows: int, columns: int, epilogue_warps: int = 4, tiles: int = 1
     return Launch(rows, columns, 4 * groups + (4 if epilogue_warps == 2 else 8), min(stages, MOST_STAGES))
 
 
-def finishing_warps(launch: Launch) -> int:
+def count_epilogue_warps(launch: Launch) -> int:
     """The number of epilogue warps."""
     return 2 if launch.num_warps - launch.block_m // 16 == 4 else 4
 
@@ -98,7 +97,7 @@ def shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tupl
 def _time(tile: tuple[int, int], whole: int, short: int, programs: int) -> float:
     """The time at which the last program ends, with the tile order of the kernel's `TileScheduler`."""
     of_whole = WAVE[tile]
-    of_short = WAVE.get((tile[0] - 64, tile[1]), SHORT * of_whole)
+    of_short = WAVE.get((tile[0] - 64, tile[1]), SHORT_TILE_COST * of_whole)
     waves, started = divmod(whole, programs)
     if not started:
         return waves * of_whole + -(-short // programs) * of_short

@@ -162,7 +162,7 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
     if entry["kernel"] == "rope" and launch.block_m * launch.block_n < 32 * launch.num_warps:
         # Two threads would hold one element, and q may be rotated in place: the second would read a rotated element.
         raise ValueError(f"rope: {launch} is no launch: its tile has less than an element for each thread")
-    if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
+    if entry["kernel"].endswith("_small_segments") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
     return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
 

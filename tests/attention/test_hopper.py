@@ -167,7 +167,7 @@ def test_paths_are_as_explained() -> None:
         with settings(path=path):
             explained[path] = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"]
     assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
-    for rows, kernel in ((1024, "attention_bwd_hopper"), (512, "attention_bwd_apart")):
+    for rows, kernel in ((1024, "attention_bwd_hopper"), (512, "attention_bwd_small_hopper")):
         few = [tensor[:rows] for tensor in (inputs.q, inputs.k, inputs.v)]
         with settings(path="auto"):
             kernels = torch_ops.explain(window_attn, *few, inputs.cu_seqlens)["kernels"]
@@ -202,7 +202,7 @@ def _backward(
         return Backward(*read, *(torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)))
 
     with (
-        mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"),
+        mock.patch.object(attention_hopper_backward, "fits_small", lambda *_: kind == "apart"),
         mock.patch.object(attention_hopper_backward, "choose", lambda *_: (chosen, "this test")),
     ):
         plan = attention_hopper_backward.plan_backward_hopper(tensors(), options)

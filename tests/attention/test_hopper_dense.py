@@ -71,7 +71,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
 def test_gradients(head_dim: int, bounds: str, is_apart: bool) -> None:
     """Whichever backward there would have been for so few tiles."""
     case = DenseCase("grads", "a backward", 2, 6, 500, head_dim, 3, 610, "rows_first", BOUNDS[bounds])
-    with mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: is_apart):
+    with mock.patch.object(attention_hopper_backward, "fits_small", lambda *_: is_apart):
         _assert_right(case)
 
 
@@ -85,7 +85,7 @@ def _assert_downcast_right(case: DenseCase, dtype: torch.dtype = torch.bfloat16,
     """By the rule, by the kernel that casts as it goes, and with the same bits each time."""
     inputs = make_dense_inputs(case, torch.float32, "cuda")
     report = inputs.call(partial(explain, attention), options={**inputs.options, "compute_dtype": dtype})
-    assert next(iter(report["kernels"])) == "attention_fwd_cast_hopper"
+    assert next(iter(report["kernels"])) == "attention_fwd_fp32_hopper"
     verify_downcast(inputs, dtype)
     downcast = partial(torch.ops.vk.attention, compute_dtype=dtype)
     first = differentiate(downcast, inputs)

@@ -64,7 +64,7 @@ def test_rows_of_short_kernels_end_with_their_block() -> None:
     """Beyond it other kernels take the call, unless a launch of a larger block is there."""
     narrow, wide = Launch(32, 32, 4, 1), Launch(64, 64, 4, 1)
     points = [
-        Measured(_kernel(length, name="attention_fwd_short"), (Tried(launch, (1.0,)),))
+        Measured(_kernel(length, name="attention_fwd_small_segments"), (Tried(launch, (1.0,)),))
         for length, launch in ((24, narrow), (64, wide))
     ]
     assert [(row.min_length, row.max_length) for row in rows_of(points)] == [(0, 33), (39, 65)]
@@ -177,7 +177,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Launch, ...]]:
     """Two candidates for each kernel."""
     candidates = {
         "attention_fwd": (Launch(32, 16, 4, 1), Launch(16, 32, 4, 1)),
-        "attention_fwd_short": (Launch(16, 16, 4, 1), Launch(16, 16, 8, 1)),
+        "attention_fwd_small_segments": (Launch(16, 16, 4, 1), Launch(16, 16, 8, 1)),
     }
     for module in (tune, __import__("torch_ops.bench.app", fromlist=["app"])):
         monkeypatch.setattr(module, "CANDIDATES", candidates)
@@ -195,7 +195,7 @@ def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch
     second = CliRunner().invoke(app, [*arguments, "--shapes", "1x40x1x16,2x10x1x16"])
     assert second.exit_code == 0 and "2 points, 1 of them" in second.output
     after = json.loads(file.read_text())["points"]
-    assert set(after) == {"attention_fwd float16 1x40x1x16", "attention_fwd_short float16 2x10x1x16"}
+    assert set(after) == {"attention_fwd float16 1x40x1x16", "attention_fwd_small_segments float16 2x10x1x16"}
     assert after | before == after
     winner = Launch(**after["attention_fwd float16 1x40x1x16"]["tried"][0]["launch"])
     with torch_ops.settings(rows=str(file)):

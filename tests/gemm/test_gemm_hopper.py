@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import cdiv
 
 import torch_ops
-from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, ROUND, tile_launch
+from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, WAVE, tile_launch
 from tests.gemm.verify import Layer, verify_projection
 from torch_ops import mlp, qkv_rope, settings
 from torch_ops._core.device import gpu
@@ -118,7 +118,7 @@ def test_tails_of_rows_and_columns(size: str, rows: int, launches: list[dict[str
 
 @pytest.mark.parametrize("keeps_pre", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tile", ROUND)
+@pytest.mark.parametrize("tile", WAVE)
 def test_every_tile(tile: tuple[int, int], bias: bool, keeps_pre: bool) -> None:
     """Of one program's last tile, which consumers finish, and of others, which they hand over."""
     for activation in ("gelu_tanh", "swiglu"):

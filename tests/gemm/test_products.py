@@ -20,7 +20,14 @@ import torch_ops
 from compile_tests.contract.trace import fake_gpu
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.gemm import pick_product, product_rule
-from csrc_free_ops.configs.gemm_hopper import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
+from csrc_free_ops.configs.gemm_hopper import (
+    SHORT_TILE_COST,
+    WAVE,
+    linear_launch,
+    rotary_launch,
+    shared_out,
+    tall_tiles,
+)
 from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, read_rows
 from tests.bench.verify import by_case
 from torch_ops._core import plan
@@ -174,7 +181,7 @@ def _bench_on_cuda(bench: OpBench) -> OpBench:
     return dataclasses.replace(bench, inputs=lambda *args: _on_cuda(bench.inputs(*args)), kernels=kernels)
 
 
-@pytest.mark.parametrize("tile", ROUND, ids=str)
+@pytest.mark.parametrize("tile", WAVE, ids=str)
 def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
     """As the kernel counts them, whole ones first; and no program takes longer than it would with whole tiles alone."""
     mixed = 0
@@ -196,11 +203,11 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
         assert ends[-1] >= total and (count == 1 or ends[-2] < total)
         whole = -(-total // rows)
         mixed += tall < whole - 1
-        cost = ROUND.get((short, tile[1]), SHORT * ROUND[tile])
-        costs = [ROUND[tile]] * (tall * across) + [cost] * ((count - tall) * across)
+        cost = WAVE.get((short, tile[1]), SHORT_TILE_COST * WAVE[tile])
+        costs = [WAVE[tile]] * (tall * across) + [cost] * ((count - tall) * across)
         time = longest(costs, tall * across)
         assert shared_out(tile, total, n, 132) == (pytest.approx(time), tall)
-        assert time <= longest([ROUND[tile]] * (whole * across), whole * across) + 1e-9
+        assert time <= longest([WAVE[tile]] * (whole * across), whole * across) + 1e-9
     assert mixed
 
 

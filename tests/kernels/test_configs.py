@@ -157,8 +157,8 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "row",
     [
-        Row("attention_fwd_short", "float16", 64, Launch(48, 48, 4, 1)),
-        Row("attention_fwd_short", "float16", 64, Launch(64, 32, 4, 1)),
+        Row("attention_fwd_small_segments", "float16", 64, Launch(48, 48, 4, 1)),
+        Row("attention_fwd_small_segments", "float16", 64, Launch(64, 32, 4, 1)),
         Row("attention_fwd", "float16", 64, Launch(8, 64, 4, 1)),
         Row("attention_fwd", "float16", 64, Launch(64, 64, 3, 1)),
         Row("attention_bwd_hopper", "float16", 64, Launch(128, 128, 8, 2)),

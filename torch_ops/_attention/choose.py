@@ -66,13 +66,15 @@ def slopes_stride(q: Tensor, options: AttentionOptions) -> int:
 
 
 def constants_of(
-    t: Forward | Backward, options: AttentionOptions, launch: Launch, unit: int, steps: int, precision: str
+    t: Forward | Backward, options: AttentionOptions, launch: Launch, stride_unit: int, score_mods: int, precision: str
 ) -> dict[str, Any]:
     q, k = t.q, t.k
     main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize, precision)
     return {
-        "UNIT": unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
-        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "STEPS": steps,
+        "STRIDE_UNIT": stride_unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail,
+       
+        "GROUP": q.shape[1] // k.shape[1],
+        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "SCORE_MODS": score_mods,
         "PRECISION": precision,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,

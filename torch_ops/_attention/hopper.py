@@ -13,8 +13,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
-from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE_CUT, DENSE_ENDS, IN_PLACE, RANKED, SINGLE
+from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_fp32_hopper_kernel
+from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, CLOSED_FORM, DENSE_CUT, DENSE_ENDS, RANKED, SINGLE
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS, one_segment_launch, overlaps, pairs_ends, registers
 from csrc_free_ops.configs.rows import Gpu, Launch
 from torch_ops._attention.choose import choose
@@ -110,7 +110,7 @@ def folded(*tensors: Tensor) -> int:
 def order_of(num_segments: int, of_one: int) -> int:
     if num_segments == 1:
         return of_one
-    return (BY_LENGTH if num_segments <= RANKED.value - 2 else IN_PLACE).value
+    return (BY_LENGTH if num_segments <= RANKED.value - 2 else CLOSED_FORM).value
 
 
 def constants_of(
@@ -211,7 +211,7 @@ def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
     tiles = ((64, int(next_power_of_2(t.q.shape[3]))), (block, main), (block, tail), (block, width))
     descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])
     num_counts = block_size(t.k.shape[0] * t.k.shape[1] + 1)
-    bound = Bound(_attention_fwd_cast_hopper_kernel, (programs(device.index), 1), scalars, constants)
+    bound = Bound(_attention_fwd_fp32_hopper_kernel, (programs(device.index), 1), scalars, constants)
 
     def launch_forward(t: Forward) -> None:
         k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (t.k, t.v))
@@ -221,4 +221,4 @@ def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
         bound(t.k, t.v, k_half, v_half, t.out, t.lse, t.sinks, counts, counter, descriptors=descriptors)
 
     source = f"rule for {gpu().backend} {gpu().arch}: casts inputs as it goes"
-    return Plan(launch_forward, {"attention_fwd_cast_hopper": (launch, source)})
+    return Plan(launch_forward, {"attention_fwd_fp32_hopper": (launch, source)})

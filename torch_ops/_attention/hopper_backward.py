@@ -34,7 +34,7 @@ from csrc_free_ops.configs.rows import Launch
 from torch_ops._attention.choose import choose
 from torch_ops._attention.hopper import constants_of, describe, folded, has_tiles, order_of
 from torch_ops._attention.options import AttentionOptions
-from torch_ops._attention.parts import parts_of, plan_parts
+from torch_ops._attention.split import allocate_partial, plan_split_sum
 from torch_ops._attention.tensors import Backward, num_segments, query_length
 from torch_ops._core.counters import work_counters
 from torch_ops._core.hopper import Descriptors, programs
@@ -45,7 +45,7 @@ from torch_ops._core.plan import Bound, Plan, addressable
 # 10 and 12 none was measured.
 MANY_ROUNDS = 10
 # As rows would say it, of the kernel that has none, where gradients are made apart.
-APART = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
+SMALL_CONFIG = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
 
 
 def _rows_back(total: int) -> int:
@@ -81,7 +81,7 @@ def _tiles_together(q: Tensor, k: Tensor, segments: int, options: AttentionOptio
     return together if few and has_room and not options.masked else 1
 
 
-def fits_apart(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -> bool:
+def fits_small(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -> bool:
     """Whether dq and, beside it, dk and dv of one segment can be made by programs of their own, all at once.
 
     q and k are [T, H, D], or [B, H, S, D], whose heads are all one segment's. Beside wide heads there are no registers
@@ -103,7 +103,7 @@ def _keeps_order(q: Tensor, k: Tensor, segments: int, deterministic: bool) -> bo
     return k.shape[0] > 2 * BLOCK_N and (deterministic or (segments > 1 and rounds > MANY_ROUNDS))
 
 
-def _members_apart(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
+def _dkdv_splits(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
     """How many query heads of a dense call's group have programs of their own, or 1; their dk and dv are then added up.
 
     All of them, where programs for key heads alone would leave multiprocessors without work: at the end too, with
@@ -129,14 +129,17 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, l
     }  # fmt: skip
     if is_dense:
         batch, heads, length, _ = t.q.shape
-        unit, outer, rows = dense_strides(t.out, t.dout, t.dq)
-        constants |= {**dict(zip(("STRIDE_OT", "STRIDE_DOT", "STRIDE_DQT"), rows, strict=True)), "UNIT": unit}
+        stride_unit, outer, rows = dense_strides(t.out, t.dout, t.dq)
+        constants |= {
+            **dict(zip(("STRIDE_OT", "STRIDE_DOT", "STRIDE_DQT"), rows, strict=True)),
+            "STRIDE_UNIT": stride_unit,
+        }
         scalars = (*outer, heads, length, t.k.shape[2], *options.bounds())
         return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // BLOCK_M)), scalars, constants)
     segments, total_q = num_segments(t), t.q.shape[0]
-    unit, head_stride = head_strides(t.out, t.dout)
+    stride_unit, head_stride = head_strides(t.out, t.dout)
     constants |= {
-        "STRIDE_OT": row_stride(t.out), "STRIDE_DOT": row_stride(t.dout), "UNIT": unit,
+        "STRIDE_OT": row_stride(t.out), "STRIDE_DOT": row_stride(t.dout), "STRIDE_UNIT": stride_unit,
         "ORDERED": ordered, "DQ_ACCS": lanes, "ONE_SEGMENT": segments == 1, "OVERLAPPED": True,
     }  # fmt: skip
     scalars = (*head_stride, total_q, t.k.shape[0], segments, *options.bounds())
@@ -161,7 +164,7 @@ def _scalars(t: Backward, options: AttentionOptions) -> tuple[Any, ...]:
         strides = (*(x.stride(0) for x in gradients), *(x.stride(1) for x in gradients))
         sizes = t.q.shape[2], t.k.shape[2], t.q.shape[0]
     else:
-        head = t.q.shape[2] if fits_apart(t.q, t.k, num_segments(t), options) else 0
+        head = t.q.shape[2] if fits_small(t.q, t.k, num_segments(t), options) else 0
         strides = (0, 0, 0, head, head, head)
         sizes = t.q.shape[0], t.k.shape[0], num_segments(t)
     return *strides, *sizes, options.scale, *options.bounds()
@@ -171,8 +174,8 @@ def _folded(t: Backward) -> int:
     return folded(t.q, t.k, t.v, t.dout) if t.cu_q is None else 0
 
 
-def apart_constants(t: Backward, options: AttentionOptions) -> dict[str, Any]:
-    constants = constants_of(t.q, t.k, APART, options, registers(t.q.shape[-1]))
+def small_constants(t: Backward, options: AttentionOptions) -> dict[str, Any]:
+    constants = constants_of(t.q, t.k, SMALL_CONFIG, options, registers(t.q.shape[-1]))
     del constants["STAGES"]
     order = DENSE.value if t.cu_q is None else SINGLE.value
     return {**constants, "ORDER": order, **_row_strides(t), "FOLDED": _folded(t), "launch_pdl": True}
@@ -180,13 +183,13 @@ def apart_constants(t: Backward, options: AttentionOptions) -> dict[str, Any]:
 
 def pass_constants(
     t: Backward, options: AttentionOptions, launch: Launch, *, ordered: bool, order: int, together: int = 1,
-    members: int = 1,
+    dkdv_splits: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     head_dim = t.q.shape[-1]
     return {
         **constants_of(t.q, t.k, launch, options, registers(head_dim)),
         "ORDERED": ordered, "ORDER": order, "WAVE": together, **_row_strides(t), "FOLDED": _folded(t),
-        "DKDV_SPLITS": members,
+        "DKDV_SPLITS": dkdv_splits,
         # Keys of as many tiles as there is shared memory for.
         "KV_STAGES": kv_stages(head_dim),
         # Its programs begin while the kernel before ends, and do what needs none of its results.
@@ -210,19 +213,19 @@ def plan_backward_hopper(t: Backward, options: AttentionOptions) -> Plan:
 
 
 def _plan_for_tiles(t: Backward, options: AttentionOptions) -> Plan:
-    if fits_apart(t.q, t.k, num_segments(t), options):
-        return _plan_apart(t, options)
+    if fits_small(t.q, t.k, num_segments(t), options):
+        return _plan_small(t, options)
     return _plan_dense(t, options) if t.cu_q is None else _plan_packed(t, options)
 
 
-def _plan_apart(t: Backward, options: AttentionOptions) -> Plan:
-    """Plan dq, and dk and dv, by programs of their own, where `fits_apart`."""
+def _plan_small(t: Backward, options: AttentionOptions) -> Plan:
+    """Plan dq, and dk and dv, by programs of their own, where `fits_small`."""
     is_dense = t.cu_q is None
     batch, row = (t.q.shape[0], 2) if is_dense else (1, 0)
     grid = (batch * sum(-(-x.shape[row] // BLOCK_N) * x.shape[1] for x in (t.q, t.k)), 1)
     bound_delta = _bind_delta(t, options)
     descriptors_of = Descriptors(*_tile_descriptors(t.q.shape[-1]))
-    bound = Bound(_attention_bwd_small_hopper_kernel, grid, _scalars(t, options), apart_constants(t, options))
+    bound = Bound(_attention_bwd_small_hopper_kernel, grid, _scalars(t, options), small_constants(t, options))
 
     def launch_backward(t: Backward) -> None:
         lse = t.lse.contiguous()
@@ -240,7 +243,7 @@ def _plan_apart(t: Backward, options: AttentionOptions) -> Plan:
     source = "one segment that leaves room for dq beside dk and dv"
     if is_dense:
         source = "so few tiles that there is room for dq beside dk and dv"
-    return Plan(launch_backward, {"attention_bwd_apart": (APART, source)})
+    return Plan(launch_backward, {"attention_bwd_small_hopper": (SMALL_CONFIG, source)})
 
 
 def _boundaries(t: Backward) -> tuple[Tensor, Tensor]:
@@ -323,19 +326,19 @@ def _plan_dense(t: Backward, options: AttentionOptions) -> Plan:
     launch, source = choose("attention_bwd_hopper", t.q, options, query_length(t))
     batch, heads, length, head_dim = t.q.shape
     lines, tiles = batch * heads, -(-length // BLOCK_M)
-    members = _members_apart(t.q, t.k, options)
+    dkdv_splits = _dkdv_splits(t.q, t.k, options)
     # Parts of dk and dv are as those of as many key heads as there are query heads.
     own = t
-    if members > 1:
+    if dkdv_splits > 1:
         part = dense_like(t.q.new_empty((batch, heads, t.k.shape[2], head_dim), device="meta"))
         own = t._replace(k=part, dk=part, dv=part)
-    constants = pass_constants(own, options, launch, ordered=True, order=DENSE.value, members=members)
+    constants = pass_constants(own, options, launch, ordered=True, order=DENSE.value, dkdv_splits=dkdv_splits)
     constants["FOLDED"] = _folded(t)
     device = t.q.device
     bound_delta = _bind_delta(t, options)
     descriptors_of = Descriptors(*_tile_descriptors(head_dim))
     bound = Bound(_attention_bwd_hopper_kernel, (programs(device.index), 1), _scalars(own, options), constants)
-    add_members = plan_parts(t[9:12], 1, members) if members > 1 else None
+    add_partial = plan_split_sum(t[9:12], 1, dkdv_splits) if dkdv_splits > 1 else None
 
     def launch_backward(t: Backward) -> None:
         lse = t.lse.contiguous()
@@ -344,11 +347,11 @@ def _plan_dense(t: Backward, options: AttentionOptions) -> Plan:
         counter = work_counters(device).acquire()
         sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
         counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
-        dk, dv = parts_of(t.dk, members), parts_of(t.dv, members)
+        dk, dv = allocate_partial(t.dk, dkdv_splits), allocate_partial(t.dv, dkdv_splits)
         descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout), None, None)
         bound_delta(t.out, lse, t.dout, lse if t.dlse is None else t.dlse.contiguous(), delta, t.dq, counts)
         bound(lse, delta, None, None, sums, counts, counter, dk, dv, t.dq, descriptors=descriptors)
-        if add_members is not None:
-            add_members(t.dq, dk, dv, t.dq, t.dk, t.dv)
+        if add_partial is not None:
+            add_partial(t.dq, dk, dv, t.dq, t.dk, t.dv)
 
     return Plan(launch_backward, {"attention_bwd_hopper": (launch, source)})

@@ -14,7 +14,11 @@ from torch_ops._attention.hopper import fits_hopper, plan_forward_fp32_hopper, p
 from torch_ops._attention.hopper_backward import fits_hopper_backward, plan_backward_hopper
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.portable import plan_backward_portable, plan_forward_portable
-from torch_ops._attention.short import plan_backward_short, plan_forward_short, short_launch
+from torch_ops._attention.small_segments import (
+    plan_backward_small_segments,
+    plan_forward_small_segments,
+    small_segments_config,
+)
 from torch_ops._attention.tensors import Backward, Forward, query_length
 from torch_ops._core.device import gpu
 from torch_ops._core.launch import dense_like
@@ -71,10 +75,10 @@ def plan_forward(t: Forward, options: AttentionOptions) -> Plan:
 def _plan_forward_portable(t: Forward, options: AttentionOptions) -> Plan:
     if options.compute_dtype is not None:
         return _plan_forward_on_copies(t, options)
-    short = short_launch("attention_fwd_short", t, options)
-    if short is None:
+    chosen = small_segments_config("attention_fwd_small_segments", t, options)
+    if chosen is None:
         return plan_forward_portable(t, options)
-    return plan_forward_short(t, options, *short)
+    return plan_forward_small_segments(t, options, *chosen)
 
 
 def _cast(t: Forward, dtype: torch.dtype) -> Forward:
@@ -126,10 +130,10 @@ def plan_backward(t: Backward, options: AttentionOptions) -> Plan:
 
 
 def _plan_backward_portable(t: Backward, options: AttentionOptions) -> Plan:
-    short = short_launch("attention_bwd_short", t, options)
-    if short is None:
+    chosen = small_segments_config("attention_bwd_small_segments", t, options)
+    if chosen is None:
         return plan_backward_portable(t, options)
-    return plan_backward_short(t, options, *short)
+    return plan_backward_small_segments(t, options, *chosen)
 
 
 def _cast_backward(t: Backward, dtype: torch.dtype) -> Backward:

@@ -62,12 +62,12 @@ def plan_rotation(t: Rotation, back: bool) -> Plan:
     total, num_heads, head_dim = q.shape
     half = head_dim // 2
     launch, source = _rotation_launch(q)
-    unit, strides = head_strides(q, k)
+    stride_unit, strides = head_strides(q, k)
     overlaps = can_overlap()
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k),
         "STRIDE_CT": row_stride(cos), "STRIDE_ST": row_stride(sin),
-        "UNIT": unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
+        "STRIDE_UNIT": stride_unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
         "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "OVERLAPS": overlaps,
         **blocks_of(launch), **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip

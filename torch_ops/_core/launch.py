@@ -59,14 +59,14 @@ def can_overlap() -> bool:
 
 
 def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
+    """STRIDE_UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
 
     Of what has no contiguous columns they are those of its copy.
     """
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
-    unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
-    return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
+    stride_unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
+    return stride_unit, [stride // stride_unit for stride in outer], [row for _, _, row, _ in strides]
 
 
 def current_gpu() -> Gpu:
@@ -96,7 +96,7 @@ def for_each_precision(tensor: Tensor, plan: Callable[[str], Plan]) -> Plan:
 
 
 def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
-    """UNIT, and the head strides in it: where all are multiples of 8, kernels know it and load 16 bytes at a time."""
+    """STRIDE_UNIT, and the head strides in it: if all are multiples of 8, kernels load 16 bytes at a time."""
     strides = [tensor.stride(1) if tensor.stride(2) == 1 else tensor.shape[2] for tensor in tensors]
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    return unit, tuple(stride // unit for stride in strides)
+    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return stride_unit, tuple(stride // stride_unit for stride in strides)

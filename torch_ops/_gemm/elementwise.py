@@ -88,7 +88,7 @@ def plan_activation_backward(
     constants = {
         "N": inner, "STRIDE_GM": stride_h, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
         "STRIDE_HM": stride_h,
-        "ACTIVATION": activation, "MAKES_H": makes_h, "SUMS": sums, "ROWS": RUN, **blocks_of(launch),
+        "ACTIVATION": activation, "MAKES_H": makes_h, "COLUMN_SUMS": sums, "ROWS": RUN, **blocks_of(launch),
     }  # fmt: skip
     return Bound(wrap_triton(_mlp_bwd_kernel), grid, (rows.count,), constants), kernels
 
@@ -117,12 +117,13 @@ def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: b
     if rows.known == 0:
         return Plan(nothing_to_do, kernels)
     angles = angle_constants(cos, sin, dq, dk)
-    unit, strides = head_strides(dq, dk, dv)
+    stride_unit, strides = head_strides(dq, dk, dv)
     launch = _no_larger(chosen[0], int(num_heads * angles["HALF"]))
     grid = (_count_runs(total, ROTATED_RUN), pair_tiles(angles, launch))
     constants = {
-        "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv), "UNIT": unit,
-        "PACKS": packs, "SUMS": sums, "ROWS": ROTATED_RUN, **angles, **blocks_of(launch),
+        "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv),
+        "STRIDE_UNIT": stride_unit, "PACKS": packs, "COLUMN_SUMS": sums, "ROWS": ROTATED_RUN,
+        **angles, **blocks_of(launch),
     }  # fmt: skip
     bound = Bound(wrap_triton(_qkv_rope_bwd_kernel), grid, (*strides, total), constants)
     ready = readable(dq, dk, dv)

@@ -14,7 +14,13 @@ from triton import next_power_of_2
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from csrc_free_ops.configs.gemm_hopper import WIDEST_ROTATED, finishing_warps, gradient_launch, tall_tiles, whole_tiles
+from csrc_free_ops.configs.gemm_hopper import (
+    WIDEST_ROTATED,
+    count_epilogue_warps,
+    gradient_launch,
+    tall_tiles,
+    whole_tiles,
+)
 from csrc_free_ops.configs.rows import Gpu, Launch
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
 from torch_ops._core.hopper import Descriptors, hopper_refusal, programs
@@ -32,8 +38,8 @@ from torch_ops._gemm.portable import (
 )
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
-# By consumer warpgroups and finishing warps: registers of a consumer's thread, of a finisher's, of the producer's, and
-# at launch.
+# By consumer warpgroups and epilogue warps: registers of a consumer's thread, of an epilogue warp's, of the producer's,
+# and at launch.
 REGISTERS = {(2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128), (3, 4): (112, 104, 40, 96)}
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -69,8 +75,8 @@ def _binding(
     launch: Launch, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
 ) -> tuple[Descriptors, tuple[tuple[int], tuple[int, int], dict[str, Any]]]:
     """What describes the operands of a launch, and its grid, scalars and constants. Given are the epilogue's own."""
-    groups, finishers = launch.block_m // 64, finishing_warps(launch)
-    consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
+    groups, epilogue_warps = launch.block_m // 64, count_epilogue_warps(launch)
+    consumer, epilogue, producer, at_launch = REGISTERS[groups, epilogue_warps]
     n, k = product_size(weight, up)
     grid = (programs(weight.device.index),)
     if constants["EPILOGUE"] == "rotary":
@@ -79,8 +85,9 @@ def _binding(
         tall = tall_tiles(launch.tile, rows.count, n, grid[0])
     constants = {
         "N": n, "K": k, "PARTNER": partner_rows(weight, up) if constants["EPILOGUE"] == GATED else 0, "GROUPS": groups,
-        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "FINISHERS": finishers, "CONSUMER_REGISTERS": consumer,
-        "FINISHER_REGISTERS": finisher, "PRODUCER_REGISTERS": producer, "KEEPS_PRE": False, "SUMS": False,
+        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE_WARPS": epilogue_warps,
+        "CONSUMER_REGISTERS": consumer, "EPILOGUE_REGISTERS": epilogue, "PRODUCER_REGISTERS": producer,
+        "KEEPS_PRE": False, "COLUMN_SUMS": False,
         "STRIDE_OUT": 0, **_NOT_ROTATED, **constants, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
     }  # fmt: skip
     tail = launch.block_n % 64
@@ -112,7 +119,7 @@ def plan_linear_hopper(chosen: Chosen, t: Linear, activation: str) -> Plan:
 def plan_gradient_hopper(t: Gradient, options: GradientOptions) -> Plan:
     """For tensors that TMA can address, dout of one row at least."""
     launch = gradient_launch()
-    constants = {"EPILOGUE": f"{options.activation}_gradient", "HAS_BIAS": False, "SUMS": options.sums}
+    constants = {"EPILOGUE": f"{options.activation}_gradient", "HAS_BIAS": False, "COLUMN_SUMS": options.sums}
     descriptors_of, binding = _binding(launch, Rows.of(t.dout), t.weight.t(), constants)
     bound = Bound(_gemm_hopper_kernel, *binding)
 

@@ -168,7 +168,7 @@ def _h_alone(activate: Launcher) -> Launcher:
     return lambda dh, pre, dpre, h, sums: activate(pre, h)
 
 
-def _plan_apart(t: Gradient, call: Any, sums: bool) -> Plan:
+def _plan_separate(t: Gradient, call: Any, sums: bool) -> Plan:
     """PyTorch's product dout w2, where it is wanted, and the elementwise launch behind it; or h alone."""
     inner, width = call.inner, t.h.shape[1]
     begins, stride = gradient_columns(call.w1, call.w_up)
@@ -237,7 +237,7 @@ def plan_mlp_backward(call: Any, _: Any) -> Plan:
     if whole:
         parts.append(plan_gradient(t, GradientOptions(call.activation, sums)))
     elif needs_hidden:
-        parts.append(_plan_apart(t, call, sums))
+        parts.append(_plan_separate(t, call, sums))
     make_again = parts[0].launch if again else None
     differentiate = parts[-1].launch if needs_hidden else None
 

@@ -58,7 +58,7 @@ def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | Non
 def plan_linear(t: Linear, options: LinearOptions) -> Plan:
     rows, activation = Rows.of(t.x), options.activation
     if why_portable(rows, t.weight, up=t.up):
-        return _plan_linear_stock(t, activation)
+        return _plan_linear_portable(t, activation)
     if activation == "none":
         # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/configs/gemm_hopper.py).
         return plan_linear_aten(NOTHING_FOLLOWS, t, activation)
@@ -70,10 +70,10 @@ def plan_linear(t: Linear, options: LinearOptions) -> Plan:
         return plan_linear_aten(chosen[1], t, activation, within)
     hopper = plan_linear_hopper(chosen, t, activation)
     fits = _are_addressable if t.up is None else _are_addressable_with_up
-    return either(t, hopper, fits, lambda t: _plan_linear_stock(t, activation), ADDRESSES)
+    return either(t, hopper, fits, lambda t: _plan_linear_portable(t, activation), ADDRESSES)
 
 
-def _plan_linear_stock(t: Linear, activation: str) -> Plan:
+def _plan_linear_portable(t: Linear, activation: str) -> Plan:
     chosen = choose_product(product_kernel(activation), Rows.of(t.x), t.weight, t.up)
     if chosen[0] == ATEN:
         return plan_linear_aten(chosen[1], t, activation)
@@ -109,16 +109,16 @@ def plan_gradient(t: Gradient, options: GradientOptions) -> Plan:
 def plan_rotary(t: Rotary, options: RotaryOptions) -> Plan:
     rows, head_dim = Rows.of(t.x), t.q.shape[2]
     if why_portable(rows, t.weight, head_dim):
-        return _plan_rotary_stock(t)
+        return _plan_rotary_portable(t)
     if not is_eager():
         return _rotary_opaque(options)
     chosen = hopper_launch(rows, t.weight, "rotary", head_dim=head_dim)
     if chosen[0] == ATEN:
         return plan_rotary_aten(chosen[1], t)
-    return either(t, plan_rotary_hopper(chosen, t), _are_addressable, _plan_rotary_stock, ADDRESSES)
+    return either(t, plan_rotary_hopper(chosen, t), _are_addressable, _plan_rotary_portable, ADDRESSES)
 
 
-def _plan_rotary_stock(t: Rotary) -> Plan:
+def _plan_rotary_portable(t: Rotary) -> Plan:
     chosen = choose_product("gemm_pair", Rows.of(t.x), t.weight)
     if chosen[0] == ATEN:
         return plan_rotary_aten(chosen[1], t)

@@ -349,7 +349,7 @@ def precomputed_metadata(
             refuse("vision encoder", "grid_thw", f"given, or metadata, or {names}", None)
         base = vision_metadata(grid_thw, sizes, device)
     if position_ids is not None:
-        cos, sin = _turned(position_ids, sizes)
+        cos, sin = _angles(position_ids, sizes)
     elif ordered:
         cos, sin = rotary_table(base.grid, base.total, sizes.head_dim, sizes.theta, sizes.merge_size)
     else:
@@ -409,7 +409,7 @@ def _int32(tensor: Any) -> Tensor:
     return tensor.to(torch.int32)
 
 
-def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
+def _angles(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
     """cos and sin of patches at (row, column), as `rotary_table` has them."""
     half = sizes.head_dim // 2
     frequencies = 1.0 / (

@@ -154,7 +154,7 @@ def rows_of(points: Iterable[Measured]) -> list[Row]:
             if following:
                 continue
             reach = end
-            if name.endswith("_short"):
+            if name.endswith("_small_segments"):
                 reach = min(end or launch.block_m + 1, launch.block_m + 1)
             rows.append(Row(name, dtype, head_dim, launch, min_length=begin, max_length=reach, **bound))
             begin = end or 0

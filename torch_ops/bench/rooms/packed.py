@@ -11,14 +11,14 @@ from torch.utils.flop_counter import flop_registry
 
 import torch_ops
 from csrc_free_ops.attention.hopper import bwd as hopper_bwd
-from csrc_free_ops.attention.hopper import bwd_dq_finalize as hopper_bwd_sums
-from csrc_free_ops.attention.hopper import bwd_fp32_dkdv as hopper_bwd_keys
-from csrc_free_ops.attention.hopper import bwd_small as hopper_bwd_apart
+from csrc_free_ops.attention.hopper import bwd_dq_finalize as hopper_bwd_dq_finalize
+from csrc_free_ops.attention.hopper import bwd_fp32_dkdv as hopper_bwd_fp32_dkdv
+from csrc_free_ops.attention.hopper import bwd_small as hopper_bwd_small
 from csrc_free_ops.attention.hopper import fwd as hopper_fwd
-from csrc_free_ops.attention.hopper import fwd_fp32 as hopper_fwd_cast
+from csrc_free_ops.attention.hopper import fwd_fp32 as hopper_fwd_fp32
 from csrc_free_ops.attention.portable import bwd as portable_bwd
 from csrc_free_ops.attention.portable import fwd as portable_fwd
-from csrc_free_ops.attention.portable import short_bwd, short_fwd
+from csrc_free_ops.attention.portable import small_segments_bwd, small_segments_fwd
 from torch_ops.bench.measure.opbench import Check, Cost, TunedKernel
 from torch_ops.bench.rooms.packed_cases import longest_within, notation, shorten
 from torch_ops.testing import references
@@ -29,14 +29,14 @@ JITS = tuple(
     for module in (
         portable_fwd,
         portable_bwd,
-        short_fwd,
-        short_bwd,
+        small_segments_fwd,
+        small_segments_bwd,
         hopper_fwd,
-        hopper_fwd_cast,
+        hopper_fwd_fp32,
         hopper_bwd,
-        hopper_bwd_apart,
-        hopper_bwd_keys,
-        hopper_bwd_sums,
+        hopper_bwd_small,
+        hopper_bwd_fp32_dkdv,
+        hopper_bwd_dq_finalize,
     )
     for name in vars(module)
     if name.startswith("_attention_") and name.endswith("_kernel")
