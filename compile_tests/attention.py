@@ -20,7 +20,7 @@ from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_small_hopper
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
 from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_fp32_hopper_kernel
 from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_split_sum_kernel
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
 from torch_ops._attention import split as attention_split
@@ -40,7 +40,7 @@ HOPPER_KERNELS: dict[str, JITFunction] = {
 
 
 def hopper_launches(
-    launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
+    launches: dict[str, Config], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
     deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
     cut: str = "",
@@ -86,7 +86,7 @@ def hopper_launches(
             attention_hopper.plan_forward_fp32_hopper(forward, options).launch(forward)
             return {launch.name: launch for launch in launched}
         for module, name, kernel in (
-            (attention_hopper, "forward_launch", "attention_fwd_hopper"),
+            (attention_hopper, "forward_config", "attention_fwd_hopper"),
             (attention_hopper_backward, "choose", "attention_bwd_hopper"),
         ):
             chosen = launches[kernel], "this test"

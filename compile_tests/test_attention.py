@@ -212,7 +212,7 @@ FP32_ON_HOPPER = sampled(
         )
     ]
 )  # fmt: skip
-# Bytes that may spill: tiles that spill none took longer (`_tensor_core_launch`), and one kernel where there are few.
+# Bytes that may spill: tiles that spill none took longer (`_tensor_core_config`), and one kernel where there are few.
 MOST_SPILLED = {
     ("ieee", 64, "plain"): {
         "_attention_bwd_dq_dense_kernel": 24, "_attention_bwd_dkdv_dense_kernel": 40,

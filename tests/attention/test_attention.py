@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_ops
-from csrc_free_ops.configs.rows import Launch, Row, as_document
+from csrc_free_ops.configs.rows import Config, TunedConfig, as_document
 from tests.attention.verify import backward, differentiate, plans_made_anew, verify, verify_downcast
 from tests.testing.interpreter import with_dtypes
 from torch_ops import attention, settings, window_attn
@@ -217,9 +217,9 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
 @pytest.mark.gpu
 def test_a_row_of_the_user_s_own_keeps_its_tile(tmp_path: Path) -> None:
     """Where one kernel for all gradients would want another, there are two."""
-    own = Launch(32, 128, 8, 1)
+    own = Config(32, 128, 8, 1)
     rows = tmp_path / "rows.json"
-    row = Row("attention_bwd_dkdv", "float32", 128, own)
+    row = TunedConfig("attention_bwd_dkdv", "float32", 128, own)
     rows.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "-", "date": "-"})))
     inputs = make_dense_inputs(DenseCase("own", "", 1, 2, 200, 128, options={"causal": True}), torch.float32, "cuda")
     with settings(path="auto", rows=str(rows)):

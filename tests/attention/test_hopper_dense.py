@@ -13,7 +13,7 @@ from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from tests.attention.verify import differentiate, verify, verify_downcast
 from torch_ops import attention, explain, settings
 from torch_ops._attention import hopper_backward as attention_hopper_backward
-from torch_ops._attention.hopper import _forward_order, forward_launch
+from torch_ops._attention.hopper import _forward_order, forward_config
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Forward
 from torch_ops._core.counters import WorkCounters, block_size, work_counters
@@ -59,7 +59,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
     case = DenseCase("ends", "one round", 1, 2 * k_heads, length, head_dim, k_heads, k_length, options=CAUSAL)
     options = AttentionOptions(head_dim**-0.5, right=0)
     inputs = make_dense_inputs(case, torch.bfloat16, "cuda")
-    launch = forward_launch(inputs.q, options, 1)[0]
+    launch = forward_config(inputs.q, options, 1)[0]
     tensors = Forward(inputs.q, inputs.k, inputs.v, None, None, inputs.q, inputs.q)
     assert (_forward_order(tensors, launch, options) == DENSE_ENDS.value) == (launch.block_m == 128)
     _assert_right(case, times=20)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_free_ops.configs.rows import Launch, Row, as_document
+from csrc_free_ops.configs.rows import Config, TunedConfig, as_document
 from tests.attention.verify import differentiate, plans_made_anew, verify
 from torch_ops import attention, explain, settings
 from torch_ops._attention import split as attention_split
@@ -132,7 +132,7 @@ def test_few_programs_of_128_columns_are_stock_tritons(
 
 def test_rows_for_stock_tritons_kernel_choose_it(tmp_path: Path) -> None:
     rows = tmp_path / "rules.json"
-    row = Row("attention_bwd_dkdv", "float32", 64, Launch(32, 64, 4, 1))
+    row = TunedConfig("attention_bwd_dkdv", "float32", 64, Config(32, 64, 4, 1))
     rows.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "-", "date": "-"})))
     inputs = make_dense_inputs(DenseCase("own", "", 1, 1, 60, 64), torch.float32, "cuda")
     with settings(rows=str(rows)):

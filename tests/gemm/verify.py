@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import torch_ops
-from csrc_free_ops.configs.rows import ATEN, Row, as_document
+from csrc_free_ops.configs.rows import ATEN, TunedConfig, as_document
 from torch_ops import qkv_rope
 from torch_ops._gemm.hopper import count_of_sums, plan_linear_hopper
 from torch_ops._gemm.plan import plan_gradient, plan_linear
@@ -66,7 +66,7 @@ class Projection:
 @contextlib.contextmanager
 def left_to_pytorch(kernels: tuple[str, ...], dtype: torch.dtype, folder: Path) -> Iterator[None]:
     """Within, launch rows leave the products of these kernels to PyTorch."""
-    rows = [Row(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in kernels]
+    rows = [TunedConfig(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in kernels]
     file = folder / "rows.json"
     file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
     with torch_ops.settings(path="auto", rows=str(file)):

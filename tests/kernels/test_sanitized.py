@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from csrc_free_ops.configs.gemm_hopper import WAVE, tile_launch
+from csrc_free_ops.configs.gemm_hopper import WAVE, tile_config
 from tests.attention.verify import verify, verify_decode
 from tests.gemm.verify import Gradient, Layer, verify_projection
 from torch_ops import explain, settings, window_attn
@@ -108,7 +108,7 @@ def few_programs() -> Iterator[None]:
 @pytest.mark.parametrize("tile", WAVE, ids=str)
 def test_products_are_right(tile: tuple[int, int], bias: bool) -> None:
     for activation in ("gelu_tanh", "swiglu"):
-        Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_launch(*tile))
+        Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_config(*tile))
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -11,7 +11,7 @@ from csrc_free_ops.attention.portable.decode import _attention_decode_combine_ke
 from csrc_free_ops.configs.attention import covered_width, split_head_dim
 from csrc_free_ops.configs.decode import INVARIANT_KEYS, decode_splits
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.tiles.score_mod import SINKS
 from torch_ops._attention.decode_checks import MOST_QUERIES, out_strides
 from torch_ops._attention.decode_cpu import decode_cpu
@@ -36,7 +36,7 @@ class Share:
     that a tile sees are split among `splits` programs.
     """
 
-    launch: Launch
+    launch: Config
     source: str
     is_prefix: bool
     groups: int
@@ -97,9 +97,9 @@ def shares_of(call: Any) -> dict[str, Share]:
     return {**shares, kernel: own}
 
 
-def combining(width: int) -> Launch:
+def combining(width: int) -> Config:
     """Of the second kernel: a row, and so many warps that registers hold the parts that are under way at once."""
-    return Launch(1, width, next_power_of_2(cdiv(width, 96)), 1)
+    return Config(1, width, next_power_of_2(cdiv(width, 96)), 1)
 
 
 def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:

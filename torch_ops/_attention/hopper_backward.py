@@ -30,22 +30,22 @@ from csrc_free_ops.configs.attention_hopper_backward import (
     kv_stages,
     registers,
 )
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention.choose import choose
-from torch_ops._attention.hopper import constants_of, describe, folded, has_tiles, order_of
+from torch_ops._attention.hopper import constants_of, describe, folded, has_tma_strides, order_of
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.split import allocate_partial, plan_split_sum
 from torch_ops._attention.tensors import Backward, num_segments, query_length
 from torch_ops._core.counters import work_counters
 from torch_ops._core.hopper import Descriptors, programs
 from torch_ops._core.launch import dense_like, dense_strides, head_strides, row_stride
-from torch_ops._core.plan import Bound, Plan, addressable
+from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 
 # Of 12 and more rounds an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); between
 # 10 and 12 none was measured.
 MANY_ROUNDS = 10
 # As rows would say it, of the kernel that has none, where gradients are made apart.
-SMALL_CONFIG = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
+SMALL_CONFIG = Config(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
 
 
 def _rows_back(total: int) -> int:
@@ -182,7 +182,7 @@ def small_constants(t: Backward, options: AttentionOptions) -> dict[str, Any]:
 
 
 def pass_constants(
-    t: Backward, options: AttentionOptions, launch: Launch, *, ordered: bool, order: int, together: int = 1,
+    t: Backward, options: AttentionOptions, launch: Config, *, ordered: bool, order: int, together: int = 1,
     dkdv_splits: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     head_dim = t.q.shape[-1]
@@ -199,12 +199,12 @@ def pass_constants(
 
 def fits_hopper_backward(t: Backward) -> bool:
     # A dout without tiles is copied.
-    return addressable(t.q, t.k, t.v, t.out, *((t.dout,) if has_tiles(t.dout) else ()))
+    return has_tma_addresses(t.q, t.k, t.v, t.out, *((t.dout,) if has_tma_strides(t.dout) else ()))
 
 
 def plan_backward_hopper(t: Backward, options: AttentionOptions) -> Plan:
-    """Plan tensors that `addressable` allows. Unless deterministic, dq may be added up in any order."""
-    if has_tiles(t.dout):
+    """Plan tensors that `has_tma_addresses` allows. Unless deterministic, dq may be added up in any order."""
+    if has_tma_strides(t.dout):
         return _plan_for_tiles(t, options)
     # An expanded one, of a sum's backward, is copied.
     layout = torch.empty(t.dout.shape, dtype=t.dout.dtype, device="meta")

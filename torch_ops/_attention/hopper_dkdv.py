@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import cdiv
 
 from csrc_free_ops.attention.hopper.bwd_fp32_dkdv import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_fp32_dkdv_hopper_kernel
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.split import MOST_SPLITS, allocate_partial, plan_split_sum
@@ -22,7 +22,7 @@ from torch_ops._core.planned_op import opaque_plan
 from torch_ops._core.registry import Mode, current_mode
 from torch_ops.settings import settings
 
-FP32_DKDV_CONFIG = Launch(BLOCK_M.value, BLOCK_N.value, 8, 1)
+FP32_DKDV_CONFIG = Config(BLOCK_M.value, BLOCK_N.value, 8, 1)
 
 
 class Dkdv(NamedTuple):

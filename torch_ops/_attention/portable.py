@@ -13,7 +13,7 @@ from csrc_free_ops.attention.portable.bwd import (
     _attention_bwd_dq_kernel,
 )
 from csrc_free_ops.attention.portable.fwd import _attention_fwd_dense_kernel, _attention_fwd_kernel
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention.choose import choose, constants_of, planned_by_precision, slopes_stride
 from torch_ops._attention.hopper_dkdv import Dkdv, plan_fp32_dkdv, supports_fp32_dkdv
 from torch_ops._attention.options import AttentionOptions
@@ -94,25 +94,25 @@ def plan_backward_portable(t: Backward, options: AttentionOptions, precision: st
     dk and dv.
     """
     is_dense, q, k = t.cu_q is None, t.q, t.k
-    dq_launch, dq_source = choose("attention_bwd_dq", q, options, query_length(t), precision=precision)
-    dkdv_launch, dkdv_source = choose("attention_bwd_dkdv", q, options, key_length(t), precision=precision)
-    kernels: Kernels = {"attention_bwd_dq": (dq_launch, dq_source), "attention_bwd_dkdv": (dkdv_launch, dkdv_source)}
+    dq_config, dq_source = choose("attention_bwd_dq", q, options, query_length(t), precision=precision)
+    dkdv_config, dkdv_source = choose("attention_bwd_dkdv", q, options, key_length(t), precision=precision)
+    kernels: Kernels = {"attention_bwd_dq": (dq_config, dq_source), "attention_bwd_dkdv": (dkdv_config, dkdv_source)}
     beside = small_configs(t, options, precision)
     takes_dkdv = supports_fp32_dkdv(t, options, precision, beside is not None)
     if beside is not None and not takes_dkdv:
         return plan_backward_small(t, options, precision, beside, (dq_source, dkdv_source))
     # A kernel that runs by itself has half as many programs as two that run beside each other.
-    dq_tiles, dkdv_tiles = _tiles(t, q, dq_launch.block_m), _tiles(t, k, dkdv_launch.block_n)
+    dq_tiles, dkdv_tiles = _tiles(t, q, dq_config.block_m), _tiles(t, k, dkdv_config.block_n)
     dq_splits = dkdv_splits = 1
     if is_dense:
-        dq_splits = splits_of(q, 2 * dq_tiles * q.shape[1], cdiv(k.shape[2], dq_launch.block_n))
-        dkdv_splits = splits_of(q, 2 * dkdv_tiles * k.shape[1], cdiv(q.shape[2], dkdv_launch.block_m))
+        dq_splits = splits_of(q, 2 * dq_tiles * q.shape[1], cdiv(k.shape[2], dq_config.block_n))
+        dkdv_splits = splits_of(q, 2 * dkdv_tiles * k.shape[1], cdiv(q.shape[2], dkdv_config.block_m))
     fp32_dkdv = plan_fp32_dkdv(Dkdv(q, k, t.v, t.lse, t.dout, t.lse, t.dk, t.dv), options) if takes_dkdv else None
     if fp32_dkdv is not None:
         del kernels["attention_bwd_dkdv"]
         kernels |= fp32_dkdv.kernels
         dkdv_splits = 1
-    bound_dq, bound_dkdv = _bind_gradients(t, options, precision, dq_launch, dkdv_launch, dq_splits, dkdv_splits)
+    bound_dq, bound_dkdv = _bind_gradients(t, options, precision, dq_config, dkdv_config, dq_splits, dkdv_splits)
     add_partial = plan_split_sum(t[9:12], dq_splits, dkdv_splits) if max(dq_splits, dkdv_splits) > 1 else None
     ready = is_readable(t)
 
@@ -142,7 +142,7 @@ def plan_backward_portable(t: Backward, options: AttentionOptions, precision: st
 
 
 def _bind_gradients(
-    t: Backward, options: AttentionOptions, precision: str, dq_launch: Launch, dkdv_launch: Launch,
+    t: Backward, options: AttentionOptions, precision: str, dq_config: Config, dkdv_config: Config,
     dq_splits: int, dkdv_splits: int,
 ) -> tuple[Bound, Bound]:  # fmt: skip
     """The kernels of dq, and of dk and dv, with so many parts of each gradient."""
@@ -166,14 +166,14 @@ def _bind_gradients(
     of_dkdv = {"STRIDE_DVT": dv_row, "SPLITS": dkdv_splits, **early} if is_dense else {}
     dq_constants = {
         **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": t.dlse is not None, **of_dq,
-        **constants_of(t, options, dq_launch, stride_unit, options.backward_score_mods, precision),
+        **constants_of(t, options, dq_config, stride_unit, options.backward_score_mods, precision),
     }  # fmt: skip
     dkdv_constants = {
         **strides, "STRIDE_DKT": dk_row, **of_dkdv,
-        **constants_of(t, options, dkdv_launch, stride_unit, options.backward_score_mods, precision),
+        **constants_of(t, options, dkdv_config, stride_unit, options.backward_score_mods, precision),
     }  # fmt: skip
-    dq_grid: tuple[int, ...] = (_tiles(t, t.q, dq_launch.block_m), t.q.shape[1])
-    dkdv_grid: tuple[int, ...] = (_tiles(t, t.k, dkdv_launch.block_n), t.k.shape[1])
+    dq_grid: tuple[int, ...] = (_tiles(t, t.q, dq_config.block_m), t.q.shape[1])
+    dkdv_grid: tuple[int, ...] = (_tiles(t, t.k, dkdv_config.block_n), t.k.shape[1])
     if is_dense:
         dq_grid, dkdv_grid = (*dq_grid, dq_splits), (*dkdv_grid, dkdv_splits)
         dq_kernel = wrap_triton(_attention_bwd_dq_dense_kernel)

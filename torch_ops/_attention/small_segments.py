@@ -17,7 +17,7 @@ from csrc_free_ops.attention.portable.small_segments_fwd import (
     _attention_fwd_small_segments_kernel,
 )
 from csrc_free_ops.configs.attention import split_head_dim
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.tiles.score_mod import SOFTCAP
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
@@ -32,7 +32,7 @@ FALLBACK_PROGRAMS = 264
 WIDEST = 128
 
 
-def small_segments_config(kernel: str, t: Forward | Backward, options: AttentionOptions) -> tuple[Launch, str] | None:
+def small_segments_config(kernel: str, t: Forward | Backward, options: AttentionOptions) -> tuple[Config, str] | None:
     """The launch of `kernel` if segments of that mean length should take it, and where it comes from; or None.
 
     Whether single segments are longer is known on the device alone; those are right too, and slower.
@@ -55,7 +55,7 @@ def _constants(t: Forward | Backward, options: AttentionOptions, stride_unit: in
     }  # fmt: skip
 
 
-def _fallback_constants(chosen: Launch, launch: Launch, shared: dict[str, Any]) -> dict[str, Any]:
+def _fallback_constants(chosen: Config, launch: Config, shared: dict[str, Any]) -> dict[str, Any]:
     """Options of the kernel for longer segments, beside those of `shared`."""
     early = {"launch_pdl": True} if shared["OVERLAPS"] else {}
     return {**shared, "SMALL_ROWS": chosen.block_m, **blocks_of(launch), **early}
@@ -69,11 +69,11 @@ def _grid(t: Forward | Backward) -> tuple[int, ...]:
     return (num_segments(t) * t.q.shape[1], 1)
 
 
-def _warps(launch: Launch) -> dict[str, int]:
+def _warps(launch: Config) -> dict[str, int]:
     return {"BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
 
 
-def plan_forward_small_segments(t: Forward, options: AttentionOptions, launch: Launch, source: str) -> Plan:
+def plan_forward_small_segments(t: Forward, options: AttentionOptions, launch: Config, source: str) -> Plan:
     stride_unit, strides = head_strides(t.q, t.k, t.v)
     scalars = (*strides, t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {
@@ -98,7 +98,7 @@ def plan_forward_small_segments(t: Forward, options: AttentionOptions, launch: L
     return Plan(launch_forward, {"attention_fwd_small_segments": (launch, source)})
 
 
-def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch: Launch, source: str) -> Plan:
+def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch: Config, source: str) -> Plan:
     stride_unit, strides = head_strides(t.q, t.k, t.v, t.out, t.dout)
     sizes = (t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {

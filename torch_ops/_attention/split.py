@@ -13,7 +13,7 @@ from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.attention.portable.bwd_small import _attention_bwd_small_delta_kernel, _attention_bwd_small_kernel
 from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_split_sum_kernel
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention.choose import choose, constants_of, slopes_stride
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, is_readable, key_length, made_readable, query_length
@@ -68,7 +68,7 @@ def plan_split_sum(gradients: Sequence[Tensor], dq_splits: int, dkdv_splits: int
     return Bound(wrap_triton(_attention_bwd_split_sum_kernel), grid, scalars, constants)
 
 
-def small_configs(t: Backward, options: AttentionOptions, products: str) -> tuple[Launch, Launch] | None:
+def small_configs(t: Backward, options: AttentionOptions, products: str) -> tuple[Config, Config] | None:
     """Those of dq and of dk and dv beside each other, as one kernel has them; None where it is not taken: of fp32 with
     few programs it is, and one kernel has one number of warps.
 
@@ -92,22 +92,22 @@ def small_configs(t: Backward, options: AttentionOptions, products: str) -> tupl
     return (dq, dkdv) if alike and few else None
 
 
-def _programs(q: Tensor, k: Tensor, dq: Launch, dkdv: Launch) -> int:
+def _programs(q: Tensor, k: Tensor, dq: Config, dkdv: Config) -> int:
     return q.shape[0] * (cdiv(q.shape[2], dq.block_m) * q.shape[1] + cdiv(k.shape[2], dkdv.block_n) * k.shape[1])
 
 
 def plan_backward_small(
-    t: Backward, options: AttentionOptions, precision: str, launches: tuple[Launch, Launch], sources: tuple[str, str]
+    t: Backward, options: AttentionOptions, precision: str, launches: tuple[Config, Config], sources: tuple[str, str]
 ) -> Plan:
     """Plan a dense backward by one kernel, with `small_configs`."""
     q, k = t.q, t.k
-    dq_launch, dkdv_launch = launches
+    dq_config, dkdv_config = launches
     batch, num_heads, length, _ = q.shape
     k_length = k.shape[2]
-    tiles = cdiv(length, dq_launch.block_m) * batch, cdiv(k_length, dkdv_launch.block_n) * batch
-    programs = _programs(q, k, dq_launch, dkdv_launch)
-    dq_splits = splits_of(q, programs, cdiv(k_length, dq_launch.block_n))
-    splits = splits_of(q, programs, cdiv(length, dkdv_launch.block_m))
+    tiles = cdiv(length, dq_config.block_m) * batch, cdiv(k_length, dkdv_config.block_n) * batch
+    programs = _programs(q, k, dq_config, dkdv_config)
+    dq_splits = splits_of(q, programs, cdiv(k_length, dq_config.block_n))
+    splits = splits_of(q, programs, cdiv(length, dkdv_config.block_m))
     partial = [
         allocate_partial(tensor, each) for tensor, each in zip(t[9:12], (dq_splits, splits, splits), strict=True)
     ]
@@ -115,7 +115,7 @@ def plan_backward_small(
     out_row, dout_row, q_row, k_row, v_row, _, dq_row, dk_row, dv_row = rows
     overlaps = can_overlap()
     early = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
-    shared = constants_of(t, options, dkdv_launch, stride_unit, options.backward_score_mods, precision)
+    shared = constants_of(t, options, dkdv_config, stride_unit, options.backward_score_mods, precision)
     delta_constants = {
         "STRIDE_OT": out_row, "STRIDE_DOT": dout_row,
         **{name: shared[name] for name in ("STRIDE_UNIT", "HEAD_DIM", "MAIN", "TAIL")},
@@ -132,7 +132,7 @@ def plan_backward_small(
     constants = {
         "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row,
         "STRIDE_DQT": dq_row, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
-        "DQ_BLOCK_M": dq_launch.block_m, "DQ_BLOCK_N": dq_launch.block_n, "DQ_SPLITS": dq_splits, "SPLITS": splits,
+        "DQ_BLOCK_M": dq_config.block_m, "DQ_BLOCK_N": dq_config.block_n, "DQ_SPLITS": dq_splits, "SPLITS": splits,
         **shared, **early,
     }  # fmt: skip
     grid = (max(tiles), num_heads, splits + dq_splits)

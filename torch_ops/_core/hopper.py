@@ -25,7 +25,7 @@ def is_measured() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
 
 
-def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
+def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:
     """Why there are no Hopper kernels for this, or nothing."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Config, Gpu
 from torch_ops._core.device import INTERPRETED_GPU, gpu
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import INTERPRET, is_eager
@@ -45,7 +45,7 @@ def contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def blocks_of(launch: Launch) -> dict[str, int]:
+def blocks_of(launch: Config) -> dict[str, int]:
     """The constants of a kernel that works on tiles of rows and columns."""
     return {
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,

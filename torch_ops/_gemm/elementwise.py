@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
 from csrc_free_ops.gemm.rotary import _qkv_rope_bwd_kernel, _rotate_kernel
 from torch_ops._core.launch import blocks_of, head_strides, readable, row_stride, with_columns
@@ -137,7 +137,7 @@ def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: b
     return Plan(launch_backward, {"qkv_rope_bwd": (launch, chosen[1])})
 
 
-def _no_larger(launch: Launch, pairs: int) -> Launch:
+def _no_larger(launch: Config, pairs: int) -> Config:
     """With tiles that a run of rows and so many pairs fill, and as many pairs to a warp."""
     rows, columns = min(launch.block_m, ROTATED_RUN), min(launch.block_n, next_power_of_2(pairs))
     return replace(

@@ -1,6 +1,6 @@
 """The launcher of the GEMM core's Hopper kernel (Gluon), which no compiler of PyTorch's can take apart.
 
-`refusal` says from metadata alone why a call cannot take this path.
+`why_unsupported` says from metadata alone why a call cannot take this path.
 
 Launches take the kernel's pointers in its order: bias, up_bias, out, second, third, pre, cos and sin. In the place of
 one that is not read stands another of the call.
@@ -17,13 +17,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from csrc_free_ops.configs.gemm_hopper import (
     WIDEST_ROTATED,
     count_epilogue_warps,
-    gradient_launch,
+    gradient_config,
     tall_tiles,
     whole_tiles,
 )
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Config, Gpu
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
-from torch_ops._core.hopper import Descriptors, hopper_refusal, programs
+from torch_ops._core.hopper import Descriptors, programs, why_no_hopper
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._gemm.portable import (
     GATED,
@@ -44,9 +44,9 @@ REGISTERS = {(2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128), (3, 4): 
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
+def why_unsupported(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
     """Why a product with this weight cannot take the Hopper path, or nothing. Of one that is rotated, by its heads."""
-    if reason := hopper_refusal(gpu, weight.dtype):
+    if reason := why_no_hopper(gpu, weight.dtype):
         return reason
     weights = (weight,) if up is None else (weight, up)
     if rows.stride % 8 or any(each.stride(1) != 1 or each.stride(0) % 8 for each in weights):
@@ -72,7 +72,7 @@ _NOT_ROTATED = {
 
 
 def _binding(
-    launch: Launch, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
+    launch: Config, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
 ) -> tuple[Descriptors, tuple[tuple[int], tuple[int, int], dict[str, Any]]]:
     """What describes the operands of a launch, and its grid, scalars and constants. Given are the epilogue's own."""
     groups, epilogue_warps = launch.block_m // 64, count_epilogue_warps(launch)
@@ -118,7 +118,7 @@ def plan_linear_hopper(chosen: Chosen, t: Linear, activation: str) -> Plan:
 
 def plan_gradient_hopper(t: Gradient, options: GradientOptions) -> Plan:
     """For tensors that TMA can address, dout of one row at least."""
-    launch = gradient_launch()
+    launch = gradient_config()
     constants = {"EPILOGUE": f"{options.activation}_gradient", "HAS_BIAS": False, "COLUMN_SUMS": options.sums}
     descriptors_of, binding = _binding(launch, Rows.of(t.dout), t.weight.t(), constants)
     bound = Bound(_gemm_hopper_kernel, *binding)

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from csrc_free_ops.tiles.hopper.limits import SHARED_BYTES
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
 from csrc_free_ops.tiles.scores import exponent_of_norm, exponential
 from csrc_free_ops.tiles.segments import locate_dense
@@ -148,7 +149,7 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
     """
     gl.static_assert(HEAD_DIM % WIDTH == 0, "HEAD_DIM must be a multiple of 64, the columns of a tile")
     gl.static_assert(
-        3 * HEAD_DIM * (2 * BLOCK_N + BLOCK_M) * 2 <= 232448,
+        3 * HEAD_DIM * (2 * BLOCK_N + BLOCK_M) * 2 <= SHARED_BYTES,
         "three terms of k, v and a block of rows need more than the 227 KiB of shared memory of a Hopper GPU",
     )
     HALVES: gl.constexpr = HEAD_DIM // WIDTH
