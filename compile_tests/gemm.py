@@ -57,7 +57,7 @@ def hopper_gradient(
     weight, dout, pre, dpre, h = (
         torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rows, n), (rows, k), (rows, k), (rows, k))
     )
-    sums = torch.empty((gemm_hopper.count_of_sums(rows), k), device="meta")
+    sums = torch.empty((gemm_hopper.count_of_column_sums(rows), k), device="meta")
     t = Gradient(dout, weight, pre, dpre, h, sums)
     return _recorded_on_hopper(gemm_hopper.plan_gradient_hopper, t, t, GradientOptions(activation, bias))
 

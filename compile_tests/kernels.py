@@ -313,7 +313,7 @@ GEMM_VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
 }
 LINEAR = ("_gemm_kernel", {"out_ptr"})
-GRADIENT = ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr", "sums_ptr"})
+GRADIENT = ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr", "column_sums_ptr"})
 
 
 def gemm_writes(op: str, variant: str) -> Writes:
@@ -331,7 +331,7 @@ def gemm_writes(op: str, variant: str) -> Writes:
         return [*made_again, ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr"}) if bare else GRADIENT]
     if op == "qkv_rope":
         return [("_gemm_pair_kernel", {"first_ptr", "second_ptr", "third_ptr"})]
-    return [("_qkv_rope_bwd_kernel", {"packed_ptr"} if bare else {"packed_ptr", "sums_ptr"})]
+    return [("_qkv_rope_bwd_kernel", {"packed_ptr"} if bare else {"packed_ptr", "column_sums_ptr"})]
 
 
 MLP = Kernels(

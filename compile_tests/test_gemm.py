@@ -35,7 +35,7 @@ BESIDE_ATEN: dict[str, Writes] = {
     "mlp": [("_activate_kernel", {"out_ptr"})],
     "mlp_backward": [GRADIENT],
     "qkv_rope": [("_rotate_kernel", {"q_ptr", "k_ptr", "v_ptr"})],
-    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "sums_ptr"})],
+    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "column_sums_ptr"})],
 }
 
 

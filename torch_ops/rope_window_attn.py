@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_ops._attention.calls import (
+from torch_ops._attention.checks import (
     attention_backward_flops,
     attention_flops,
     attention_gradients,

@@ -43,7 +43,7 @@ def _activate_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _mlp_bwd_kernel(
-    dh_ptr, pre_ptr, dpre_ptr, h_ptr, sums_ptr, num_rows,
+    dh_ptr, pre_ptr, dpre_ptr, h_ptr, column_sums_ptr, num_rows,
     N: tl.constexpr, STRIDE_GM: tl.constexpr, STRIDE_PM: tl.constexpr, UP_BEGINS: tl.constexpr,
     STRIDE_DM: tl.constexpr, STRIDE_HM: tl.constexpr, ACTIVATION: tl.constexpr, MAKES_H: tl.constexpr,
     COLUMN_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -82,7 +82,7 @@ def _mlp_bwd_kernel(
         if MAKES_H:
             store_block(h_ptr, h, rows, cols, mask, STRIDE_HM)
     if COLUMN_SUMS and ACTIVATION == "swiglu":
-        tl.store(sums_ptr + run * (2 * N) + cols, sum_a, mask=valid)
-        tl.store(sums_ptr + run * (2 * N) + N + cols, sum_b, mask=valid)
+        tl.store(column_sums_ptr + run * (2 * N) + cols, sum_a, mask=valid)
+        tl.store(column_sums_ptr + run * (2 * N) + N + cols, sum_b, mask=valid)
     elif COLUMN_SUMS:
-        tl.store(sums_ptr + run * N + cols, sum_a, mask=valid)
+        tl.store(column_sums_ptr + run * N + cols, sum_a, mask=valid)

@@ -62,7 +62,7 @@ def _in_heads(pairs, stride_head, STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr)
 
 @triton.jit(do_not_specialize=COUNTS)
 def _qkv_rope_bwd_kernel(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, packed_ptr, sums_ptr,
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, packed_ptr, column_sums_ptr,
     stride_qh, stride_kh, stride_vh, num_rows,
     HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -95,5 +95,5 @@ def _qkv_rope_bwd_kernel(
             sum_a += tl.sum(a, 0)
             sum_b += tl.sum(b, 0)
     if COLUMN_SUMS:
-        tl.store(sums_ptr + run * WIDTH + cols, sum_a, mask=valid)
-        tl.store(sums_ptr + run * WIDTH + cols + HALF, sum_b, mask=valid)
+        tl.store(column_sums_ptr + run * WIDTH + cols, sum_a, mask=valid)
+        tl.store(column_sums_ptr + run * WIDTH + cols + HALF, sum_b, mask=valid)

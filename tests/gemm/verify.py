@@ -20,7 +20,7 @@ from torch.nn import functional
 import torch_ops
 from csrc_free_ops.configs.rows import ATEN, TunedConfig, as_document
 from torch_ops import qkv_rope
-from torch_ops._gemm.hopper import count_of_sums, plan_linear_hopper
+from torch_ops._gemm.hopper import count_of_column_sums, plan_linear_hopper
 from torch_ops._gemm.plan import plan_gradient, plan_linear
 from torch_ops._gemm.portable import padded
 from torch_ops._gemm.tensors import Gradient as GradientTensors
@@ -270,7 +270,7 @@ class Gradient:
     def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
         """What is left unwritten is NaN."""
         dpre, h = (torch.full_like(self.pre, torch.nan) for _ in range(2))
-        sums = self.pre.new_full((count_of_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
+        sums = self.pre.new_full((count_of_column_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
         plan(GradientTensors(self.dout, self.weight, self.pre, dpre, h, sums))
         results = {"dpre": dpre, "h": h}
         return results | {"db": sums.sum(0).to(self.pre.dtype)} if self.bias else results

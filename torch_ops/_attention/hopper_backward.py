@@ -41,22 +41,22 @@ from torch_ops._core.hopper import Descriptors, programs
 from torch_ops._core.launch import dense_like, dense_strides, head_strides, row_stride
 from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 
-# Of 12 and more rounds an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); between
+# Of 12 and more waves an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); between
 # 10 and 12 none was measured.
-MANY_ROUNDS = 10
-# As rows would say it, of the kernel that has none, where gradients are made apart.
+MANY_WAVES = 10
+# As rows would say it, of the kernel that has none, where gradients are made by the small kernel.
 SMALL_CONFIG = Config(BLOCK_M, BLOCK_N, NUM_WARPS, SMALL_STAGES)
 
 
 def _rows_back(total: int) -> int:
-    """What `lane_distance` is on the device, in rows."""
+    """What `acc2_distance` is on the device, in rows."""
     return (-(-total // BLOCK_M) - 1) // 2 * BLOCK_M
 
 
-def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
-    """Columns of the second lane of sums, which lies in dq; `part` is dq as fp32, [T, H, half of the columns].
+def _describe_dq_acc2(part: Tensor, rows: int) -> TensorDescriptor:
+    """Columns of the second dq accumulator, which lies in dq; `part` is dq as fp32, [T, H, half of the columns].
 
-    The first half of a row's columns lies in an earlier row, which `tiles.lanes` gives, and the second half in the row
+    The first half of a row's columns lies in an earlier row, which `dq_order` gives, and the second half in the row
     itself. In shared memory the halves follow each other, so strides cannot fall from the first to the last.
     """
     total, heads, width = part.shape
@@ -67,16 +67,16 @@ def _describe_lane(part: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _tiles_together(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -> int:
-    """How many tiles begin at blocks of their own, with a second lane of sums (`tiles.lanes`), or 1 for none.
+    """How many tiles begin at blocks of their own, with a second dq accumulator (`dq_order`), or 1 for none.
 
     Those of one segment that run side by side, where they are few: the last would wait for all others at the end. With
-    more than three rounds of them it was no faster. TMA, which sends to the lane, takes tiles of powers of two: half of
-    64, and of 8 or 16 more. Counters of both lanes must fit the first block of dq.
+    more than three waves of them it was no faster. TMA, which writes the second accumulator, takes tiles of powers of
+    two: half of 64, and of 8 or 16 more. Semaphores of both must fit the first block of dq.
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // BLOCK_N)
-    counters = 2 * (q.shape[0] // BLOCK_M + 3) + 1
-    has_room = q.shape[0] > 2 * BLOCK_M and counters * 4 <= BLOCK_M * q.shape[2] * q.itemsize
+    num_semaphores = 2 * (q.shape[0] // BLOCK_M + 3) + 1
+    has_room = q.shape[0] > 2 * BLOCK_M and num_semaphores * 4 <= BLOCK_M * q.shape[2] * q.itemsize
     few = segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
     return together if few and has_room and not options.masked else 1
 
@@ -96,11 +96,11 @@ def fits_small(q: Tensor, k: Tensor, segments: int, options: AttentionOptions) -
 def _keeps_order(q: Tensor, k: Tensor, segments: int, deterministic: bool) -> bool:
     """Whether dq is added up in a fixed order. Sums begin at 0, so of two tiles any order gives the same.
 
-    Of several segments and many rounds of tiles there is hardly anything to wait for, and in order the first part is
+    Of several segments and many waves of tiles there is hardly anything to wait for, and in order the first part is
     written, not added to zeros.
     """
-    rounds = k.shape[0] // BLOCK_N * k.shape[1] / programs(q.device.index)
-    return k.shape[0] > 2 * BLOCK_N and (deterministic or (segments > 1 and rounds > MANY_ROUNDS))
+    waves = k.shape[0] // BLOCK_N * k.shape[1] / programs(q.device.index)
+    return k.shape[0] > 2 * BLOCK_N and (deterministic or (segments > 1 and waves > MANY_WAVES))
 
 
 def _dkdv_splits(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
@@ -110,15 +110,15 @@ def _dkdv_splits(q: Tensor, k: Tensor, options: AttentionOptions) -> int:
     bounds, since tiles then take unequally long.
     """
     group = q.shape[1] // k.shape[1]
-    rounds = -(-k.shape[2] // BLOCK_N) * k.shape[0] * k.shape[1] / programs(q.device.index)
-    return group if rounds <= (2 if options.masked else 0.5) else 1
+    waves = -(-k.shape[2] // BLOCK_N) * k.shape[0] * k.shape[1] / programs(q.device.index)
+    return group if waves <= (2 if options.masked else 0.5) else 1
 
 
-def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, lanes: int = 0) -> Bound:
-    """Bind what makes delta of out and dout, and sets sums and counters to 0.
+def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, num_accs: int = 0) -> Bound:
+    """Bind what makes delta of out and dout, and sets dq_acc and semaphores to 0.
 
-    Packed: (out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts); dense: (out, lse, dout, dlse, delta, dq, counts),
-    where counts are None if dq is not added up.
+    Packed: (out, lse, dout, dlse, cu_q, cu_k, delta, dq_acc, semaphores); dense: (out, lse, dout, dlse, delta, dq,
+    semaphores), where semaphores are None if dq is not added up.
     """
     is_dense, head_dim = t.cu_q is None, t.q.shape[-1]
     main, tail = split_head_dim(head_dim, t.q.dtype.itemsize)
@@ -140,7 +140,7 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, l
     stride_unit, head_stride = head_strides(t.out, t.dout)
     constants |= {
         "STRIDE_OT": row_stride(t.out), "STRIDE_DOT": row_stride(t.dout), "STRIDE_UNIT": stride_unit,
-        "ORDERED": ordered, "DQ_ACCS": lanes, "ONE_SEGMENT": segments == 1, "OVERLAPPED": True,
+        "ORDERED": ordered, "DQ_ACCS": num_accs, "ONE_SEGMENT": segments == 1, "OVERLAPPED": True,
     }  # fmt: skip
     scalars = (*head_stride, total_q, t.k.shape[0], segments, *options.bounds())
     grid = (total_q // BLOCK_M + segments + 2, t.q.shape[1])
@@ -236,7 +236,7 @@ def _plan_small(t: Backward, options: AttentionOptions) -> Plan:
             bound_delta(t.out, lse, t.dout, dlse, delta, t.dq, None)
         else:
             cu_q, cu_k = _boundaries(t)
-            # delta stands in for sums and counters, of which there are none.
+            # delta stands in for dq_acc and semaphores, of which there are none.
             bound_delta(t.out, lse, t.dout, dlse, cu_q, cu_k, delta, delta, delta)
         bound(lse, delta, cu_q, cu_k, t.dk, t.dv, t.dq, descriptors=descriptors_of(t.q, t.k, t.v, t.dout))
 
@@ -262,35 +262,37 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
     # The producer of wider heads lacks registers for EVEN.
     order = order_of(segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
     tiles = total_q // BLOCK_M + segments + 2
-    lanes = dq_acc_count(together)
-    # Counters lie in dq, which is written last, where it has room for them.
-    num_counts = lanes * num_heads * tiles + 1
-    counts_fit = num_counts * 4 <= q.numel() * q.itemsize
-    bound_delta = _bind_delta(t, options, ordered, lanes)
+    num_accs = dq_acc_count(together)
+    # Semaphores lie in dq, which is written last, where it has room for them.
+    num_semaphores = num_accs * num_heads * tiles + 1
+    semaphores_fit = num_semaphores * 4 <= q.numel() * q.itemsize
+    bound_delta = _bind_delta(t, options, ordered, num_accs)
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
-    has_rest = widths[1] > 0
-    round_constants = {
+    has_tail = widths[1] > 0
+    finalize_constants = {
         "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "BLOCK_M": FINALIZED_ROWS, "OVERLAPS": True,
         "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     rounded_rows = total_q
-    if lanes == 1:
-        round_kernel = _attention_bwd_round_kernel
-        round_scalars: tuple[Any, ...] = (total_q, options.scale)
-        round_constants |= {"MAIN": main, "TAIL": tail, "num_stages": 1}
+    if num_accs == 1:
+        finalize_kernel = _attention_bwd_round_kernel
+        finalize_scalars: tuple[Any, ...] = (total_q, options.scale)
+        finalize_constants |= {"MAIN": main, "TAIL": tail, "num_stages": 1}
         descriptors_of = Descriptors(*_tile_descriptors(head_dim))
     else:
-        round_kernel = _attention_bwd_round_acc2_kernel
+        finalize_kernel = _attention_bwd_round_acc2_kernel
         # The rows before those are rounded with them.
         rounded_rows -= _rows_back(total_q)
-        round_scalars = (total_q, k.shape[0], options.scale)
-        round_constants |= {"WAVE": together, "ACC_BLOCK": BLOCK_M, "BLOCK_N": BLOCK_N}
-        in_lane = [partial(_describe_lane, rows=rows) for rows in DQ_ACC2_ROWS]
-        descriptors_of = Descriptors(*_tile_descriptors(head_dim), *in_lane[: 2 if has_rest else 1])
+        finalize_scalars = (total_q, k.shape[0], options.scale)
+        finalize_constants |= {"WAVE": together, "ACC_BLOCK": BLOCK_M, "BLOCK_N": BLOCK_N}
+        describe_dq_acc2 = [partial(_describe_dq_acc2, rows=rows) for rows in DQ_ACC2_ROWS]
+        descriptors_of = Descriptors(*_tile_descriptors(head_dim), *describe_dq_acc2[: 2 if has_tail else 1])
     device = q.device
     constants = pass_constants(t, options, launch, ordered=ordered, order=order, together=together)
     bound = Bound(_attention_bwd_hopper_kernel, (programs(device.index), 1), _scalars(t, options), constants)
-    bound_round = Bound(round_kernel, (-(-rounded_rows // FINALIZED_ROWS), num_heads), round_scalars, round_constants)
+    bound_finalize = Bound(
+        finalize_kernel, (-(-rounded_rows // FINALIZED_ROWS), num_heads), finalize_scalars, finalize_constants
+    )
 
     def launch_backward(t: Backward) -> None:
         lse, (cu_q, cu_k) = t.lse.contiguous(), _boundaries(t)
@@ -298,22 +300,22 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
         # Before the kernel that the main one overlaps: it may be made of zeros here.
         counter = work_counters(device).acquire()
         delta = torch.empty_like(lse)
-        sums = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
-        if counts_fit:
-            counts = t.dq.view(torch.int32)
+        dq_acc = torch.empty(num_heads * total_q * head_dim, dtype=torch.float32, device=device)
+        if semaphores_fit:
+            semaphores = t.dq.view(torch.int32)
         else:
-            counts = torch.empty(num_counts, dtype=torch.int32, device=device)
-        bound_delta(t.out, lse, t.dout, dlse, cu_q, cu_k, delta, sums, counts)
-        if lanes == 1:
+            semaphores = torch.empty(num_semaphores, dtype=torch.int32, device=device)
+        bound_delta(t.out, lse, t.dout, dlse, cu_q, cu_k, delta, dq_acc, semaphores)
+        if num_accs == 1:
             descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout), None, None)
-            rounded: tuple[Tensor, ...] = (sums, t.dq)
+            rounded: tuple[Tensor, ...] = (dq_acc, t.dq)
         else:
-            lane = t.dq.view(torch.float32)
-            in_parts = lane.split(widths, 2) if has_rest else (lane,)
-            descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout, *in_parts), *(None,) * (not has_rest))
-            rounded = (sums, lane, t.dq, cu_q, cu_k)
-        bound(lse, delta, cu_q, cu_k, sums, counts, counter, t.dk, t.dv, None, descriptors=descriptors)
-        bound_round(*rounded)
+            dq_acc2 = t.dq.view(torch.float32)
+            dq_acc2_tiles = dq_acc2.split(widths, 2) if has_tail else (dq_acc2,)
+            descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout, *dq_acc2_tiles), *(None,) * (not has_tail))
+            rounded = (dq_acc, dq_acc2, t.dq, cu_q, cu_k)
+        bound(lse, delta, cu_q, cu_k, dq_acc, semaphores, counter, t.dk, t.dv, None, descriptors=descriptors)
+        bound_finalize(*rounded)
 
     return Plan(launch_backward, {"attention_bwd_hopper": (launch, source)})
 
@@ -345,12 +347,12 @@ def _plan_dense(t: Backward, options: AttentionOptions) -> Plan:
         delta = torch.empty_like(lse)
         # Before the kernel that the main one overlaps: it may be made of zeros here.
         counter = work_counters(device).acquire()
-        sums = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
-        counts = torch.empty(lines * tiles, dtype=torch.int32, device=device)
+        dq_acc = torch.empty(lines * length * head_dim, dtype=torch.float32, device=device)
+        semaphores = torch.empty(lines * tiles, dtype=torch.int32, device=device)
         dk, dv = allocate_partial(t.dk, dkdv_splits), allocate_partial(t.dv, dkdv_splits)
         descriptors = (*descriptors_of(t.q, t.k, t.v, t.dout), None, None)
-        bound_delta(t.out, lse, t.dout, lse if t.dlse is None else t.dlse.contiguous(), delta, t.dq, counts)
-        bound(lse, delta, None, None, sums, counts, counter, dk, dv, t.dq, descriptors=descriptors)
+        bound_delta(t.out, lse, t.dout, lse if t.dlse is None else t.dlse.contiguous(), delta, t.dq, semaphores)
+        bound(lse, delta, None, None, dq_acc, semaphores, counter, dk, dv, t.dq, descriptors=descriptors)
         if add_partial is not None:
             add_partial(t.dq, dk, dv, t.dq, t.dk, t.dv)
 

@@ -40,7 +40,7 @@ def _count_runs(rows: int, run: int) -> int:
     return rows // run + 2
 
 
-def new_sums(like: Tensor, rows: int, columns: int, run: int = RUN) -> Tensor:
+def new_column_sums(like: Tensor, rows: int, columns: int, run: int = RUN) -> Tensor:
     """Where the sums of so many rows go: a row for each run, one for all where no kernel computes, none of no rows."""
     nothing = not isinstance(rows, torch.SymInt) and rows == 0
     runs = 0 if nothing else _count_runs(rows, run) if runs_kernels(like) else 1

@@ -91,8 +91,8 @@ def _binding(
         "STRIDE_OUT": 0, **_NOT_ROTATED, **constants, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
     }  # fmt: skip
     tail = launch.block_n % 64
-    makers = (64, 64, max(8, next_power_of_2(tail)) if tail else 64)
-    descriptors = Descriptors(*[partial(_describe, rows=rows) for rows in makers])
+    block_rows = (64, 64, max(8, next_power_of_2(tail)) if tail else 64)
+    descriptors = Descriptors(*[partial(_describe, rows=rows) for rows in block_rows])
     return descriptors, (grid, (rows.count, tall), constants)
 
 
@@ -132,7 +132,7 @@ def plan_gradient_hopper(t: Gradient, options: GradientOptions) -> Plan:
     return Plan(launch_gradient, kernels, "hopper")
 
 
-def count_of_sums(rows: int) -> int:
+def count_of_column_sums(rows: int) -> int:
     """Rows of sums of a gradient of so many rows, four for every 64."""
     return (rows + 63) // 64 * 4
 

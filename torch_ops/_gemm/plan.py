@@ -94,7 +94,7 @@ def takes_whole_gradient(rows: Rows, weight: Tensor, activation: str) -> bool:
 
 
 def plan_gradient(t: Gradient, options: GradientOptions) -> Plan:
-    """With `sums` partial is [count_of_sums(M), k]."""
+    """With `sums` partial is [count_of_column_sums(M), k]."""
     if not takes_whole_gradient(Rows.of(t.dout), t.weight, options.activation):
         # There are no rows, or the setting is another by now: a graph has what it was traced for.
         return plan_gradient_aten(t, options)

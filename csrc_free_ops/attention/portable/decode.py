@@ -54,11 +54,11 @@ SPLITS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
-def _like(rows, other):
-    """rows in the dtype of `other`."""
-    cast = (rows[0].to(other[0].dtype),)
+def _like(rows, like):
+    """rows in the dtype of `like`."""
+    cast = (rows[0].to(like[0].dtype),)
     for index in tl.static_range(1, len(rows)):
-        cast += (rows[index].to(other[0].dtype),)
+        cast += (rows[index].to(like[0].dtype),)
     return cast
 
 
