@@ -88,7 +88,7 @@ def _is_variant(name: str, path: str) -> bool:
 
 
 def private_words(name: str, path: str) -> Iterator[str]:
-    """What to write in place of each private word of a name."""
+    """Yield the field's word for each private word of a name."""
     parts = name.strip("_").split("_")
     for word in WORDS:
         if re.match(word.where, path) is None:

@@ -1,4 +1,4 @@
-"""What a multiprocessor of a Hopper GPU has (CUDA C++ Programming Guide, compute capability 9.0)."""
+"""Limits of a multiprocessor of Hopper GPUs (CUDA C++ Programming Guide, compute capability 9.0)."""
 
 from triton.experimental.gluon import language as gl
 
