@@ -18,12 +18,12 @@ from csrc_free_ops.attention.hopper.bwd_dq_finalize import (
 )
 from csrc_free_ops.attention.hopper.bwd_small import _attention_bwd_small_hopper_kernel
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
-from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_parts_kernel
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_fp32_hopper_kernel
+from csrc_free_ops.attention.portable.bwd_split import _attention_bwd_split_sum_kernel
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
-from torch_ops._attention import parts as attention_parts
+from torch_ops._attention import split as attention_split
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.launch import dense_like
@@ -31,16 +31,16 @@ from torch_ops._core.launch import dense_like
 HOPPER_KERNELS: dict[str, JITFunction] = {
     kernel.fn.__name__: kernel
     for kernel in (
-        _attention_fwd_hopper_kernel, _attention_fwd_cast_hopper_kernel,
+        _attention_fwd_hopper_kernel, _attention_fwd_fp32_hopper_kernel,
         _attention_bwd_hopper_kernel, _attention_bwd_small_hopper_kernel,
         _attention_bwd_delta_kernel, _attention_bwd_round_kernel, _attention_bwd_round_acc2_kernel,
-        _attention_bwd_delta_dense_kernel, _attention_bwd_parts_kernel,
+        _attention_bwd_delta_dense_kernel, _attention_bwd_split_sum_kernel,
     )
 }  # fmt: skip
 
 
 def hopper_launches(
-    launches: dict[str, Launch], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
+    launches: dict[str, Config], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
     deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
     cut: str = "",
@@ -79,14 +79,14 @@ def hopper_launches(
         for module in launchers:
             stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
             stack.enter_context(mock.patch.object(module, "work_counters", lambda device: counters))
-        for module in (*launchers, attention_parts):
+        for module in (*launchers, attention_split):
             for name in HOPPER_KERNELS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, Recorder(launched, HOPPER_KERNELS[name])))
         if dtype is torch.float32:
             attention_hopper.plan_forward_fp32_hopper(forward, options).launch(forward)
             return {launch.name: launch for launch in launched}
         for module, name, kernel in (
-            (attention_hopper, "forward_launch", "attention_fwd_hopper"),
+            (attention_hopper, "forward_config", "attention_fwd_hopper"),
             (attention_hopper_backward, "choose", "attention_bwd_hopper"),
         ):
             chosen = launches[kernel], "this test"

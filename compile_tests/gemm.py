@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 
 from compile_tests.contract.trace import KernelLaunch, Recorder
-from csrc_free_ops.configs.gemm_hopper import rotary_launch
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.gemm_hopper import rotary_config
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
 from torch_ops._core.plan import Plan
 from torch_ops._gemm import hopper as gemm_hopper
@@ -30,7 +30,7 @@ def _recorded_on_hopper(plan: Callable[..., Plan], t: Any, *args: Any) -> Kernel
 
 
 def hopper_linear(
-    launch: Launch, activation: str, bias: bool = True, keeps_pre: bool = True, apart: bool = False,
+    launch: Config, activation: str, bias: bool = True, keeps_pre: bool = True, apart: bool = False,
     dtype: torch.dtype = torch.bfloat16, rows: int = 3136, n: int = 4304, k: int = 1152,
 ) -> KernelLaunch:  # fmt: skip
     """A linear layer of n columns on the Hopper path with this tile; `apart` for two weights of n / 2."""
@@ -57,7 +57,7 @@ def hopper_gradient(
     weight, dout, pre, dpre, h = (
         torch.empty(shape, device="meta", dtype=dtype) for shape in ((n, k), (rows, n), (rows, k), (rows, k), (rows, k))
     )
-    sums = torch.empty((gemm_hopper.count_of_sums(rows), k), device="meta")
+    sums = torch.empty((gemm_hopper.count_of_column_sums(rows), k), device="meta")
     t = Gradient(dout, weight, pre, dpre, h, sums)
     return _recorded_on_hopper(gemm_hopper.plan_gradient_hopper, t, t, GradientOptions(activation, bias))
 
@@ -72,4 +72,4 @@ def hopper_rotary(
     table = torch.empty(rows, head_dim // (2 if half_table else 1), device="meta", dtype=table_dtype)
     q, heads = (torch.empty(rows, count, head_dim, device="meta", dtype=dtype) for count in (num_heads, num_k_heads))
     t = Rotary(x, weight, weight[:, 0] if bias else None, table, table, q, heads, heads)
-    return _recorded_on_hopper(gemm_hopper.plan_rotary_hopper, t, (rotary_launch(head_dim), ""), t)
+    return _recorded_on_hopper(gemm_hopper.plan_rotary_hopper, t, (rotary_config(head_dim), ""), t)

@@ -48,25 +48,25 @@ _PACKED: dict[str, dict[str, Any]] = {
     "dlse": {"dlse": True},
     "head_major": {"head_major": True},
     "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
-    "short": {"rows": 100},
-    "short_with_everything": {"rows": 100, "window_left": 9, "window_right": 3, "softcap": 5.0, "dlse": True},
+    "small_segments": {"rows": 100},
+    "small_segments_with_everything": {"rows": 100, "window_left": 9, "window_right": 3, "softcap": 5.0, "dlse": True},
 }
 
 
-def is_short(name: str) -> bool:
+def has_small_segments(name: str) -> bool:
     """Whether this variant, or this kernel, is one of short segments."""
-    return "short" in name or "rest" in name
+    return "_segments" in name
 
 
 def _packed_writes(op: str, variant: str) -> Writes:
     if "backward" not in op:
-        kinds = ("fwd_short", "fwd_rest") if is_short(variant) else ("fwd",)
+        kinds = ("fwd_small_segments", "fwd_long_segments_fallback") if has_small_segments(variant) else ("fwd",)
         return [(f"_attention_{kind}_kernel", {"out_ptr", "lse_ptr"}) for kind in kinds]
-    rest = "_rest" * is_short(variant)
+    fallback = "_long_segments_fallback" * has_small_segments(variant)
     return [
-        *([("_attention_bwd_short_kernel", {"dq_ptr", "dk_ptr", "dv_ptr"})] if rest else []),
-        (f"_attention_bwd_dq{rest}_kernel", {"delta_ptr", "dq_ptr"}),
-        (f"_attention_bwd_dkdv{rest}_kernel", {"dk_ptr", "dv_ptr"}),
+        *([("_attention_bwd_small_segments_kernel", {"dq_ptr", "dk_ptr", "dv_ptr"})] if fallback else []),
+        (f"_attention_bwd_dq{fallback}_kernel", {"delta_ptr", "dq_ptr"}),
+        (f"_attention_bwd_dkdv{fallback}_kernel", {"dk_ptr", "dv_ptr"}),
     ]
 
 
@@ -96,7 +96,7 @@ _ROTATION = ("_rope_kernel", {"q_out_ptr", "k_out_ptr"})
 
 
 def _rope_writes(op: str, variant: str) -> Writes:
-    core = _packed_writes(op, "short" if variant == "own_tables" else variant)
+    core = _packed_writes(op, "small_segments" if variant == "own_tables" else variant)
     return [_ROTATION, *core, *([_ROTATION] if "backward" in op else [])]
 
 
@@ -152,10 +152,10 @@ def attention_calls(
 
 
 # With fp32 and few tiles of rows, these are launched in place of the backward's two kernels.
-FEW: Writes = [
-    ("_attention_bwd_few_delta_kernel", {"delta_ptr"}),
-    ("_attention_bwd_few_kernel", {"dq_ptr", "dk_ptr", "dv_ptr"}),
-    ("_attention_bwd_parts_kernel", {"dq_ptr", "dk_ptr", "dv_ptr"}),
+SMALL: Writes = [
+    ("_attention_bwd_small_delta_kernel", {"delta_ptr"}),
+    ("_attention_bwd_small_kernel", {"dq_ptr", "dk_ptr", "dv_ptr"}),
+    ("_attention_bwd_split_sum_kernel", {"dq_ptr", "dk_ptr", "dv_ptr"}),
 ]
 DENSE_BACKWARD: Writes = [
     ("_attention_bwd_dq_dense_kernel", {"delta_ptr", "dq_ptr"}),
@@ -166,7 +166,7 @@ DENSE_BACKWARD: Writes = [
 def _dense_writes(op: str, variant: str) -> Writes:
     if op == "attention":
         return [("_attention_fwd_dense_kernel", {"out_ptr", "lse_ptr"})]
-    return FEW if variant == "fp32_d128" else DENSE_BACKWARD
+    return SMALL if variant == "fp32_d128" else DENSE_BACKWARD
 
 
 ATTENTION = Kernels(
@@ -313,7 +313,7 @@ GEMM_VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
 }
 LINEAR = ("_gemm_kernel", {"out_ptr"})
-GRADIENT = ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr", "sums_ptr"})
+GRADIENT = ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr", "column_sums_ptr"})
 
 
 def gemm_writes(op: str, variant: str) -> Writes:
@@ -331,7 +331,7 @@ def gemm_writes(op: str, variant: str) -> Writes:
         return [*made_again, ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr"}) if bare else GRADIENT]
     if op == "qkv_rope":
         return [("_gemm_pair_kernel", {"first_ptr", "second_ptr", "third_ptr"})]
-    return [("_qkv_rope_bwd_kernel", {"packed_ptr"} if bare else {"packed_ptr", "sums_ptr"})]
+    return [("_qkv_rope_bwd_kernel", {"packed_ptr"} if bare else {"packed_ptr", "column_sums_ptr"})]
 
 
 MLP = Kernels(

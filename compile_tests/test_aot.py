@@ -14,10 +14,10 @@ import torch
 from compile_tests.attention import hopper_launches
 from compile_tests.contract.build import APART, TARGETS, Build, build, sampled, sass
 from compile_tests.contract.trace import SM90, fake_gpu, shared_memory
-from compile_tests.kernels import NORMS, ROPE_WINDOW_ATTN, WINDOW_ATTN, is_short
+from compile_tests.kernels import NORMS, ROPE_WINDOW_ATTN, WINDOW_ATTN, has_small_segments
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import ROWS_DIR, Gpu, Launch, Row, as_document, shipped_rows
+from csrc_free_ops.configs.rows import ROWS_DIR, Config, Gpu, TunedConfig, as_document, shipped_rows
 from torch_ops import settings
 from torch_ops._attention import hopper as attention_hopper
 from torch_ops._attention import hopper_backward as attention_hopper_backward
@@ -94,7 +94,7 @@ def _shipped_points() -> list[Point]:
             # fp16 builds to the code of bf16 but for its conversions; where rows are the same, bf16 stands for both.
             if row.dtype == "float16" and replace(row, dtype="bfloat16") in rows:
                 continue
-            length = 64 if row.kernel.endswith("_short") else max(row.min_length, 65)
+            length = 64 if row.kernel.endswith("_small_segments") else max(row.min_length, 65)
             point = Point(
                 SHIPPED_GPUS[gpu], row.head_dim, getattr(torch, row.dtype), row.causal is not False, length, gpu
             )
@@ -119,7 +119,7 @@ def _builds(point: Point) -> tuple[Build, ...]:
     )  # fmt: skip
     launches = [launch for each in found.values() for launch in each]
     assert {launch.name for launch in launches} == {
-        name for name in WINDOW_ATTN.functions if is_short(name) == point.short
+        name for name in WINDOW_ATTN.functions if has_small_segments(name) == point.short
     }
     with fake_gpu(target):
         return tuple(build(launch, target) for launch in launches)
@@ -155,7 +155,7 @@ def test_hopper_multiplies_half_types_by_wgmma_alone(point: Point) -> None:
         # dk and dv of the 64 keys that wgmma needs fill the register file there.
         if point.head_dim > 128 and built.launch.name == "_attention_bwd_dkdv_kernel":
             continue
-        if point.head_dim == 128 and built.launch.name == "_attention_bwd_dkdv_rest_kernel":
+        if point.head_dim == 128 and built.launch.name == "_attention_bwd_dkdv_long_segments_fallback_kernel":
             continue
         ptx = built.asm["ptx"]
         assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, str(built)
@@ -319,8 +319,8 @@ def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monk
     with fake_gpu(SM90, gpu), settings(rows=""):
         for rows, tile in ONE_SEGMENT[head_dim].items():
             q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-            launch, _ = attention_hopper.forward_launch(q, AttentionOptions(0.1), 1)
-            several, _ = attention_hopper.forward_launch(q, AttentionOptions(0.1), 2)
+            launch, _ = attention_hopper.forward_config(q, AttentionOptions(0.1), 1)
+            several, _ = attention_hopper.forward_config(q, AttentionOptions(0.1), 2)
             assert (launch.tile, launch.num_stages) == (tile, 3 if tile[0] == 128 else several.num_stages), rows
             small = gpu == "h200" and rows < 1024
             assert several.tile == ((128, 128 if head_dim != 72 else 64) if small else (192, 128)), rows
@@ -338,7 +338,7 @@ def test_gradients_are_made_apart_where_there_is_room(
     registers."""
     monkeypatch.setattr(attention_hopper_backward, "programs", lambda index: 132)
     q = torch.empty(rows, 16, head_dim, device="meta", dtype=torch.bfloat16)
-    assert attention_hopper_backward.fits_apart(q, q, segments, AttentionOptions(0.1, -1, right)) == apart
+    assert attention_hopper_backward.fits_small(q, q, segments, AttentionOptions(0.1, -1, right)) == apart
 
 
 @pytest.mark.parametrize(
@@ -356,12 +356,12 @@ def test_order_is_kept_where_it_is_asked_for_or_hardly_costs(
 
 def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    launch = Launch(192, 64, 12, 3)
-    row = Row("attention_fwd_hopper", "bfloat16", 64, launch, min_length=1024)
+    launch = Config(192, 64, 12, 3)
+    row = TunedConfig("attention_fwd_hopper", "bfloat16", 64, launch, min_length=1024)
     file.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "any", "date": "now"})))
     with fake_gpu(SM90), settings(rows=str(file)), mock.patch.object(attention_hopper, "programs", lambda index: 132):
         long, short = (
-            attention_hopper.forward_launch(
+            attention_hopper.forward_config(
                 torch.empty(rows, 16, 64, device="meta", dtype=torch.bfloat16), AttentionOptions(0.1), 1
             )
             for rows in (1024, 1000)

@@ -23,8 +23,8 @@ from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops import attention
-from torch_ops._attention import hopper_dkdv as attention_dense_keys
-from torch_ops._attention import parts as attention_parts
+from torch_ops._attention import hopper_dkdv
+from torch_ops._attention import split as attention_split
 from torch_ops._attention.hopper import describe, folded
 from torch_ops._attention.options import AttentionOptions
 from torch_ops.testing import references
@@ -212,16 +212,17 @@ FP32_ON_HOPPER = sampled(
         )
     ]
 )  # fmt: skip
-# Bytes that may spill: tiles that spill none took longer (`_tensor_core_launch`), and one kernel where there are few.
+# Bytes that may spill: tiles that spill none took longer (`_tensor_core_config`), and one kernel where there are few.
 MOST_SPILLED = {
     ("ieee", 64, "plain"): {
-        "_attention_bwd_dq_dense_kernel": 24, "_attention_bwd_dkdv_dense_kernel": 40, "_attention_bwd_few_kernel": 112,
+        "_attention_bwd_dq_dense_kernel": 24, "_attention_bwd_dkdv_dense_kernel": 40,
+        "_attention_bwd_small_kernel": 112,
     },
     ("ieee", 128, "plain"): {
-        "_attention_fwd_dense_kernel": 88, "_attention_bwd_dkdv_dense_kernel": 608, "_attention_bwd_few_kernel": 600,
+        "_attention_fwd_dense_kernel": 88, "_attention_bwd_dkdv_dense_kernel": 608, "_attention_bwd_small_kernel": 600,
     },
     ("tf32", 128, "plain"): {
-        "_attention_fwd_dense_kernel": 240, "_attention_bwd_dkdv_dense_kernel": 280, "_attention_bwd_few_kernel": 496,
+        "_attention_fwd_dense_kernel": 240, "_attention_bwd_dkdv_dense_kernel": 280, "_attention_bwd_small_kernel": 496,
     },
 }  # fmt: skip
 
@@ -235,7 +236,7 @@ def test_products_of_fp32_are_on_tensor_cores_and_spill_little(
     options = {**ATTENTION.variants[variant], "causal": variant != "window_and_softcap"}
     found = ATTENTION.launches(batch=batch, dtype=torch.float32, head_dim=head_dim, **options).values()
     launches = [launch for each in found for launch in each]
-    assert ("_attention_bwd_few_kernel" in {launch.name for launch in launches}) == (
+    assert ("_attention_bwd_small_kernel" in {launch.name for launch in launches}) == (
         batch == 3 and variant != "window_and_softcap"
     )
     limit, spills = shared_memory(SM90), MOST_SPILLED.get((setting, head_dim, variant), {})
@@ -310,21 +311,21 @@ def test_rows_are_split_where_tiles_of_keys_are_few() -> None:
     tensor, lse = torch.empty(3, 4, 200, 64, device="meta"), torch.empty(3, 4, 200, device="meta")
     with fake_gpu(SM90):
         keys, parts = _launches_of_keys(tensor, lse, AttentionOptions(0.1, -1, 0))
-    assert keys.grid == (2 * 3, 4, 4) and keys.kwargs["SPLITS"] == parts.kwargs["DKDV_PARTS"] == 4
+    assert keys.grid == (2 * 3, 4, 4) and keys.kwargs["SPLITS"] == parts.kwargs["DKDV_SPLITS"] == 4
 
 
 def _launches_of_keys(tensor: Tensor, lse: Tensor, options: AttentionOptions) -> list[Any]:
     launched: list[Any] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(attention_dense_keys, "programs", lambda index: 132))
+        stack.enter_context(mock.patch.object(hopper_dkdv, "programs", lambda index: 132))
         for module, name in (
-            (attention_dense_keys, "_attention_bwd_fp32_dkdv_hopper_kernel"),
-            (attention_parts, "_attention_bwd_parts_kernel"),
+            (hopper_dkdv, "_attention_bwd_fp32_dkdv_hopper_kernel"),
+            (attention_split, "_attention_bwd_split_sum_kernel"),
         ):
             recorder = Recorder(launched, vars(module)[name])
             stack.enter_context(mock.patch.object(module, name, recorder))
-        tensors = attention_dense_keys.Keys(tensor, tensor, tensor, lse, tensor, lse, tensor, tensor)
-        attention_dense_keys.plan_dense_keys(tensors, options).launch(tensors)
+        tensors = hopper_dkdv.Dkdv(tensor, tensor, tensor, lse, tensor, lse, tensor, tensor)
+        hopper_dkdv.plan_fp32_dkdv(tensors, options).launch(tensors)
     return launched
 
 
@@ -361,7 +362,7 @@ def test_forward_that_casts_fits_and_overlaps(head_dim: int, variant: str) -> No
     (launch,) = hopper_launches({}, head_dim, dtype=torch.float32, **{"batch": 3, **CAST_VARIANTS[variant]}).values()
     with fake_gpu(SM90):
         built = build(launch, SM90)
-    assert built.launch.name == "_attention_fwd_cast_hopper_kernel"
+    assert built.launch.name == "_attention_fwd_fp32_hopper_kernel"
     assert built.shared <= shared_memory(SM90) and built.spilled == 0, str(built)
     products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))
     code = sass(built)
@@ -379,8 +380,8 @@ def test_explain_says_whether_the_forward_casts() -> None:
     with fake_gpu(name="h200", path="auto") as mode, mode, programs:
         report = explained()
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
-        assert list(report["kernels"]) == ["attention_fwd_cast_hopper", "attention_bwd_apart"]
-        assert report["kernels"]["attention_fwd_cast_hopper"]["launch"] == HEAD_DIMS[64].fp32.entry()
+        assert list(report["kernels"]) == ["attention_fwd_fp32_hopper", "attention_bwd_small_hopper"]
+        assert report["kernels"]["attention_fwd_fp32_hopper"]["launch"] == HEAD_DIMS[64].fp32.entry()
         assert explained(100)["path"] == explained(softcap=1.0)["path"] == "portable"
 
 

@@ -13,7 +13,7 @@ from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject, a
 from compile_tests.contract.trace import SM90, fake_gpu, recompiling_fails
 from compile_tests.kernels import ATTEND, ATTENTION_DECODE
 from csrc_free_ops.configs.decode import decode_splits
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Config, Gpu
 from torch_ops import attention_decode
 from torch_ops.testing import references
 from torch_ops.testing.cases import DECODE, DECODE_LAYOUTS, DecodeCase, make_decode_inputs
@@ -124,7 +124,7 @@ def test_kernels_that_may_begin_early_wait_before_they_read(variant: str) -> Non
 def test_splits_are_as_many_as_there_are_multiprocessors_for() -> None:
     """On 132 of them, each with room for one program; a row of K and V has 512 bytes."""
     h200 = Gpu("h200", "cuda", 90, 232448, 132)
-    launch = Launch(16, 128, 4, 3)
+    launch = Config(16, 128, 4, 3)
 
     def splits(batch: int, capacity: int) -> int:
         return decode_splits(h200, launch, batch * 8, capacity, 512)

@@ -89,7 +89,7 @@ def test_unchanged_library_is_served_from_the_warm_cache(before: dict[str, Any])
 
 
 def test_edited_backward_takes_effect(edited: Installation, before: dict[str, Any]) -> None:
-    edited.edit("torch_ops/_attention/calls.py", "pick((dout, dlse,", "pick((2 * dout, dlse,")
+    edited.edit("torch_ops/_attention/checks.py", "pick((dout, dlse,", "pick((2 * dout, dlse,")
     after = edited.run()
     assert after["hits"] == 0
     for gradient in ("dq", "dk", "dv"):

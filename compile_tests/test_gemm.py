@@ -23,7 +23,7 @@ from compile_tests.contract.trace import (
 )
 from compile_tests.gemm import hopper_gradient, hopper_linear, hopper_rotary
 from compile_tests.kernels import GEMM_VARIANTS, GRADIENT, MLP, QKV_ROPE, gemm_calls, gemm_writes
-from csrc_free_ops.configs.gemm_hopper import ROUND, linear_launch, tile_launch
+from csrc_free_ops.configs.gemm_hopper import WAVE, linear_config, tile_config
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import OPS
 from torch_ops._gemm import plan as gemm
@@ -35,7 +35,7 @@ BESIDE_ATEN: dict[str, Writes] = {
     "mlp": [("_activate_kernel", {"out_ptr"})],
     "mlp_backward": [GRADIENT],
     "qkv_rope": [("_rotate_kernel", {"q_ptr", "k_ptr", "v_ptr"})],
-    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "sums_ptr"})],
+    "qkv_rope_backward": [("_qkv_rope_bwd_kernel", {"packed_ptr", "column_sums_ptr"})],
 }
 
 
@@ -174,14 +174,14 @@ HOPPER_POINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         f"{activation}-{rows}x{columns}": (hopper_linear, {"launch": (rows, columns), "activation": activation})
         for activation in ("gelu_tanh", "gelu", "quick_gelu", "silu")
-        for rows, columns in ROUND
+        for rows, columns in WAVE
     },
     **{
         f"gelu_tanh-{rows}x{columns}-without-{'-'.join(left_out)}": (
             hopper_linear,
             {"launch": (rows, columns), "activation": "gelu_tanh", **dict.fromkeys(left_out, False)},
         )
-        for rows, columns in ROUND
+        for rows, columns in WAVE
         for left_out in (("keeps_pre",), ("bias",), ("keeps_pre", "bias"))
     },
     **{
@@ -195,7 +195,7 @@ HOPPER_POINTS: dict[str, tuple[Any, dict[str, Any]]] = {
             hopper_linear,
             {"launch": (rows, columns), "activation": "swiglu", "n": 6840, "k": 1280, "apart": apart},
         )
-        for rows, columns in ROUND
+        for rows, columns in WAVE
         for apart in (False, True)
     },
     "swiglu-192x128-without-keeps_pre-bias": (
@@ -254,7 +254,7 @@ def test_hopper_products_fit_and_overlap(point: str) -> None:
     """
     make, options = HOPPER_POINTS[point]
     if "launch" in options:
-        options = {**options, "launch": tile_launch(*options["launch"])}
+        options = {**options, "launch": tile_config(*options["launch"])}
     launch = make(**options)
     assert launch.kwargs["launch_pdl"]
     with fake_gpu(SM90):
@@ -275,10 +275,10 @@ def test_hopper_products_fit_and_overlap(point: str) -> None:
 
 
 def test_every_tile_that_may_be_chosen_is_built_here() -> None:
-    chosen = {linear_launch(rows, n, 132) for rows in range(1, 8192, 61) for n in (1365, 3420, 4096, 4304, 6840, 8608)}
+    chosen = {linear_config(rows, n, 132) for rows in range(1, 8192, 61) for n in (1365, 3420, 4096, 4304, 6840, 8608)}
     for activation in ("gelu_tanh", "swiglu"):
         built = {
-            tile_launch(*options["launch"])
+            tile_config(*options["launch"])
             for make, options in HOPPER_POINTS.values()
             if make is hopper_linear and options["activation"] == activation
         }
@@ -336,8 +336,8 @@ def test_plans_of_the_hopper_path_keep_no_tensor(apart: bool, monkeypatch: pytes
     """They are remembered; the launch itself is left out here."""
     for name in ("plan_linear_hopper", "plan_rotary_hopper", "plan_gradient_hopper"):
         monkeypatch.setattr(gemm, name, lambda *args: Plan(lambda tensors: None))
-    monkeypatch.setattr(gemm, "why_portable", lambda *args, **options: "")
-    monkeypatch.setattr(gemm, "hopper_launch", lambda *args, **options: (None, ""))
+    monkeypatch.setattr(gemm, "why_not_hopper", lambda *args, **options: "")
+    monkeypatch.setattr(gemm, "hopper_config", lambda *args, **options: (None, ""))
     x, weight, up, cos, sin = (torch.zeros(48, 64, dtype=torch.bfloat16) for _ in range(5))
     out, heads = torch.zeros(48, 24), torch.zeros(48, 4, 8)
     plans = [

@@ -12,11 +12,11 @@ from compile_tests.contract.build import build
 from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.attention_hopper_backward import BLOCK_M, BLOCK_N, NUM_WARPS
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 
 
-def _rows(head_dim: int) -> dict[str, Launch]:
-    backward = Launch(BLOCK_M, BLOCK_N, NUM_WARPS, 2)
+def _rows(head_dim: int) -> dict[str, Config]:
+    backward = Config(BLOCK_M, BLOCK_N, NUM_WARPS, 2)
     return {"attention_fwd_hopper": HEAD_DIMS[head_dim].unmasked, "attention_bwd_hopper": backward}
 
 

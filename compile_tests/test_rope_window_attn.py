@@ -14,7 +14,7 @@ import torch
 from compile_tests import kernels
 from compile_tests.contract.graph import DEVICE, DTYPE, Call, GraphContract, Subject, assert_same_bits, compiled_by
 from csrc_free_ops.configs.candidates import CANDIDATES
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops import rope_window_attn
 from torch_ops.testing import references
 from torch_ops.testing.cases import LAYOUTS, TABLES, WindowAttnCase, make_projected_rope_inputs, make_rope_inputs
@@ -106,4 +106,4 @@ def test_loads_and_stores_are_as_wide_as_half_a_head_allows(head_dim: int, dtype
 def test_no_candidate_has_less_than_an_element_for_each_thread() -> None:
     """An element that is turned where it lies must belong to one thread."""
     assert CANDIDATES["rope"] and all(one.block_m * one.block_n >= 32 * one.num_warps for one in CANDIDATES["rope"])
-    assert {Launch(4, 256, 4, 1), Launch(16, 256, 8, 1)} <= set(CANDIDATES["rope"])
+    assert {Config(4, 256, 4, 1), Config(16, 256, 8, 1)} <= set(CANDIDATES["rope"])

@@ -4,10 +4,10 @@ Token i of sequence b, which has n_b keys so far, goes to position p = n_b + i:
 
     k_cache[b, h, p] = R_p(k[b, h, i])        v_cache[b, h, p] = v[b, h, i]        q'[b, h, i] = R_p(q[b, h, i])
 
-In a paged cache position p is row p % PAGE_SIZE of page table[b, p // PAGE_SIZE]. R_p rotates pairs of the first TURNED
-columns of a head by row p of the tables (tiles/rope.py). It is computed in fp32 and rounded once to the stored dtype.
-The other columns are copied. Pairs are columns i and i + TURNED / 2 (order of GPT-NeoX), or 2 i and 2 i + 1 (GPT-J,
-INTERLEAVED).
+In a paged cache position p is row p % PAGE_SIZE of page table[b, p // PAGE_SIZE]. R_p rotates pairs of the first
+ROTARY_DIM columns of a head by row p of the tables (tiles/rope.py). It is computed in fp32 and rounded once to the
+stored dtype. The other columns are copied. Pairs are columns i and i + ROTARY_DIM / 2 (order of GPT-NeoX), or 2 i and
+2 i + 1 (GPT-J, INTERLEAVED).
 
 A program moves BLOCK_M rows of k, of v or of q; a row is a head of a token, and the heads of a token are neighbours. It
 treats all columns as pairs, BLOCK_N at a time, whether they are rotated or not. The kernel is memory-bound.
@@ -32,21 +32,21 @@ def _locate_rows(tile, num_tokens, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def _column_pairs(pairs, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr):
+def _column_pairs(pairs, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
     """The two columns of each pair: first the rotated pairs, then the columns that are copied."""
     first = pairs
     second = pairs + HEAD_DIM // 2
-    if TURNED > 0 and TURNED < HEAD_DIM:
-        rotated = pairs < TURNED // 2
-        first = tl.where(rotated, first, pairs + TURNED // 2)
-        second = tl.where(rotated, pairs + TURNED // 2, second)
+    if ROTARY_DIM > 0 and ROTARY_DIM < HEAD_DIM:
+        rotated = pairs < ROTARY_DIM // 2
+        first = tl.where(rotated, first, pairs + ROTARY_DIM // 2)
+        second = tl.where(rotated, pairs + ROTARY_DIM // 2, second)
     return first, second
 
 
 @triton.jit
 def _load_pairs(
     rows, inside, begin,
-    HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The first and the second elements of pairs in fp32, [BLOCK_M, BLOCK_N] each."""
     if INTERLEAVED:
@@ -57,7 +57,7 @@ def _load_pairs(
     else:
         pairs = begin + tl.arange(0, BLOCK_N)
         mask = inside[:, None] & (pairs < HEAD_DIM // 2)[None, :]
-        first, second = _column_pairs(pairs, HEAD_DIM, TURNED)
+        first, second = _column_pairs(pairs, HEAD_DIM, ROTARY_DIM)
         a = tl.load(rows[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
         b = tl.load(rows[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
     return a, b
@@ -66,7 +66,7 @@ def _load_pairs(
 @triton.jit
 def _store_pairs(
     rows, a, b, inside, begin,
-    HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = rows.dtype.element_ty
     if INTERLEAVED:
@@ -77,7 +77,7 @@ def _store_pairs(
     else:
         pairs = begin + tl.arange(0, BLOCK_N)
         mask = inside[:, None] & (pairs < HEAD_DIM // 2)[None, :]
-        first, second = _column_pairs(pairs, HEAD_DIM, TURNED)
+        first, second = _column_pairs(pairs, HEAD_DIM, ROTARY_DIM)
         tl.store(rows[:, None] + first[None, :], a.to(dtype), mask=mask)
         tl.store(rows[:, None] + second[None, :], b.to(dtype), mask=mask)
 
@@ -85,49 +85,49 @@ def _store_pairs(
 @triton.jit
 def _load_angles(
     rows, inside, begin,
-    TURNED: tl.constexpr, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A table's entries for the first and the second element of each pair; with SHARED one serves both."""
     if SHARED:
         pairs = begin + tl.arange(0, BLOCK_N)
-        mask = inside[:, None] & (pairs < TURNED // 2)[None, :]
+        mask = inside[:, None] & (pairs < ROTARY_DIM // 2)[None, :]
         of_first = tl.load(rows[:, None] + pairs[None, :], mask=mask, other=0.0).to(tl.float32)
         of_second = of_first
     else:
-        of_first, of_second = _load_pairs(rows, inside, begin, TURNED, 0, INTERLEAVED, BLOCK_N)
+        of_first, of_second = _load_pairs(rows, inside, begin, ROTARY_DIM, 0, INTERLEAVED, BLOCK_N)
     return of_first, of_second
 
 
 @triton.jit
 def _move_rows(
     source, cos, sin, target, inside,
-    HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Move rows from `source` to `target`, rotated if TURNED > 0.
+    """Move rows from `source` to `target`, rotated if ROTARY_DIM > 0.
 
-    source, cos, sin and target are the addresses of the rows, [BLOCK_M]; cos and sin are read only if TURNED > 0.
+    source, cos, sin and target are the addresses of the rows, [BLOCK_M]; cos and sin are read only if ROTARY_DIM > 0.
     """
     for begin in tl.static_range(0, HEAD_DIM // 2, BLOCK_N):
-        a, b = _load_pairs(source, inside, begin, HEAD_DIM, TURNED, INTERLEAVED, BLOCK_N)
-        if TURNED > 0:
-            cos_of = _load_angles(cos, inside, begin, TURNED, SHARED_ANGLES, INTERLEAVED, BLOCK_N)
-            sin_of = _load_angles(sin, inside, begin, TURNED, SHARED_ANGLES, INTERLEAVED, BLOCK_N)
+        a, b = _load_pairs(source, inside, begin, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_N)
+        if ROTARY_DIM > 0:
+            cos_of = _load_angles(cos, inside, begin, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N)
+            sin_of = _load_angles(sin, inside, begin, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N)
             rotated_a, rotated_b = rotate(a, b, cos_of, sin_of)
             # A select, because columns that are copied may be infinite, and products by 0 would make them NaN.
-            rotated = (begin + tl.arange(0, BLOCK_N) < TURNED // 2)[None, :]
+            rotated = (begin + tl.arange(0, BLOCK_N) < ROTARY_DIM // 2)[None, :]
             a = tl.where(rotated, rotated_a, a)
             b = tl.where(rotated, rotated_b, b)
-        _store_pairs(target, a, b, inside, begin, HEAD_DIM, TURNED, INTERLEAVED, BLOCK_N)
+        _store_pairs(target, a, b, inside, begin, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_N)
 
 
 @triton.jit
 def _rows_of(
-    ptr, outer, head, row, stride_outer, stride_head, STRIDE: tl.constexpr, UNIT: tl.constexpr
+    ptr, outer, head, row, stride_outer, stride_head, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr
 ):  # fmt: skip
-    """The addresses of rows. Outer and head strides count UNIT elements, so that the compiler knows their alignment."""
-    of_outer = outer * tl.cast(stride_outer, tl.int64) * UNIT
-    return ptr + of_outer + head * tl.cast(stride_head, tl.int64) * UNIT + row.to(tl.int64) * STRIDE
+    """The addresses of rows. Outer and head strides count STRIDE_UNIT elements, so their alignment is known."""
+    of_outer = outer * tl.cast(stride_outer, tl.int64) * STRIDE_UNIT
+    return ptr + of_outer + head * tl.cast(stride_head, tl.int64) * STRIDE_UNIT + row.to(tl.int64) * STRIDE
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -138,13 +138,13 @@ def _kv_cache_append_kernel(
     num_tokens, capacity, num_pages, num_angles,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, STRIDE_QS: tl.constexpr, STRIDE_OS: tl.constexpr,
     STRIDE_KCS: tl.constexpr, STRIDE_VCS: tl.constexpr, STRIDE_CS: tl.constexpr, STRIDE_SS: tl.constexpr,
-    UNIT: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TURNED: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARED_ANGLES: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of k's rows, then as many of v's, then those of q's; sequences).
 
-    NUM_HEADS is 0 without q, TURNED is 0 without a rotation, PAGE_SIZE is 0 for a contiguous cache. In a contiguous
+    NUM_HEADS is 0 without q, ROTARY_DIM is 0 without a rotation, PAGE_SIZE is 0 for a contiguous cache. In a contiguous
     cache sequence b has page b.
     """
     tile = tl.program_id(0)
@@ -170,23 +170,23 @@ def _kv_cache_append_kernel(
         if tile < k_tiles:
             angle = tl.minimum(tl.maximum(position, 0), last_angle)
             _move_rows(
-                _rows_of(k_ptr, sequence, head, token, stride_kb, stride_kh, STRIDE_KS, UNIT),
+                _rows_of(k_ptr, sequence, head, token, stride_kb, stride_kh, STRIDE_KS, STRIDE_UNIT),
                 cos_ptr + angle * STRIDE_CS, sin_ptr + angle * STRIDE_SS,
-                _rows_of(k_cache_ptr, page, head, row, stride_kcb, stride_kch, STRIDE_KCS, UNIT), inside,
-                HEAD_DIM, TURNED, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
+                _rows_of(k_cache_ptr, page, head, row, stride_kcb, stride_kch, STRIDE_KCS, STRIDE_UNIT), inside,
+                HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
             )  # fmt: skip
         else:
             _move_rows(
-                _rows_of(v_ptr, sequence, head, token, stride_vb, stride_vh, STRIDE_VS, UNIT), None, None,
-                _rows_of(v_cache_ptr, page, head, row, stride_vcb, stride_vch, STRIDE_VCS, UNIT), inside,
+                _rows_of(v_ptr, sequence, head, token, stride_vb, stride_vh, STRIDE_VS, STRIDE_UNIT), None, None,
+                _rows_of(v_cache_ptr, page, head, row, stride_vcb, stride_vch, STRIDE_VCS, STRIDE_UNIT), inside,
                 HEAD_DIM, 0, True, False, BLOCK_N,
             )  # fmt: skip
     elif NUM_HEADS > 0:
         token, head, inside = _locate_rows(tile - 2 * k_tiles, num_tokens, NUM_HEADS, BLOCK_M)
         angle = tl.minimum(tl.maximum(before + token, 0), last_angle)
         _move_rows(
-            _rows_of(q_ptr, sequence, head, token, stride_qb, stride_qh, STRIDE_QS, UNIT),
+            _rows_of(q_ptr, sequence, head, token, stride_qb, stride_qh, STRIDE_QS, STRIDE_UNIT),
             cos_ptr + angle * STRIDE_CS, sin_ptr + angle * STRIDE_SS,
-            _rows_of(out_ptr, sequence, head, token, stride_ob, stride_oh, STRIDE_OS, UNIT), inside,
-            HEAD_DIM, TURNED, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
+            _rows_of(out_ptr, sequence, head, token, stride_ob, stride_oh, STRIDE_OS, STRIDE_UNIT), inside,
+            HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
         )  # fmt: skip

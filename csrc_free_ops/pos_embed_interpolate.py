@@ -26,7 +26,7 @@ from csrc_free_ops.tiles.images import (
     find_bounds,
     from_merged,
     load_sizes,
-    place_rows_in_frames,
+    locate_rows_in_frames,
     to_merged,
 )
 
@@ -94,7 +94,7 @@ def _pos_embed_fwd_kernel(
     first = tl.program_id(0) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside, _, index, h, w = place_rows_in_frames(
+    inside, _, index, h, w = locate_rows_in_frames(
         grid_ptr, rows, tl.minimum(first + BLOCK_M, total) - 1, num_images, total
     )
     row, col = from_merged(index, w, MERGE)

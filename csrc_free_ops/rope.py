@@ -43,13 +43,13 @@ def _load_angles(base, rows, pairs, valid, STRIDE: tl.constexpr, HALF: tl.conste
 @triton.jit
 def _rotate_heads(
     x_ptr, out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_head,
-    STRIDE_X: tl.constexpr, STRIDE_OUT: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr,
+    STRIDE_X: tl.constexpr, STRIDE_OUT: tl.constexpr, STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr,
     NUM_HEADS: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Rotate one tile of heads [BLOCK_M, BLOCK_N]. Every element is read before it is written, so out may be x."""
     heads = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (heads < NUM_HEADS)[:, None] & valid[None, :]
-    from_heads = heads.to(tl.int64) * tl.cast(stride_head, tl.int64) * UNIT
+    from_heads = heads.to(tl.int64) * tl.cast(stride_head, tl.int64) * STRIDE_UNIT
     source = x_ptr + first * STRIDE_X + from_heads[:, None] + (_row_offsets(rows, STRIDE_X) + pairs)[None, :]
     a = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
     b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -72,7 +72,7 @@ def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, cu_q_ptr, cu_k_ptr, q_out_ptr, k_out_ptr,
     stride_qh, stride_kh, num_rows, num_segments,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
-    UNIT: tl.constexpr, HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
     SHARED_ANGLES: tl.constexpr, BACK: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -94,11 +94,11 @@ def _rope_kernel(
         inside = (first + rows >= tl.load(cu_q_ptr)) & (first + rows < tl.load(cu_q_ptr + num_segments))
         _rotate_heads(
             q_ptr, q_out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_qh,
-            STRIDE_QT, 2 * HALF * NUM_HEADS, UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
+            STRIDE_QT, 2 * HALF * NUM_HEADS, STRIDE_UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
         )  # fmt: skip
     else:
         inside = (first + rows >= tl.load(cu_k_ptr)) & (first + rows < tl.load(cu_k_ptr + num_segments))
         _rotate_heads(
             k_ptr, k_out_ptr, cos, sin, tile - q_tiles, first, rows, pairs, valid, inside, stride_kh,
-            STRIDE_KT, 2 * HALF * NUM_K_HEADS, UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,
+            STRIDE_KT, 2 * HALF * NUM_K_HEADS, STRIDE_UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,
         )  # fmt: skip

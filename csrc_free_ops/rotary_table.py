@@ -14,7 +14,7 @@ and sin (S. L. Moshier, Cephes, sinf.c). The device functions behind Triton's si
 import triton
 import triton.language as tl
 
-from csrc_free_ops.tiles.images import COUNTS, from_merged, place_rows_in_frames
+from csrc_free_ops.tiles.images import COUNTS, from_merged, locate_rows_in_frames
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _rotary_table_kernel(
     first = tl.program_id(0) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside, _, index, _, w = place_rows_in_frames(
+    inside, _, index, _, w = locate_rows_in_frames(
         grid_ptr, rows, tl.minimum(first + BLOCK_M, total) - 1, num_images, total
     )
     row, col = from_merged(index, w, MERGE)

@@ -13,7 +13,7 @@ import triton.language as tl
 from csrc_free_ops.tiles.images import (
     COUNTS,
     from_merged,
-    place_rows_in_frames,
+    locate_rows_in_frames,
     to_merged,
 )
 
@@ -48,7 +48,7 @@ def _spatial_merge_fwd_kernel(
     # Default: a block is contiguous. In raster order that holds only for rows of no image.
     below = MERGE
     if RASTER:
-        inside, frame, index, _, w = place_rows_in_frames(
+        inside, frame, index, _, w = locate_rows_in_frames(
             grid_ptr, corner, tl.minimum((first + BLOCK_M) * PATCHES, total) - 1, num_images, total
         )
         row, col = from_merged(index, w, MERGE)
@@ -87,7 +87,7 @@ def _spatial_merge_bwd_kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     merged = rows
     if RASTER:
-        inside, frame, index, _, w = place_rows_in_frames(
+        inside, frame, index, _, w = locate_rows_in_frames(
             grid_ptr, rows, tl.minimum(first + BLOCK_M, total) - 1, num_images, total
         )
         across = tl.maximum(w, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._core.checks import check_dense, check_device, check_int, dtype_name, refuse
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.registry import KernelOp, Mode, current_mode
@@ -93,12 +93,12 @@ def send_grid(
     return sent
 
 
-def grid_launch(kernel: str, dtype: torch.dtype, width: int) -> tuple[Launch, str]:
+def grid_config(kernel: str, dtype: torch.dtype, width: int) -> tuple[Config, str]:
     """The launch of a kernel that works on rows of this width, and where it comes from; the user's rows come first."""
     return pick(kernel, current_gpu(), dtype_name(dtype), dtype.itemsize, width, False, None, settings.rows)
 
 
-def tiles_of(rows: int, width: int, launch: Launch) -> tuple[int, int]:
+def tiles_of(rows: int, width: int, launch: Config) -> tuple[int, int]:
     """Tiles of rows, of which the last may be empty (no launch may be), and of columns."""
     return rows // launch.block_m + 1, -(-width // launch.block_n)
 
@@ -139,7 +139,7 @@ class Places:
     w: Tensor
 
 
-def place_rows(grid: Tensor, total: int, merge_size: int) -> Places:
+def locate_rows(grid: Tensor, total: int, merge_size: int) -> Places:
     """Computed by ATen without reading the values: `tiles/images.py` says what becomes of wild ones."""
     rows = torch.arange(total, device=grid.device)
     if grid.shape[0] == 0:

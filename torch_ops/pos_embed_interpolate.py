@@ -24,8 +24,8 @@ from torch_ops._grids import (
     check_grid,
     check_grid_values,
     check_rows,
-    grid_launch,
-    place_rows,
+    grid_config,
+    locate_rows,
     register_gathered,
     send_grid,
     tiles_of,
@@ -95,7 +95,7 @@ def _taps(places: Places, entries: int, align_corners: bool, dtype: torch.dtype)
 
 def _interpolate_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dtype = torch.promote_types(t.x.dtype, torch.float32)
-    places = place_rows(t.grid, t.out.shape[0], merge_size)
+    places = locate_rows(t.grid, t.out.shape[0], merge_size)
     total = torch.zeros(t.out.shape, dtype=dtype)
     for entry, weight in _taps(places, t.x.shape[0], align_corners, dtype):
         total += t.x[entry] * weight[:, None]
@@ -113,7 +113,7 @@ def _plan(t: OnGrid, call: PosEmbedInterpolate) -> Plan:
     if not runs_kernels(t.x):
         return reference_plan(partial(_interpolate_cpu, call.merge_size, call.align_corners), t.x)
     entries, width = t.x.shape[0], int(t.x.shape[1])
-    launch, source = grid_launch("pos_embed_fwd", t.x.dtype, width)
+    launch, source = grid_config("pos_embed_fwd", t.x.dtype, width)
     constants = {"STRIDE_T": int(row_stride(t.x)), **_constants(call, entries, width), **blocks_of(launch)}
     tiles = tiles_of(call.total, width, launch)
     bound = Bound(wrap_triton(_pos_embed_fwd_kernel), tiles, (call.total, t.grid.shape[0]), constants)
@@ -148,7 +148,7 @@ def _check_backward(call: PosEmbedInterpolateBackward) -> None:
 
 def _gather_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dout, dtype = t.x, torch.promote_types(t.x.dtype, torch.float32)
-    places = place_rows(t.grid, dout.shape[0], merge_size)
+    places = locate_rows(t.grid, dout.shape[0], merge_size)
     total = torch.zeros(t.out.shape, dtype=dtype)
     for entry, weight in _taps(places, t.out.shape[0], align_corners, dtype):
         taken = places.inside & (weight > 0)
@@ -160,7 +160,7 @@ def _plan_backward(t: OnGrid, call: PosEmbedInterpolateBackward) -> Plan:
     if not runs_kernels(t.x):
         return reference_plan(partial(_gather_cpu, call.merge_size, call.align_corners), t.x)
     total, width = t.x.shape[0], int(t.x.shape[1])
-    launch, source = grid_launch("pos_embed_bwd", t.x.dtype, width)
+    launch, source = grid_config("pos_embed_bwd", t.x.dtype, width)
     constants = {"STRIDE_D": int(row_stride(t.x)), **_constants(call, call.entries, width), **blocks_of(launch)}
     tiles = call.entries, tiles_of(1, width, launch)[1]
     bound = Bound(wrap_triton(_pos_embed_bwd_kernel), tiles, (total, t.grid.shape[0]), constants)

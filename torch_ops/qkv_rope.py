@@ -28,7 +28,7 @@ from torch_ops._core.plan import Plan, reference_plan
 from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._core.registry import runs_kernels
 from torch_ops._gemm.cpu import qkv_rope_cpu, rotary_backward_cpu
-from torch_ops._gemm.elementwise import ROTATED_RUN, new_sums, plan_rotary_backward, sum_runs
+from torch_ops._gemm.elementwise import ROTATED_RUN, new_column_sums, plan_rotary_backward, sum_runs
 from torch_ops._gemm.plan import plan_of, plan_rotary
 from torch_ops._gemm.portable import rows_of
 from torch_ops._gemm.tensors import Rotary, RotaryBackward, RotaryOptions
@@ -169,7 +169,7 @@ def _backward_tensors(call: QkvRopeBackward) -> RotaryBackward:
     dq, dk, dv, _, weight, cos, sin, *_ = call
     n = weight.shape[0]
     packed = dq.new_empty((dq.shape[0] if call.packs else 0, n))
-    partial = new_sums(dq, dq.shape[0] if call.needs_bias else 0, n, ROTATED_RUN)
+    partial = new_column_sums(dq, dq.shape[0] if call.needs_bias else 0, n, ROTATED_RUN)
     return RotaryBackward(dq, dk, dv, cos, sin, packed, partial)
 
 

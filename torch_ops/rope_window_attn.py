@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_ops._attention.calls import (
+from torch_ops._attention.checks import (
     attention_backward_flops,
     attention_flops,
     attention_gradients,
@@ -112,14 +112,14 @@ def _tensors(call: RopeWindowAttn, made: tuple[Tensor, Tensor]) -> Rotated:
 
 
 def _plan(t: Rotated, call: RopeWindowAttn) -> Plan:
-    turned_q, turned_k = workspaces(t.core.q, t.core.k)
-    rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, turned_q, turned_k), False)
-    attend = plan_forward(t.core._replace(q=turned_q, k=turned_k), AttentionOptions.of(call))
+    rotated_q, rotated_k = workspaces(t.core.q, t.core.k)
+    rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, rotated_q, rotated_k), False)
+    attend = plan_forward(t.core._replace(q=rotated_q, k=rotated_k), AttentionOptions.of(call))
 
     def launch(t: Rotated) -> None:
-        turned_q, turned_k = workspaces(t.core.q, t.core.k)
-        rotate.launch(_rotation(t, t.core.q, t.core.k, turned_q, turned_k))
-        attend.launch(t.core._replace(q=turned_q, k=turned_k))
+        rotated_q, rotated_k = workspaces(t.core.q, t.core.k)
+        rotate.launch(_rotation(t, t.core.q, t.core.k, rotated_q, rotated_k))
+        attend.launch(t.core._replace(q=rotated_q, k=rotated_k))
 
     return Plan(launch, merged(rotate.kernels, attend.kernels), attend.path, attend.why)
 
@@ -149,16 +149,16 @@ def _backward_tensors(call: RopeWindowAttnBackward, made: tuple[Tensor, Tensor, 
 
 
 def _plan_backward(t: Rotated, call: RopeWindowAttnBackward) -> Plan:
-    turned_q, turned_k = workspaces(t.core.q, t.core.k)
-    rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, turned_q, turned_k), False)
+    rotated_q, rotated_k = workspaces(t.core.q, t.core.k)
+    rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, rotated_q, rotated_k), False)
     rotate_back = plan_rotation(_rotation(t, t.core.dq, t.core.dk, t.core.dq, t.core.dk), True)
-    differentiate = plan_backward(t.core._replace(q=turned_q, k=turned_k), AttentionOptions.of(call))
+    differentiate = plan_backward(t.core._replace(q=rotated_q, k=rotated_k), AttentionOptions.of(call))
 
     def launch(t: Rotated) -> None:
         core = t.core
-        turned_q, turned_k = workspaces(core.q, core.k)
-        rotate.launch(_rotation(t, core.q, core.k, turned_q, turned_k))
-        differentiate.launch(core._replace(q=turned_q, k=turned_k))
+        rotated_q, rotated_k = workspaces(core.q, core.k)
+        rotate.launch(_rotation(t, core.q, core.k, rotated_q, rotated_k))
+        differentiate.launch(core._replace(q=rotated_q, k=rotated_k))
         rotate_back.launch(_rotation(t, core.dq, core.dk, core.dq, core.dk))
 
     kernels = merged(rotate.kernels, differentiate.kernels, rotate_back.kernels)

@@ -17,7 +17,7 @@ from torch_ops._core.launch import blocks_of
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op
 from torch_ops._core.registry import INTERPRET, wrap_triton
-from torch_ops._grids import ONE_PATH, check_grid, check_grid_values, grid_launch, place_rows, send_grid, tiles_of
+from torch_ops._grids import ONE_PATH, check_grid, check_grid_values, grid_config, locate_rows, send_grid, tiles_of
 
 
 class RotaryTable(NamedTuple):
@@ -57,7 +57,7 @@ def _outputs(call: RotaryTable) -> tuple[Tensor, Tensor]:
 def _table_cpu(theta: float, merge_size: int, t: Tables) -> None:
     grid, cos, sin = t
     total, half = cos.shape
-    places = place_rows(grid, total, merge_size)
+    places = locate_rows(grid, total, merge_size)
     frequencies = 1.0 / (theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=grid.device) / half))
     positions = torch.stack((places.row, places.col), 1) * places.inside[:, None]
     angles = (positions[..., None].float() * frequencies).flatten(1)
@@ -70,7 +70,7 @@ def _plan(t: Tables, call: RotaryTable) -> Plan:
     if not (t.grid.is_cuda or INTERPRET):
         return reference_plan(partial(_table_cpu, theta, merge_size), t.grid)
     half = int(call.dim) // 2
-    launch, source = grid_launch("rotary_table", torch.float32, half)
+    launch, source = grid_config("rotary_table", torch.float32, half)
     constants = {"LOG2_THETA": math.log2(theta), "HALF": half, "MERGE": int(merge_size), **blocks_of(launch)}
     tiles = tiles_of(call.total, half, launch)
     bound = Bound(wrap_triton(_rotary_table_kernel), tiles, (call.total, t.grid.shape[0]), constants)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from csrc_free_ops.configs.rows import Row, read_rows
+from csrc_free_ops.configs.rows import TunedConfig, read_rows
 
 PATHS = ("auto", "hopper", "portable")
 # No compiled artefact holds what these packages compute.
@@ -80,7 +80,7 @@ def _from_environment() -> _Values:
 class _Rows:
     """A file of rows as it was when it was read: a change of it counts from the next process or setting on."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TunedConfig, ...] = ()
     digest: str = "-"
 
     @staticmethod
@@ -154,7 +154,7 @@ class Settings:
         return self._values.checked
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TunedConfig, ...]:
         """The user's own launch rows, which precede the shipped ones, as they were when they were set.
 
         Set by the name of their file; "" is none.

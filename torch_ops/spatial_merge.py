@@ -20,8 +20,8 @@ from torch_ops._grids import (
     check_grid,
     check_grid_values,
     check_rows,
-    grid_launch,
-    place_rows,
+    grid_config,
+    locate_rows,
     register_gathered,
     send_grid,
     tiles_of,
@@ -92,7 +92,7 @@ def _sources(call: Any) -> Tensor:
     grid, total = call.grid, call.total
     if call.order == "merge_block":
         return torch.arange(total, device=grid.device)
-    places = place_rows(grid, total, call.merge_size)
+    places = locate_rows(grid, total, call.merge_size)
     rows = torch.arange(total, device=grid.device)
     source = torch.where(places.inside, places.frame + places.row * places.w + places.col, rows)
     return source.clamp(0, max(total - 1, 0))
@@ -119,7 +119,7 @@ def _plan(t: OnGrid, call: SpatialMerge) -> Plan:
     if not runs_kernels(t.x):
         return reference_plan(lambda t: _merge_cpu(options, t), t.x)
     width = int(t.x.shape[1])
-    launch, source = grid_launch("spatial_merge_fwd", t.x.dtype, width)
+    launch, source = grid_config("spatial_merge_fwd", t.x.dtype, width)
     constants = {"STRIDE_X": int(row_stride(t.x)), **_constants(call, width), **blocks_of(launch)}
     grid = tiles_of(call.total // _unit(call), width, launch)
     bound = Bound(wrap_triton(_spatial_merge_fwd_kernel), grid, (call.total, t.grid.shape[0]), constants)
@@ -173,7 +173,7 @@ def _plan_backward(t: OnGrid, call: SpatialMergeBackward) -> Plan:
     if not runs_kernels(t.x):
         return reference_plan(lambda t: _merge_backward_cpu(options, t), t.x)
     width = int(t.x.shape[1]) // (int(_unit(call)) if call.mode == "concat" else 1)
-    launch, source = grid_launch("spatial_merge_bwd", t.x.dtype, width)
+    launch, source = grid_config("spatial_merge_bwd", t.x.dtype, width)
     constants = {"STRIDE_D": int(row_stride(t.x)), **_constants(call, width), **blocks_of(launch)}
     scalars = (call.total, t.grid.shape[0], call.rows)
     bound = Bound(wrap_triton(_spatial_merge_bwd_kernel), tiles_of(call.rows, width, launch), scalars, constants)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_ops._attention.calls import (
+from torch_ops._attention.checks import (
     attention_backward_flops,
     attention_flops,
     attention_gradients,

@@ -1,1 +1,1 @@
-"""Launch choice: measured rows, one rule file for each family of kernels, and `pick`."""
+"""Choice of configs: measured rows, one rule file for each family of kernels, and `pick`."""

@@ -4,7 +4,7 @@ from triton import next_power_of_2
 
 from csrc_free_ops.configs.attention_hopper import forward_rule
 from csrc_free_ops.configs.attention_hopper_backward import BLOCK_M, BLOCK_N, NUM_WARPS, pipeline_stages
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Config, Gpu
 
 
 def split_head_dim(head_dim: int, itemsize: int, products: str = "ieee") -> tuple[int, int]:
@@ -43,88 +43,88 @@ def attention_products(gpu: Gpu, head_dim: int, setting: str) -> str:
     return "bf16x6" if setting == "ieee" and fits else setting
 
 
-def _shared_bytes(kernel: str, launch: Launch, head_dim: int, itemsize: int) -> int:
+def _shared_bytes(kernel: str, config: Config, head_dim: int, itemsize: int) -> int:
     """An upper estimate of the pipeline's shared memory, from the tensors that a kernel holds and streams."""
     width = covered_width(head_dim, itemsize)
     held, streamed, rows, cols = {
-        "attention_fwd": (1, 2, launch.block_m, launch.block_n),
-        "attention_bwd_dq": (2, 2, launch.block_m, launch.block_n),
-        "attention_bwd_dkdv": (2, 2, launch.block_n, launch.block_m),
+        "attention_fwd": (1, 2, config.block_m, config.block_n),
+        "attention_bwd_dq": (2, 2, config.block_m, config.block_n),
+        "attention_bwd_dkdv": (2, 2, config.block_n, config.block_m),
     }[kernel]
-    square = 0 if kernel == "attention_fwd" else launch.block_m * launch.block_n
-    return itemsize * (width * (held * rows + streamed * max(launch.num_stages, 1) * cols) + square)
+    square = 0 if kernel == "attention_fwd" else config.block_m * config.block_n
+    return itemsize * (width * (held * rows + streamed * max(config.num_stages, 1) * cols) + square)
 
 
 def attention_rule(
     kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False, busy: bool = False,
     precision: str = "ieee",
-) -> Launch:  # fmt: skip
-    """An unmeasured launch: the first of a ladder of tiles that fits the shared memory, or the last of them.
+) -> Config:  # fmt: skip
+    """An unmeasured config: the first of a ladder of tiles that fits the shared memory, or the last of them.
 
     The ladders hold tiles that spill no registers on any target of compile_tests/test_aot.py.
     """
     if gpu.backend == "interpreter":
         # Small tiles, so that short segments in tests still have several blocks.
-        if kernel.endswith("_short"):
-            return Launch(16, 16, 4, 1)
-        return Launch(16, 32, 4, 1) if "dkdv" in kernel else Launch(32, 16, 4, 1)
+        if kernel.endswith("_small_segments"):
+            return Config(16, 16, 4, 1)
+        return Config(16, 32, 4, 1) if "dkdv" in kernel else Config(32, 16, 4, 1)
     width = covered_width(head_dim, itemsize)
     wide = width > 128
-    if kernel.endswith("_short"):
+    if kernel.endswith("_small_segments"):
         # Only Hopper has wgmma; elsewhere operands take registers too, and 4 warps spill on the oldest GPUs.
         warps = 8 if width > 80 and gpu.backend == "cuda" and int(gpu.arch) < 90 else 4
-        return Launch(32, 32, 4, 1) if gpu.backend == "hip" else Launch(64, 64, warps, 1)
-    if kernel.endswith("_rest"):
+        return Config(32, 32, 4, 1) if gpu.backend == "hip" else Config(64, 64, warps, 1)
+    if kernel.endswith("_long_segments_fallback"):
         # These kernels also hold their search for tiles in registers, and they run rarely.
         if gpu.backend == "hip":
-            return Launch(16, 16, 4, 1)
+            return Config(16, 16, 4, 1)
         arch = int(gpu.arch)
         if width > 96 or arch < 90:
-            return Launch(32, 32, 8, 1) if "dkdv" in kernel else Launch(32 if arch >= 120 else 64, 16, 8, 1)
-        return Launch(32, 64, 8, 1) if "dkdv" in kernel else Launch(64, 32, 8, 1)
+            return Config(32, 32, 8, 1) if "dkdv" in kernel else Config(32 if arch >= 120 else 64, 16, 8, 1)
+        return Config(32, 64, 8, 1) if "dkdv" in kernel else Config(64, 32, 8, 1)
     if kernel == "attention_bwd_hopper":
-        return Launch(BLOCK_M, BLOCK_N, NUM_WARPS, pipeline_stages(width))
+        return Config(BLOCK_M, BLOCK_N, NUM_WARPS, pipeline_stages(width))
     if kernel == "attention_fwd_hopper":
         return forward_rule(width, masked)
-    if itemsize == 4 and (launch := _tensor_core_launch(kernel, gpu, width, precision, busy)):
-        ladder = [launch]
+    if itemsize == 4 and (config := _tensor_core_config(kernel, gpu, width, precision, busy)):
+        ladder = [config]
     elif itemsize == 4:
         # fp32 products keep whole operands in registers.
         if gpu.backend == "hip":
-            return Launch(16, 16, 4, 1)
+            return Config(16, 16, 4, 1)
         if kernel == "attention_bwd_dkdv" and width > 96:
-            ladder = [Launch(16, 32, 8, 1), Launch(32, 16, 8, 1)]
+            ladder = [Config(16, 32, 8, 1), Config(32, 16, 8, 1)]
         elif kernel == "attention_bwd_dq":
-            ladder = [Launch(32, 16, 8, 1)]
+            ladder = [Config(32, 16, 8, 1)]
         else:
-            ladder = [Launch(32, 32, 8, 1), Launch(32, 16, 8, 1)]
+            ladder = [Config(32, 32, 8, 1), Config(32, 16, 8, 1)]
     elif gpu.backend == "hip":
-        ladder = [Launch(16, 32, 4, 1)] if busy and "dkdv" in kernel else [Launch(32, 32, 4, 1), Launch(16, 16, 4, 1)]
+        ladder = [Config(16, 32, 4, 1)] if busy and "dkdv" in kernel else [Config(32, 32, 4, 1), Config(16, 16, 4, 1)]
     elif busy and kernel == "attention_fwd":
         # Blackwell's accumulators are in tensor memory, which leaves registers for 64 keys; narrower heads spill with
         # 64.
         cols = 64 if width > 96 and 100 <= int(gpu.arch) < 120 else 32
-        ladder = [Launch(64, 16, 8, 1)] if wide else [Launch(64, cols, 8, 2)]
+        ladder = [Config(64, 16, 8, 1)] if wide else [Config(64, cols, 8, 2)]
     elif busy and kernel == "attention_bwd_dq" and wide:
-        ladder = [Launch(32, 16, 8, 1)]
+        ladder = [Config(32, 16, 8, 1)]
     elif busy and "dkdv" in kernel:
         has_tail = split_head_dim(head_dim, itemsize)[1] > 0
-        ladder = [Launch(16, 32, 8, 1)] if wide or has_tail else [Launch(32, 32, 8, 1)]
+        ladder = [Config(16, 32, 8, 1)] if wide or has_tail else [Config(32, 32, 8, 1)]
     elif kernel == "attention_fwd":
-        narrow = [Launch(64, 64, 4, 3 if int(gpu.arch) >= 120 else 2)]
-        ladder = [Launch(64, 32, 8, 2), Launch(32, 16, 8, 1)] if wide else narrow
+        narrow = [Config(64, 64, 4, 3 if int(gpu.arch) >= 120 else 2)]
+        ladder = [Config(64, 32, 8, 2), Config(32, 16, 8, 1)] if wide else narrow
     elif kernel == "attention_bwd_dq":
-        ladder = [Launch(64, 16, 8, 2), Launch(32, 16, 8, 1)] if wide else [Launch(64, 32, 8, 2)]
+        ladder = [Config(64, 16, 8, 2), Config(32, 16, 8, 1)] if wide else [Config(64, 32, 8, 2)]
     else:
-        ladder = [Launch(32, 32, 8, 1)] if wide else [Launch(32, 64, 8, 2)]
-    for launch in ladder:
-        if _shared_bytes(kernel, launch, head_dim, itemsize) <= gpu.shared_memory:
-            return launch
+        ladder = [Config(32, 32, 8, 1)] if wide else [Config(32, 64, 8, 2)]
+    for config in ladder:
+        if _shared_bytes(kernel, config, head_dim, itemsize) <= gpu.shared_memory:
+            return config
     return ladder[-1]
 
 
-def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: bool) -> Launch | None:
-    """The launch for fp32 products on tensor cores, measured on an H200 or an H100, or None.
+def _tensor_core_config(kernel: str, gpu: Gpu, width: int, products: str, busy: bool) -> Config | None:
+    """The config for fp32 products on tensor cores, measured on an H200 or an H100, or None.
 
     Some of these tiles spill, because tiles without spills were slower. The forward of 8 x 32 x 2048 causal rows of 128
     columns took 5.2 ms with 88 bytes spilled and 6.3 ms with none.
@@ -132,17 +132,17 @@ def _tensor_core_launch(kernel: str, gpu: Gpu, width: int, products: str, busy: 
     if products == "bf16x6":
         if "dkdv" in kernel:
             narrow = busy or 64 < width < 128
-            return Launch(16, 128 if 64 < width <= 80 else 64, 8, 1) if narrow else Launch(32, 64, 4, 1)
+            return Config(16, 128 if 64 < width <= 80 else 64, 8, 1) if narrow else Config(32, 64, 4, 1)
         if width <= 64:
-            return Launch(64, 32 if busy else 64, 4, 1)
+            return Config(64, 32 if busy else 64, 4, 1)
         if busy or width < 128:
-            return Launch(128, 16 if busy else 32, 8, 1)
-        return Launch(128, 64, 8, 1) if kernel == "attention_fwd" else Launch(64, 32, 4, 1)
+            return Config(128, 16 if busy else 32, 8, 1)
+        return Config(128, 64, 8, 1) if kernel == "attention_fwd" else Config(64, 32, 4, 1)
     # Only wgmma leaves registers for more than 64 columns.
     hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
     if products != "tf32" or gpu.backend == "hip" or busy or width > 128 or (width > 64 and not hopper):
         return None
     if "dkdv" in kernel:
-        return Launch(32, 64, 4, 1) if hopper and width <= 64 else Launch(32, 128 if hopper else 64, 8, 1)
+        return Config(32, 64, 4, 1) if hopper and width <= 64 else Config(32, 128 if hopper else 64, 8, 1)
     # On an H100 dq of 8 x 32 x 2048 causal rows of 128 columns takes 4.0 ms; a tile of 128 x 16 took 5.9 ms.
-    return Launch(64, 64 if width <= 64 or "dq" not in kernel else 32, 4, 1) if hopper else Launch(64, 32, 4, 2)
+    return Config(64, 64 if width <= 64 or "dq" not in kernel else 32, 4, 1) if hopper else Config(64, 32, 4, 2)

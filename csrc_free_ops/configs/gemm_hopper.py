@@ -13,14 +13,13 @@ programs without work. docs/experiments/launches.md lists the tiles and clusters
 import functools
 import math
 
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 
 # (rows, columns) of a tile, and the time of a wave of such tiles relative to 192 x 128. Measured on an H200 with
 # weights of 4304 x 1152, 4096 x 1024, 6912 x 1280 and 4608 x 4608 and 784 to 25088 rows.
 WAVE = {(128, 128): 0.72, (192, 128): 1.0}
-ROUND = WAVE  # the name that tests still import
 # Time of a tile of 64 rows relative to one of 128: 0.65 to 0.70 with 25088 rows.
-SHORT = 0.67
+SHORT_TILE_COST = 0.67
 # Most columns of a rotated tile, which holds as many whole heads as fit.
 WIDEST_ROTATED = 240
 # Sub-tiles of 8 KiB in shared memory, without the one for mbarriers: stages, a finished tile and a gradient's pre share
@@ -38,32 +37,32 @@ SHORT_K, LEAST_WORK = 2048, {True: 0.4, False: 0.8}
 MOST_WITHIN = 1.6
 
 
-def tile_launch(rows: int, columns: int, epilogue_warps: int = 4, tiles: int = 1) -> Launch:
-    """The launch of a tile of this size, with as many stages as shared memory holds next to `tiles` tiles.
+def tile_config(rows: int, columns: int, epilogue_warps: int = 4, tiles: int = 1) -> Config:
+    """The config of a tile of this size, with as many stages as shared memory holds next to `tiles` tiles.
 
     Warps are counted in warpgroups: the consumers, and the epilogue warps together with the producer warp.
     """
     groups, subtiles = rows // 64, -(-columns // 64)
     stages = (SUBTILES - tiles * groups * subtiles) // (groups + subtiles)
-    return Launch(rows, columns, 4 * groups + (4 if epilogue_warps == 2 else 8), min(stages, MOST_STAGES))
+    return Config(rows, columns, 4 * groups + (4 if epilogue_warps == 2 else 8), min(stages, MOST_STAGES))
 
 
-def finishing_warps(launch: Launch) -> int:
+def count_epilogue_warps(config: Config) -> int:
     """The number of epilogue warps."""
-    return 2 if launch.num_warps - launch.block_m // 16 == 4 else 4
+    return 2 if config.num_warps - config.block_m // 16 == 4 else 4
 
 
-def linear_launch(total: int, n: int, programs: int) -> Launch:
-    """The launch of the tile whose waves take the least time in total."""
-    return tile_launch(*min(WAVE, key=lambda tile: shared_out(tile, total, n, programs)[0]))
+def linear_config(total: int, n: int, programs: int) -> Config:
+    """The config of the tile whose waves take the least time in total."""
+    return tile_config(*min(WAVE, key=lambda tile: shared_out(tile, total, n, programs)[0]))
 
 
-def gradient_launch() -> Launch:
-    """The launch of a gradient, whose pre takes as much shared memory as the tile.
+def gradient_config() -> Config:
+    """The config of a gradient, whose pre takes as much shared memory as the tile.
 
     Tiles of 192 rows would have one stage less; they were slower with few rows and with short K.
     """
-    return tile_launch(128, 128, tiles=2)
+    return tile_config(128, 128, tiles=2)
 
 
 def whole_tiles(total: int, rows: int) -> int:
@@ -98,7 +97,7 @@ def shared_out(tile: tuple[int, int], total: int, n: int, programs: int) -> tupl
 def _time(tile: tuple[int, int], whole: int, short: int, programs: int) -> float:
     """The time at which the last program ends, with the tile order of the kernel's `TileScheduler`."""
     of_whole = WAVE[tile]
-    of_short = WAVE.get((tile[0] - 64, tile[1]), SHORT * of_whole)
+    of_short = WAVE.get((tile[0] - 64, tile[1]), SHORT_TILE_COST * of_whole)
     waves, started = divmod(whole, programs)
     if not started:
         return waves * of_whole + -(-short // programs) * of_short
@@ -115,7 +114,7 @@ def _time(tile: tuple[int, int], whole: int, short: int, programs: int) -> float
 def too_few(total: int, n: int, k: int, epilogue: str, head_dim: int, programs: int) -> bool:
     """Whether PyTorch's product and an elementwise kernel are faster, because there are too few rows."""
     if epilogue == "rotary":
-        tile = rotary_launch(head_dim).tile
+        tile = rotary_config(head_dim).tile
         return -(-total // tile[0]) * -(-n // tile[1]) <= programs // 2
     short = k < SHORT_K
     if short and epilogue == "swiglu":
@@ -135,6 +134,6 @@ def few_for_gelu(total: int, n: int, programs: int) -> bool:
     return total <= n and total * n <= MOST_WITHIN * 192 * 128 * programs
 
 
-def rotary_launch(head_dim: int) -> Launch:
-    """The launch of a rotated tile. Four epilogue warps would leave too few registers for more than 192 columns."""
-    return tile_launch(128, WIDEST_ROTATED // head_dim * head_dim, epilogue_warps=2)
+def rotary_config(head_dim: int) -> Config:
+    """The config of a rotated tile. Four epilogue warps would leave too few registers for more than 192 columns."""
+    return tile_config(128, WIDEST_ROTATED // head_dim * head_dim, epilogue_warps=2)

@@ -2,7 +2,7 @@
 
 from triton import next_power_of_2
 
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Config, Gpu
 
 # (elements of a tile, its maximum of columns, warps); no tile spills on any target. In measured rows `head_dim` is the
 # width of the result, for merges the width of x.
@@ -15,12 +15,12 @@ GRID_TILES = {
 }
 
 
-def grid_rule(kernel: str, gpu: Gpu, width: int) -> Launch:
-    """An unmeasured launch with as many columns as GRID_TILES allows, or 128 instead of 256 if that pads much less."""
+def grid_rule(kernel: str, gpu: Gpu, width: int) -> Config:
+    """An unmeasured config with as many columns as GRID_TILES allows, or 128 instead of 256 if that pads much less."""
     if gpu.backend == "interpreter":
-        return Launch(16, 64, 4, 1)
+        return Config(16, 64, 4, 1)
     elements, most, warps = GRID_TILES[kernel]
     cols = min(most, max(16, next_power_of_2(width)))
     if cols == 256 and 8 * -(-width // 256) * 256 > 9 * -(-width // 128) * 128:
         cols = 128
-    return Launch(elements // cols, cols, warps, 1)
+    return Config(elements // cols, cols, warps, 1)

@@ -9,7 +9,7 @@ For norms, `head_dim` is the row width and `length` the number of rows. For "rop
 For "kv_cache_append" the length is unknown; rows of a tile are heads of tokens, columns are pairs.
 
 Rows of the GEMM kernels have no head dimension. They belong to the sizes of a weight, n x k, or to any weight; their
-lengths are rows of x. Their launch has a third block, or another path: {"path": "aten"}.
+lengths are rows of x. Their config has a third block, or another path: {"path": "aten"}.
 """
 
 from csrc_free_ops.configs.attention import attention_rule
@@ -18,14 +18,14 @@ from csrc_free_ops.configs.grids import GRID_TILES, grid_rule
 from csrc_free_ops.configs.kv_cache import append_rule
 from csrc_free_ops.configs.norms import norm_rule
 from csrc_free_ops.configs.rope import rope_rule
-from csrc_free_ops.configs.rows import Gpu, Launch, Row, shipped_rows
+from csrc_free_ops.configs.rows import Config, Gpu, TunedConfig, shipped_rows
 
 
 def rule(
     kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False, busy: bool = False,
     precision: str = "ieee", length: int | None = None,
-) -> Launch:  # fmt: skip
-    """The launch that the rule of the kernel's family gives."""
+) -> Config:  # fmt: skip
+    """The config that the rule of the kernel's family gives."""
     if kernel.startswith("norm_"):
         return norm_rule(kernel, gpu, itemsize, head_dim, length)
     if kernel == "rope":
@@ -47,12 +47,12 @@ def pick(
     head_dim: int,
     causal: bool,
     length: int | None,
-    user_rows: tuple[Row, ...] = (),
+    user_rows: tuple[TunedConfig, ...] = (),
     masked: bool | None = None,
     busy: bool = False,
     precision: str = "ieee",
-) -> tuple[Launch, str]:
-    """(launch of `kernel`, where it comes from).
+) -> tuple[Config, str]:
+    """(config of `kernel`, where it comes from).
 
     `length` is the mean segment length or, for norms, the number of rows; None if unknown. `masked` says whether keys
     are bounded, causally or by a window (default: `causal`). `busy` says that attention computes more between its
@@ -64,5 +64,5 @@ def pick(
         if row.gpu in ("", gpu.name) and row.fits(kernel, dtype, head_dim, causal, masked, length):
             return row.launch, row.source
     basis = "by figures of an H200" if kernel.startswith(("norm_", "rope")) else "unmeasured"
-    launch = rule(kernel, gpu, itemsize, head_dim, masked, busy, precision, length)
-    return launch, f"rule for {gpu.backend} {gpu.arch}, {basis}"
+    config = rule(kernel, gpu, itemsize, head_dim, masked, busy, precision, length)
+    return config, f"rule for {gpu.backend} {gpu.arch}, {basis}"

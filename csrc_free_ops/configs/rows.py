@@ -12,7 +12,7 @@ ROWS_DIR = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Launch:
+class Config:
     """A tile's rows and columns, warps and pipeline stages; block_k is a product's step over K.
 
     For norms, columns are those of a main chunk. For the rotary embedding, rows are heads and columns are pairs. A
@@ -38,16 +38,16 @@ class Launch:
         return {name: value for name, value in asdict(self).items() if name not in ("block_k", "path") or value}
 
     @staticmethod
-    def of(entry: dict[str, Any]) -> "Launch":
+    def of(entry: dict[str, Any]) -> "Config":
         """Read a launch from a rows' file. Raises ValueError for an unknown path."""
         if "path" not in entry:
-            return Launch(**entry)
+            return Config(**entry)
         if entry != ATEN.entry():
             raise ValueError(f"{entry} is no launch: the path that needs none is {ATEN.path!r}")
         return ATEN
 
 
-ATEN = Launch(0, 0, 0, 0, path="aten")
+ATEN = Config(0, 0, 0, 0, path="aten")
 
 
 # GEMM kernels that PyTorch can replace.
@@ -55,11 +55,11 @@ PRODUCTS = ("gemm", "gemm_pair")
 
 
 # All launches that the Hopper kernels support: a warpgroup has 64 rows, and the backward has one tile.
-HOPPER_LAUNCHES = {
+HOPPER_CONFIGS = {
     "attention_fwd_hopper": tuple(
-        Launch(rows, cols, rows // 16, stages) for rows in (128, 192) for cols in (64, 128) for stages in (2, 3)
+        Config(rows, cols, rows // 16, stages) for rows in (128, 192) for cols in (64, 128) for stages in (2, 3)
     ),
-    "attention_bwd_hopper": tuple(Launch(BLOCK_M, BLOCK_N, NUM_WARPS, stages) for stages in PIPELINE_STAGES),
+    "attention_bwd_hopper": tuple(Config(BLOCK_M, BLOCK_N, NUM_WARPS, stages) for stages in PIPELINE_STAGES),
 }
 
 
@@ -75,13 +75,13 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Row:
+class TunedConfig:
     """A measured launch and the calls that it is for. `gpu` is a `Gpu.name`, or empty for any GPU."""
 
     kernel: str
     dtype: str
     head_dim: int
-    launch: Launch
+    launch: Config
     causal: bool | None = None
     masked: bool | None = None
     min_length: int = 0
@@ -113,7 +113,7 @@ def gpu_name(name: str) -> str:
     return name.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
-def read_rows(path: Path) -> tuple[Row, ...]:
+def read_rows(path: Path) -> tuple[TunedConfig, ...]:
     """The rows of a JSON file that `as_document` made. The GPU "any" stands for all.
 
     Raises ValueError, which names the file, if the file holds something else.
@@ -137,23 +137,23 @@ _ROW_TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
+def _read_row(entry: dict[str, Any], source: str, gpu: str) -> TunedConfig:
     for name, value in (*entry.items(), *entry["launch"].items()):
         if type(value) not in _ROW_TYPES.get(name, (int,)):
             raise TypeError(f"{name} cannot be {value!r}")
-    launch = Launch.of(entry["launch"])
+    launch = Config.of(entry["launch"])
     if entry["kernel"] in PRODUCTS:
         entry = {"head_dim": 0, **entry}
     if launch == ATEN:
         if entry["kernel"] not in PRODUCTS:
             raise ValueError(f"{entry['kernel']}: only {' and '.join(PRODUCTS)} can be left to ATen")
-        return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
+        return TunedConfig(**{**entry, "launch": launch, "source": source, "gpu": gpu})
     if (entry["kernel"] in PRODUCTS) != (launch.block_k >= 16 and launch.block_k & (launch.block_k - 1) == 0):
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: products alone have a block_k, a power of two")
     if launch.num_stages < 1 or launch.num_warps > 32:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has 1 or more stages and up to 32 warps")
-    if entry["kernel"] in HOPPER_LAUNCHES:
-        if launch not in HOPPER_LAUNCHES[entry["kernel"]]:
+    if entry["kernel"] in HOPPER_CONFIGS:
+        if launch not in HOPPER_CONFIGS[entry["kernel"]]:
             raise ValueError(f"{entry['kernel']}: {launch} is no launch that it is written for")
     elif any(size < 1 or size & (size - 1) for size in (launch.num_warps, *launch.tile)) or (
         min(launch.tile[1:] if entry["kernel"].startswith(("norm_", "rope", "kv_cache")) else launch.tile) < 16
@@ -162,18 +162,18 @@ def _read_row(entry: dict[str, Any], source: str, gpu: str) -> Row:
     if entry["kernel"] == "rope" and launch.block_m * launch.block_n < 32 * launch.num_warps:
         # Two threads would hold one element, and q may be rotated in place: the second would read a rotated element.
         raise ValueError(f"rope: {launch} is no launch: its tile has less than an element for each thread")
-    if entry["kernel"].endswith("_short") and launch.block_m != launch.block_n:
+    if entry["kernel"].endswith("_small_segments") and launch.block_m != launch.block_n:
         raise ValueError(f"{entry['kernel']}: {launch} is no launch: it has as many columns as rows")
-    return Row(**{**entry, "launch": launch, "source": source, "gpu": gpu})
+    return TunedConfig(**{**entry, "launch": launch, "source": source, "gpu": gpu})
 
 
 @lru_cache
-def shipped_rows(gpu_name: str) -> tuple[Row, ...]:
+def shipped_rows(gpu_name: str) -> tuple[TunedConfig, ...]:
     path = ROWS_DIR / f"{gpu_name}.json"
     return read_rows(path) if path.exists() else ()
 
 
-def as_document(rows: list[Row], provenance: dict[str, str]) -> dict:
+def as_document(rows: list[TunedConfig], provenance: dict[str, str]) -> dict:
     """The document that `read_rows` reads."""
     entries = []
     for row in rows:

@@ -43,12 +43,12 @@ def _activate_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _mlp_bwd_kernel(
-    dh_ptr, pre_ptr, dpre_ptr, h_ptr, sums_ptr, num_rows,
+    dh_ptr, pre_ptr, dpre_ptr, h_ptr, column_sums_ptr, num_rows,
     N: tl.constexpr, STRIDE_GM: tl.constexpr, STRIDE_PM: tl.constexpr, UP_BEGINS: tl.constexpr,
     STRIDE_DM: tl.constexpr, STRIDE_HM: tl.constexpr, ACTIVATION: tl.constexpr, MAKES_H: tl.constexpr,
-    SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMN_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H stores h; SUMS stores column sums of dpre.
+    """Grid (runs of ROWS rows, tiles of the N columns of h). MAKES_H stores h; COLUMN_SUMS stores column sums of dpre.
 
     UP_BEGINS is the column of dpre at which the gradient of up begins. Columns between the gradients and behind the
     last one are zero.
@@ -69,20 +69,20 @@ def _mlp_bwd_kernel(
         pre = load_block(pre_ptr, rows, cols, mask, STRIDE_PM)  # [BLOCK_M, BLOCK_N]
         if ACTIVATION == "swiglu":
             h, a, b = swiglu_gradients(pre, load_block(pre_ptr, rows, cols + N, mask, STRIDE_PM), dh, EXACT)
-            if SUMS:
+            if COLUMN_SUMS:
                 sum_b += tl.sum(b, 0)
             mask_b = inside & (cols < STRIDE_DM - UP_BEGINS)[None, :]
             store_block(dpre_ptr, b, rows, cols + UP_BEGINS, mask_b, STRIDE_DM)
         else:
             h, slope = activate_with_slope(pre, ACTIVATION, EXACT)
             a = dh * slope
-        if SUMS:
+        if COLUMN_SUMS:
             sum_a += tl.sum(a, 0)
         store_block(dpre_ptr, a, rows, cols, inside & (cols < OF_A)[None, :], STRIDE_DM)
         if MAKES_H:
             store_block(h_ptr, h, rows, cols, mask, STRIDE_HM)
-    if SUMS and ACTIVATION == "swiglu":
-        tl.store(sums_ptr + run * (2 * N) + cols, sum_a, mask=valid)
-        tl.store(sums_ptr + run * (2 * N) + N + cols, sum_b, mask=valid)
-    elif SUMS:
-        tl.store(sums_ptr + run * N + cols, sum_a, mask=valid)
+    if COLUMN_SUMS and ACTIVATION == "swiglu":
+        tl.store(column_sums_ptr + run * (2 * N) + cols, sum_a, mask=valid)
+        tl.store(column_sums_ptr + run * (2 * N) + N + cols, sum_b, mask=valid)
+    elif COLUMN_SUMS:
+        tl.store(column_sums_ptr + run * N + cols, sum_a, mask=valid)

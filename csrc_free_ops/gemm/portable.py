@@ -21,7 +21,7 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.activations import activate, swiglu
 from csrc_free_ops.tiles.blocks import store_block, store_padded
-from csrc_free_ops.tiles.rope import OF_Q, OF_V, count_tiles, first_columns, load_angles, place_pairs, rotate
+from csrc_free_ops.tiles.rope import OF_Q, OF_V, count_tiles, first_columns, load_angles, locate_pairs, rotate
 from csrc_free_ops.tiles.rows import row_offsets
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
@@ -175,7 +175,7 @@ def _gemm_pair_kernel(
     """Grid (all tiles,). A tile has BLOCK_N pairs: a row of a, and the row of b that is PARTNER rows further.
 
     ROTARY: a holds NUM_HEADS heads of q, NUM_K_HEADS of k and as many of v, with 2 HALF rows each, and b is a. q, k and
-    v go to `first`, `second` and `third`, contiguous. No tile holds columns of two of them (`place_pairs`).
+    v go to `first`, `second` and `third`, contiguous. No tile holds columns of two of them (`locate_pairs`).
 
     Otherwise a begins with HALF rows of gates, and b has the HALF rows that they gate, PARTNER rows further. b is a
     weight of its own or, if both are packed, a. The result goes to `first`; KEEPS_PRE stores both accumulators in
@@ -183,7 +183,7 @@ def _gemm_pair_kernel(
     """
     tiles = count_tiles(NUM_HEADS, HALF, BLOCK_N) + 2 * count_tiles(NUM_K_HEADS, HALF, BLOCK_N)
     first_row, tile = _locate_tile(num_rows, tiles, BLOCK_M, GROUP_M)
-    section, pairs, valid, begin = place_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    section, pairs, valid, begin = locate_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
     cols = pairs
     a_rows = pairs
     if ROTARY:

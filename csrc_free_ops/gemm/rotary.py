@@ -12,7 +12,7 @@ import triton.language as tl
 
 from csrc_free_ops.gemm.portable import COUNTS
 from csrc_free_ops.tiles.blocks import load_block, store_block
-from csrc_free_ops.tiles.rope import OF_Q, OF_V, first_columns, load_angles, place_pairs, rotate, rotate_back
+from csrc_free_ops.tiles.rope import OF_Q, OF_V, first_columns, load_angles, locate_pairs, rotate, rotate_back
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _rotate_kernel(
     """Grid (tiles of rows, tiles of pairs)."""
     Q_WIDTH: tl.constexpr = 2 * HALF * NUM_HEADS
     K_WIDTH: tl.constexpr = 2 * HALF * NUM_K_HEADS
-    section, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    section, pairs, valid, begin = locate_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
     cols = first_columns(pairs, HALF)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & valid[None, :]
@@ -55,22 +55,22 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _in_heads(pairs, stride_head, UNIT: tl.constexpr, HALF: tl.constexpr):
-    """The offset of each pair in a row. Head strides count UNIT elements, so their alignment is known."""
-    return (pairs // HALF).to(tl.int64) * tl.cast(stride_head, tl.int64) * UNIT + pairs % HALF
+def _in_heads(pairs, stride_head, STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr):
+    """The offset of each pair in a row. Head strides count STRIDE_UNIT elements, so their alignment is known."""
+    return (pairs // HALF).to(tl.int64) * tl.cast(stride_head, tl.int64) * STRIDE_UNIT + pairs % HALF
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _qkv_rope_bwd_kernel(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, packed_ptr, sums_ptr,
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, packed_ptr, column_sums_ptr,
     stride_qh, stride_kh, stride_vh, num_rows,
     HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr, SHARED_ANGLES: tl.constexpr,
-    PACKS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKS: tl.constexpr, COLUMN_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (runs of ROWS rows, tiles of pairs). PACKS stores packed; SUMS stores column sums."""
-    section, pairs, valid, begin = place_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
+    """Grid (runs of ROWS rows, tiles of pairs). PACKS stores packed; COLUMN_SUMS stores column sums."""
+    section, pairs, valid, begin = locate_pairs(tl.program_id(1), NUM_HEADS, NUM_K_HEADS, HALF, BLOCK_N)
     cols = begin + first_columns(pairs, HALF)
     WIDTH: tl.constexpr = 2 * HALF * (NUM_HEADS + 2 * NUM_K_HEADS)
     run = tl.program_id(0).to(tl.int64)
@@ -80,20 +80,20 @@ def _qkv_rope_bwd_kernel(
         rows = run * ROWS + start + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & valid[None, :]
         if section == OF_V:
-            a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, UNIT, HALF), mask, STRIDE_VT, HALF)
+            a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, STRIDE_UNIT, HALF), mask, STRIDE_VT, HALF)
         else:
             if section == OF_Q:
-                a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, UNIT, HALF), mask, STRIDE_QT, HALF)
+                a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, STRIDE_UNIT, HALF), mask, STRIDE_QT, HALF)
             else:
-                a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, UNIT, HALF), mask, STRIDE_KT, HALF)
+                a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, STRIDE_UNIT, HALF), mask, STRIDE_KT, HALF)
             cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
             sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
             a, b = rotate_back(a, b, cos, sin)
         if PACKS:
             _store_pair(packed_ptr, (a, b), rows, cols, mask, WIDTH, HALF)
-        if SUMS:
+        if COLUMN_SUMS:
             sum_a += tl.sum(a, 0)
             sum_b += tl.sum(b, 0)
-    if SUMS:
-        tl.store(sums_ptr + run * WIDTH + cols, sum_a, mask=valid)
-        tl.store(sums_ptr + run * WIDTH + cols + HALF, sum_b, mask=valid)
+    if COLUMN_SUMS:
+        tl.store(column_sums_ptr + run * WIDTH + cols, sum_a, mask=valid)
+        tl.store(column_sums_ptr + run * WIDTH + cols + HALF, sum_b, mask=valid)

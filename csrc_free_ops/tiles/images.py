@@ -85,7 +85,7 @@ def to_merged(row, col, w, MERGE: tl.constexpr):
 
 
 @triton.jit
-def place_rows_in_frames(grid_ptr, rows, last, num_images, total):
+def locate_rows_in_frames(grid_ptr, rows, last, num_images, total):
     """(whether it belongs to an image, first row of its frame, its index in the frame, h, w) for each row."""
     image, start = find_images(grid_ptr, rows, last, num_images, total)
     inside = (image < num_images) & (rows < total)

@@ -33,7 +33,7 @@ def count_tiles(NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def place_pairs(
+def locate_pairs(
     tile, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Locate a tile of pairs among the heads of q, k and v. Each of the three begins with a new tile.

@@ -17,15 +17,17 @@ WIDE_STRIDE = tl.constexpr(2**22)
 
 
 @triton.jit
-def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, UNIT: tl.constexpr):
-    """The address of a row of a head. Head strides count UNIT elements, so that the compiler knows their alignment."""
-    return ptr + tl.cast(row, tl.int64) * STRIDE + tl.cast(head, tl.int64) * tl.cast(stride_head, tl.int64) * UNIT
+def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr):
+    """The address of a row of a head. Head strides count STRIDE_UNIT elements, so their alignment is known."""
+    return (
+        ptr + tl.cast(row, tl.int64) * STRIDE + tl.cast(head, tl.int64) * tl.cast(stride_head, tl.int64) * STRIDE_UNIT
+    )
 
 
 @triton.jit
-def batch_base(ptr, batch, stride_batch, UNIT: tl.constexpr):
-    """The address of a sequence of a batch. Its stride counts UNIT elements too."""
-    return ptr + tl.cast(batch, tl.int64) * tl.cast(stride_batch, tl.int64) * UNIT
+def batch_base(ptr, batch, stride_batch, STRIDE_UNIT: tl.constexpr):
+    """The address of a sequence of a batch. Its stride counts STRIDE_UNIT elements too."""
+    return ptr + tl.cast(batch, tl.int64) * tl.cast(stride_batch, tl.int64) * STRIDE_UNIT
 
 
 @triton.jit

@@ -7,7 +7,7 @@ subtracted are exponents. lse in memory is always natural.
 import triton
 import triton.language as tl
 
-from csrc_free_ops.tiles.steps import ALIBI, SOFTCAP
+from csrc_free_ops.tiles.score_mod import ALIBI, SOFTCAP
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -31,7 +31,7 @@ def tanh(x):
 
 
 @triton.jit
-def modify_scores(products, rows, cols, shift, scale, score_mod, STEPS: tl.constexpr):
+def modify_scores(products, rows, cols, shift, scale, score_mod, SCORE_MODS: tl.constexpr):
     """(scores, their slope) from products q k^T; without softcap and ALiBi the scores are the products.
 
     A softcap c gives c tanh(scale q.k / c). ALiBi (Press et al., arXiv 2108.12409) subtracts slope |row + shift - col|.
@@ -39,26 +39,26 @@ def modify_scores(products, rows, cols, shift, scale, score_mod, STEPS: tl.const
     """
     softcap, alibi, _, _, _, _ = score_mod
     steepness = 1.0
-    if SOFTCAP & STEPS:
+    if SOFTCAP & SCORE_MODS:
         capped, steepness = tanh(products * (scale / softcap))
         scores = capped * softcap
-    elif ALIBI & STEPS:
+    elif ALIBI & SCORE_MODS:
         scores = products * scale
     else:
         scores = products
-    if ALIBI & STEPS:
+    if ALIBI & SCORE_MODS:
         scores -= alibi * tl.abs(rows + shift - cols).to(tl.float32)
     return scores, steepness
 
 
 @triton.jit
-def exponent_factor(scale, STEPS: tl.constexpr, NATURAL: tl.constexpr):
+def exponent_factor(scale, SCORE_MODS: tl.constexpr, NATURAL: tl.constexpr):
     """The factor that turns scores of `modify_scores` into exponents, applied where the peak is subtracted.
 
     Half types use base 2, so that a weight is one multiply-add and one exp2. fp32 is NATURAL, because a factor of
     log2(e) would round more often than eager PyTorch does.
     """
-    if (SOFTCAP | ALIBI) & STEPS:
+    if (SOFTCAP | ALIBI) & SCORE_MODS:
         factor = 1.0
     else:
         factor = scale

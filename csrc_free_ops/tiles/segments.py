@@ -88,7 +88,7 @@ def falls(cu_ptr, num_segments):
 
 
 @triton.jit
-def place_rows(start, end, segment, total, tile, BLOCK: tl.constexpr):
+def locate_rows(start, end, segment, total, tile, BLOCK: tl.constexpr):
     """(start, length, first) of `tile`: the segment's rows are start .. start+length-1.
 
     The tile begins at row `first` of the segment. A surplus tile has first >= length.
@@ -98,20 +98,20 @@ def place_rows(start, end, segment, total, tile, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_tile(
+def locate_tile(
     start, end, streamed_start, streamed_end, segment, total, total_streamed, tile, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """(start, length, first) of `place_rows`, and (start, length) of the segment's rows on the streamed side."""
-    start, length, first = place_rows(start, end, segment, total, tile, BLOCK)
+    """(start, length, first) of `locate_rows`, and (start, length) of the segment's rows on the streamed side."""
+    start, length, first = locate_rows(start, end, segment, total, tile, BLOCK)
     streamed_start, streamed_length = clamp_span(streamed_start, streamed_end, total_streamed)
     return start, length, first, streamed_start, streamed_length
 
 
 @triton.jit
-def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
+def locate_outside(tile, begin, end, total, BLOCK: tl.constexpr):
     """Tiles of the rows outside of all segments: those before `begin` and those from `end` on.
 
-    Returns (number of such tiles, start, length, first); the last three describe `tile` as in `place_rows`.
+    Returns (number of such tiles, start, length, first); the last three describe `tile` as in `locate_rows`.
     """
     begin = tl.minimum(tl.maximum(begin, 0), total)
     end = tl.minimum(tl.maximum(end, begin), total)
@@ -123,7 +123,7 @@ def place_outside(tile, begin, end, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_dense(tile, length, LONGEST_LAST: tl.constexpr, BLOCK: tl.constexpr):
+def locate_dense(tile, length, LONGEST_LAST: tl.constexpr, BLOCK: tl.constexpr):
     """(sequence, first row in it) of `tile`, for sequences of equal length.
 
     With LONGEST_LAST the tiles of a sequence come from the last to the first. Later rows have the most to compute under

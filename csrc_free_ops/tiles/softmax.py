@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.rows import scale_rows
+from csrc_free_ops.tiles.score_mod import DROPOUT, SINKS, dropout_factor
 from csrc_free_ops.tiles.scores import exponent_of_lse, exponential, natural_lse
-from csrc_free_ops.tiles.steps import DROPOUT, SINKS, dropout_factor
 
 
 @triton.jit
@@ -24,14 +24,14 @@ def update(scores, factor, peak, norm, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def normalize(acc, peak, norm, score_mod, NATURAL: tl.constexpr, STEPS: tl.constexpr):
+def normalize(acc, peak, norm, score_mod, NATURAL: tl.constexpr, SCORE_MODS: tl.constexpr):
     """(out, lse) from the sums over all blocks; a row without keys gets 0 and -inf.
 
     A sink is one more logit of every row with a value of 0, as gpt-oss learns it (after Xiao et al., arXiv 2309.17453).
     A row without keys has only the sink. Weights that dropout keeps get the factor 1 / (1 - p).
     """
     _, _, sink, _, _, _ = score_mod
-    if SINKS & STEPS:
+    if SINKS & SCORE_MODS:
         sink = exponent_of_lse(sink, NATURAL)
         highest = tl.maximum(peak, sink)
         # Without a key and a sink, -inf - -inf would be NaN.
@@ -42,8 +42,8 @@ def normalize(acc, peak, norm, score_mod, NATURAL: tl.constexpr, STEPS: tl.const
     # Not `norm > 0`, because a row of NaN must stay NaN.
     inverse = tl.where(norm == 0, 0.0, 1.0 / norm)
     lse = tl.where(norm == 0, float("-inf"), natural_lse(peak, norm, NATURAL))
-    if SINKS & STEPS:
+    if SINKS & SCORE_MODS:
         inverse *= share
-    if DROPOUT & STEPS:
-        inverse *= dropout_factor(score_mod, STEPS)
+    if DROPOUT & SCORE_MODS:
+        inverse *= dropout_factor(score_mod, SCORE_MODS)
     return scale_rows(acc, inverse[:, None]), lse

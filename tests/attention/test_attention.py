@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import torch_ops
-from csrc_free_ops.configs.rows import Launch, Row, as_document
+from csrc_free_ops.configs.rows import Config, TunedConfig, as_document
 from tests import verify as every_op
 from tests.attention.verify import (
     backward,
@@ -30,9 +30,9 @@ from tests.attention.verify import (
 from tests.testing.interpreter import with_dtypes
 from tests.verify import DTYPES, GPU, INTERPRET, flops_of
 from torch_ops import attention, settings, window_attn
-from torch_ops._attention import parts as attention_parts
 from torch_ops._attention import portable as attention_portable
-from torch_ops._attention.parts import plan_parts
+from torch_ops._attention import split as attention_split
+from torch_ops._attention.split import plan_split_sum
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.philox import keep_weights, philox
 from torch_ops.testing import assert_close_to_reference, references
@@ -193,15 +193,15 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
     case = DenseCase(name, way, **{"batch": 1, "num_heads": 2, "head_dim": head_dim, **IN_PARTS[name]})
     inputs = make_dense_inputs(case, torch.float32, device)
     beside = way == "beside each other"
-    planning = attention_parts if beside else attention_portable
+    planning = attention_split if beside else attention_portable
     with ExitStack() as stack:
-        planned = stack.enter_context(mock.patch.object(planning, "plan_parts", wraps=plan_parts))
+        planned = stack.enter_context(mock.patch.object(planning, "plan_split_sum", wraps=plan_split_sum))
         if not beside:
-            stack.enter_context(mock.patch.object(attention_portable, "launches_beside", lambda *args: None))
+            stack.enter_context(mock.patch.object(attention_portable, "small_configs", lambda *args: None))
         if INTERPRET:
             # It is taken to have fewer multiprocessors than a GPU.
             gpu = replace(current_gpu(), multiprocessors=32)
-            stack.enter_context(mock.patch.object(attention_parts, "current_gpu", lambda: gpu))
+            stack.enter_context(mock.patch.object(attention_split, "current_gpu", lambda: gpu))
         stack.enter_context(plans_made_anew())
         verify(inputs)
         # The interpreter runs programs one after another, so that sums have one order.
@@ -214,9 +214,9 @@ def test_gradients_in_parts(name: str, way: str, head_dim: int, device: str) -> 
 @pytest.mark.gpu
 def test_a_row_of_the_user_s_own_keeps_its_tile(tmp_path: Path) -> None:
     """Where one kernel for all gradients would want another, there are two."""
-    own = Launch(32, 128, 8, 1)
+    own = Config(32, 128, 8, 1)
     rows = tmp_path / "rows.json"
-    row = Row("attention_bwd_dkdv", "float32", 128, own)
+    row = TunedConfig("attention_bwd_dkdv", "float32", 128, own)
     rows.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "-", "date": "-"})))
     inputs = make_dense_inputs(DenseCase("own", "", 1, 2, 200, 128, options={"causal": True}), torch.float32, "cuda")
     with settings(path="auto", rows=str(rows)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 import torch_ops
-from csrc_free_ops.configs.rows import HOPPER_LAUNCHES, Launch
+from csrc_free_ops.configs.rows import HOPPER_CONFIGS, Config
 from tests.attention.verify import backward, differentiate
 from torch_ops import settings, window_attn
 from torch_ops._attention import hopper as attention_hopper
@@ -117,22 +117,22 @@ def test_bounds_over_several_blocks(head_dim: int, bounds: dict[str, int]) -> No
 
 # Launches that need too much shared memory, by head dimension.
 TOO_LARGE = {
-    128: {Launch(128, 128, 8, 3), Launch(192, 128, 12, 2), Launch(192, 128, 12, 3), Launch(64, 128, 8, 3)}
+    128: {Config(128, 128, 8, 3), Config(192, 128, 12, 2), Config(192, 128, 12, 3), Config(64, 128, 8, 3)}
 }  # fmt: skip
 
 
-def _refuses(head_dim: int, launch: Launch) -> bool:
+def _refuses(head_dim: int, launch: Config) -> bool:
     return launch in TOO_LARGE.get(head_dim, ())
 
 
-@pytest.mark.parametrize("launch", HOPPER_LAUNCHES["attention_fwd_hopper"], ids=str)
+@pytest.mark.parametrize("launch", HOPPER_CONFIGS["attention_fwd_hopper"], ids=str)
 @pytest.mark.parametrize("head_dim", [72, 128])
-def test_every_launch_that_rows_may_name(head_dim: int, launch: Launch) -> None:
+def test_every_launch_that_rows_may_name(head_dim: int, launch: Config) -> None:
     """The kernel takes it for granted where its shared memory lies, and stops where that is not so."""
     inputs = _inputs((300, 1, 700), head_dim, 4)
     out, lse = torch.full_like(inputs.q, torch.nan), torch.full((4, inputs.q.shape[0]), torch.nan, device="cuda")
     tensors = Forward(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, None, out, lse)
-    with mock.patch.object(attention_hopper, "forward_launch", lambda *_: (launch, "this test")):
+    with mock.patch.object(attention_hopper, "forward_config", lambda *_: (launch, "this test")):
         plan = attention_hopper.plan_forward_hopper(tensors, AttentionOptions(head_dim**-0.5))
     if _refuses(head_dim, launch):
         with pytest.raises(OutOfResources):
@@ -142,9 +142,9 @@ def test_every_launch_that_rows_may_name(head_dim: int, launch: Launch) -> None:
     _assert_right(inputs, (out, lse))
 
 
-@pytest.mark.parametrize("launch", HOPPER_LAUNCHES["attention_bwd_hopper"], ids=str)
+@pytest.mark.parametrize("launch", HOPPER_CONFIGS["attention_bwd_hopper"], ids=str)
 @pytest.mark.parametrize("head_dim", [72, 128])
-def test_every_launch_of_the_backward_that_rows_may_name(head_dim: int, launch: Launch) -> None:
+def test_every_launch_of_the_backward_that_rows_may_name(head_dim: int, launch: Config) -> None:
     inputs = _inputs((300, 1, 700), head_dim, 4)
     if _refuses(head_dim, launch):
         with pytest.raises(OutOfResources):
@@ -167,7 +167,7 @@ def test_paths_are_as_explained() -> None:
         with settings(path=path):
             explained[path] = torch_ops.explain(window_attn, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)["path"]
     assert explained == {"auto": "hopper", "hopper": "hopper", "portable": "portable"}
-    for rows, kernel in ((1024, "attention_bwd_hopper"), (512, "attention_bwd_apart")):
+    for rows, kernel in ((1024, "attention_bwd_hopper"), (512, "attention_bwd_small_hopper")):
         few = [tensor[:rows] for tensor in (inputs.q, inputs.k, inputs.v)]
         with settings(path="auto"):
             kernels = torch_ops.explain(window_attn, *few, inputs.cu_seqlens)["kernels"]
@@ -185,7 +185,7 @@ KINDS = ("free", "ordered")
 
 
 def _backward(
-    inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Launch | None = None
+    inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Config | None = None
 ) -> Callable[[], dict[str, Tensor]]:
     """The Hopper backward from this out and lse, of one of KINDS or "apart"; what it leaves unwritten is NaN."""
     given = inputs.options
@@ -202,7 +202,7 @@ def _backward(
         return Backward(*read, *(torch.full_like(tensor, torch.nan) for tensor in (inputs.q, inputs.k, inputs.v)))
 
     with (
-        mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: kind == "apart"),
+        mock.patch.object(attention_hopper_backward, "fits_small", lambda *_: kind == "apart"),
         mock.patch.object(attention_hopper_backward, "choose", lambda *_: (chosen, "this test")),
     ):
         plan = attention_hopper_backward.plan_backward_hopper(tensors(), options)
@@ -216,12 +216,12 @@ def _backward(
 
 
 def _gradients(
-    inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Launch | None = None
+    inputs: WindowAttnInputs, out: Tensor, lse: Tensor, kind: str, launch: Config | None = None
 ) -> dict[str, Tensor]:
     return _backward(inputs, out, lse, kind, launch)()
 
 
-def _assert_gradients_right(inputs: WindowAttnInputs, kind: str, launch: Launch | None = None) -> None:
+def _assert_gradients_right(inputs: WindowAttnInputs, kind: str, launch: Config | None = None) -> None:
     exact = differentiate(references.window_attn, inputs, torch.float64)
     out, lse = exact["out"].to(inputs.q.dtype), exact["lse"].float()
     actual = _gradients(inputs, out, lse, kind, launch)

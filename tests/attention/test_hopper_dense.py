@@ -13,7 +13,7 @@ from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from tests.attention.verify import differentiate, verify, verify_downcast
 from torch_ops import attention, explain, settings
 from torch_ops._attention import hopper_backward as attention_hopper_backward
-from torch_ops._attention.hopper import _forward_order, forward_launch
+from torch_ops._attention.hopper import _forward_order, forward_config
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Forward
 from torch_ops._core.counters import WorkCounters, block_size, work_counters
@@ -59,7 +59,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
     case = DenseCase("ends", "one round", 1, 2 * k_heads, length, head_dim, k_heads, k_length, options=CAUSAL)
     options = AttentionOptions(head_dim**-0.5, right=0)
     inputs = make_dense_inputs(case, torch.bfloat16, "cuda")
-    launch = forward_launch(inputs.q, options, 1)[0]
+    launch = forward_config(inputs.q, options, 1)[0]
     tensors = Forward(inputs.q, inputs.k, inputs.v, None, None, inputs.q, inputs.q)
     assert (_forward_order(tensors, launch, options) == DENSE_ENDS.value) == (launch.block_m == 128)
     _assert_right(case, times=20)
@@ -71,7 +71,7 @@ def test_rows_from_either_end(head_dim: int, length: int, k_length: int) -> None
 def test_gradients(head_dim: int, bounds: str, is_apart: bool) -> None:
     """Whichever backward there would have been for so few tiles."""
     case = DenseCase("grads", "a backward", 2, 6, 500, head_dim, 3, 610, "rows_first", BOUNDS[bounds])
-    with mock.patch.object(attention_hopper_backward, "fits_apart", lambda *_: is_apart):
+    with mock.patch.object(attention_hopper_backward, "fits_small", lambda *_: is_apart):
         _assert_right(case)
 
 
@@ -85,7 +85,7 @@ def _assert_downcast_right(case: DenseCase, dtype: torch.dtype = torch.bfloat16,
     """Checks the tolerance rule for the kernel that casts as it goes, and the same bits each time."""
     inputs = make_dense_inputs(case, torch.float32, "cuda")
     report = inputs.call(partial(explain, attention), options={**inputs.options, "compute_dtype": dtype})
-    assert next(iter(report["kernels"])) == "attention_fwd_cast_hopper"
+    assert next(iter(report["kernels"])) == "attention_fwd_fp32_hopper"
     verify_downcast(inputs, dtype)
     downcast = partial(torch.ops.vk.attention, compute_dtype=dtype)
     first = differentiate(downcast, inputs)

@@ -80,7 +80,7 @@ def test_only_what_is_said_to_be_ready_is_made_before_a_call(session: Session, m
         return table(grid, *sizes)
 
     monkeypatch.setattr(metadata_module, "rotary_table", counted)
-    metadata_module._remembered.cache_clear()
+    metadata_module._cached_metadata.cache_clear()
     counts = {}
     with torch.no_grad():
         scene = make_scene(session, TINY)

@@ -13,7 +13,7 @@ from tests.bench.verify import CPU
 from torch_ops import settings
 from torch_ops._attention import plan as attention
 from torch_ops._attention import portable as attention_portable
-from torch_ops._attention import short as attention_short
+from torch_ops._attention import small_segments
 from torch_ops._core import launch as launch_module
 from torch_ops.bench.measure import timing
 from torch_ops.bench.measure.host import raw_launch
@@ -77,8 +77,8 @@ def test_recorded_launches_repeat_the_call(length: int, monkeypatch: pytest.Monk
     (case,) = find_cases([f"1x{length}x2x16"], CPU)
     inputs = make_inputs(case, torch.float16)
     monkeypatch.setattr(attention_portable, "_attention_fwd_kernel", Kernel())
-    monkeypatch.setattr(attention_short, "_attention_fwd_short_kernel", Kernel())
-    monkeypatch.setattr(attention_short, "_attention_fwd_rest_kernel", Kernel())
+    monkeypatch.setattr(small_segments, "_attention_fwd_small_segments_kernel", Kernel())
+    monkeypatch.setattr(small_segments, "_attention_fwd_long_segments_fallback_kernel", Kernel())
     monkeypatch.setattr(attention, "runs_kernels", lambda tensor: True)
     for module in (attention, launch_module):
         monkeypatch.setattr(module, "gpu", lambda: Gpu("stub", "cuda", 80, 232448))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
-from csrc_free_ops.configs.rows import Launch, Row, as_document, read_rows
+from csrc_free_ops.configs.rows import Config, TunedConfig, as_document, read_rows
 from tests.verify import INTERPRET
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
@@ -23,7 +23,7 @@ from torch_ops.bench.measure.timing import Timer
 from torch_ops.bench.measure.tune import Journal, Measured, Tried, rows_of
 from torch_ops.command import app as cli
 
-SMALL, TALL = Launch(64, 64, 4, 2), Launch(128, 64, 4, 2)
+SMALL, TALL = Config(64, 64, 4, 2), Config(128, 64, 4, 2)
 PROVENANCE = {"gpu": "X", "torch": "2", "triton": "3", "date": "now", "command": "vk", "commit": "c"}
 
 
@@ -31,7 +31,7 @@ def _kernel(length: int, masked: bool = False, name: str = "attention_fwd") -> T
     return TunedKernel(name, False, "bfloat16", 72, masked, length)
 
 
-def _point(length: int, best: Launch, **kernel: Any) -> Measured:
+def _point(length: int, best: Config, **kernel: Any) -> Measured:
     other = TALL if best == SMALL else SMALL
     tried = Tried(other, (2.0, 2.1)), Tried(best, (1.0, 1.1)), Tried(other, note="spills")
     return Measured(_kernel(length, **kernel), tried, "now", "c")
@@ -40,9 +40,9 @@ def _point(length: int, best: Launch, **kernel: Any) -> Measured:
 def test_rows_reach_half_way_to_the_next_length() -> None:
     rows = rows_of([_point(4096, TALL), _point(64, SMALL), _point(1024, SMALL), _point(64, TALL, masked=True)])
     assert rows == [
-        Row("attention_fwd", "bfloat16", 72, SMALL, masked=False, min_length=0, max_length=2048),
-        Row("attention_fwd", "bfloat16", 72, TALL, masked=False, min_length=2048),
-        Row("attention_fwd", "bfloat16", 72, TALL, masked=True),
+        TunedConfig("attention_fwd", "bfloat16", 72, SMALL, masked=False, min_length=0, max_length=2048),
+        TunedConfig("attention_fwd", "bfloat16", 72, TALL, masked=False, min_length=2048),
+        TunedConfig("attention_fwd", "bfloat16", 72, TALL, masked=True),
     ]
 
 
@@ -55,9 +55,9 @@ def test_rows_take_the_longest_call_of_a_length_and_reach_their_own_length() -> 
 
 def test_rows_of_short_kernels_end_with_their_block() -> None:
     """Beyond it other kernels take the call, unless a launch of a larger block is there."""
-    narrow, wide = Launch(32, 32, 4, 1), Launch(64, 64, 4, 1)
+    narrow, wide = Config(32, 32, 4, 1), Config(64, 64, 4, 1)
     points = [
-        Measured(_kernel(length, name="attention_fwd_short"), (Tried(launch, (1.0,)),))
+        Measured(_kernel(length, name="attention_fwd_small_segments"), (Tried(launch, (1.0,)),))
         for length, launch in ((24, narrow), (64, wide))
     ]
     assert [(row.min_length, row.max_length) for row in rows_of(points)] == [(0, 33), (39, 65)]
@@ -84,7 +84,7 @@ def test_two_runs_on_one_file_keep_each_others_points(tmp_path: Path) -> None:
 
 def test_rows_that_others_wrote_stay(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    theirs = Row("attention_bwd_dq", "bfloat16", 72, SMALL)
+    theirs = TunedConfig("attention_bwd_dq", "bfloat16", 72, SMALL)
     file.write_text(json.dumps(as_document([theirs], PROVENANCE)))
     journal = Journal.open(file, PROVENANCE)
     journal.points["a"] = _point(64, SMALL)
@@ -159,11 +159,11 @@ def test_builds_of_the_kernel_that_spill_are_seen(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Launch, ...]]:
+def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Config, ...]]:
     """Two candidates for each kernel."""
     candidates = {
-        "attention_fwd": (Launch(32, 16, 4, 1), Launch(16, 32, 4, 1)),
-        "attention_fwd_short": (Launch(16, 16, 4, 1), Launch(16, 16, 8, 1)),
+        "attention_fwd": (Config(32, 16, 4, 1), Config(16, 32, 4, 1)),
+        "attention_fwd_small_segments": (Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
     }
     for module in (tune, __import__("torch_ops.bench.app", fromlist=["app"])):
         monkeypatch.setattr(module, "CANDIDATES", candidates)
@@ -172,7 +172,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Launch, ...]]:
 
 @pytest.mark.interpret
 @pytest.mark.skipif(not INTERPRET, reason="its candidates are the interpreter's")
-def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch, ...]]) -> None:
+def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Config, ...]]) -> None:
     file = tmp_path / "rows.json"
     arguments = ["tune", "window_attn", "--device", "cpu", "--dtype", "float16", "--rounds", "2", "--out", str(file)]
     first = CliRunner().invoke(app, [*arguments, "--shapes", "1x40x1x16"])
@@ -181,9 +181,9 @@ def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch
     second = CliRunner().invoke(app, [*arguments, "--shapes", "1x40x1x16,2x10x1x16"])
     assert second.exit_code == 0 and "2 points, 1 of them" in second.output
     after = json.loads(file.read_text())["points"]
-    assert set(after) == {"attention_fwd float16 1x40x1x16", "attention_fwd_short float16 2x10x1x16"}
+    assert set(after) == {"attention_fwd float16 1x40x1x16", "attention_fwd_small_segments float16 2x10x1x16"}
     assert after | before == after
-    winner = Launch(**after["attention_fwd float16 1x40x1x16"]["tried"][0]["launch"])
+    winner = Config(**after["attention_fwd float16 1x40x1x16"]["tried"][0]["launch"])
     with torch_ops.settings(rows=str(file)):
         launch, source = choose("attention_fwd", torch.empty(40, 1, 16, dtype=torch.float16), AttentionOptions(1.0), 40)
     assert launch == winner and source.startswith("rows.json: interpreter")
@@ -193,7 +193,7 @@ def test_measures_writes_and_goes_on(tmp_path: Path, few: dict[str, tuple[Launch
 @pytest.mark.skipif(not INTERPRET, reason="its candidates are the interpreter's")
 def test_what_is_timed_is_the_candidate(tmp_path: Path, few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the finals too, which come when no candidate is in force any more."""
-    timed: list[Launch] = []
+    timed: list[Config] = []
 
     def make_timer(work: Any, device: Any) -> Timer:
         def note() -> float:

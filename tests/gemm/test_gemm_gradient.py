@@ -15,7 +15,7 @@ from tests.verify import misaligned
 from torch_ops import mlp, settings
 from torch_ops._core.device import gpu
 from torch_ops._gemm import hopper as gemm_hopper
-from torch_ops._gemm.hopper import count_of_sums
+from torch_ops._gemm.hopper import count_of_column_sums
 from torch_ops._gemm.tensors import Gradient as GradientTensors
 from torch_ops.testing import check, references
 from torch_ops.testing.cases import MlpCase, make_mlp_inputs, outcome
@@ -100,7 +100,9 @@ def test_launches_in_a_row(rows: int) -> None:
     def chain(synchronized: bool) -> tuple[Tensor, ...]:
         made = first.dout.clone(), first.pre.clone(), second.dout.clone(), second.pre.clone()
         dout, first_pre, second_dout, second_pre = made
-        sums = [dout.new_empty((count_of_sums(rows), each.inner), dtype=torch.float32) for each in (first, second)]
+        sums = [
+            dout.new_empty((count_of_column_sums(rows), each.inner), dtype=torch.float32) for each in (first, second)
+        ]
         for _ in range(100):
             plans[0](GradientTensors(dout, first.weight, first_pre, second_dout, second_pre, sums[0]))
             if synchronized:

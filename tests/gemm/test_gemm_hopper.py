@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import cdiv
 
 import torch_ops
-from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, ROUND, tile_launch
+from csrc_free_ops.configs.gemm_hopper import MOST_WITHIN, WAVE, tile_config
 from tests.gemm.verify import Layer, verify_projection
 from tests.verify import misaligned
 from torch_ops import mlp, qkv_rope, settings
@@ -119,17 +119,17 @@ def test_tails_of_rows_and_columns(size: str, rows: int, launches: list[dict[str
 
 @pytest.mark.parametrize("keeps_pre", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tile", ROUND)
+@pytest.mark.parametrize("tile", WAVE)
 def test_every_tile(tile: tuple[int, int], bias: bool, keeps_pre: bool) -> None:
     """Covers a program's last tile, which consumers finish, and earlier tiles, which they hand over."""
     for activation in ("gelu_tanh", "swiglu"):
         # Short tiles alone, all kinds, and for two warpgroups a short one after whole ones.
         for rows in (63, 1000, 1050):
             layer = Layer(activation, 1365, 200, rows, bias=bias, keeps_pre=keeps_pre)
-            layer.verify(tile_launch(*tile))
+            layer.verify(tile_config(*tile))
             with mock.patch.object(gemm_hopper, "programs", lambda index: 4):
                 assert cdiv(rows, tile[0]) * cdiv(1365, tile[1]) > 4
-                layer.verify(tile_launch(*tile))
+                layer.verify(tile_config(*tile))
 
 
 @pytest.mark.parametrize("rows", ROWS)

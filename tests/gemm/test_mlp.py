@@ -171,7 +171,7 @@ def test_a_gradient_with_its_product_may_be_asked_for_where_there_is_none(bias: 
     """A graph that was traced under another setting, or for more rows, asks for it and gets its own kernel's result."""
     dout, pre, weight = (torch.randn(shape, device=device).half() for shape in ((rows, 24), (rows, 40), (24, 40)))
     dpre, h = (torch.full_like(pre, torch.nan) for _ in range(2))
-    sums = torch.full((gemm_hopper.count_of_sums(rows) if bias else 0, 40), torch.nan, device=device)
+    sums = torch.full((gemm_hopper.count_of_column_sums(rows) if bias else 0, 40), torch.nan, device=device)
     with torch_ops.settings(path="portable"):
         t = Gradient(dout, weight, pre, dpre, h, sums)
         gemm.plan_gradient(t, GradientOptions("silu", bias)).launch(t)

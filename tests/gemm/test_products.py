@@ -20,8 +20,15 @@ import torch_ops
 from compile_tests.contract.trace import fake_gpu
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.gemm import pick_product, product_rule
-from csrc_free_ops.configs.gemm_hopper import ROUND, SHORT, linear_launch, rotary_launch, shared_out, tall_tiles
-from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Gpu, Launch, Row, as_document, read_rows
+from csrc_free_ops.configs.gemm_hopper import (
+    SHORT_TILE_COST,
+    WAVE,
+    linear_config,
+    rotary_config,
+    shared_out,
+    tall_tiles,
+)
+from csrc_free_ops.configs.rows import ATEN, PRODUCTS, Config, Gpu, TunedConfig, as_document, read_rows
 from tests.bench.verify import by_case
 from torch_ops._core import plan
 from torch_ops._core.device import SHARED_MEMORY
@@ -44,19 +51,19 @@ pytestmark = pytest.mark.no_interpret
 H200 = Gpu("h200", "cuda", 90, SHARED_MEMORY[90])
 A100 = Gpu("a100", "cuda", 80, SHARED_MEMORY[80])
 CPU = torch.device("cpu")
-WIDE, TALL = Launch(128, 256, 8, 3, 64), Launch(256, 64, 8, 3, 64)
+WIDE, TALL = Config(128, 256, 8, 3, 64), Config(256, 64, 8, 3, 64)
 PROVENANCE = {"gpu": "any", "triton": "3.6.0", "date": "2026-11-23"}
 
 
-def _pick(rows: tuple[Row, ...], n: int, k: int, count: int | None, aten: bool = True) -> Launch:
+def _pick(rows: tuple[TunedConfig, ...], n: int, k: int, count: int | None, aten: bool = True) -> Config:
     return pick_product("gemm", H200, "bfloat16", 2, n, k, count, rows, aten)[0]
 
 
 def test_rows_belong_to_sizes_of_a_weight_and_to_rows_of_x() -> None:
     rows = (
-        Row("gemm", "bfloat16", 0, WIDE, n=4304, k=1152, max_length=1000),
-        Row("gemm", "bfloat16", 0, TALL, n=4304, k=1152, min_length=1000),
-        Row("gemm", "bfloat16", 0, ATEN, k=4304),
+        TunedConfig("gemm", "bfloat16", 0, WIDE, n=4304, k=1152, max_length=1000),
+        TunedConfig("gemm", "bfloat16", 0, TALL, n=4304, k=1152, min_length=1000),
+        TunedConfig("gemm", "bfloat16", 0, ATEN, k=4304),
     )
     rule = product_rule("gemm", H200, 2)
     assert [_pick(rows, 4304, 1152, count) for count in (999, 1000, None)] == [WIDE, TALL, TALL]
@@ -77,9 +84,9 @@ def test_exact_fp32_products_are_pytorch_s_unless_it_may_not(kernel: str, arch: 
 
 def test_rows_of_products_survive_the_file(tmp_path: Path) -> None:
     rows = [
-        Row("gemm", "bfloat16", 0, WIDE, n=4304, k=1152, min_length=5),
-        Row("gemm_pair", "float16", 0, ATEN, n=3456),
-        Row("attention_fwd", "float16", 64, Launch(64, 32, 4, 2)),
+        TunedConfig("gemm", "bfloat16", 0, WIDE, n=4304, k=1152, min_length=5),
+        TunedConfig("gemm_pair", "float16", 0, ATEN, n=3456),
+        TunedConfig("attention_fwd", "float16", 64, Config(64, 32, 4, 2)),
     ]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(as_document(rows, PROVENANCE)))
@@ -97,10 +104,10 @@ def test_rows_of_products_survive_the_file(tmp_path: Path) -> None:
         ("attention_fwd", {"path": "aten"}, "only gemm and gemm_pair can be left to ATen"),
         ("gemm", {"path": "cublas"}, "is no launch: the path that needs none is 'aten'"),
         ("gemm", {**ATEN.entry(), "block_m": 64}, "is no launch"),
-        ("gemm", Launch(64, 64, 4, 3).entry(), "products alone have a block_k"),
-        ("gemm", Launch(64, 64, 4, 3, 48).entry(), "products alone have a block_k, a power of two"),
-        ("attention_fwd", Launch(64, 64, 4, 3, 64).entry(), "products alone have a block_k"),
-        ("gemm_pair", Launch(64, 48, 4, 3, 64).entry(), "rows, columns and warps are powers of two"),
+        ("gemm", Config(64, 64, 4, 3).entry(), "products alone have a block_k"),
+        ("gemm", Config(64, 64, 4, 3, 48).entry(), "products alone have a block_k, a power of two"),
+        ("attention_fwd", Config(64, 64, 4, 3, 64).entry(), "products alone have a block_k"),
+        ("gemm_pair", Config(64, 48, 4, 3, 64).entry(), "rows, columns and warps are powers of two"),
     ],
 )
 def test_a_launch_that_no_product_takes_is_refused(kernel: str, launch: dict, message: str, tmp_path: Path) -> None:
@@ -167,7 +174,7 @@ def _bench_on_cuda(bench: OpBench) -> OpBench:
     return dataclasses.replace(bench, inputs=lambda *args: _on_cuda(bench.inputs(*args)), kernels=kernels)
 
 
-@pytest.mark.parametrize("tile", ROUND, ids=str)
+@pytest.mark.parametrize("tile", WAVE, ids=str)
 def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
     """As the kernel counts them, whole ones first; and no program takes longer than it would with whole tiles alone."""
     mixed = 0
@@ -189,11 +196,11 @@ def test_tiles_have_every_row_once(tile: tuple[int, int]) -> None:
         assert ends[-1] >= total and (count == 1 or ends[-2] < total)
         whole = -(-total // rows)
         mixed += tall < whole - 1
-        cost = ROUND.get((short, tile[1]), SHORT * ROUND[tile])
-        costs = [ROUND[tile]] * (tall * across) + [cost] * ((count - tall) * across)
+        cost = WAVE.get((short, tile[1]), SHORT_TILE_COST * WAVE[tile])
+        costs = [WAVE[tile]] * (tall * across) + [cost] * ((count - tall) * across)
         time = longest(costs, tall * across)
         assert shared_out(tile, total, n, 132) == (pytest.approx(time), tall)
-        assert time <= longest([ROUND[tile]] * (whole * across), whole * across) + 1e-9
+        assert time <= longest([WAVE[tile]] * (whole * across), whole * across) + 1e-9
     assert mixed
 
 
@@ -204,10 +211,10 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         report = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None)
         assert report["path"] == "hopper"
         assert report["why"] == "h200 is a Hopper GPU; left to PyTorch: gemm 1152x4304"
-        tile = linear_launch(784, 4304, 132)
+        tile = linear_config(784, 4304, 132)
         assert report["kernels"]["gemm_hopper 4304x1152"]["launch"] == tile.entry()
         gated = torch_ops.explain(torch_ops.mlp, x, w1, None, w2, None, "swiglu", w_up=w1)
-        tile = linear_launch(784, 8608, 132)
+        tile = linear_config(784, 8608, 132)
         assert gated["kernels"]["gemm_hopper 8608x1152"]["launch"] == tile.entry()
         for shape in ((784, 1152), (2, 392, 1152)):
             odd = _off_16_bytes(*shape)
@@ -215,7 +222,7 @@ def test_explain_says_the_path_and_the_tile_on_hopper() -> None:
         weight, table = _new(3456, 1152), _new(784, 72, dtype=torch.float32)
         report = torch_ops.explain(torch_ops.qkv_rope, x, weight, None, table, table, 16)
         assert report["path"] == "hopper" and report["why"] == "h200 is a Hopper GPU"
-        assert report["kernels"]["gemm_hopper 3456x1152"]["launch"] == rotary_launch(72).entry()
+        assert report["kernels"]["gemm_hopper 3456x1152"]["launch"] == rotary_config(72).entry()
         for op, *args in (
             (torch_ops.mlp, _new(196, 1152), w1, None, w2, None),
             (torch_ops.qkv_rope, _new(448, 1152), weight, None, *[table.narrow(0, 0, 448)] * 2, 16),
@@ -322,7 +329,7 @@ def test_explain_says_which_products_are_pytorch_s(tmp_path: Path) -> None:
     inputs = _on_cuda(make_mlp_inputs(next(case for case in MLP if case.name == "swiglu"), torch.bfloat16))
     args = inputs.call(lambda *args: args)
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps(as_document([Row("gemm", "bfloat16", 0, ATEN, n=32, k=68)], PROVENANCE)))
+    path.write_text(json.dumps(as_document([TunedConfig("gemm", "bfloat16", 0, ATEN, n=32, k=68)], PROVENANCE)))
     with torch_ops.settings(rows=str(path), path="auto"):
         report = torch_ops.explain(torch_ops.mlp, *args)
         assert report["path"] == "portable" and report["why"] == "left to PyTorch: gemm 32x68"
@@ -359,14 +366,14 @@ def test_every_product_is_a_point_to_tune(bench: OpBench, name: str, found: set[
 
 
 def test_tuned_rows_are_of_a_weight() -> None:
-    def point(length: int, k: int, launch: Launch) -> Measured:
+    def point(length: int, k: int, launch: Config) -> Measured:
         return Measured(TunedKernel("gemm", False, "bfloat16", 0, False, length, 64, k), (Tried(launch, (1.0,)),))
 
     points = [point(1024, 32, WIDE), point(4096, 32, ATEN), point(1024, 48, TALL)]
     assert rows_of(points) == [
-        Row("gemm", "bfloat16", 0, WIDE, max_length=2048, n=64, k=32),
-        Row("gemm", "bfloat16", 0, ATEN, min_length=2048, n=64, k=32),
-        Row("gemm", "bfloat16", 0, TALL, n=64, k=48),
+        TunedConfig("gemm", "bfloat16", 0, WIDE, max_length=2048, n=64, k=32),
+        TunedConfig("gemm", "bfloat16", 0, ATEN, min_length=2048, n=64, k=32),
+        TunedConfig("gemm", "bfloat16", 0, TALL, n=64, k=48),
     ]
     for each in points:
         assert Measured.of(json.loads(json.dumps(each.entry()))) == each

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import torch_ops
-from csrc_free_ops.configs.rows import ATEN, Row, as_document
+from csrc_free_ops.configs.rows import ATEN, TunedConfig, as_document
 from tests.verify import INTERPRET, assert_no_second_derivative, assert_no_tangent, assert_waits_for_nothing, misaligned
 from torch_ops import qkv_rope
-from torch_ops._gemm.hopper import count_of_sums, plan_linear_hopper
+from torch_ops._gemm.hopper import count_of_column_sums, plan_linear_hopper
 from torch_ops._gemm.plan import plan_gradient, plan_linear
 from torch_ops._gemm.portable import padded
 from torch_ops._gemm.tensors import Gradient as GradientTensors
@@ -64,7 +64,7 @@ class Projection:
 @contextlib.contextmanager
 def left_to_pytorch(kernels: tuple[str, ...], dtype: torch.dtype, folder: Path) -> Iterator[None]:
     """Within, launch rows leave the products of these kernels to PyTorch."""
-    rows = [Row(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in kernels]
+    rows = [TunedConfig(name, str(dtype).removeprefix("torch."), 0, ATEN) for name in kernels]
     file = folder / "rows.json"
     file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
     with torch_ops.settings(path="auto", rows=str(file)):
@@ -257,7 +257,7 @@ class Gradient:
     def run(self, plan: Callable[..., None]) -> dict[str, Tensor]:
         """Unwritten memory is NaN."""
         dpre, h = (torch.full_like(self.pre, torch.nan) for _ in range(2))
-        sums = self.pre.new_full((count_of_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
+        sums = self.pre.new_full((count_of_column_sums(len(self.pre)), self.inner), torch.nan, dtype=torch.float32)
         plan(GradientTensors(self.dout, self.weight, self.pre, dpre, h, sums))
         results = {"dpre": dpre, "h": h}
         return results | {"db": sums.sum(0).to(self.pre.dtype)} if self.bias else results

@@ -15,7 +15,7 @@ from csrc_free_ops.attention.portable.fwd import _attention_fwd_kernel
 from csrc_free_ops.configs.attention import covered_width, split_head_dim
 from csrc_free_ops.configs.norms import norm_programs, norm_tail, parameters_early
 from csrc_free_ops.configs.pick import pick, rule
-from csrc_free_ops.configs.rows import Gpu, Launch, Row, as_document, read_rows, shipped_rows
+from csrc_free_ops.configs.rows import Config, Gpu, TunedConfig, as_document, read_rows, shipped_rows
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import mean_length
@@ -53,7 +53,7 @@ def test_parts_hold_every_column_once(head_dim: int, itemsize: int) -> None:
 def test_shipped_rows_come_before_the_rule_and_user_rows_before_them() -> None:
     launch, source = pick("attention_fwd", H200, "bfloat16", 2, 72, False, 1024)
     assert launch in {row.launch for row in shipped_rows("h200")} and "h200.json" in source
-    own = Row("attention_fwd", "bfloat16", 72, Launch(16, 16, 1, 1), source="mine")
+    own = TunedConfig("attention_fwd", "bfloat16", 72, Config(16, 16, 1, 1), source="mine")
     assert pick("attention_fwd", H200, "bfloat16", 2, 72, False, 1024, (own,)) == (own.launch, "mine")
     launch, source = pick("attention_fwd", UNKNOWN, "bfloat16", 2, 72, False, 1024)
     assert launch == rule("attention_fwd", UNKNOWN, 2, 72) and "unmeasured" in source
@@ -61,9 +61,9 @@ def test_shipped_rows_come_before_the_rule_and_user_rows_before_them() -> None:
 
 def test_rows_are_chosen_by_length_and_flags() -> None:
     rows = (
-        Row("k", "float16", 64, Launch(1, 1, 1, 1), max_length=100),
-        Row("k", "float16", 64, Launch(2, 2, 2, 2), causal=True, min_length=100),
-        Row("k", "float16", 64, Launch(3, 3, 3, 3), min_length=100),
+        TunedConfig("k", "float16", 64, Config(1, 1, 1, 1), max_length=100),
+        TunedConfig("k", "float16", 64, Config(2, 2, 2, 2), causal=True, min_length=100),
+        TunedConfig("k", "float16", 64, Config(3, 3, 3, 3), min_length=100),
     )
 
     def chosen(causal: bool, length: int | None) -> int:
@@ -74,12 +74,12 @@ def test_rows_are_chosen_by_length_and_flags() -> None:
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
-    rows = [Row("attention_fwd", "float16", 64, Launch(64, 32, 4, 2), causal=True, min_length=5, max_length=9)]
+    rows = [TunedConfig("attention_fwd", "float16", 64, Config(64, 32, 4, 2), causal=True, min_length=5, max_length=9)]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(as_document(rows, {"gpu": "X", "triton": "3.6.0", "date": "2026-11-20"})))
     (row,) = read_rows(path)
     assert row.source == "rows.json: X, triton 3.6.0, 2026-11-20" and row.gpu == "x"
-    assert Row(**{**vars(row), "source": "", "gpu": ""}) == rows[0]
+    assert TunedConfig(**{**vars(row), "source": "", "gpu": ""}) == rows[0]
 
 
 @pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
@@ -141,7 +141,7 @@ def test_settings_and_sources_enter_the_key_of_compiled_artefacts() -> None:
 def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_ops._core.launch.gpu", lambda: H200)
     path = tmp_path / "rows.json"
-    row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
+    row = TunedConfig("attention_fwd", "float16", 64, Config(16, 16, 1, 1))
     q = torch.empty(10, 1, 64, dtype=torch.float16)
     assert choose("attention_fwd", q, AttentionOptions(1.0), 10)[0] != row.launch
     for gpu, taken in (("NVIDIA H200", True), ("any", True), ("NVIDIA A100-SXM4-80GB", False)):
@@ -157,16 +157,16 @@ def test_a_user_row_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "row",
     [
-        Row("attention_fwd_short", "float16", 64, Launch(48, 48, 4, 1)),
-        Row("attention_fwd_short", "float16", 64, Launch(64, 32, 4, 1)),
-        Row("attention_fwd", "float16", 64, Launch(8, 64, 4, 1)),
-        Row("attention_fwd", "float16", 64, Launch(64, 64, 3, 1)),
-        Row("attention_bwd_hopper", "float16", 64, Launch(128, 128, 8, 2)),
-        Row("attention_fwd", "float16", 64, Launch(64, 64, 4, 0)),
-        Row("attention_fwd", "float16", 64, Launch(64, 64, 64, 2)),
+        TunedConfig("attention_fwd_small_segments", "float16", 64, Config(48, 48, 4, 1)),
+        TunedConfig("attention_fwd_small_segments", "float16", 64, Config(64, 32, 4, 1)),
+        TunedConfig("attention_fwd", "float16", 64, Config(8, 64, 4, 1)),
+        TunedConfig("attention_fwd", "float16", 64, Config(64, 64, 3, 1)),
+        TunedConfig("attention_bwd_hopper", "float16", 64, Config(128, 128, 8, 2)),
+        TunedConfig("attention_fwd", "float16", 64, Config(64, 64, 4, 0)),
+        TunedConfig("attention_fwd", "float16", 64, Config(64, 64, 64, 2)),
     ],
 )
-def test_a_launch_that_no_kernel_takes_is_refused(row: Row, tmp_path: Path) -> None:
+def test_a_launch_that_no_kernel_takes_is_refused(row: TunedConfig, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "3.6.0", "date": "2026-11-20"})))
     before = torch_ops.settings.generation
@@ -180,7 +180,7 @@ def test_a_launch_that_no_kernel_takes_is_refused(row: Row, tmp_path: Path) -> N
 )
 def test_a_row_of_wrong_types_is_refused(name: str, value: object, tmp_path: Path) -> None:
     """When it is read, and not by a call that it would fit."""
-    row = Row("attention_fwd", "float16", 64, Launch(16, 16, 1, 1))
+    row = TunedConfig("attention_fwd", "float16", 64, Config(16, 16, 1, 1))
     document = as_document([row], {"gpu": "any", "triton": "3.6.0", "date": "2026-11-20"})
     entry = document["rows"][0]
     (entry["launch"] if name in entry["launch"] else entry)[name] = value
@@ -339,7 +339,7 @@ def test_parts_of_a_norm_s_row_hold_it_and_little_more(width: int, covered: int)
 
 @pytest.mark.parametrize(("sums", "together"), [(False, 6), (True, 2)])
 def test_programs_of_a_norm_take_equally_many_tiles(sums: bool, together: int) -> None:
-    launch = Launch(2, 512, 4, 1)
+    launch = Config(2, 512, 4, 1)
     most = together * H200.multiprocessors
     assert norm_programs(H200, launch, None, sums) == norm_programs(H200, launch, 6 * most, sums) == most
     assert norm_programs(H200, launch, 2 * most + 2, sums) == (most + 2) // 2
@@ -348,16 +348,16 @@ def test_programs_of_a_norm_take_equally_many_tiles(sums: bool, together: int) -
 
 def test_parameters_of_a_norm_come_early_where_all_rows_fit_at_once() -> None:
     rows = 24 * H200.multiprocessors
-    for launch in (Launch(4, 256, 4, 1), Launch(1, 256, 1, 1)):
+    for launch in (Config(4, 256, 4, 1), Config(1, 256, 1, 1)):
         assert [parameters_early(H200, launch, some) for some in (rows, rows + 1, None)] == [True, False, False]
-    assert not parameters_early(H200, Launch(1, 1024, 4, 1), rows)
+    assert not parameters_early(H200, Config(1, 1024, 4, 1), rows)
 
 
 def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> None:
-    few, many = Launch(1, 128, 1, 1), Launch(8, 256, 8, 1)
+    few, many = Config(1, 128, 1, 1), Config(8, 256, 8, 1)
     rows = [
-        Row("norm_fwd", "bfloat16", 1152, few, max_length=1000),
-        Row("norm_fwd", "bfloat16", 1152, many, min_length=1000),
+        TunedConfig("norm_fwd", "bfloat16", 1152, few, max_length=1000),
+        TunedConfig("norm_fwd", "bfloat16", 1152, many, min_length=1000),
     ]
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})))
@@ -365,8 +365,8 @@ def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> 
     found = [pick("norm_fwd", UNKNOWN, "bfloat16", 2, 1152, False, count, own)[0] for count in (784, 25088, None)]
     assert found == [few, many, many]
     assert "rule" in pick("norm_fwd", UNKNOWN, "bfloat16", 2, 768, False, 784, own)[1]
-    for bad in (Launch(3, 128, 1, 1), Launch(1, 8, 1, 1), Launch(1, 128, 3, 1)):
-        row = Row("norm_fwd", "bfloat16", 1152, bad)
+    for bad in (Config(3, 128, 1, 1), Config(1, 8, 1, 1), Config(1, 128, 3, 1)):
+        row = TunedConfig("norm_fwd", "bfloat16", 1152, bad)
         file.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "any", "date": "now"})))
         with pytest.raises(ValueError, match="is no launch"):
             read_rows(file)
@@ -374,8 +374,10 @@ def test_rows_of_norms_are_keyed_by_width_and_number_of_rows(tmp_path: Path) -> 
 
 def test_rows_of_the_rotation_hold_an_element_for_each_thread(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    for launch, fits in ((Launch(2, 64, 4, 1), True), (Launch(1, 64, 4, 1), False)):
-        document = as_document([Row("rope", "bfloat16", 72, launch)], {"gpu": "any", "triton": "any", "date": "now"})
+    for launch, fits in ((Config(2, 64, 4, 1), True), (Config(1, 64, 4, 1), False)):
+        document = as_document(
+            [TunedConfig("rope", "bfloat16", 72, launch)], {"gpu": "any", "triton": "any", "date": "now"}
+        )
         file.write_text(json.dumps(document))
         if fits:
             own = read_rows(file)

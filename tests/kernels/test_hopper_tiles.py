@@ -8,16 +8,16 @@ from csrc_free_ops.configs.attention import covered_width
 from csrc_free_ops.configs.attention_hopper import (
     HEAD_DIMS,
     forward_rule,
-    one_segment_launch,
+    one_segment_config,
     overlaps,
     pairs_ends,
     registers,
 )
-from csrc_free_ops.configs.rows import HOPPER_LAUNCHES, Launch, shipped_rows
+from csrc_free_ops.configs.rows import HOPPER_CONFIGS, Config, shipped_rows
 
 pytestmark = pytest.mark.no_interpret
 
-FORWARD = HOPPER_LAUNCHES["attention_fwd_hopper"]
+FORWARD = HOPPER_CONFIGS["attention_fwd_hopper"]
 # Rows and keys of a tile, and stages, on 132 multiprocessors; keys: head dimension, and rows of one segment of 16
 # heads.
 ONE_SEGMENT = {
@@ -33,15 +33,15 @@ ONE_SEGMENT = {
 def test_one_segment_takes_the_tile_that_is_done_first(head_dim: int) -> None:
     long = forward_rule(covered_width(head_dim, 2), False)
     for rows, tile in ONE_SEGMENT[head_dim].items():
-        launch = one_segment_launch(long, head_dim, rows, 16, 132, False, False)
+        launch = one_segment_config(long, head_dim, rows, 16, 132, False, False)
         assert (*launch.tile, launch.num_stages) == tile, rows
 
 
 def test_narrow_heads_of_a_masked_batch_take_low_tiles_from_the_second_wave_on() -> None:
-    long = Launch(192, 64, 12, 3)
-    assert one_segment_launch(long, 64, 1024, 128, 132, True, True) == Launch(128, 128, 8, 3)
-    assert one_segment_launch(long, 64, 1024, 16, 132, True, True) == Launch(128, 64, 8, 3)
-    assert one_segment_launch(long, 64, 1024, 128, 132, True, False) == long
+    long = Config(192, 64, 12, 3)
+    assert one_segment_config(long, 64, 1024, 128, 132, True, True) == Config(128, 128, 8, 3)
+    assert one_segment_config(long, 64, 1024, 16, 132, True, True) == Config(128, 64, 8, 3)
+    assert one_segment_config(long, 64, 1024, 128, 132, True, False) == long
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -51,7 +51,7 @@ def test_every_choice_is_a_launch_that_the_kernel_has_with_registers_for_it(head
         row.launch for row in shipped_rows("h200") if (row.kernel, row.head_dim) == ("attention_fwd_hopper", head_dim)
     }
     chosen = {
-        one_segment_launch(long, head_dim, rows, heads, programs, masked, dense)
+        one_segment_config(long, head_dim, rows, heads, programs, masked, dense)
         for long in {tiles.unmasked, tiles.masked, *measured}
         for rows in (1, 200, 1024, 2048, 2304, 16384)
         for heads in (1, 16, 100)

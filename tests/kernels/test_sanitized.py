@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from csrc_free_ops.configs.gemm_hopper import ROUND, tile_launch
+from csrc_free_ops.configs.gemm_hopper import WAVE, tile_config
 from tests.attention.verify import verify, verify_decode
 from tests.gemm.verify import Gradient, Layer, verify_projection
 from torch_ops import explain, settings, window_attn
@@ -78,7 +78,7 @@ APART = [
 def test_gradients_apart_are_right(case: WindowAttnCase, device: str) -> None:
     inputs = make_inputs(case, torch.bfloat16, device)
     with settings(path="hopper"):
-        assert "attention_bwd_apart" in inputs.call(partial(explain, window_attn))["kernels"]
+        assert "attention_bwd_small_hopper" in inputs.call(partial(explain, window_attn))["kernels"]
         verify(inputs)
 
 
@@ -105,10 +105,10 @@ def few_programs() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tile", ROUND, ids=str)
+@pytest.mark.parametrize("tile", WAVE, ids=str)
 def test_products_are_right(tile: tuple[int, int], bias: bool) -> None:
     for activation in ("gelu_tanh", "swiglu"):
-        Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_launch(*tile))
+        Layer(activation, 900, 200, 500, bias=bias, keeps_pre=bias).verify(tile_config(*tile))
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -53,7 +53,7 @@ def test_delta_counters_and_sums(
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
-        STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, UNIT=8, HAS_DLSE=has_dlse,
+        STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, STRIDE_UNIT=8, HAS_DLSE=has_dlse,
         HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, DQ_ACCS=lanes, ONE_SEGMENT=False,
         OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(head_dim),
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_one_segment_is_found_without_a_search(begin: int, end: int, keys: tuple
         counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
         _attention_bwd_delta_kernel[(tiles, heads)](
             out, lse, dout, lse, cu_q, cu_k, *made, counts, 8, 8, total, 50, 1, 0, 0,
-            STRIDE_OT=heads * 64, STRIDE_DOT=heads * 64, UNIT=8, HAS_DLSE=True, HAS_LEFT=False, HAS_RIGHT=True,
+            STRIDE_OT=heads * 64, STRIDE_DOT=heads * 64, STRIDE_UNIT=8, HAS_DLSE=True, HAS_LEFT=False, HAS_RIGHT=True,
             ORDERED=True, DQ_ACCS=1, ONE_SEGMENT=one, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
         )  # fmt: skip
         found.append([*made, counts])
@@ -125,7 +125,7 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, total, total, segments, 0, 0,
-        STRIDE_OT=64, STRIDE_DOT=64, UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
+        STRIDE_OT=64, STRIDE_DOT=64, STRIDE_UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
         DQ_ACCS=1, ONE_SEGMENT=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
     assert counts[-1].item() == (falling != "neither")

@@ -15,11 +15,11 @@ from csrc_free_ops.attention.hopper.dq_order import (
     semaphore_value,
     start_block_of,
 )
-from csrc_free_ops.tiles.images import from_merged, place_rows_in_frames, to_merged
+from csrc_free_ops.tiles.images import from_merged, locate_rows_in_frames, to_merged
 from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
-from csrc_free_ops.tiles.rope import count_tiles, first_columns, place_pairs
+from csrc_free_ops.tiles.rope import count_tiles, first_columns, locate_pairs
 from csrc_free_ops.tiles.scores import exp, natural_lse, tanh
-from csrc_free_ops.tiles.segments import narrow_segments, place_tile, probe_segments
+from csrc_free_ops.tiles.segments import locate_tile, narrow_segments, probe_segments
 from tests.verify import INTERPRET
 from torch_ops.testing.cases import cumulative
 
@@ -40,7 +40,7 @@ def _locate_kernel(cu_ptr, other_ptr, out_ptr, num_segments, total, total_other,
         segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
-    found = place_tile(
+    found = locate_tile(
         tl.load(cu_ptr + before, mask=segment > 0, other=0),
         tl.load(cu_ptr + behind, mask=segment <= num_segments, other=total),
         tl.load(other_ptr + before), tl.load(other_ptr + behind), segment, total, total_other, tile, BLOCK,
@@ -160,16 +160,16 @@ def test_tiles_take_turns_at_a_block(
 
 
 @triton.jit
-def _lanes_kernel(out_ptr, longest_ptr, tiles, blocks, total, ROUND: tl.constexpr, BLOCK: tl.constexpr):
+def _lanes_kernel(out_ptr, longest_ptr, tiles, blocks, total, WAVE: tl.constexpr, BLOCK: tl.constexpr):
     distance = acc2_distance(total, BLOCK)
-    tl.store(longest_ptr, acc2_blocks(tiles - 1, blocks, distance, ROUND))
+    tl.store(longest_ptr, acc2_blocks(tiles - 1, blocks, distance, WAVE))
     for tile in range(tiles):
-        lead = start_block_of(tile, blocks, distance, ROUND)
+        lead = start_block_of(tile, blocks, distance, WAVE)
         for step in range(blocks):
             place = out_ptr + (tile * blocks + step) * 3
             tl.store(place, block_of_step(step, lead, blocks))
             tl.store(place + 1, (step < lead).to(tl.int32))
-            tl.store(place + 2, semaphore_value(tile, step, lead, blocks, distance, ROUND))
+            tl.store(place + 2, semaphore_value(tile, step, lead, blocks, distance, WAVE))
 
 
 @pytest.mark.parametrize("together", [2, 3, 8, 33])
@@ -182,7 +182,7 @@ def test_tiles_take_turns_in_two_lanes(tiles: int, length: int, total: int, toge
     blocks, distance = -(-length // block), (-(-total // block) - 1) // 2
     out = torch.zeros(tiles, blocks, 3, dtype=torch.int32, device=device)
     longest = torch.zeros(1, dtype=torch.int32, device=device)
-    _lanes_kernel[(1,)](out, longest, tiles, blocks, total, ROUND=together, BLOCK=block)
+    _lanes_kernel[(1,)](out, longest, tiles, blocks, total, WAVE=together, BLOCK=block)
     came: dict[tuple[int, int], list[int]] = {}
     for tile, steps in enumerate(out.tolist()):
         assert sorted(step[0] for step in steps) == list(range(blocks))
@@ -259,7 +259,7 @@ def test_tanh_is_accurate_near_zero_and_far_out(device: str) -> None:
 @triton.jit
 def _pairs_kernel(out_ptr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
-    part, pairs, valid, begin = place_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK)
+    part, pairs, valid, begin = locate_pairs(tile, NUM_HEADS, NUM_K_HEADS, HALF, BLOCK)
     columns = tl.where(valid, begin + first_columns(pairs, HALF), -1)
     tl.store(out_ptr + tile * (BLOCK + 2) + tl.arange(0, BLOCK), columns)
     tl.store(out_ptr + tile * (BLOCK + 2) + BLOCK, part)
@@ -289,7 +289,7 @@ def test_pairs_cover_every_head_of_q_k_and_v_once(heads: int, k_heads: int, half
 def _place_kernel(grid_ptr, out_ptr, total, num_images, MERGE: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     rows = first + tl.arange(0, BLOCK)
-    inside, frame, index, h, w = place_rows_in_frames(
+    inside, frame, index, h, w = locate_rows_in_frames(
         grid_ptr, rows, tl.minimum(first + BLOCK, total) - 1, num_images, total
     )
     row, col = from_merged(index, w, MERGE)

@@ -33,7 +33,7 @@ from torch_ops.models import (
 from torch_ops.models._blocks import VisionBlock
 from torch_ops.models._chunks import split_images
 from torch_ops.models.families import FAMILIES, vision_config_of
-from torch_ops.models.vision_metadata import REMEMBERED, precomputed_metadata
+from torch_ops.models.vision_metadata import CACHE_SIZE, precomputed_metadata
 from torch_ops.testing import assert_close_to_reference, check, check_draws
 from torch_ops.testing.tolerance import Draw
 
@@ -313,7 +313,7 @@ def test_metadata_is_remembered_and_bounded() -> None:
     assert not any(tensor.is_inference() or tensor._is_view() for _, tensor in first.tensors())
     assert vision_metadata(IMAGES, replace(sizes, theta=100.0)) is not first
     assert vision_metadata(IMAGES, sizes, padding=Padding(rows=1000)) is not first
-    for width in range(1, REMEMBERED + 1):
+    for width in range(1, CACHE_SIZE + 1):
         vision_metadata(torch.tensor([[1, 2, 2 * width]]), sizes)
     assert vision_metadata(IMAGES, sizes) is not first
 

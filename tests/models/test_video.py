@@ -20,7 +20,7 @@ from torch_ops.command.inputs import frame_files
 from torch_ops.models import from_transformers, vision_metadata
 from torch_ops.models.qwen_vl import image_processor, open_frames, open_image, preprocess
 from torch_ops.models.video import preprocess_video
-from torch_ops.models.vision_metadata import _remembered
+from torch_ops.models.vision_metadata import _cached_metadata
 
 pytestmark = pytest.mark.no_interpret
 
@@ -134,7 +134,7 @@ def peak_on_a_cpu(encoder: Any, *args: Any, **options: Any) -> tuple[int, dict[s
 def peak_on_a_gpu(encoder: Any, *args: Any, **options: Any) -> tuple[int, dict[str, Tensor]]:
     """The requested bytes; the allocator's blocks are larger by up to 1 MB."""
     encoder(*args, **options)
-    _remembered.cache_clear()
+    _cached_metadata.cache_clear()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]

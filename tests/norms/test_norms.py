@@ -19,7 +19,7 @@ from tests.testing.interpreter import with_dtypes
 from tests.verify import DTYPES, GPU, INTERPRET, misaligned
 from torch_ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch_ops._core.device import gpu
-from torch_ops._norms.portable import norm_launch
+from torch_ops._norms.portable import norm_config
 from torch_ops.testing import check, check_draws, poisoned, redrawn, references
 from torch_ops.testing.cases import NORM_LAYOUTS, NormCase, NormInputs, make_norm_inputs, norm_cases
 from torch_ops.testing.tolerance import Draw
@@ -133,7 +133,7 @@ def test_a_sum_is_normed_as_it_was_rounded(op: str, name: str, device: str) -> N
 def test_programs_add_up_rows_of_many_columns(op: str, device: str) -> None:
     """A program keeps the sums of rows wider than registers in memory, where other threads add than before."""
     inputs = make_norm_inputs(op, NormCase("in_turn", "rows in turn", (700,), 8300), torch.bfloat16, device)
-    launch, _ = norm_launch("norm_bwd_wide", inputs.x)
+    launch, _ = norm_config("norm_bwd_wide", inputs.x)
     assert norm_programs(gpu(), launch, 700, True) < 700
     verify(op, inputs)
 

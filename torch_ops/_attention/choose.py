@@ -9,7 +9,7 @@ from torch import Tensor
 
 from csrc_free_ops.configs.attention import attention_products, split_head_dim
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch, Row
+from csrc_free_ops.configs.rows import Config, TunedConfig
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.checks import dtype_name
@@ -19,9 +19,9 @@ from torch_ops.settings import settings
 
 
 def choose(
-    kernel: str, q: Tensor, options: AttentionOptions, length: int | None, own_rows: tuple[Row, ...] | None = None,
-    precision: str | None = None,
-) -> tuple[Launch, str]:  # fmt: skip
+    kernel: str, q: Tensor, options: AttentionOptions, length: int | None,
+    own_rows: tuple[TunedConfig, ...] | None = None, precision: str | None = None,
+) -> tuple[Config, str]:  # fmt: skip
     """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
     device = current_gpu()
     busy = options.alibi > 0 or options.dropout > 0
@@ -66,13 +66,15 @@ def slopes_stride(q: Tensor, options: AttentionOptions) -> int:
 
 
 def constants_of(
-    t: Forward | Backward, options: AttentionOptions, launch: Launch, unit: int, steps: int, precision: str
+    t: Forward | Backward, options: AttentionOptions, launch: Config, stride_unit: int, score_mods: int, precision: str
 ) -> dict[str, Any]:
     q, k = t.q, t.k
     main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize, precision)
     return {
-        "UNIT": unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail, "GROUP": q.shape[1] // k.shape[1],
-        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "STEPS": steps,
+        "STRIDE_UNIT": stride_unit, "HEAD_DIM": q.shape[-1], "MAIN": main, "TAIL": tail,
+       
+        "GROUP": q.shape[1] // k.shape[1],
+        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "SCORE_MODS": score_mods,
         "PRECISION": precision,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,

@@ -92,7 +92,7 @@ def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int =
     assert cu_q is not None
     heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    plain = not options.masked and not options.steps and q.shape[1] == heads
+    plain = not options.masked and not options.score_mods and q.shape[1] == heads
     if plain:
         # PyTorch's kernel takes it that columns are contiguous, and reads past the tensor where they are not.
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))

@@ -11,8 +11,8 @@ from csrc_free_ops.attention.portable.decode import _attention_decode_combine_ke
 from csrc_free_ops.configs.attention import covered_width, split_head_dim
 from csrc_free_ops.configs.decode import INVARIANT_KEYS, decode_splits
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch
-from csrc_free_ops.tiles.steps import SINKS
+from csrc_free_ops.configs.rows import Config
+from csrc_free_ops.tiles.score_mod import SINKS
 from torch_ops._attention.decode_checks import MOST_QUERIES, out_strides
 from torch_ops._attention.decode_cpu import decode_cpu
 from torch_ops._attention.options import AttentionOptions
@@ -36,7 +36,7 @@ class Share:
     programs share the keys that a tile sees.
     """
 
-    launch: Launch
+    launch: Config
     source: str
     is_prefix: bool
     groups: int
@@ -97,16 +97,16 @@ def shares_of(call: Any) -> dict[str, Share]:
     return {**shares, kernel: own}
 
 
-def combining(width: int) -> Launch:
-    """Launch of the second kernel: one row, and enough warps to hold the parts under way in registers."""
-    return Launch(1, width, next_power_of_2(cdiv(width, 96)), 1)
+def combining(width: int) -> Config:
+    """Config of the second kernel: one row, and enough warps to hold the parts under way in registers."""
+    return Config(1, width, next_power_of_2(cdiv(width, 96)), 1)
 
 
 def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
-    """As `head_strides` of packed tensors: UNIT, and in it what is between blocks and between heads of k and of v."""
+    """As `head_strides` of packed tensors: STRIDE_UNIT, and in it strides of blocks and of heads of k and v."""
     strides = [tensor.stride(dim) for tensor in (k, v) for dim in (0, 1)]
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    return unit, tuple(stride // unit for stride in strides)
+    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return stride_unit, tuple(stride // stride_unit for stride in strides)
 
 
 class Decode(NamedTuple):
@@ -148,7 +148,7 @@ def plan_decode(t: Decode, call: Any) -> Plan:
     combine = combining(covered_width(head_dim, q.dtype.itemsize))
     overlap = can_overlap()
     combine_constants = {
-        **_columns(q), "NATURAL": q.dtype is torch.float32, "STEPS": options.steps, "OVERLAPS": overlap,
+        **_columns(q), "NATURAL": q.dtype is torch.float32, "SCORE_MODS": options.score_mods, "OVERLAPS": overlap,
         "num_warps": combine.num_warps, "num_stages": combine.num_stages, **({"launch_pdl": True} if overlap else {}),
     }  # fmt: skip
     add_up = Bound(
@@ -167,17 +167,17 @@ def plan_decode(t: Decode, call: Any) -> Plan:
                 each.contiguous() for each in (lengths, table, slopes, sinks, key_lengths)
             )
         setting = precision_of(q)
-        parts, exponents = out, lse
+        partial_out, exponents = out, lse
         if not whole:
-            parts = q.new_empty((splits, total_rows, head_dim), dtype=torch.float32)
+            partial_out = q.new_empty((splits, total_rows, head_dim), dtype=torch.float32)
             exponents = q.new_empty((splits, total_rows), dtype=torch.float32)
         if attend_before is not None:
             attend_before[setting](
-                q, t.prefix_k, t.prefix_v, lengths, key_lengths, lengths, slopes, sinks, parts, exponents
+                q, t.prefix_k, t.prefix_v, lengths, key_lengths, lengths, slopes, sinks, partial_out, exponents
             )
-        attend[setting](q, t.k_cache, t.v_cache, lengths, lengths, table, slopes, sinks, parts, exponents)
+        attend[setting](q, t.k_cache, t.v_cache, lengths, lengths, table, slopes, sinks, partial_out, exponents)
         if not whole:
-            add_up(parts, exponents, sinks, out, lse)
+            add_up(partial_out, exponents, sinks, out, lse)
 
     kernels = {name: (share.launch, share.source) for name, share in shares.items()}
     if not whole:
@@ -203,7 +203,7 @@ def _bind_attend(t: Decode, call: Any, share: Share, whole: bool, first_split: i
     assert k is not None and v is not None
     batch, num_heads, queries, head_dim = q.shape
     group, table = num_heads // k.shape[1], None if shared else t.block_table
-    unit, key_strides = _key_strides(k, v)
+    stride_unit, key_strides = _key_strides(k, v)
     q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
     tiles = (share.samples * queries * group + share.rows - 1) // share.rows
     grid = (share.groups * share.splits * k.shape[1] * tiles,)
@@ -215,11 +215,11 @@ def _bind_attend(t: Decode, call: Any, share: Share, whole: bool, first_split: i
     )  # fmt: skip
     overlap = can_overlap()
     constants = {
-        "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "UNIT": unit, **_columns(q),
+        "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "STRIDE_UNIT": stride_unit, **_columns(q),
         "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": options.left >= 0,
         # A single query is the last, behind which nothing is.
         "HAS_RIGHT": options.right >= 0 and not shared and not (are_known(queries) and queries == 1),
-        "STEPS": options.steps if whole else options.steps & ~SINKS.value,
+        "SCORE_MODS": options.score_mods if whole else options.score_mods & ~SINKS.value,
         "SHARED": shared, "HAS_KEY_LENGTHS": shared and t.prefix_seqlens is not None, "PARTIAL": not whole,
         "PAGE_SIZE": 0 if table is None else k.shape[2], "SPLIT_KEYS": INVARIANT_KEYS if call.batch_invariant else 0,
         "OVERLAPS": overlap, "BLOCK_M": share.rows, "BLOCK_N": share.launch.block_n,

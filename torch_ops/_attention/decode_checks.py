@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._attention.calls import check_options, check_score_tensors, lse_dtype
+from torch_ops._attention.checks import check_options, check_score_tensors, lse_dtype
 from torch_ops._core.checks import (
     capacity_of,
     check_dense,

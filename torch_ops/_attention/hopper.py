@@ -1,6 +1,6 @@
 """The attention core's Hopper forward (Gluon), which no compiler of PyTorch's can take apart.
 
-`refusal` says from metadata alone why a call cannot take this path.
+`why_unsupported` says from metadata alone why a call cannot take this path.
 """
 
 from functools import partial
@@ -13,26 +13,26 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.attention.hopper.fwd import _attention_fwd_hopper_kernel
-from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_cast_hopper_kernel
-from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, DENSE_CUT, DENSE_ENDS, IN_PLACE, RANKED, SINGLE
-from csrc_free_ops.configs.attention_hopper import HEAD_DIMS, one_segment_launch, overlaps, pairs_ends, registers
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_fp32_hopper_kernel
+from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, CLOSED_FORM, DENSE_CUT, DENSE_ENDS, RANKED, SINGLE
+from csrc_free_ops.configs.attention_hopper import HEAD_DIMS, one_segment_config, overlaps, pairs_ends, registers
+from csrc_free_ops.configs.rows import Config, Gpu
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Forward, mean_length, num_segments
 from torch_ops._core.counters import block_size, work_counters
 from torch_ops._core.device import gpu
-from torch_ops._core.hopper import Descriptors, hopper_refusal, programs
-from torch_ops._core.plan import Bound, Plan, addressable
+from torch_ops._core.hopper import Descriptors, programs, why_no_hopper
+from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 from torch_ops.settings import settings
 
 LOG2E = 1.4426950408889634
 
 
-def refusal(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -> str:
+def why_unsupported(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -> str:
     """Why a call with these, of which q is one, cannot take the Hopper path, or nothing."""
     q = tensors["q"]
-    if reason := hopper_refusal(gpu, options.compute_dtype or q.dtype):
+    if reason := why_no_hopper(gpu, options.compute_dtype or q.dtype):
         return reason
     # Not `in HEAD_DIMS`: in graphs the size may be a symbol, which has no hash.
     if all(q.shape[-1] != head_dim for head_dim in HEAD_DIMS):
@@ -41,12 +41,12 @@ def refusal(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -> str:
         if is_on:
             return f"the Hopper path has no {name}"
     for name, tensor in tensors.items():
-        if not has_tiles(tensor):
+        if not has_tma_strides(tensor):
             return f"TMA cannot address {name} of strides {tensor.stride()}"
     return ""
 
 
-def has_tiles(tensor: Tensor) -> bool:
+def has_tma_strides(tensor: Tensor) -> bool:
     """Whether TMA can address tiles of this tensor: strides of whole 16 bytes, none of them 0."""
     *outer, column = tensor.stride()
     sizes = tensor.shape[:-1]
@@ -57,7 +57,7 @@ def has_tiles(tensor: Tensor) -> bool:
 
 
 def fits_hopper(t: Forward) -> bool:
-    return addressable(t.q, t.k, t.v)
+    return has_tma_addresses(t.q, t.k, t.v)
 
 
 def _layout(columns: int, rank: int, bits: int) -> NVMMASharedLayout:
@@ -110,11 +110,11 @@ def folded(*tensors: Tensor) -> int:
 def order_of(num_segments: int, of_one: int) -> int:
     if num_segments == 1:
         return of_one
-    return (BY_LENGTH if num_segments <= RANKED.value - 2 else IN_PLACE).value
+    return (BY_LENGTH if num_segments <= RANKED.value - 2 else CLOSED_FORM).value
 
 
 def constants_of(
-    q: Tensor, k: Tensor, launch: Launch, options: AttentionOptions, registers: tuple[int, int, int]
+    q: Tensor, k: Tensor, launch: Config, options: AttentionOptions, registers: tuple[int, int, int]
 ) -> dict[str, Any]:
     """The build options of both directions."""
     consumer, producer, at_launch = registers
@@ -125,7 +125,7 @@ def constants_of(
     }  # fmt: skip
 
 
-def forward_launch(q: Tensor, options: AttentionOptions, num_segments: int) -> tuple[Launch, str]:
+def forward_config(q: Tensor, options: AttentionOptions, num_segments: int) -> tuple[Config, str]:
     """The forward's launch, and where it comes from.
 
     Shipped rows were measured with many segments. One segment, or a batch [B, H, S, D], whose heads are all one
@@ -139,10 +139,10 @@ def forward_launch(q: Tensor, options: AttentionOptions, num_segments: int) -> t
         return launch, source
     long, source = choose("attention_fwd_hopper", q, options, None, ())
     count = programs(q.device.index)
-    return one_segment_launch(long, q.shape[-1], rows, heads, count, options.masked, q.dim() == 4), source
+    return one_segment_config(long, q.shape[-1], rows, heads, count, options.masked, q.dim() == 4), source
 
 
-def _forward_constants(t: Forward, options: AttentionOptions, launch: Launch, folded: int) -> dict[str, Any]:
+def _forward_constants(t: Forward, options: AttentionOptions, launch: Config, folded: int) -> dict[str, Any]:
     head_dim = t.q.shape[-1]
     return {
         **constants_of(t.q, t.k, launch, options, registers(launch, head_dim, options.compute_dtype is not None)),
@@ -153,7 +153,7 @@ def _forward_constants(t: Forward, options: AttentionOptions, launch: Launch, fo
     }  # fmt: skip
 
 
-def _forward_order(t: Forward, launch: Launch, options: AttentionOptions) -> int:
+def _forward_order(t: Forward, launch: Config, options: AttentionOptions) -> int:
     """The scheduler's order of tiles."""
     if t.cu_q is not None:
         return order_of(num_segments(t), SINGLE.value)
@@ -171,8 +171,8 @@ def _forward_scalars(t: Forward, options: AttentionOptions) -> tuple[Any, ...]:
 
 
 def plan_forward_hopper(t: Forward, options: AttentionOptions) -> Plan:
-    """Plan tensors that `addressable` allows."""
-    launch, source = forward_launch(t.q, options, num_segments(t))
+    """Plan tensors that `has_tma_addresses` allows."""
+    launch, source = forward_config(t.q, options, num_segments(t))
     bits = 0 if t.cu_q is not None else folded(t.q, t.k, t.v, t.out)
     # Main and tail of each but v.
     sizes = HEAD_DIMS[t.q.shape[-1]]
@@ -211,7 +211,7 @@ def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
     tiles = ((64, int(next_power_of_2(t.q.shape[3]))), (block, main), (block, tail), (block, width))
     descriptors_of = Descriptors(*[partial(describe, rows=height, columns=across) for height, across in tiles])
     num_counts = block_size(t.k.shape[0] * t.k.shape[1] + 1)
-    bound = Bound(_attention_fwd_cast_hopper_kernel, (programs(device.index), 1), scalars, constants)
+    bound = Bound(_attention_fwd_fp32_hopper_kernel, (programs(device.index), 1), scalars, constants)
 
     def launch_forward(t: Forward) -> None:
         k_half, v_half = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (t.k, t.v))
@@ -221,4 +221,4 @@ def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
         bound(t.k, t.v, k_half, v_half, t.out, t.lse, t.sinks, counts, counter, descriptors=descriptors)
 
     source = f"rule for {gpu().backend} {gpu().arch}: casts inputs as it goes"
-    return Plan(launch_forward, {"attention_fwd_cast_hopper": (launch, source)})
+    return Plan(launch_forward, {"attention_fwd_fp32_hopper": (launch, source)})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from csrc_free_ops.tiles import steps
+from csrc_free_ops.tiles import score_mod
 
 # Kernels add and subtract window bounds in 32 bits; lengths stay far below this.
 UNBOUNDED = 2**30
@@ -53,18 +53,18 @@ class AttentionOptions(NamedTuple):
         )
 
     @property
-    def steps(self) -> int:
-        """The bits of STEPS."""
+    def score_mods(self) -> int:
+        """The bits of SCORE_MODS."""
         bits = {
-            steps.SOFTCAP: self.softcap > 0, steps.ALIBI: self.alibi > 0, steps.DROPOUT: self.dropout > 0,
-            steps.SINKS: self.has_sinks,
+            score_mod.SOFTCAP: self.softcap > 0, score_mod.ALIBI: self.alibi > 0, score_mod.DROPOUT: self.dropout > 0,
+            score_mod.SINKS: self.has_sinks,
         }  # fmt: skip
         return sum(bit.value for bit, is_on in bits.items() if is_on)
 
     @property
-    def backward_steps(self) -> int:
+    def backward_score_mods(self) -> int:
         """Sinks count in lse alone."""
-        return self.steps & ~steps.SINKS.value
+        return self.score_mods & ~score_mod.SINKS.value
 
     @property
     def causal(self) -> bool:

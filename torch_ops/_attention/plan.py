@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention.cpu import backward_cpu, forward_cpu
-from torch_ops._attention.hopper import fits_hopper, plan_forward_fp32_hopper, plan_forward_hopper, refusal
+from torch_ops._attention.hopper import fits_hopper, plan_forward_fp32_hopper, plan_forward_hopper, why_unsupported
 from torch_ops._attention.hopper_backward import fits_hopper_backward, plan_backward_hopper
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.portable import plan_backward_portable, plan_forward_portable
-from torch_ops._attention.short import plan_backward_short, plan_forward_short, short_launch
+from torch_ops._attention.small_segments import (
+    plan_backward_small_segments,
+    plan_forward_small_segments,
+    small_segments_config,
+)
 from torch_ops._attention.tensors import Backward, Forward, query_length
 from torch_ops._core.device import gpu
 from torch_ops._core.launch import dense_like
@@ -25,13 +29,13 @@ from torch_ops.settings import settings
 
 # A Hopper tile has 128 query rows; shorter segments would leave it half empty.
 HOPPER_ROWS = 128
-NOT_ADDRESSABLE = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
+UNALIGNED = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
 
 # The method of tensors asks for their device, which traces of fake ones need not have.
 _copy = torch.ops.aten.copy_.default
 
 
-def why_portable(options: AttentionOptions, length: int | None, **tensors: Tensor) -> str:
+def why_not_hopper(options: AttentionOptions, length: int | None, **tensors: Tensor) -> str:
     """Return why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
 
     `length` is the mean length of its queries, None if it is a symbol.
@@ -42,7 +46,7 @@ def why_portable(options: AttentionOptions, length: int | None, **tensors: Tenso
         return "settings.path is 'portable'"
     if settings.path == "auto" and length is not None and length < HOPPER_ROWS:
         return f"segments have {length} rows on average, and under {HOPPER_ROWS} the portable path is faster"
-    return refusal(gpu(), options, **tensors)
+    return why_unsupported(gpu(), options, **tensors)
 
 
 def _hopper_reason() -> str:
@@ -55,7 +59,7 @@ def plan_forward(t: Forward, options: AttentionOptions) -> Plan:
         if options.compute_dtype is not None:
             return _plan_forward_on_copies(t, options)
         return reference_plan(lambda t: forward_cpu(options, t), t.q)
-    why, mode = why_portable(options, query_length(t), q=t.q, k=t.k, v=t.v), current_mode()
+    why, mode = why_not_hopper(options, query_length(t), q=t.q, k=t.k, v=t.v), current_mode()
     if why or mode is Mode.PACKAGED:
         return _plan_forward_portable(t, options).because(why)
     if mode is Mode.TRACED:
@@ -65,16 +69,16 @@ def plan_forward(t: Forward, options: AttentionOptions) -> Plan:
     else:
         hopper = plan_forward_fp32_hopper(t, options)
     hopper.because(_hopper_reason(), "hopper")
-    return either(t, hopper, fits_hopper, lambda t: _plan_forward_portable(t, options), NOT_ADDRESSABLE)
+    return either(t, hopper, fits_hopper, lambda t: _plan_forward_portable(t, options), UNALIGNED)
 
 
 def _plan_forward_portable(t: Forward, options: AttentionOptions) -> Plan:
     if options.compute_dtype is not None:
         return _plan_forward_on_copies(t, options)
-    short = short_launch("attention_fwd_short", t, options)
-    if short is None:
+    chosen = small_segments_config("attention_fwd_small_segments", t, options)
+    if chosen is None:
         return plan_forward_portable(t, options)
-    return plan_forward_short(t, options, *short)
+    return plan_forward_small_segments(t, options, *chosen)
 
 
 def _cast(t: Forward, dtype: torch.dtype) -> Forward:
@@ -116,20 +120,20 @@ def plan_backward(t: Backward, options: AttentionOptions) -> Plan:
         return _plan_backward_on_copies(t, options)
     if not runs_kernels(t.q):
         return reference_plan(lambda t: backward_cpu(options, t), t.q)
-    why, mode = why_portable(options, query_length(t), q=t.q, k=t.k, v=t.v, out=t.out), current_mode()
+    why, mode = why_not_hopper(options, query_length(t), q=t.q, k=t.k, v=t.v, out=t.out), current_mode()
     if why or mode is Mode.PACKAGED:
         return _plan_backward_portable(t, options).because(why)
     if mode is Mode.TRACED:
         return _plan_backward_opaque(options)
     hopper = plan_backward_hopper(t, options).because(_hopper_reason(), "hopper")
-    return either(t, hopper, fits_hopper_backward, lambda t: _plan_backward_portable(t, options), NOT_ADDRESSABLE)
+    return either(t, hopper, fits_hopper_backward, lambda t: _plan_backward_portable(t, options), UNALIGNED)
 
 
 def _plan_backward_portable(t: Backward, options: AttentionOptions) -> Plan:
-    short = short_launch("attention_bwd_short", t, options)
-    if short is None:
+    chosen = small_segments_config("attention_bwd_small_segments", t, options)
+    if chosen is None:
         return plan_backward_portable(t, options)
-    return plan_backward_short(t, options, *short)
+    return plan_backward_small_segments(t, options, *chosen)
 
 
 def _cast_backward(t: Backward, dtype: torch.dtype) -> Backward:

@@ -13,11 +13,11 @@ from csrc_free_ops.attention.portable.bwd import (
     _attention_bwd_dq_kernel,
 )
 from csrc_free_ops.attention.portable.fwd import _attention_fwd_dense_kernel, _attention_fwd_kernel
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._attention.choose import choose, constants_of, planned_by_precision, slopes_stride
-from torch_ops._attention.hopper_dkdv import Keys, plan_dense_keys, takes_hopper_keys
+from torch_ops._attention.hopper_dkdv import Dkdv, plan_fp32_dkdv, supports_fp32_dkdv
 from torch_ops._attention.options import AttentionOptions
-from torch_ops._attention.parts import launches_beside, parts_of, plan_few, plan_parts, splits_of
+from torch_ops._attention.split import allocate_partial, plan_backward_small, plan_split_sum, small_configs, splits_of
 from torch_ops._attention.tensors import (
     Backward,
     Forward,
@@ -33,9 +33,9 @@ from torch_ops._core.registry import wrap_triton
 
 
 def _packed_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """Return UNIT, head strides in it, and row strides."""
-    unit, heads = head_strides(*tensors)
-    return unit, list(heads), [row_stride(tensor) for tensor in tensors]
+    """Return STRIDE_UNIT, head strides in it, and row strides."""
+    stride_unit, heads = head_strides(*tensors)
+    return stride_unit, list(heads), [row_stride(tensor) for tensor in tensors]
 
 
 def _sizes(t: Forward | Backward) -> tuple[int, ...]:
@@ -62,14 +62,14 @@ def plan_forward_portable(t: Forward, options: AttentionOptions, precision: str)
     is_dense = t.cu_q is None
     launch, source = choose("attention_fwd", t.q, options, query_length(t), precision=precision)
     if is_dense:
-        unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out)
+        stride_unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out)
     else:
-        unit, outer, rows = _packed_strides(t.q, t.k, t.v)
+        stride_unit, outer, rows = _packed_strides(t.q, t.k, t.v)
         rows.append(row_stride(t.out))
     constants = {
         **dict(zip(("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_OT"), rows, strict=True)),
         "HAS_LSE": options.has_lse,
-        **constants_of(t, options, launch, unit, options.steps, precision),
+        **constants_of(t, options, launch, stride_unit, options.score_mods, precision),
     }  # fmt: skip
     kernel = wrap_triton(_attention_fwd_dense_kernel) if is_dense else wrap_triton(_attention_fwd_kernel)
     grid = (_tiles(t, t.q, launch.block_m), t.q.shape[1])
@@ -94,26 +94,26 @@ def plan_backward_portable(t: Backward, options: AttentionOptions, precision: st
     dk and dv.
     """
     is_dense, q, k = t.cu_q is None, t.q, t.k
-    dq_launch, dq_source = choose("attention_bwd_dq", q, options, query_length(t), precision=precision)
-    dkdv_launch, dkdv_source = choose("attention_bwd_dkdv", q, options, key_length(t), precision=precision)
-    kernels: Kernels = {"attention_bwd_dq": (dq_launch, dq_source), "attention_bwd_dkdv": (dkdv_launch, dkdv_source)}
-    beside = launches_beside(t, options, precision)
-    takes_keys = takes_hopper_keys(t, options, precision, beside is not None)
-    if beside is not None and not takes_keys:
-        return plan_few(t, options, precision, beside, (dq_source, dkdv_source))
+    dq_config, dq_source = choose("attention_bwd_dq", q, options, query_length(t), precision=precision)
+    dkdv_config, dkdv_source = choose("attention_bwd_dkdv", q, options, key_length(t), precision=precision)
+    kernels: Kernels = {"attention_bwd_dq": (dq_config, dq_source), "attention_bwd_dkdv": (dkdv_config, dkdv_source)}
+    beside = small_configs(t, options, precision)
+    takes_dkdv = supports_fp32_dkdv(t, options, precision, beside is not None)
+    if beside is not None and not takes_dkdv:
+        return plan_backward_small(t, options, precision, beside, (dq_source, dkdv_source))
     # A kernel that runs by itself has half as many programs as two that run beside each other.
-    dq_tiles, dkdv_tiles = _tiles(t, q, dq_launch.block_m), _tiles(t, k, dkdv_launch.block_n)
+    dq_tiles, dkdv_tiles = _tiles(t, q, dq_config.block_m), _tiles(t, k, dkdv_config.block_n)
     dq_splits = dkdv_splits = 1
     if is_dense:
-        dq_splits = splits_of(q, 2 * dq_tiles * q.shape[1], cdiv(k.shape[2], dq_launch.block_n))
-        dkdv_splits = splits_of(q, 2 * dkdv_tiles * k.shape[1], cdiv(q.shape[2], dkdv_launch.block_m))
-    keys = plan_dense_keys(Keys(q, k, t.v, t.lse, t.dout, t.lse, t.dk, t.dv), options) if takes_keys else None
-    if keys is not None:
+        dq_splits = splits_of(q, 2 * dq_tiles * q.shape[1], cdiv(k.shape[2], dq_config.block_n))
+        dkdv_splits = splits_of(q, 2 * dkdv_tiles * k.shape[1], cdiv(q.shape[2], dkdv_config.block_m))
+    fp32_dkdv = plan_fp32_dkdv(Dkdv(q, k, t.v, t.lse, t.dout, t.lse, t.dk, t.dv), options) if takes_dkdv else None
+    if fp32_dkdv is not None:
         del kernels["attention_bwd_dkdv"]
-        kernels |= keys.kernels
+        kernels |= fp32_dkdv.kernels
         dkdv_splits = 1
-    bound_dq, bound_dkdv = _bind_gradients(t, options, precision, dq_launch, dkdv_launch, dq_splits, dkdv_splits)
-    add_parts = plan_parts(t[9:12], dq_splits, dkdv_splits) if max(dq_splits, dkdv_splits) > 1 else None
+    bound_dq, bound_dkdv = _bind_gradients(t, options, precision, dq_config, dkdv_config, dq_splits, dkdv_splits)
+    add_partial = plan_split_sum(t[9:12], dq_splits, dkdv_splits) if max(dq_splits, dkdv_splits) > 1 else None
     ready = is_readable(t)
 
     def launch_backward(t: Backward) -> None:
@@ -125,31 +125,35 @@ def plan_backward_portable(t: Backward, options: AttentionOptions, precision: st
             bound_dq(q, k, v, out, lse, dout, dlse, cu_q, cu_k, slopes, seed, delta, dq)
             bound_dkdv(q, k, v, lse, dout, delta, cu_q, cu_k, slopes, seed, dk, dv)
             return
-        dq_parts, dk_parts, dv_parts = parts_of(dq, dq_splits), parts_of(dk, dkdv_splits), parts_of(dv, dkdv_splits)
-        bound_dq(q, k, v, out, lse, dout, dlse, slopes, seed, delta, dq_parts)
-        if keys is not None:
-            keys.launch(Keys(q, k, v, lse, dout, delta, dk, dv))
+        dq_partial, dk_partial, dv_partial = (
+            allocate_partial(dq, dq_splits),
+            allocate_partial(dk, dkdv_splits),
+            allocate_partial(dv, dkdv_splits),
+        )
+        bound_dq(q, k, v, out, lse, dout, dlse, slopes, seed, delta, dq_partial)
+        if fp32_dkdv is not None:
+            fp32_dkdv.launch(Dkdv(q, k, v, lse, dout, delta, dk, dv))
         else:
-            bound_dkdv(q, k, v, lse, dout, delta, slopes, seed, dk_parts, dv_parts)
-        if add_parts is not None:
-            add_parts(dq_parts, dk_parts, dv_parts, dq, dk, dv)
+            bound_dkdv(q, k, v, lse, dout, delta, slopes, seed, dk_partial, dv_partial)
+        if add_partial is not None:
+            add_partial(dq_partial, dk_partial, dv_partial, dq, dk, dv)
 
     return Plan(launch_backward, kernels)
 
 
 def _bind_gradients(
-    t: Backward, options: AttentionOptions, precision: str, dq_launch: Launch, dkdv_launch: Launch,
+    t: Backward, options: AttentionOptions, precision: str, dq_config: Config, dkdv_config: Config,
     dq_splits: int, dkdv_splits: int,
 ) -> tuple[Bound, Bound]:  # fmt: skip
     """The kernels of dq, and of dk and dv, with so many parts of each gradient."""
     is_dense = t.cu_q is None
-    made = [parts_of(x, n) for x, n in zip(t[9:12], (dq_splits, dkdv_splits, dkdv_splits), strict=True)]
+    made = [allocate_partial(x, n) for x, n in zip(t[9:12], (dq_splits, dkdv_splits, dkdv_splits), strict=True)]
     if is_dense:
-        unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out, t.dout, *made)
+        stride_unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out, t.dout, *made)
         read, dq_outer, dkdv_outer = outer[:10], outer[10:12], outer[12:]
         dkdv_read = (*read[:6], *read[8:])
     else:
-        unit, read, rows = _packed_strides(t.q, t.k, t.v, t.out, t.dout)
+        stride_unit, read, rows = _packed_strides(t.q, t.k, t.v, t.out, t.dout)
         rows += [row_stride(x) for x in made]
         dq_outer, dkdv_outer = [], []
         dkdv_read = (*read[:3], *read[4:])
@@ -162,14 +166,14 @@ def _bind_gradients(
     of_dkdv = {"STRIDE_DVT": dv_row, "SPLITS": dkdv_splits, **early} if is_dense else {}
     dq_constants = {
         **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": t.dlse is not None, **of_dq,
-        **constants_of(t, options, dq_launch, unit, options.backward_steps, precision),
+        **constants_of(t, options, dq_config, stride_unit, options.backward_score_mods, precision),
     }  # fmt: skip
     dkdv_constants = {
         **strides, "STRIDE_DKT": dk_row, **of_dkdv,
-        **constants_of(t, options, dkdv_launch, unit, options.backward_steps, precision),
+        **constants_of(t, options, dkdv_config, stride_unit, options.backward_score_mods, precision),
     }  # fmt: skip
-    dq_grid: tuple[int, ...] = (_tiles(t, t.q, dq_launch.block_m), t.q.shape[1])
-    dkdv_grid: tuple[int, ...] = (_tiles(t, t.k, dkdv_launch.block_n), t.k.shape[1])
+    dq_grid: tuple[int, ...] = (_tiles(t, t.q, dq_config.block_m), t.q.shape[1])
+    dkdv_grid: tuple[int, ...] = (_tiles(t, t.k, dkdv_config.block_n), t.k.shape[1])
     if is_dense:
         dq_grid, dkdv_grid = (*dq_grid, dq_splits), (*dkdv_grid, dkdv_splits)
         dq_kernel = wrap_triton(_attention_bwd_dq_dense_kernel)

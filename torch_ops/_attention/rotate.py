@@ -8,7 +8,7 @@ from torch import Tensor
 from triton import cdiv
 
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.rope import _rope_kernel
 from torch_ops._core.checks import dtype_name
 from torch_ops._core.launch import (
@@ -43,7 +43,7 @@ class Rotation(NamedTuple):
     k_out: Tensor
 
 
-def _rotation_launch(q: Tensor) -> tuple[Launch, str]:
+def _rotation_config(q: Tensor) -> tuple[Config, str]:
     """The launch for this dtype, head dimension and, where it is known, number of rows, and where it comes from."""
     rows = None if isinstance(q.shape[0], torch.SymInt) else q.shape[0]
     return pick("rope", current_gpu(), dtype_name(q.dtype), q.dtype.itemsize, q.shape[2], False, rows, settings.rows)
@@ -61,13 +61,13 @@ def plan_rotation(t: Rotation, back: bool) -> Plan:
         return reference_plan(partial(rotate_cpu, back), q)
     total, num_heads, head_dim = q.shape
     half = head_dim // 2
-    launch, source = _rotation_launch(q)
-    unit, strides = head_strides(q, k)
+    launch, source = _rotation_config(q)
+    stride_unit, strides = head_strides(q, k)
     overlaps = can_overlap()
     constants = {
         "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k),
         "STRIDE_CT": row_stride(cos), "STRIDE_ST": row_stride(sin),
-        "UNIT": unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
+        "STRIDE_UNIT": stride_unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
         "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "OVERLAPS": overlaps,
         **blocks_of(launch), **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip

@@ -55,7 +55,7 @@ class WorkCounters:
         return counters
 
     @contextlib.contextmanager
-    def lending(self, counters: list[Tensor]) -> Iterator[None]:
+    def recording_acquired(self, counters: list[Tensor]) -> Iterator[None]:
         """Within, counters that a capture on this stream takes are noted in `counters`, for `release`."""
         for size in {size for _, size in list(self._of_stream)}:
             if not self._fresh[size]:

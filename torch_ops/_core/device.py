@@ -8,6 +8,7 @@ import torch
 import triton
 
 from csrc_free_ops.configs.rows import Gpu, gpu_name
+from csrc_free_ops.tiles.hopper.limits import SHARED_BYTES
 
 # Bytes that a block can ask for (CUDA C++ Programming Guide, technical specifications per compute capability).
 SHARED_MEMORY = {
@@ -15,7 +16,7 @@ SHARED_MEMORY = {
     86: 101376,
     87: 166912,
     89: 101376,
-    90: 232448,
+    90: SHARED_BYTES.value,
     100: 232448,
     103: 232448,
     120: 101376,

@@ -25,7 +25,7 @@ def is_measured() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
 
 
-def hopper_refusal(gpu: Gpu, dtype: torch.dtype) -> str:
+def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:
     """Why there are no Hopper kernels for this, or nothing."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
@@ -82,14 +82,14 @@ class Descriptors:
     Making and checking one takes longer than a launch, so the first call's are copied.
     """
 
-    def __init__(self, *makers: Callable[[Tensor], TensorDescriptor]) -> None:
-        self._makers = makers
+    def __init__(self, *describe: Callable[[Tensor], TensorDescriptor]) -> None:
+        self._describe = describe
         self._fields: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
         _begin_context()
         if not self._fields:
-            made = [make(tensor) for tensor, make in zip(tensors, self._makers, strict=True)]
+            made = [make(tensor) for tensor, make in zip(tensors, self._describe, strict=True)]
             # Without the tensor, which the plan must not keep alive.
             self._fields = tuple({**vars(each), "base": None} for each in made)
         descriptors = []

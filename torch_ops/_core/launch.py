@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.rows import Config, Gpu
 from torch_ops._core.device import INTERPRETED_GPU, gpu
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import INTERPRET, is_eager
@@ -45,7 +45,7 @@ def contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def blocks_of(launch: Launch) -> dict[str, int]:
+def blocks_of(launch: Config) -> dict[str, int]:
     """The constants of a kernel that works on tiles of rows and columns."""
     return {
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
@@ -59,14 +59,14 @@ def can_overlap() -> bool:
 
 
 def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
+    """STRIDE_UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
 
     A tensor without contiguous columns has the strides of its copy.
     """
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
-    unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
-    return unit, [stride // unit for stride in outer], [row for _, _, row, _ in strides]
+    stride_unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
+    return stride_unit, [stride // stride_unit for stride in outer], [row for _, _, row, _ in strides]
 
 
 def current_gpu() -> Gpu:
@@ -96,7 +96,7 @@ def for_each_precision(tensor: Tensor, plan: Callable[[str], Plan]) -> Plan:
 
 
 def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
-    """UNIT, and the head strides in it: where all are multiples of 8, kernels know it and load 16 bytes at a time."""
+    """STRIDE_UNIT, and the head strides in it: if all are multiples of 8, kernels load 16 bytes at a time."""
     strides = [tensor.stride(1) if tensor.stride(2) == 1 else tensor.shape[2] for tensor in tensors]
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    return unit, tuple(stride // unit for stride in strides)
+    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return stride_unit, tuple(stride // stride_unit for stride in strides)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from torch_ops._core.registry import Mode, current_mode, recorded_tensor
 
-Kernels = dict[str, tuple[Launch, str]]
+Kernels = dict[str, tuple[Config, str]]
 
 
 class Plan:
@@ -58,7 +58,7 @@ def merged(*kernels: Kernels) -> Kernels:
 def either(
     tensors: Any, preferred: Plan, fits: Callable[[Any], bool], plan_other: Callable[[Any], Plan], why_not: str
 ) -> Plan:
-    """Launch the preferred plan; for tensors that do not fit it, one that is planned with the first such tensors.
+    """Config the preferred plan; for tensors that do not fit it, one that is planned with the first such tensors.
 
     `fits` looks at what metadata does not show: addresses. `explain` has the real tensors and looks at once.
     """
@@ -78,7 +78,7 @@ def either(
     return Plan(launch, preferred.kernels, preferred.path, preferred.why, preferred.extra)
 
 
-def addressable(*tensors: Tensor) -> bool:
+def has_tma_addresses(*tensors: Tensor) -> bool:
     """Return whether TMA can start at these addresses, and whether there is anything to address."""
     if not all([tensor.numel() for tensor in tensors]):
         return False
@@ -111,7 +111,7 @@ class Bound:
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:
-        """Launch on tensors in the order of the kernel's arguments; TMA descriptors, of aligned tensors, come first."""
+        """Config on tensors in the order of the kernel's arguments; TMA descriptors, of aligned tensors, come first."""
         kept = self._kept
         if kept is not None and _aligned(tensors):
             kept(*descriptors, *tensors, *self._rest)
@@ -124,7 +124,7 @@ class Bound:
             self._kept, self._rest = compiled[self._grid], (*self._scalars, *in_order)
 
     def launch_anew(self, *arguments: Any) -> Any:
-        """Launch through Triton, which inspects every argument."""
+        """Config through Triton, which inspects every argument."""
         return self._launch(*arguments, *self._scalars, **self._constants)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def turned(back: bool, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(back: bool, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D] by the angles of its rows, or back by them, not rounded; tables are [T, D] or [T, D / 2]."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = x.shape[2] // 2
@@ -32,6 +32,6 @@ def rotate_cpu(back: bool, tensors: Any) -> None:
     for x, out, cu in ((q, q_out, cu_q), (k, k_out, cu_q if cu_k is None else cu_k)):
         rows = _inside(x, cu)
         # Before out is written, which may be x itself.
-        turned_rows = turned(back, x[rows], cos[rows], sin[rows])
+        rotated_rows = rotated(back, x[rows], cos[rows], sin[rows])
         out.zero_()
-        out[rows] = turned_rows.to(out.dtype)
+        out[rows] = rotated_rows.to(out.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csrc_free_ops.configs.rows import ATEN
 from torch_ops._core.plan import Plan
-from torch_ops._gemm.elementwise import new_sums, plan_activate, plan_activation_backward, plan_rotate
+from torch_ops._gemm.elementwise import new_column_sums, plan_activate, plan_activation_backward, plan_rotate
 from torch_ops._gemm.portable import Rows, product_kernel, product_name, product_size, to_columns
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
@@ -76,7 +76,7 @@ def plan_gradient_aten(t: Gradient, options: GradientOptions) -> Plan:
 
     def launch_gradient(t: Gradient) -> None:
         dout, weight, pre, dpre, h, partial = t
-        found = new_sums(dout, dout.shape[0] if sums else 0, width)
+        found = new_column_sums(dout, dout.shape[0] if sums else 0, width)
         slope(torch.mm(dout, weight), pre, dpre, h, found)
         if sums:
             partial.zero_()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_ops._core.rotation_cpu import turned
+from torch_ops._core.rotation_cpu import rotated
 from torch_ops._gemm.tensors import Linear, Rotary, RotaryBackward
 
 QUICK = 1.702
@@ -20,8 +20,8 @@ def qkv_rope_cpu(t: Rotary) -> None:
     x, weight, bias, cos, sin, q, k, v = t
     packed = functional.linear(x, weight, bias).unflatten(1, (-1, q.shape[2]))
     of_q, of_k, of_v = packed.split([q.shape[1], k.shape[1], v.shape[1]], 1)
-    q.copy_(turned(False, of_q, cos, sin))
-    k.copy_(turned(False, of_k, cos, sin))
+    q.copy_(rotated(False, of_q, cos, sin))
+    k.copy_(rotated(False, of_k, cos, sin))
     v.copy_(of_v)
 
 
@@ -29,7 +29,7 @@ def qkv_rope_cpu(t: Rotary) -> None:
 def rotary_backward_cpu(t: RotaryBackward) -> None:
     """Fill packed and partial, a row of sums, unless they have no rows."""
     dq, dk, dv, cos, sin, packed, partial = t
-    wide = [turned(True, dq, cos, sin), turned(True, dk, cos, sin), dv.to(partial.dtype)]
+    wide = [rotated(True, dq, cos, sin), rotated(True, dk, cos, sin), dv.to(partial.dtype)]
     gradient = torch.cat([each.flatten(1) for each in wide], 1)
     if partial.shape[0]:
         partial.copy_(gradient.sum(0, keepdim=True))

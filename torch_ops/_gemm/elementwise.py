@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
 from csrc_free_ops.gemm.rotary import _qkv_rope_bwd_kernel, _rotate_kernel
 from torch_ops._core.launch import blocks_of, head_strides, readable, row_stride, with_columns
@@ -40,7 +40,7 @@ def _count_runs(rows: int, run: int) -> int:
     return rows // run + 2
 
 
-def new_sums(like: Tensor, rows: int, columns: int, run: int = RUN) -> Tensor:
+def new_column_sums(like: Tensor, rows: int, columns: int, run: int = RUN) -> Tensor:
     """Where the sums of so many rows go: a row for each run, one for all where no kernel computes, none of no rows."""
     nothing = not isinstance(rows, torch.SymInt) and rows == 0
     runs = 0 if nothing else _count_runs(rows, run) if runs_kernels(like) else 1
@@ -88,7 +88,7 @@ def plan_activation_backward(
     constants = {
         "N": inner, "STRIDE_GM": stride_h, "STRIDE_PM": n, "UP_BEGINS": up_begins, "STRIDE_DM": stride,
         "STRIDE_HM": stride_h,
-        "ACTIVATION": activation, "MAKES_H": makes_h, "SUMS": sums, "ROWS": RUN, **blocks_of(launch),
+        "ACTIVATION": activation, "MAKES_H": makes_h, "COLUMN_SUMS": sums, "ROWS": RUN, **blocks_of(launch),
     }  # fmt: skip
     return Bound(wrap_triton(_mlp_bwd_kernel), grid, (rows.count,), constants), kernels
 
@@ -117,12 +117,13 @@ def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: b
     if rows.known == 0:
         return Plan(nothing_to_do, kernels)
     angles = angle_constants(cos, sin, dq, dk)
-    unit, strides = head_strides(dq, dk, dv)
+    stride_unit, strides = head_strides(dq, dk, dv)
     launch = _no_larger(chosen[0], int(num_heads * angles["HALF"]))
     grid = (_count_runs(total, ROTATED_RUN), pair_tiles(angles, launch))
     constants = {
-        "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv), "UNIT": unit,
-        "PACKS": packs, "SUMS": sums, "ROWS": ROTATED_RUN, **angles, **blocks_of(launch),
+        "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv),
+        "STRIDE_UNIT": stride_unit, "PACKS": packs, "COLUMN_SUMS": sums, "ROWS": ROTATED_RUN,
+        **angles, **blocks_of(launch),
     }  # fmt: skip
     bound = Bound(wrap_triton(_qkv_rope_bwd_kernel), grid, (*strides, total), constants)
     ready = readable(dq, dk, dv)
@@ -136,7 +137,7 @@ def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: b
     return Plan(launch_backward, {"qkv_rope_bwd": (launch, chosen[1])})
 
 
-def _no_larger(launch: Launch, pairs: int) -> Launch:
+def _no_larger(launch: Config, pairs: int) -> Config:
     """With tiles that a run of rows and so many pairs fill, and as many pairs to a warp."""
     rows, columns = min(launch.block_m, ROTATED_RUN), min(launch.block_n, next_power_of_2(pairs))
     return replace(

@@ -1,6 +1,6 @@
 """The launcher of the GEMM core's Hopper kernel (Gluon), which no compiler of PyTorch's can take apart.
 
-`refusal` says from metadata alone why a call cannot take this path.
+`why_unsupported` says from metadata alone why a call cannot take this path.
 
 Launches take the kernel's pointers in its order: bias, up_bias, out, second, third, pre, cos and sin. In the place of
 one that is not read stands another of the call.
@@ -14,10 +14,16 @@ from triton import next_power_of_2
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from csrc_free_ops.configs.gemm_hopper import WIDEST_ROTATED, finishing_warps, gradient_launch, tall_tiles, whole_tiles
-from csrc_free_ops.configs.rows import Gpu, Launch
+from csrc_free_ops.configs.gemm_hopper import (
+    WIDEST_ROTATED,
+    count_epilogue_warps,
+    gradient_config,
+    tall_tiles,
+    whole_tiles,
+)
+from csrc_free_ops.configs.rows import Config, Gpu
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
-from torch_ops._core.hopper import Descriptors, hopper_refusal, programs
+from torch_ops._core.hopper import Descriptors, programs, why_no_hopper
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._gemm.portable import (
     GATED,
@@ -38,10 +44,10 @@ REGISTERS = {(2, 2): (168, 168, 168, 168), (2, 4): (168, 128, 40, 128), (3, 4): 
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def refusal(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
+def why_unsupported(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
     """Why a product with this weight cannot take the Hopper path, or nothing. A rotated product has heads of
     `head_dim`."""
-    if reason := hopper_refusal(gpu, weight.dtype):
+    if reason := why_no_hopper(gpu, weight.dtype):
         return reason
     weights = (weight,) if up is None else (weight, up)
     if rows.stride % 8 or any(each.stride(1) != 1 or each.stride(0) % 8 for each in weights):
@@ -67,11 +73,11 @@ _NOT_ROTATED = {
 
 
 def _binding(
-    launch: Launch, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
+    launch: Config, rows: Rows, weight: Tensor, constants: dict[str, Any], up: Tensor | None = None
 ) -> tuple[Descriptors, tuple[tuple[int], tuple[int, int], dict[str, Any]]]:
     """The descriptors of a launch's operands, and its grid, scalars and constants. Given are the epilogue's own."""
-    groups, finishers = launch.block_m // 64, finishing_warps(launch)
-    consumer, finisher, producer, at_launch = REGISTERS[groups, finishers]
+    groups, epilogue_warps = launch.block_m // 64, count_epilogue_warps(launch)
+    consumer, epilogue, producer, at_launch = REGISTERS[groups, epilogue_warps]
     n, k = product_size(weight, up)
     grid = (programs(weight.device.index),)
     if constants["EPILOGUE"] == "rotary":
@@ -80,13 +86,14 @@ def _binding(
         tall = tall_tiles(launch.tile, rows.count, n, grid[0])
     constants = {
         "N": n, "K": k, "PARTNER": partner_rows(weight, up) if constants["EPILOGUE"] == GATED else 0, "GROUPS": groups,
-        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "FINISHERS": finishers, "CONSUMER_REGISTERS": consumer,
-        "FINISHER_REGISTERS": finisher, "PRODUCER_REGISTERS": producer, "KEEPS_PRE": False, "SUMS": False,
+        "COLUMNS": launch.block_n, "STAGES": launch.num_stages, "EPILOGUE_WARPS": epilogue_warps,
+        "CONSUMER_REGISTERS": consumer, "EPILOGUE_REGISTERS": epilogue, "PRODUCER_REGISTERS": producer,
+        "KEEPS_PRE": False, "COLUMN_SUMS": False,
         "STRIDE_OUT": 0, **_NOT_ROTATED, **constants, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
     }  # fmt: skip
     tail = launch.block_n % 64
-    makers = (64, 64, max(8, next_power_of_2(tail)) if tail else 64)
-    descriptors = Descriptors(*[partial(_describe, rows=rows) for rows in makers])
+    block_rows = (64, 64, max(8, next_power_of_2(tail)) if tail else 64)
+    descriptors = Descriptors(*[partial(_describe, rows=rows) for rows in block_rows])
     return descriptors, (grid, (rows.count, tall), constants)
 
 
@@ -112,8 +119,8 @@ def plan_linear_hopper(chosen: Chosen, t: Linear, activation: str) -> Plan:
 
 def plan_gradient_hopper(t: Gradient, options: GradientOptions) -> Plan:
     """For tensors that TMA can address, dout of one row at least."""
-    launch = gradient_launch()
-    constants = {"EPILOGUE": f"{options.activation}_gradient", "HAS_BIAS": False, "SUMS": options.sums}
+    launch = gradient_config()
+    constants = {"EPILOGUE": f"{options.activation}_gradient", "HAS_BIAS": False, "COLUMN_SUMS": options.sums}
     descriptors_of, binding = _binding(launch, Rows.of(t.dout), t.weight.t(), constants)
     bound = Bound(_gemm_hopper_kernel, *binding)
 
@@ -126,7 +133,7 @@ def plan_gradient_hopper(t: Gradient, options: GradientOptions) -> Plan:
     return Plan(launch_gradient, kernels, "hopper")
 
 
-def count_of_sums(rows: int) -> int:
+def count_of_column_sums(rows: int) -> int:
     """Rows of sums of a gradient of so many rows, four for every 64."""
     return (rows + 63) // 64 * 4
 

@@ -14,8 +14,8 @@ from torch_ops._core.checks import check_bias, check_dense, check_float, check_l
 from torch_ops._core.plan import Kernels, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels
 from torch_ops._gemm.cpu import activation_backward_cpu, linear_cpu, mlp_cpu
-from torch_ops._gemm.elementwise import Launcher, new_sums, plan_activate, plan_activation_backward, sum_runs
-from torch_ops._gemm.hopper import count_of_sums
+from torch_ops._gemm.elementwise import Launcher, new_column_sums, plan_activate, plan_activation_backward, sum_runs
+from torch_ops._gemm.hopper import count_of_column_sums
 from torch_ops._gemm.plan import ACTIVATIONS, plan_gradient, plan_linear, plan_of, takes_whole_gradient
 from torch_ops._gemm.portable import GATED, Rows, padded, product_size, rows_of, to_columns
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, LinearOptions
@@ -168,7 +168,7 @@ def _h_alone(activate: Launcher) -> Launcher:
     return lambda dh, pre, dpre, h, sums: activate(pre, h)
 
 
-def _plan_apart(t: Gradient, call: Any, sums: bool) -> Plan:
+def _plan_separate(t: Gradient, call: Any, sums: bool) -> Plan:
     """PyTorch's product dout w2, where it is wanted, and the elementwise launch behind it; or h alone."""
     inner, width = call.inner, t.h.shape[1]
     begins, stride = gradient_columns(call.w1, call.w_up)
@@ -219,9 +219,9 @@ def plan_mlp_backward(call: Any, _: Any) -> Plan:
         dpre = dout.new_empty((rows if inner else 0, stride))
         h = dout.new_empty((rows if makes_h else 0, whole_width))
         if whole:
-            partial_sums = dout.new_empty((count_of_sums(rows) if sums else 0, n), dtype=torch.float32)
+            partial_sums = dout.new_empty((count_of_column_sums(rows) if sums else 0, n), dtype=torch.float32)
         else:
-            partial_sums = new_sums(dout, rows if sums else 0, n)
+            partial_sums = new_column_sums(dout, rows if sums else 0, n)
         if not again:
             return None, Gradient(dout, call.w2, call.hidden.contiguous(), dpre, h, partial_sums)
         pre, x = dout.new_empty((rows, n)), rows_of(call.x)
@@ -238,7 +238,7 @@ def plan_mlp_backward(call: Any, _: Any) -> Plan:
     if whole:
         parts.append(plan_gradient(t, GradientOptions(call.activation, sums)))
     elif needs_hidden:
-        parts.append(_plan_apart(t, call, sums))
+        parts.append(_plan_separate(t, call, sums))
     make_again = parts[0].launch if again else None
     differentiate = parts[-1].launch if needs_hidden else None
 

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from csrc_free_ops.configs.gemm import product_row
-from csrc_free_ops.configs.gemm_hopper import few_for_gelu, linear_launch, rotary_launch, too_few
+from csrc_free_ops.configs.gemm_hopper import few_for_gelu, linear_config, rotary_config, too_few
 from csrc_free_ops.configs.rows import ATEN
 from torch_ops._core.checks import dtype_name
 from torch_ops._core.device import gpu
 from torch_ops._core.hopper import programs
-from torch_ops._core.plan import Plan, addressable, either, merged
+from torch_ops._core.plan import Plan, either, has_tma_addresses, merged
 from torch_ops._core.planned_op import opaque_plan
 from torch_ops._core.registry import INTERPRET, Mode, current_mode, is_eager
 from torch_ops._gemm.aten import has_gelu_within, plan_gradient_aten, plan_linear_aten, plan_rotary_aten
-from torch_ops._gemm.hopper import plan_gradient_hopper, plan_linear_hopper, plan_rotary_hopper, refusal
+from torch_ops._gemm.hopper import plan_gradient_hopper, plan_linear_hopper, plan_rotary_hopper, why_unsupported
 from torch_ops._gemm.portable import (
     GATED,
     Chosen,
@@ -42,7 +42,7 @@ ADDRESSES = "TMA cannot start at these addresses"
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "silu", "swiglu")
 
 
-def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
+def why_not_hopper(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | None = None) -> str:
     """Why a product with this weight takes no Hopper kernel, or nothing. A rotated product has heads of `head_dim`."""
     if INTERPRET:
         return "TRITON_INTERPRET=1"
@@ -52,49 +52,49 @@ def why_portable(rows: Rows, weight: Tensor, head_dim: int = 0, up: Tensor | Non
         return "a package runs without opaque launches"
     if rows.known == 0:
         return "there are no rows"
-    return refusal(gpu(), rows, weight, head_dim, up)
+    return why_unsupported(gpu(), rows, weight, head_dim, up)
 
 
 def plan_linear(t: Linear, options: LinearOptions) -> Plan:
     rows, activation = Rows.of(t.x), options.activation
-    if why_portable(rows, t.weight, up=t.up):
-        return _plan_linear_stock(t, activation)
+    if why_not_hopper(rows, t.weight, up=t.up):
+        return _plan_linear_portable(t, activation)
     if activation == "none":
         # The Hopper kernel's gain is what it does behind the product (csrc_free_ops/configs/gemm_hopper.py).
         return plan_linear_aten(NOTHING_FOLLOWS, t, activation)
     if not is_eager():
         return _linear_opaque(options)
     within = has_gelu_within(t, activation)
-    chosen = hopper_launch(rows, t.weight, activation, t.up, within=within)
+    chosen = hopper_config(rows, t.weight, activation, t.up, within=within)
     if chosen[0] == ATEN:
         return plan_linear_aten(chosen[1], t, activation, within)
     hopper = plan_linear_hopper(chosen, t, activation)
-    fits = _are_addressable if t.up is None else _are_addressable_with_up
-    return either(t, hopper, fits, lambda t: _plan_linear_stock(t, activation), ADDRESSES)
+    fits = _has_tma_addresses if t.up is None else _has_tma_addresses_with_up
+    return either(t, hopper, fits, lambda t: _plan_linear_portable(t, activation), ADDRESSES)
 
 
-def _plan_linear_stock(t: Linear, activation: str) -> Plan:
+def _plan_linear_portable(t: Linear, activation: str) -> Plan:
     chosen = choose_product(product_kernel(activation), Rows.of(t.x), t.weight, t.up)
     if chosen[0] == ATEN:
         return plan_linear_aten(chosen[1], t, activation)
     return plan_linear_portable(chosen, t, activation)
 
 
-def _are_addressable(t: Linear | Rotary) -> bool:
-    return addressable(t.x, t.weight)
+def _has_tma_addresses(t: Linear | Rotary) -> bool:
+    return has_tma_addresses(t.x, t.weight)
 
 
-def _are_addressable_with_up(t: Linear) -> bool:
-    return t.up is not None and addressable(t.x, t.weight, t.up)
+def _has_tma_addresses_with_up(t: Linear) -> bool:
+    return t.up is not None and has_tma_addresses(t.x, t.weight, t.up)
 
 
 def takes_whole_gradient(rows: Rows, weight: Tensor, activation: str) -> bool:
     """Whether one launch makes a product and its slope; not where rows of pre do not all begin at 16 bytes."""
-    return not (activation == GATED or weight.shape[1] % 8 or why_portable(rows, weight))
+    return not (activation == GATED or weight.shape[1] % 8 or why_not_hopper(rows, weight))
 
 
 def plan_gradient(t: Gradient, options: GradientOptions) -> Plan:
-    """With `sums` partial is [count_of_sums(M), k]."""
+    """With `sums` partial is [count_of_column_sums(M), k]."""
     if not takes_whole_gradient(Rows.of(t.dout), t.weight, options.activation):
         # There are no rows, or the setting is another by now: a graph has what it was traced for.
         return plan_gradient_aten(t, options)
@@ -102,23 +102,24 @@ def plan_gradient(t: Gradient, options: GradientOptions) -> Plan:
         return _gradient_opaque(options)
     hopper = plan_gradient_hopper(t, options)
     return either(
-        t, hopper, lambda t: addressable(t.dout, t.weight, t.pre), lambda t: plan_gradient_aten(t, options), ADDRESSES
-    )
+        t, hopper, lambda t: has_tma_addresses(t.dout, t.weight, t.pre), lambda t: plan_gradient_aten(t, options),
+        ADDRESSES,
+    )  # fmt: skip
 
 
 def plan_rotary(t: Rotary, options: RotaryOptions) -> Plan:
     rows, head_dim = Rows.of(t.x), t.q.shape[2]
-    if why_portable(rows, t.weight, head_dim):
-        return _plan_rotary_stock(t)
+    if why_not_hopper(rows, t.weight, head_dim):
+        return _plan_rotary_portable(t)
     if not is_eager():
         return _rotary_opaque(options)
-    chosen = hopper_launch(rows, t.weight, "rotary", head_dim=head_dim)
+    chosen = hopper_config(rows, t.weight, "rotary", head_dim=head_dim)
     if chosen[0] == ATEN:
         return plan_rotary_aten(chosen[1], t)
-    return either(t, plan_rotary_hopper(chosen, t), _are_addressable, _plan_rotary_stock, ADDRESSES)
+    return either(t, plan_rotary_hopper(chosen, t), _has_tma_addresses, _plan_rotary_portable, ADDRESSES)
 
 
-def _plan_rotary_stock(t: Rotary) -> Plan:
+def _plan_rotary_portable(t: Rotary) -> Plan:
     chosen = choose_product("gemm_pair", Rows.of(t.x), t.weight)
     if chosen[0] == ATEN:
         return plan_rotary_aten(chosen[1], t)
@@ -144,7 +145,7 @@ def plan_of(launch: Callable[[Any], Any], *products: Plan) -> Plan:
     return Plan(launch, kernels, path, "; ".join(words) or "every product has a launch of its own")
 
 
-def hopper_launch(
+def hopper_config(
     rows: Rows, weight: Tensor, epilogue: str, up: Tensor | None = None, head_dim: int = 0, within: bool = False
 ) -> Chosen:
     """The tile of a product that may take the Hopper path, or ATEN where PyTorch is to make it, and its source.
@@ -162,5 +163,5 @@ def hopper_launch(
         if too_few(rows.count, n, k, epilogue, head_dim, busy):
             return ATEN, GELU_WITHIN if within else FEW_ROWS
     if epilogue == "rotary":
-        return rotary_launch(head_dim), "as many whole heads as a tile has room for"
-    return linear_launch(rows.count, n, busy), "the tile whose rounds take the least time"
+        return rotary_config(head_dim), "as many whole heads as a tile has room for"
+    return linear_config(rows.count, n, busy), "the tile whose rounds take the least time"

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.configs.gemm import pick_product
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.portable import _gemm_kernel, _gemm_pair_kernel
 from torch_ops._core.checks import dtype_name
 from torch_ops._core.launch import current_gpu, for_each_precision
@@ -21,7 +21,7 @@ from torch_ops._gemm.tensors import Linear, Rotary
 from torch_ops.settings import settings
 
 # A launch, and where it comes from.
-Chosen = tuple[Launch, str]
+Chosen = tuple[Config, str]
 
 GATED = "swiglu"
 # Tiles of rows that take turns at a tile of columns, so that both stay in the L2 cache.
@@ -104,7 +104,7 @@ def nothing_to_do(*tensors: Any) -> None:
     """The launch where there are no rows."""
 
 
-def _constants(launch: Launch, rows: Rows, strides: tuple[int, int], k: int) -> dict[str, Any]:
+def _constants(launch: Config, rows: Rows, strides: tuple[int, int], k: int) -> dict[str, Any]:
     return {
         "K": k, "STRIDE_XM": rows.stride, "STRIDE_WN": strides[0], "STRIDE_WK": strides[1],
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "BLOCK_K": launch.block_k,
@@ -222,7 +222,7 @@ def angle_constants(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> dict[str,
     }  # fmt: skip
 
 
-def pair_tiles(angles: dict[str, Any], launch: Launch) -> int:
+def pair_tiles(angles: dict[str, Any], launch: Config) -> int:
     """How many tiles of pairs the heads of q, k and v take."""
     of_q, of_k = (cdiv(angles[heads] * angles["HALF"], launch.block_n) for heads in ("NUM_HEADS", "NUM_K_HEADS"))
     return int(of_q + 2 * of_k)

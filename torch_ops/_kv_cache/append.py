@@ -27,7 +27,7 @@ from torch_ops._core.checks import (
 from torch_ops._core.launch import blocks_of, contiguous_like, current_gpu, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
-from torch_ops._kv_cache.cpu import append_cpu, turned_columns
+from torch_ops._kv_cache.cpu import append_cpu, rotary_dim
 from torch_ops.settings import settings
 
 # The limit of a grid's second dimension.
@@ -196,9 +196,9 @@ def plan_append(t: Append, interleaved: bool) -> Plan:
     num_heads = 0 if q is None else q.shape[1]
     moved = (k, t.v, k if q is None else q, k if q is None else t.out, t.k_cache, t.v_cache)
     strides = [_stride(tensor, dimension) for tensor in moved for dimension in (0, 1)]
-    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     scalars = (
-        *(stride // unit for stride in strides), 0 if block_table is None else _stride(block_table, 0),
+        *(stride // stride_unit for stride in strides), 0 if block_table is None else _stride(block_table, 0),
         tokens, capacity_of(t.k_cache, block_table), t.k_cache.shape[0], 1 if cos is None else cos.shape[0],
     )  # fmt: skip
     constants = {
@@ -207,9 +207,9 @@ def plan_append(t: Append, interleaved: bool) -> Plan:
             for letters, tensor in zip(("K", "V", "Q", "O", "KC", "VC"), moved, strict=True)
         },
         "STRIDE_CS": 0 if cos is None else _stride(cos, 0), "STRIDE_SS": 0 if sin is None else _stride(sin, 0),
-        "UNIT": unit,
+        "STRIDE_UNIT": stride_unit,
         "NUM_HEADS": num_heads, "NUM_K_HEADS": num_k_heads, "HEAD_DIM": head_dim,
-        "TURNED": turned_columns(cos, head_dim), "PAGE_SIZE": 0 if block_table is None else t.k_cache.shape[2],
+        "ROTARY_DIM": rotary_dim(cos, head_dim), "PAGE_SIZE": 0 if block_table is None else t.k_cache.shape[2],
         "SHARED_ANGLES": cos is None or cos.shape[1] != head_dim, "INTERLEAVED": interleaved,
         "HAS_LENGTHS": t.lengths is not None, **blocks_of(launch),
     }  # fmt: skip

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import capacity_of
-from torch_ops._core.rotation_cpu import turned
+from torch_ops._core.rotation_cpu import rotated
 
 
-def turned_columns(cos: Tensor | None, head_dim: int) -> int:
+def rotary_dim(cos: Tensor | None, head_dim: int) -> int:
     """The columns of a head that tables of this width turn: all, or twice the table's columns."""
     if cos is None:
         return 0
     return head_dim if cos.shape[1] == head_dim else 2 * cos.shape[1]
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [B, H, S, D] by the angles of its tokens [B, S, columns], not rounded."""
-    columns = turned_columns(cos[0], x.shape[3])
+    columns = rotary_dim(cos[0], x.shape[3])
 
     def in_halves(x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
@@ -26,7 +26,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if cos.shape[2] == columns:
         cos, sin = in_halves(cos), in_halves(sin)
     heads = in_halves(x[..., :columns]).transpose(1, 2).flatten(0, 1)
-    out = turned(False, heads, cos.flatten(0, 1), sin.flatten(0, 1)).unflatten(0, cos.shape[:2]).transpose(1, 2)
+    out = rotated(False, heads, cos.flatten(0, 1), sin.flatten(0, 1)).unflatten(0, cos.shape[:2]).transpose(1, 2)
     if interleaved:
         out = out.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return torch.cat([out, x[..., columns:].to(out.dtype)], -1)
@@ -52,8 +52,8 @@ def append_cpu(interleaved: bool, tensors: Any) -> None:
     if cos is not None and sin is not None:
         angle = position.clamp(0, cos.shape[0] - 1)
         cos, sin = cos[angle], sin[angle]
-        k = _turned(k, cos, sin, interleaved)
+        k = _rotated(k, cos, sin, interleaved)
         if q is not None:
-            out.copy_(_turned(q, cos, sin, interleaved))
+            out.copy_(_rotated(q, cos, sin, interleaved))
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache[page[inside], :, row[inside]] = new.transpose(1, 2)[inside].to(cache.dtype)

@@ -8,7 +8,7 @@ from triton import cdiv
 
 from csrc_free_ops.configs.norms import norm_kernel, norm_programs, norm_tail, parameters_early
 from csrc_free_ops.configs.pick import pick
-from csrc_free_ops.configs.rows import Launch
+from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.norms import (
     _norm_bwd_kernel,
     _norm_bwd_sums_kernel,
@@ -24,7 +24,7 @@ from torch_ops._norms.tensors import Backward, Forward
 from torch_ops.settings import settings
 
 
-def norm_launch(kernel: str, x: Tensor) -> tuple[Launch, str]:
+def norm_config(kernel: str, x: Tensor) -> tuple[Config, str]:
     """The launch of `kernel` for this dtype, width and, where it is known, number of rows, and where it comes from."""
     rows = _known(_num_rows(x))
     return pick(kernel, current_gpu(), dtype_name(x.dtype), x.dtype.itemsize, x.shape[-1], False, rows, settings.rows)
@@ -78,11 +78,11 @@ def _compact(vector: Tensor | None) -> bool:
     return vector is None or vector.is_contiguous()
 
 
-def _parts(launch: Launch, width: int) -> dict[str, int]:
+def _parts(launch: Config, width: int) -> dict[str, int]:
     return {"WIDTH": width, "MAIN": launch.block_n, "TAIL": norm_tail(width, launch.block_n), "BLOCK_M": launch.block_m}
 
 
-def _options(launch: Launch) -> dict[str, int]:
+def _options(launch: Config) -> dict[str, int]:
     return {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
 
 
@@ -91,7 +91,7 @@ def plan_forward_portable(has_mean: bool, t: Forward, eps: float) -> Plan:
     width, num_rows = x.shape[-1], _num_rows(x)
     kernel = norm_kernel("norm_fwd", width)
     wide = kernel != "norm_fwd"
-    launch, source = norm_launch(kernel, x)
+    launch, source = norm_config(kernel, x)
     (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
     ready = folded and _compact(weight) and _compact(bias)
     overlaps = can_overlap()
@@ -133,7 +133,7 @@ def plan_backward_portable(has_mean: bool, t: Backward, eps: float, needs: tuple
     width, num_rows = x.shape[-1], _num_rows(x)
     kernel = norm_kernel("norm_bwd", width)
     wide = kernel != "norm_bwd"
-    launch, source = norm_launch(kernel, x)
+    launch, source = norm_config(kernel, x)
     sums = needs_dweight or needs_dbias
     strides, folded = _strides(dout, x if dsum is None else dsum, x)
     ready = folded and _compact(weight)
@@ -151,12 +151,12 @@ def plan_backward_portable(has_mean: bool, t: Backward, eps: float, needs: tuple
     function = wrap_triton(_norm_bwd_wide_kernel) if wide else wrap_triton(_norm_bwd_kernel)
     bound = Bound(function, (programs,), (num_rows, eps), constants)
 
-    sums_launch, sums_source = norm_launch("norm_bwd_sums", x)
+    sums_config, sums_source = norm_config("norm_bwd_sums", x)
     sums_constants = {
         "WIDTH": width, **wanted, "OVERLAPS": overlaps,
-        "BLOCK_M": sums_launch.block_m, "BLOCK_N": sums_launch.block_n, **_options(sums_launch), **launched_early,
+        "BLOCK_M": sums_config.block_m, "BLOCK_N": sums_config.block_n, **_options(sums_config), **launched_early,
     }  # fmt: skip
-    sums_grid = (cdiv(width, sums_launch.block_n), needs_dweight + needs_dbias)
+    sums_grid = (cdiv(width, sums_config.block_n), needs_dweight + needs_dbias)
     bound_sums = Bound(wrap_triton(_norm_bwd_sums_kernel), sums_grid, (programs,), sums_constants)
 
     def launch_backward(t: Backward) -> None:
@@ -178,5 +178,5 @@ def plan_backward_portable(has_mean: bool, t: Backward, eps: float, needs: tuple
         if sums:
             bound_sums(dweights, dbiases, dweight if needs_dweight else x, dbias if needs_dbias else x)
 
-    kernels = {kernel: (launch, source), **({"norm_bwd_sums": (sums_launch, sums_source)} if sums else {})}
+    kernels = {kernel: (launch, source), **({"norm_bwd_sums": (sums_config, sums_source)} if sums else {})}
     return Plan(launch_backward, kernels)

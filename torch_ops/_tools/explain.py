@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from csrc_free_ops.configs.candidates import CANDIDATES
-from csrc_free_ops.configs.rows import Row, shipped_rows
-from torch_ops._attention.hopper import refusal
+from csrc_free_ops.configs.rows import TunedConfig, shipped_rows
+from torch_ops._attention.hopper import why_unsupported
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.device import gpu
 from torch_ops._core.plan import Plan, merged
@@ -130,7 +130,7 @@ def info() -> dict[str, Any]:
             "kernels": {kernel: _rows_of(kernel, (*settings.rows, *shipped)) for kernel in CANDIDATES},
         }
         example = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
-        paths = {"portable": "yes", "hopper": refusal(device, AttentionOptions(1.0), q=example) or "yes"}
+        paths = {"portable": "yes", "hopper": why_unsupported(device, AttentionOptions(1.0), q=example) or "yes"}
     else:
         rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes", "kernels": {}}
     return {
@@ -149,6 +149,6 @@ def info() -> dict[str, Any]:
     }
 
 
-def _rows_of(kernel: str, rows: tuple[Row, ...]) -> str:
+def _rows_of(kernel: str, rows: tuple[TunedConfig, ...]) -> str:
     count = sum(row.kernel == kernel for row in rows)
     return f"{count} rows" if count else "rule, unmeasured"

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_ops._attention.calls import can_drop
+from torch_ops._attention.checks import can_drop
 from torch_ops._core.checks import FLOATS, is_positive_fp32
 from torch_ops._core.registry import runs_kernels
 from torch_ops.attention import attention

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from torch_ops._core.checks import check_int, refuse
 from torch_ops.models.families import FAMILIES
-from torch_ops.models.vision_metadata import REMEMBERED, Image, images_of
+from torch_ops.models.vision_metadata import CACHE_SIZE, Image, images_of
 
 # The tower of Qwen3-VL-8B; for encoders of unknown configuration.
 BALANCE = 6608.0
@@ -127,7 +127,7 @@ def balance_of(encoder: Any) -> float:
     return (2 * width + len(family.mlp) * inner / 2) * config.depth / full if full else math.inf
 
 
-@lru_cache(maxsize=REMEMBERED)
+@lru_cache(maxsize=CACHE_SIZE)
 def _spread(images: tuple[Image, ...], ranks: int, balance: float) -> tuple[Share, ...]:
     costs = [h * w + (h * w) ** 2 / balance for _, h, w in images]
     frames = [image for image, (t, _, _) in enumerate(images) for _ in range(t)]

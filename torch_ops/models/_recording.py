@@ -50,7 +50,7 @@ def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[],
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.stream(own.stream),
-        work_counters(statics.pixels.device).lending(statics.counters),
+        work_counters(statics.pixels.device).recording_acquired(statics.counters),
         # Other threads may go on using the device.
         torch.cuda.graph(graph, pool=own.pool, stream=own.stream, capture_error_mode="thread_local"),
     ):

@@ -30,7 +30,7 @@ Image = tuple[int, int, int]
 MOST_FRAMES = 2**24
 
 # Batches whose metadata is kept; of a large batch (36,000 patches of head dimension 72) it takes 11 MB.
-REMEMBERED = 32
+CACHE_SIZE = 32
 
 # Tensors that Transformers' vision encoders take ready-made, and their dimensions; the longest segment is not needed.
 PRECOMPUTED = {
@@ -228,14 +228,14 @@ def metadata_of(
         stream = torch.cuda.current_stream(device).cuda_stream
         if torch.cuda.is_current_stream_capturing():
             refuse("vision_metadata", "metadata", "made before a CUDA graph is captured", "made within the capture")
-    make = _remembered if is_eager() else _remembered.__wrapped__
+    make = _cached_metadata if is_eager() else _cached_metadata.__wrapped__
     # Tensors made in inference mode could not be kept for a gradient.
     with torch.inference_mode(False), torch.no_grad():
         return make(images, sizes, device, padding, stream)
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _remembered(
+@lru_cache(maxsize=CACHE_SIZE)
+def _cached_metadata(
     images: tuple[Image, ...], sizes: VisionSizes, device: torch.device, padding: Padding, stream: int
 ) -> VisionMetadata:
     total = patches_of(images)
@@ -349,7 +349,7 @@ def precomputed_metadata(
             refuse("vision encoder", "grid_thw", f"a grid, unless metadata or {names} are given", None)
         base = vision_metadata(grid_thw, sizes, device)
     if position_ids is not None:
-        cos, sin = _turned(position_ids, sizes)
+        cos, sin = _angles(position_ids, sizes)
     elif ordered:
         cos, sin = rotary_table(base.grid, base.total, sizes.head_dim, sizes.theta, sizes.merge_size)
     else:
@@ -409,7 +409,7 @@ def _int32(tensor: Any) -> Tensor:
     return tensor.to(torch.int32)
 
 
-def _turned(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
+def _angles(position_ids: Tensor, sizes: VisionSizes) -> tuple[Tensor, Tensor]:
     """cos and sin of patches at (row, column), as `rotary_table` has them."""
     half = sizes.head_dim // 2
     frequencies = 1.0 / (

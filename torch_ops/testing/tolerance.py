@@ -40,9 +40,9 @@ class Report:
         return not self.problem and self.rms_error <= self.rms_allowed
 
     def __str__(self) -> str:
-        verdict = self.problem or ("within the rule" if self.passed else "outside the rule")
+        result = self.problem or ("within the rule" if self.passed else "outside the rule")
         return (
-            f"{self.name}: {verdict}; max {self.max_error:.3g} of {self.max_allowed:.3g} allowed, "
+            f"{self.name}: {result}; max {self.max_error:.3g} of {self.max_allowed:.3g} allowed, "
             f"rms {self.rms_error:.3g} of {self.rms_allowed:.3g} allowed"
         )
 

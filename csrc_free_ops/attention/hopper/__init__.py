@@ -8,5 +8,5 @@
     bwd_small                      backward for few tiles
     bwd_fp32_dkdv                  gradients of keys and values for fp32 inputs
 
-docs/glossary.md explains the words.
+docs/glossary.md explains the words: tiles, warps, barriers, accumulators.
 """

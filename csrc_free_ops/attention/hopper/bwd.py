@@ -51,7 +51,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     STAGE_THREADS,
     STRIP_PAIR_BYTES,
     TILE,
-    Config,
+    BackwardConfig,
     Shared,
     barrier_arrivals,
     check_sizes,
@@ -389,7 +389,7 @@ def _attention_bwd_hopper_kernel(
     """
     k_boundaries = boundaries(cu_k_ptr, ORDER)
     q_boundaries = boundaries(cu_q_ptr, ORDER)
-    config = Config(
+    config = BackwardConfig(
         HEAD_DIM, HEADS, GROUP, HAS_LEFT, HAS_RIGHT, ORDER, q_desc.dtype, KV_STAGES, STAGES, ORDERED, WAVE,
         STRIDE_DKT, STRIDE_DVT, STRIDE_DQT, FOLDED, DKDV_SPLITS,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, narrow_segments, place_tile, probe_segments
+from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, locate_tile, narrow_segments, probe_segments
 
 # Columns of dq_acc that a thread reads at once: 16 bytes.
 RUN = tl.constexpr(4)
@@ -84,7 +84,7 @@ def _clear_dq_acc(dq_acc_ptr, acc_row, rows, acc_rows, HEAD_DIM: tl.constexpr, B
 def _attention_bwd_delta_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_acc_ptr, semaphores_ptr,
     stride_oh, stride_doh, total_q, total_k, num_segments, window_left, window_right,
-    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
     DQ_ACCS: tl.constexpr, ONE_SEGMENT: tl.constexpr, OVERLAPPED: tl.constexpr,
@@ -109,8 +109,8 @@ def _attention_bwd_delta_kernel(
     local = tl.arange(0, BLOCK_M)
     remaining = total_q - row
     starts = column_starts(head, HEAD_DIM, MAIN)
-    out_base = row_base(out_ptr, row, head, stride_oh, STRIDE_OT, UNIT)
-    dout_base = row_base(dout_ptr, row, head, stride_doh, STRIDE_DOT, UNIT)
+    out_base = row_base(out_ptr, row, head, stride_oh, STRIDE_OT, STRIDE_UNIT)
+    dout_base = row_base(dout_ptr, row, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
     out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     statistics = head * total_q + row + local
@@ -147,7 +147,7 @@ def _attention_bwd_delta_kernel(
         for accumulator in tl.static_range(DQ_ACCS):
             tl.store(semaphores_ptr + (accumulator * tl.num_programs(1) + head) * tl.num_programs(0) + tile, 0)
         # dq_acc follows the segments.
-        q_start, q_length, first, k_start, k_length = place_tile(
+        q_start, q_length, first, k_start, k_length = locate_tile(
             q_begin, q_end, k_begin, k_end, segment, total_q, total_k, tile, BLOCK_M
         )
         shift = q_length - k_length
@@ -162,7 +162,7 @@ def _attention_bwd_delta_dense_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr, semaphores_ptr,
     stride_ob, stride_oh, stride_dob, stride_doh, stride_dqb, stride_dqh,
     heads, q_length, k_length, window_left, window_right,
-    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -182,8 +182,12 @@ def _attention_bwd_delta_dense_kernel(
     local = tl.arange(0, BLOCK_M)
     remaining = q_length - first
     starts = column_starts(head, HEAD_DIM, MAIN)
-    out_base = row_base(batch_base(out_ptr, batch, stride_ob, UNIT), first, head, stride_oh, STRIDE_OT, UNIT)
-    dout_base = row_base(batch_base(dout_ptr, batch, stride_dob, UNIT), first, head, stride_doh, STRIDE_DOT, UNIT)
+    out_base = row_base(
+        batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
+    )
+    dout_base = row_base(
+        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
+    )
     out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     statistics = all_heads * q_length + first + local
@@ -194,7 +198,9 @@ def _attention_bwd_delta_dense_kernel(
         tl.store(semaphores_ptr + all_heads * tl.num_programs(1) + tile, 0)
         shift = q_length - k_length
         if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
-            dq_base = row_base(batch_base(dq_ptr, batch, stride_dqb, UNIT), first, head, stride_dqh, STRIDE_DQT, UNIT)
+            dq_base = row_base(
+                batch_base(dq_ptr, batch, stride_dqb, STRIDE_UNIT), first, head, stride_dqh, STRIDE_DQT, STRIDE_UNIT
+            )
             nothing = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
             store_rows(dq_base, starts, local, remaining, nothing, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
 

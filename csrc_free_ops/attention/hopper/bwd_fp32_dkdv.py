@@ -16,9 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from csrc_free_ops.tiles.hopper.limits import SHARED_BYTES
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
 from csrc_free_ops.tiles.scores import exponent_of_norm, exponential
-from csrc_free_ops.tiles.segments import place_dense
+from csrc_free_ops.tiles.segments import locate_dense
 
 BLOCK_M, BLOCK_N, WIDTH = (gl.constexpr(size) for size in (32, 128, 64))
 # The terms that the five smaller products multiply. The largest product multiplies the first terms.
@@ -137,18 +138,18 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh, q_length, k_length, scale, window_left, window_right,
     STRIDE_QT: gl.constexpr, STRIDE_KT: gl.constexpr, STRIDE_VT: gl.constexpr, STRIDE_DOT: gl.constexpr,
-    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, UNIT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, STRIDE_UNIT: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N keys of all sequences, heads, SPLITS): dk and dv of fp32 [B, H, S, D] of one head each.
 
     With several splits, each computes a contribution from its share of the rows. The contributions to a head lie behind
     each other, like those of so many heads. HEAD_DIM is a multiple of WIDTH. Strides of batch and head are in units of
-    UNIT.
+    STRIDE_UNIT.
     """
     gl.static_assert(HEAD_DIM % WIDTH == 0, "HEAD_DIM must be a multiple of 64, the columns of a tile")
     gl.static_assert(
-        3 * HEAD_DIM * (2 * BLOCK_N + BLOCK_M) * 2 <= 232448,
+        3 * HEAD_DIM * (2 * BLOCK_N + BLOCK_M) * 2 <= SHARED_BYTES,
         "three terms of k, v and a block of rows need more than the 227 KiB of shared memory of a Hopper GPU",
     )
     HALVES: gl.constexpr = HEAD_DIM // WIDTH
@@ -158,12 +159,12 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
     head = gl.program_id(1).to(gl.int64)
     heads = gl.num_programs(1)
     # The first keys are seen by the most queries, and come first.
-    batch, first = place_dense(gl.program_id(0), k_length, False, BLOCK_N)
+    batch, first = locate_dense(gl.program_id(0), k_length, False, BLOCK_N)
     sequence = batch.to(gl.int64)
-    q_ptr += (sequence * stride_qb + head * stride_qh) * UNIT
-    k_ptr += (sequence * stride_kb + head * stride_kh) * UNIT
-    v_ptr += (sequence * stride_vb + head * stride_vh) * UNIT
-    dout_ptr += (sequence * stride_dob + head * stride_doh) * UNIT
+    q_ptr += (sequence * stride_qb + head * stride_qh) * STRIDE_UNIT
+    k_ptr += (sequence * stride_kb + head * stride_kh) * STRIDE_UNIT
+    v_ptr += (sequence * stride_vb + head * stride_vh) * STRIDE_UNIT
+    dout_ptr += (sequence * stride_dob + head * stride_doh) * STRIDE_UNIT
     statistics = (sequence * heads + head) * q_length
 
     # Each tile is an allocation of its own: between stores to tiles of one tensor Triton would make all warps meet.
@@ -217,7 +218,7 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
         q = _load(q_ptr, start + BLOCK_M, q_length, STRIDE_QT, BLOCK_M, HALVES)
         dk = _accumulate(dk, ds, row_tiles, no_gradient)
     split_head = head * SPLITS + gl.program_id(2)
-    dk_ptr += (sequence * stride_dkb + split_head * stride_dkh) * UNIT
-    dv_ptr += (sequence * stride_dvb + split_head * stride_dvh) * UNIT
+    dk_ptr += (sequence * stride_dkb + split_head * stride_dkh) * STRIDE_UNIT
+    dv_ptr += (sequence * stride_dvb + split_head * stride_dvh) * STRIDE_UNIT
     _store(dk_ptr, dk, scale, first, k_length, STRIDE_DKT)
     _store(dv_ptr, dv, 1.0, first, k_length, STRIDE_DVT)

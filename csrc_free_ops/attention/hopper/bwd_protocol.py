@@ -24,6 +24,7 @@ from csrc_free_ops.attention.hopper.dq_order import block_of_step
 from csrc_free_ops.attention.hopper.scheduler import is_dense
 from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS, LaunchInfo
 from csrc_free_ops.configs import attention_hopper_backward
+from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
 from csrc_free_ops.tiles.hopper.warpgroup import PUBLISHED, aggregate
 from csrc_free_ops.tiles.scores import LOG2E
 
@@ -204,7 +205,7 @@ def dq_acc_count(wave):
 
 
 @aggregate
-class Config:
+class BackwardConfig:
     """Constants of a launch, and what follows from them for all partitions."""
 
     HEAD_DIM: gl.constexpr
@@ -329,11 +330,11 @@ def check_sizes(config, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl
     VECTORS: gl.constexpr = (2 * config.STAGES + 1) * BLOCK_M * 4
     INFOS: gl.constexpr = (TILE_INFOS + 1) * SLOTS * (4 + 8)
     gl.static_assert(
-        config.BARRIERS_AT + 256 + VECTORS + INFOS <= 232448,
+        config.BARRIERS_AT + 256 + VECTORS + INFOS <= SHARED_BYTES,
         "tiles need more than the 227 KiB of shared memory of a Hopper GPU: use fewer STAGES or KV_STAGES",
     )
     gl.static_assert(
-        256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 65536,
+        256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= REGISTERS,
         "two consumers and four other warps need more than the 65536 registers of a multiprocessor",
     )
 

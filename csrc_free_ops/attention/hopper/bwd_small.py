@@ -31,6 +31,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
 from csrc_free_ops.attention.hopper.scheduler import boundaries, head_count, rows_of
 from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS, LaunchInfo
 from csrc_free_ops.configs import attention_hopper_backward
+from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
 from csrc_free_ops.tiles.hopper.memory import await_kernel, clear_rows, flat, load_blocks, read_columns, store_rows
 from csrc_free_ops.tiles.hopper.warpgroup import (
     accumulate,
@@ -441,11 +442,11 @@ def _attention_bwd_small_hopper_kernel(
     gl.static_assert(EMPTY + STAGES <= 16, "STAGES is too large: there are 16 named barriers, and Triton takes three")
     gl.static_assert(VECTORS_FULL + STAGES <= 16, "STAGES is too large: 16 barriers in shared memory have room")
     gl.static_assert(
-        config.BARRIERS_AT + 256 + 2 * STAGES * BLOCK_M * 4 + (TILE_INFOS + 1) * SLOTS * 8 <= 232448,
+        config.BARRIERS_AT + 256 + 2 * STAGES * BLOCK_M * 4 + (TILE_INFOS + 1) * SLOTS * 8 <= SHARED_BYTES,
         "tiles need more than the 227 KiB of shared memory of a Hopper GPU: use fewer STAGES",
     )
     gl.static_assert(
-        256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= 65536,
+        256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= REGISTERS,
         "two consumers and four other warps need more than the 65536 registers of a multiprocessor",
     )
     TILE_BYTES: gl.constexpr = config.STAGE_BYTES // config.TILES

@@ -203,7 +203,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
 
     If inputs are fp32, `tiles` hold the fp32 rows too. `out` are descriptors and tiles; both are empty if out is fp32.
     """
-    k_tiles, v_tiles, q_source = tiles
+    k_tiles, v_tiles, q_desc_fp32 = tiles
     BLOCK_N: gl.constexpr = config.BLOCK_N
     V_WIDTH: gl.constexpr = config.V_WIDTH
     V_BYTES: gl.constexpr = BLOCK_N * V_WIDTH * 2 * config.V_TILES
@@ -234,7 +234,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
             barrier_arrive(config.Q_EMPTY + INDEX, config.Q_THREADS)
         else:
             if config.CAST_WARPS > 0:
-                _cast_rows(q, q_source, config)
+                _cast_rows(q, q_desc_fp32, config)
             if config.SEPARATE_Q:
                 barrier_arrive(config.Q_EMPTY + INDEX, config.Q_THREADS)
             await_phase(k_full + state.index * 8, state.phase)
@@ -337,7 +337,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
 @gluon.jit
 def _attention_fwd_hopper_kernel(
     q_main, q_tail, k_main, k_tail, v_desc, out_main, out_tail,
-    out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, ticket_ptr,
+    out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, tile_counter_ptr,
     stride_ob, stride_oh, total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
@@ -346,10 +346,10 @@ def _attention_fwd_hopper_kernel(
 ):  # fmt: skip
     """Grid (programs). scale is the softmax scale times log2(e). *_tail count only if HEAD_DIM has a tail.
 
-    ticket_ptr is an int32 that is 0 before and after a launch; no concurrent launch may use it. ORDER is SINGLE for one
-    segment, BY_LENGTH for at most RANKED - 2 segments, else IN_PLACE. A batch [B, H, S, D] has no boundaries: ORDER is
-    DENSE_CUT or DENSE_ENDS, total_* is the length of a sequence, and num_segments the number of sequences. FOLDED has a
-    bit for each of q, k, v and out (`coordinates`).
+    tile_counter_ptr is an int32 that is 0 before and after a launch; no concurrent launch may use it. ORDER is SINGLE
+    for one segment, BY_LENGTH for at most RANKED - 2 segments, else CLOSED_FORM. A batch [B, H, S, D] has no
+    boundaries: ORDER is DENSE_CUT or DENSE_ENDS, total_* is the length of a sequence, and num_segments the number of
+    sequences. FOLDED has a bit for each of q, k, v and out (`coordinates`).
     """
     MAIN: gl.constexpr = columns_of(q_main)
     V_WIDTH: gl.constexpr = columns_of(v_desc)
@@ -391,9 +391,9 @@ def _attention_fwd_hopper_kernel(
     )
     info = make_info(False)
     if is_dense(ORDER):
-        info.fill((), (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh))
+        info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh))
     else:
-        info.fill((), (out_ptr, lse_ptr, ticket_ptr))
+        info.fill((), (out_ptr, lse_ptr, tile_counter_ptr))
     bars = v_tiles.index(STAGES * config.V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()

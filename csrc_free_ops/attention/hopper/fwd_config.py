@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_free_ops.attention.hopper.scheduler import DENSE_ENDS
 from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS
+from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
 from csrc_free_ops.tiles.hopper.warpgroup import PUBLISHED, aggregate
 
 # Triton uses the named barriers below this one in a kernel of four warpgroups; the hardware has 16.
@@ -22,8 +23,6 @@ FIRST_BARRIER, NAMED_BARRIERS = 5, 16
 Q_FULL, K_FULL, V_FULL = (gl.constexpr(at) for at in (0, 4, 8))
 ARRIVALS = gl.constexpr((PUBLISHED.value,) * 4 + (1,) * 8)
 BARRIER_BYTES = gl.constexpr(16 * 8)
-# Bytes of shared memory that a program may have on Hopper, and registers of a multiprocessor.
-SHARED_BYTES, REGISTERS = 232448, 65536
 
 # Slots of a tile's info. BLOCKS is the number of blocks of keys, 0 after the last tile. Blocks are counted down: those
 # up to MASKED_UP_TO and those above MASKED_ABOVE need masks. In DENSE_ENDS each consumer has an info of its own, and
@@ -123,12 +122,12 @@ class ForwardConfig:
         total = TILE_INFOS.value * SLOTS.value * 4 + (TILE_INFOS.value + 1) * SLOTS.value * 8
         for buffer in buffers:
             total += buffer_bytes(buffer)
-        return total <= SHARED_BYTES
+        return total <= SHARED_BYTES.value
 
     @gluon.constexpr_function
     def has_registers(self, consumer, producer):
         """Whether all warpgroups get these registers a thread; warps that do not compute share one."""
-        return 128 * (self.GROUPS.value * consumer + producer) <= REGISTERS
+        return 128 * (self.GROUPS.value * consumer + producer) <= REGISTERS.value
 
 
 @gluon.jit

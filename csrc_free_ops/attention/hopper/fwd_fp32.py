@@ -57,9 +57,9 @@ def _third_cast_warp(STAGES_AT: gl.constexpr, sources, halves, counters, sizes, 
 
 
 @gluon.jit
-def _attention_fwd_cast_hopper_kernel(
-    q_source, k_main, k_tail, v_desc,
-    k_ptr, v_ptr, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, counts_ptr, ticket_ptr,
+def _attention_fwd_fp32_hopper_kernel(
+    q_desc_fp32, k_main, k_tail, v_desc,
+    k_ptr, v_ptr, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, cast_counters_ptr, tile_counter_ptr,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
     total_q, total_k, batch, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -68,11 +68,11 @@ def _attention_fwd_cast_hopper_kernel(
     K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr,
     FOLDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). q, k and v are fp32 [B, H, S, D]: q_source describes q, k_ptr and v_ptr point to k and v.
+    """Grid (programs). q, k and v are fp32 [B, H, S, D]: q_desc_fp32 describes q, k_ptr and v_ptr point to k and v.
 
-    k_half and v_half receive k and v rounded; the other descriptors describe them. counts_ptr has an int32 for each key
-    head of each sequence and one more. They and ticket_ptr are 0 before and after a launch. All else is as in
-    `_attention_fwd_hopper_kernel` with two consumers.
+    k_half and v_half receive k and v rounded; the other descriptors describe them. cast_counters_ptr has an int32 for
+    each key head of each sequence and one more. They and tile_counter_ptr are 0 before and after a launch. All else is
+    as in `_attention_fwd_hopper_kernel` with two consumers.
     """
     MAIN: gl.constexpr = columns_of(k_main)
     V_WIDTH: gl.constexpr = columns_of(v_desc)
@@ -102,9 +102,9 @@ def _attention_fwd_cast_hopper_kernel(
     if HEAD_DIM > MAIN:
         k_tiles = k_tiles + (gl.allocate_shared_memory(DTYPE, [STAGES] + k_tail.block_shape, k_tail.layout),)
         k_descs = k_descs + (k_tail,)
-    q_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + q_source.block_shape, q_source.layout)
+    q_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + q_desc_fp32.block_shape, q_desc_fp32.layout)
     info = make_info(False)
-    info.fill((), (out_ptr, lse_ptr, ticket_ptr, stride_ob, stride_oh, counts_ptr))
+    info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh, cast_counters_ptr))
     bars = v_tiles.index(STAGES * config.V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
     make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()
@@ -135,10 +135,10 @@ def _attention_fwd_cast_hopper_kernel(
         [
             (consume, (0, first_q, ((), ()), first_tiles, info, bars, scale, total_q, sinks, config)),
             (consume, (1, second_q, ((), ()), second_tiles, info, bars, scale, total_q, sinks, config)),
-            (produce, (((q_source,), k_descs, v_desc), (0, 0), all_tiles, info, bars, sizes, config)),
-            (cast_kv, (0, STAGES_AT, sources, halves, counts_ptr, lengths, config)),
-            (cast_kv, (1, STAGES_AT, sources, halves, counts_ptr, lengths, config)),
-            (_third_cast_warp, (STAGES_AT, sources, halves, counts_ptr, lengths, config)),
+            (produce, (((q_desc_fp32,), k_descs, v_desc), (0, 0), all_tiles, info, bars, sizes, config)),
+            (cast_kv, (0, STAGES_AT, sources, halves, cast_counters_ptr, lengths, config)),
+            (cast_kv, (1, STAGES_AT, sources, halves, cast_counters_ptr, lengths, config)),
+            (_third_cast_warp, (STAGES_AT, sources, halves, cast_counters_ptr, lengths, config)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

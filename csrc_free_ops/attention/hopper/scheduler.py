@@ -11,7 +11,7 @@ backward. Lengths of segments are known on the device alone, so a program comput
     DENSE_ENDS  a batch whose later rows see more keys, with 1 to 2 blocks of 64 rows for each program: a tile has a
                 block from either end of its sequence, so that all tiles take about as long
     BY_LENGTH   few segments, the longest first, so that the last tiles are small; each segment as EVEN
-    IN_PLACE    many segments, one head after the other, by the closed form of `tiles.segments`
+    CLOSED_FORM    many segments, one head after the other, by the closed form of `tiles.segments`
 """
 
 from triton.experimental import gluon
@@ -30,7 +30,7 @@ SEARCHED = gl.constexpr(128)
 # bytes run one at a time if not all heads fit. Measured in docs/attention.md.
 CACHED, CACHED_OF_ONE, ALONE = (gl.constexpr(size * 2**20) for size in (16, 32, 2))
 # Orders of tiles.
-SINGLE, EVEN, BY_LENGTH, IN_PLACE, DENSE, DENSE_CUT, DENSE_ENDS = (gl.constexpr(order) for order in range(7))
+SINGLE, EVEN, BY_LENGTH, CLOSED_FORM, DENSE, DENSE_CUT, DENSE_ENDS = (gl.constexpr(order) for order in range(7))
 
 
 @gluon.constexpr_function

@@ -14,7 +14,8 @@ dout_i . v_j in ds_ij.
 
 The dq kernel owns query rows and stores delta. The dkdv kernel owns keys, reads delta and runs second. `bwd_small.py`
 computes both in one kernel. In a batch either kernel may store split sums, which `bwd_split.py` adds up. Accumulators
-are fp32; P and ds are rounded to the input dtype for the products, as in the forward. STEPS has no bit for sinks here.
+are fp32; P and ds are rounded to the input dtype for the products, as in the forward. SCORE_MODS has no bit for sinks
+here.
 """
 
 import triton
@@ -37,9 +38,9 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
+from csrc_free_ops.tiles.score_mod import DROPOUT, SOFTCAP, dropout_factor, head_score_mod, sequence_score_mod
 from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, modify_scores
-from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
-from csrc_free_ops.tiles.steps import DROPOUT, SOFTCAP, dropout_factor, head_score_mod, sequence_score_mod
+from csrc_free_ops.tiles.segments import locate_dense, locate_tile, narrow_segments, probe_segments
 
 
 @triton.jit
@@ -47,14 +48,14 @@ def _accumulate_dq(
     dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, q_length, k_length,
     scale, score_mod, window_left, window_right,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
-    factor = exponent_factor(scale, STEPS, NATURAL)
+    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
     shift = k_length - q_length
-    dropout_scale = dropout_factor(score_mod, STEPS)
+    dropout_scale = dropout_factor(score_mod, SCORE_MODS)
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
@@ -63,7 +64,7 @@ def _accumulate_dq(
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, steepness = modify_scores(
-            products, rows[:, None], start + cols[None, :], shift, scale, score_mod, STEPS
+            products, rows[:, None], start + cols[None, :], shift, scale, score_mod, SCORE_MODS
         )
         p = exponential(scores * factor - lse[:, None], NATURAL)
         if MASKED:
@@ -73,10 +74,10 @@ def _accumulate_dq(
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
         dp = dot_rows(dout, v, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if DROPOUT & STEPS:
+        if DROPOUT & SCORE_MODS:
             dp = drop_weights(dp, rows, start, score_mod, BLOCK_N) * dropout_scale
         ds = p * (dp - delta[:, None])
-        if SOFTCAP & STEPS:
+        if SOFTCAP & SCORE_MODS:
             ds = ds * steepness
         dq = accumulate_rows(dq, ds.to(k[0].dtype), k, PRECISION)  # [BLOCK_M, D]
         k_base += BLOCK_N * STRIDE_KT
@@ -91,9 +92,9 @@ def differentiate_queries(
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
     total_q, scale, score_mod, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
     HAS_DELTA: tl.constexpr = False,
 ):  # fmt: skip
@@ -105,11 +106,11 @@ def differentiate_queries(
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
     first_row = q_start + first
-    q_base = row_base(q_ptr, first_row, head, stride_qh, STRIDE_QT, UNIT)
-    out_base = row_base(out_ptr, first_row, head, stride_oh, STRIDE_OT, UNIT)
-    dout_base = row_base(dout_ptr, first_row, head, stride_doh, STRIDE_DOT, UNIT)
-    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, UNIT)
-    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, UNIT)
+    q_base = row_base(q_ptr, first_row, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
+    out_base = row_base(out_ptr, first_row, head, stride_oh, STRIDE_OT, STRIDE_UNIT)
+    dout_base = row_base(dout_ptr, first_row, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
+    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, STRIDE_UNIT)
+    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, STRIDE_UNIT)
 
     starts = column_starts(k_head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_M)
@@ -150,19 +151,19 @@ def differentiate_queries(
         dq = _accumulate_dq(
             dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
             scale, score_mod, window_left, window_right,
-            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
+            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
     dq = _accumulate_dq(
         dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
         scale, score_mod, window_left, window_right,
-        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, False,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
     dq = _accumulate_dq(
         dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
         scale, score_mod, window_left, window_right,
-        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
-    dq_base = row_base(dq_ptr, first_row, split_head, stride_dqh, STRIDE_DQT, UNIT)
+    dq_base = row_base(dq_ptr, first_row, split_head, stride_dqh, STRIDE_DQT, STRIDE_UNIT)
     store_rows(
         dq_base,
         starts,
@@ -183,9 +184,9 @@ def _attention_bwd_dq_kernel(
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_slopes,
     total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads): delta and dq. dlse_ptr is read only with HAS_DLSE."""
@@ -201,7 +202,7 @@ def _attention_bwd_dq_kernel(
         segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_q, tile, BLOCK_M)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
-    q_start, q_length, first, k_start, k_length = place_tile(
+    q_start, q_length, first, k_start, k_length = locate_tile(
         tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
         tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
         tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
@@ -209,15 +210,15 @@ def _attention_bwd_dq_kernel(
     if first >= q_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
-    score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, SCORE_MODS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS)
     differentiate_queries(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
         head, q_start, q_length, first, k_start, k_length, 0,
-        stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
+        stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // STRIDE_UNIT,
         total_q, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -227,9 +228,9 @@ def _attention_bwd_dq_dense_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_dob, stride_doh,
     stride_dqb, stride_dqh, stride_slopes, q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq for sequences of equal length.
@@ -239,19 +240,20 @@ def _attention_bwd_dq_dense_kernel(
     await_before(OVERLAPS)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
-    score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, STEPS)
+    batch, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
+    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, SCORE_MODS)
     statistics = batch.to(tl.int64) * heads * q_length
     differentiate_queries(
-        batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
-        batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT), lse_ptr + statistics,
-        batch_base(dout_ptr, batch, stride_dob, UNIT), dlse_ptr + statistics, delta_ptr + statistics,
-        batch_base(dq_ptr, batch, stride_dqb, UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
+        batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
+        batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT),
+        lse_ptr + statistics,
+        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), dlse_ptr + statistics, delta_ptr + statistics,
+        batch_base(dq_ptr, batch, stride_dqb, STRIDE_UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
         q_length, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip
 
 
@@ -260,14 +262,14 @@ def _accumulate_dkdv(
     dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
     scale, score_mod, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask."""
     NATURAL: tl.constexpr = k[0].dtype == tl.float32
-    factor = exponent_factor(scale, STEPS, NATURAL)
+    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
     shift = k_length - q_length
-    dropout_scale = dropout_factor(score_mod, STEPS)
+    dropout_scale = dropout_factor(score_mod, SCORE_MODS)
     local = tl.arange(0, BLOCK_M)
     q_base += tl.cast(low, tl.int64) * STRIDE_QT
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
@@ -285,7 +287,7 @@ def _accumulate_dkdv(
             delta = tl.load(delta_base + start + local)
         products = dot_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
         scores, steepness = modify_scores(
-            products, start + local[None, :], cols[:, None], shift, scale, score_mod, STEPS
+            products, start + local[None, :], cols[:, None], shift, scale, score_mod, SCORE_MODS
         )
         p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
@@ -296,11 +298,11 @@ def _accumulate_dkdv(
             p = tl.where(seen, p, 0.0)
         # Combine both factors of ds now, because registers do not hold two during the next product.
         slopes = p
-        if SOFTCAP & STEPS:
+        if SOFTCAP & SCORE_MODS:
             slopes = p * steepness
         dp = dot_rows(v, dout, PRECISION)  # [BLOCK_N, BLOCK_M]
         weights = p
-        if DROPOUT & STEPS:
+        if DROPOUT & SCORE_MODS:
             mask = tl.trans(dropout_mask(start + local, first, score_mod, cols.shape[0]))
             weights = tl.where(mask, p, 0.0) * dropout_scale
             dp = tl.where(mask, dp, 0.0) * dropout_scale
@@ -318,9 +320,9 @@ def differentiate_keys(
     k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, score_mod,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh, total_q, scale, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
 ):  # fmt: skip
     """Store dk and dv of BLOCK_N keys of a segment, from key `first` on, summed over the GROUP query heads in order.
@@ -330,8 +332,8 @@ def differentiate_keys(
     """
     scale = tl.cast(scale, tl.float32)
     first_row = k_start + first
-    k_base = row_base(k_ptr, first_row, k_head, stride_kh, STRIDE_KT, UNIT)
-    v_base = row_base(v_ptr, first_row, k_head, stride_vh, STRIDE_VT, UNIT)
+    k_base = row_base(k_ptr, first_row, k_head, stride_kh, STRIDE_KT, STRIDE_UNIT)
+    v_base = row_base(v_ptr, first_row, k_head, stride_vh, STRIDE_VT, STRIDE_UNIT)
 
     starts = column_starts(k_head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_N)
@@ -367,35 +369,35 @@ def differentiate_keys(
             dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
             dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
         head = k_head * GROUP + index
-        q_score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, STEPS)
-        q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, UNIT)
-        dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, UNIT)
+        q_score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS)
+        q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
+        dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
         lse_base = lse_ptr + head * total_q + q_start
         delta_base = delta_ptr + head * total_q + q_start
         if HAS_RIGHT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
                 q_length, k_length, scale, q_score_mod, window_left, window_right,
-                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
                 GROUP, BLOCK_M, True,
             )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
             q_length, k_length, scale, q_score_mod, window_left, window_right,
-            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
             GROUP, BLOCK_M, False,
         )  # fmt: skip
         dk, dv = _accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
             q_length, k_length, scale, q_score_mod, window_left, window_right,
-            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION,
+            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
             GROUP, BLOCK_M, True,
         )  # fmt: skip
         if SUM_PER_HEAD:
             dk = add_rows(dk_before, dk)
             dv = add_rows(dv_before, dv)
-    dk_base = row_base(dk_ptr, first_row, split_head, stride_dkh, STRIDE_DKT, UNIT)
-    dv_base = row_base(dv_ptr, first_row, split_head, stride_dvh, STRIDE_DVT, UNIT)
+    dk_base = row_base(dk_ptr, first_row, split_head, stride_dkh, STRIDE_DKT, STRIDE_UNIT)
+    dv_base = row_base(dv_ptr, first_row, split_head, stride_dvh, STRIDE_DVT, STRIDE_UNIT)
     store_rows(
         dk_base,
         starts,
@@ -416,9 +418,9 @@ def _attention_bwd_dkdv_kernel(
     stride_qh, stride_kh, stride_vh, stride_doh, stride_slopes,
     total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N keys, key heads): dk and dv."""
@@ -434,7 +436,7 @@ def _attention_bwd_dkdv_kernel(
         segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_k, tile, BLOCK_N)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
-    k_start, k_length, first, q_start, q_length = place_tile(
+    k_start, k_length, first, q_start, q_length = locate_tile(
         tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
         tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
         tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
@@ -442,14 +444,14 @@ def _attention_bwd_dkdv_kernel(
     if first >= k_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, STEPS)
+    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, SCORE_MODS)
     differentiate_keys(
         q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
         k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, score_mod,
-        stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
+        stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // STRIDE_UNIT, HEAD_DIM // STRIDE_UNIT,
         total_q, scale, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -460,9 +462,9 @@ def _attention_bwd_dkdv_dense_kernel(
     stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
     q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv for sequences of equal length.
@@ -473,17 +475,18 @@ def _attention_bwd_dkdv_dense_kernel(
     k_head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     # Under a causal mask the first keys are seen by the most queries, so their programs start first.
-    batch, first = place_dense(tl.program_id(0), k_length, False, BLOCK_N)
-    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
+    batch, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
+    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
     statistics = batch.to(tl.int64) * heads * q_length
     differentiate_keys(
-        batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
-        batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics, batch_base(dout_ptr, batch, stride_dob, UNIT),
+        batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
+        batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
+        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT),
         delta_ptr + statistics,
-        batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
+        batch_base(dk_ptr, batch, stride_dkb, STRIDE_UNIT), batch_base(dv_ptr, batch, stride_dvb, STRIDE_UNIT),
         k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, batch, stride_slopes, score_mod,
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip

@@ -11,14 +11,14 @@ from csrc_free_ops.attention.portable.bwd import differentiate_keys, differentia
 from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base
-from csrc_free_ops.tiles.segments import place_dense
-from csrc_free_ops.tiles.steps import head_score_mod, sequence_score_mod
+from csrc_free_ops.tiles.score_mod import head_score_mod, sequence_score_mod
+from csrc_free_ops.tiles.segments import locate_dense
 
 
 @triton.jit(do_not_specialize=DENSE_SIZES)
-def _attention_bwd_few_delta_kernel(
+def _attention_bwd_small_delta_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, stride_ob, stride_oh, stride_dob, stride_doh, q_length,
-    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -29,8 +29,12 @@ def _attention_bwd_few_delta_kernel(
     batch = tl.program_id(2)
     starts = column_starts(head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_M)
-    out_base = row_base(batch_base(out_ptr, batch, stride_ob, UNIT), first, head, stride_oh, STRIDE_OT, UNIT)
-    dout_base = row_base(batch_base(dout_ptr, batch, stride_dob, UNIT), first, head, stride_doh, STRIDE_DOT, UNIT)
+    out_base = row_base(
+        batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
+    )
+    dout_base = row_base(
+        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
+    )
     out = load_rows(out_base, starts, local, q_length - first, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     dout = load_rows(dout_base, starts, local, q_length - first, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     rows = (batch * tl.num_programs(1) + head) * q_length + first + local
@@ -40,15 +44,15 @@ def _attention_bwd_few_delta_kernel(
 
 
 @triton.jit(do_not_specialize=(*DENSE_SIZES, "batches"))
-def _attention_bwd_few_kernel(
+def _attention_bwd_small_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, slopes_ptr, seed_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
     batches, q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, DQ_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -61,36 +65,36 @@ def _attention_bwd_few_kernel(
     heads = tl.num_programs(1)
     split = tl.program_id(2)
     if split < SPLITS:
-        batch, first = place_dense(tl.program_id(0), k_length, False, BLOCK_N)
+        batch, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
         if (batch < batches) & (head * GROUP < heads):
-            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
+            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
             statistics = batch.to(tl.int64) * heads * q_length
             differentiate_keys(
-                batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
-                batch_base(v_ptr, batch, stride_vb, UNIT), lse_ptr + statistics,
-                batch_base(dout_ptr, batch, stride_dob, UNIT), delta_ptr + statistics,
-                batch_base(dk_ptr, batch, stride_dkb, UNIT), batch_base(dv_ptr, batch, stride_dvb, UNIT),
+                batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
+                batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
+                batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), delta_ptr + statistics,
+                batch_base(dk_ptr, batch, stride_dkb, STRIDE_UNIT), batch_base(dv_ptr, batch, stride_dvb, STRIDE_UNIT),
                 head, 0, k_length, first, 0, q_length, split, slopes_ptr, batch, stride_slopes, score_mod,
                 stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
                 q_length, scale, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-                HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                GROUP, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
             )  # fmt: skip
     else:
-        batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
+        batch, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
         if batch < batches:
-            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
-            score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, STEPS)
+            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
+            score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, SCORE_MODS)
             statistics = batch.to(tl.int64) * heads * q_length
-            dout_base = batch_base(dout_ptr, batch, stride_dob, UNIT)
+            dout_base = batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT)
             # out and dlse are not read, because delta is there; dout stands in for out.
             differentiate_queries(
-                batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
-                batch_base(v_ptr, batch, stride_vb, UNIT), dout_base, lse_ptr + statistics, dout_base,
-                None, delta_ptr + statistics, batch_base(dq_ptr, batch, stride_dqb, UNIT),
+                batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
+                batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), dout_base, lse_ptr + statistics, dout_base,
+                None, delta_ptr + statistics, batch_base(dq_ptr, batch, stride_dqb, STRIDE_UNIT),
                 head, 0, q_length, first, 0, k_length, split - SPLITS,
                 stride_qh, stride_kh, stride_vh, 0, stride_doh, stride_dqh,
                 q_length, scale, score_mod, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-                False, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                GROUP, False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from csrc_free_ops.tiles.rows import batch_base, row_base
 @triton.jit
 def _add_splits(
     splits_ptr, result_ptr, stride_b, stride_h, heads, length, index, first,
-    STRIDE_T: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STRIDE_T: tl.constexpr, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """result[batch, head] = the sum of SPLITS split sums, for BLOCK_M rows of the index-th head of all sequences."""
@@ -28,21 +28,21 @@ def _add_splits(
     for split in tl.static_range(SPLITS):
         pointers = splits_ptr + ((index * SPLITS + split) * length + row) * HEAD_DIM + col
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    result = row_base(batch_base(result_ptr, batch, stride_b, UNIT), 0, head, stride_h, STRIDE_T, UNIT)
+    result = row_base(batch_base(result_ptr, batch, stride_b, STRIDE_UNIT), 0, head, stride_h, STRIDE_T, STRIDE_UNIT)
     tl.store(result + row.to(tl.int64) * STRIDE_T + col, total.to(result_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("batch", "heads", "k_heads", "q_length", "k_length"))
-def _attention_bwd_parts_kernel(
-    dq_parts_ptr, dk_parts_ptr, dv_parts_ptr, dq_ptr, dk_ptr, dv_ptr,
+def _attention_bwd_split_sum_kernel(
+    dq_partial_ptr, dk_partial_ptr, dv_partial_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh, batch, heads, k_heads, q_length, k_length,
-    STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DQ_PARTS: tl.constexpr, DKDV_PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DQ_SPLITS: tl.constexpr, DKDV_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads of all sequences, blocks of BLOCK_M rows, those of dk, dv and dq that are split): dq, dk and dv.
 
-    Split sums are contiguous, [B, heads PARTS, S, D], and added up in fp32. A gradient with one part is neither read
+    Split sums are contiguous, [B, heads SPLITS, S, D], and added up in fp32. A gradient with one part is neither read
     nor written. A block has BLOCK_N >= HEAD_DIM columns. With OVERLAPS the kernel starts while the previous one, which
     stores the split sums, ends.
     """
@@ -50,20 +50,20 @@ def _attention_bwd_parts_kernel(
     index = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK_M
     which = tl.program_id(2)
-    if DKDV_PARTS > 1 and index < batch * k_heads:
+    if DKDV_SPLITS > 1 and index < batch * k_heads:
         if which == 0:
             _add_splits(
-                dk_parts_ptr, dk_ptr, stride_dkb, stride_dkh, k_heads, k_length, index, first,
-                STRIDE_DKT, UNIT, HEAD_DIM, DKDV_PARTS, BLOCK_M, BLOCK_N,
+                dk_partial_ptr, dk_ptr, stride_dkb, stride_dkh, k_heads, k_length, index, first,
+                STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, DKDV_SPLITS, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if which == 1:
             _add_splits(
-                dv_parts_ptr, dv_ptr, stride_dvb, stride_dvh, k_heads, k_length, index, first,
-                STRIDE_DVT, UNIT, HEAD_DIM, DKDV_PARTS, BLOCK_M, BLOCK_N,
+                dv_partial_ptr, dv_ptr, stride_dvb, stride_dvh, k_heads, k_length, index, first,
+                STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, DKDV_SPLITS, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-    LAST: tl.constexpr = 2 if DKDV_PARTS > 1 else 0
-    if DQ_PARTS > 1 and which == LAST and index < batch * heads:
+    LAST: tl.constexpr = 2 if DKDV_SPLITS > 1 else 0
+    if DQ_SPLITS > 1 and which == LAST and index < batch * heads:
         _add_splits(
-            dq_parts_ptr, dq_ptr, stride_dqb, stride_dqh, heads, q_length, index, first,
-            STRIDE_DQT, UNIT, HEAD_DIM, DQ_PARTS, BLOCK_M, BLOCK_N,
+            dq_partial_ptr, dq_ptr, stride_dqb, stride_dqh, heads, q_length, index, first,
+            STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, DQ_SPLITS, BLOCK_M, BLOCK_N,
         )  # fmt: skip

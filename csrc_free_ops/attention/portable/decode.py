@@ -38,15 +38,15 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
+from csrc_free_ops.tiles.score_mod import ALIBI, SINKS
 from csrc_free_ops.tiles.scores import LN2, exponent_factor, exponent_of_lse, exponential, modify_scores, natural_lse
 from csrc_free_ops.tiles.softmax import update
-from csrc_free_ops.tiles.steps import ALIBI, SINKS
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
 DECODE_SIZES = (
     "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
 )  # fmt: skip
-COMBINE_SIZES = ("total_rows", "num_parts")
+COMBINE_SIZES = ("total_rows", "num_splits")
 # Bound of row offsets, where rows are given by their offset in memory. A row that does not exist has this offset.
 BEYOND = tl.constexpr(2**62)
 # Splits of a row that are loaded before the first of them is added.
@@ -54,11 +54,11 @@ SPLITS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
-def _like(rows, other):
-    """rows in the dtype of `other`."""
-    cast = (rows[0].to(other[0].dtype),)
+def _like(rows, like):
+    """rows in the dtype of `like`."""
+    cast = (rows[0].to(like[0].dtype),)
     for index in tl.static_range(1, len(rows)):
-        cast += (rows[index].to(other[0].dtype),)
+        cast += (rows[index].to(like[0].dtype),)
     return cast
 
 
@@ -102,7 +102,7 @@ def _add_sinks(out, exponent, sinks, NATURAL: tl.constexpr):
 @triton.jit
 def _load_keys(
     base, starts, start, cols, length, page, stride_block,
-    STRIDE: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Keys (or values) start .. start+BLOCK_N-1 of a head, [BLOCK_N, D]. `base` is its first row, in page 0 if paged.
@@ -114,11 +114,11 @@ def _load_keys(
     if PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_N != 0:
         # Clamp instead of masking, because the page table has no pages past the end.
         slots = tl.minimum(start + cols, length - 1) % PAGE_SIZE
-        offsets = page.to(tl.int64) * (tl.cast(stride_block, tl.int64) * UNIT) + slots.to(tl.int64) * STRIDE
+        offsets = page.to(tl.int64) * (tl.cast(stride_block, tl.int64) * STRIDE_UNIT) + slots.to(tl.int64) * STRIDE
         keys = load_rows(base, starts, offsets, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)
     else:
         if PAGE_SIZE > 0:
-            base += page.to(tl.int64) * (tl.cast(stride_block, tl.int64) * UNIT)
+            base += page.to(tl.int64) * (tl.cast(stride_block, tl.int64) * STRIDE_UNIT)
             base += tl.cast(start % PAGE_SIZE, tl.int64) * STRIDE
         else:
             base += tl.cast(start, tl.int64) * STRIDE
@@ -148,9 +148,9 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 def _attend(
     q, positions, k_base, v_base, table_ptr, starts, first, begin, end, length, num_pages, stride_kb, stride_vb,
     scale, window_left, window_right, score_mod,
-    STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(acc, peak, norm) over the blocks of keys from `begin` up to `end`; no key before `first` is seen.
@@ -159,7 +159,7 @@ def _attend(
     reads, and no load would be in flight between two loops.
     """
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
-    factor = exponent_factor(scale, STEPS, NATURAL)
+    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
     cols = tl.arange(0, BLOCK_N)
     acc = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -172,11 +172,11 @@ def _attend(
         seen_cols = _seen_cols(cols, start, first, HAS_LEFT)
         k = _load_keys(
             k_base, starts, start, seen_cols, length, page, stride_kb,
-            STRIDE_KS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
+            STRIDE_KS, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
         )  # [BLOCK_N, D]  # fmt: skip
         v = _load_keys(
             v_base, starts, start, seen_cols, length, page, stride_vb,
-            STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
+            STRIDE_VS, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, PAGE_SIZE, BLOCK_N,
         )  # [BLOCK_N, D]  # fmt: skip
         if PAGE_SIZE > 0:
             # Load pages one block ahead, so that addresses of keys do not wait for them.
@@ -184,7 +184,7 @@ def _attend(
             page = _find_pages(table_ptr, start + BLOCK_N, seen_cols, end, length, num_pages, PAGE_SIZE, BLOCK_N)
         keys = (start + cols)[None, :]
         products = dot_rows(q, _like(k, q), PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores, _ = modify_scores(products, positions[:, None], keys, 0, scale, score_mod, STEPS)
+        scores, _ = modify_scores(products, positions[:, None], keys, 0, scale, score_mod, SCORE_MODS)
         seen = within_bounds(
             keys < length, positions[:, None], keys, 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )  # fmt: skip
@@ -201,9 +201,9 @@ def _attention_decode_kernel(
     stride_ob, stride_oh, stride_os,
     samples, num_queries, capacity, key_capacity, num_pages, num_splits, first_split, total_rows,
     scale, softcap, window_left, window_right,
-    STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, NUM_K_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     SHARED: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PARTIAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SPLIT_KEYS: tl.constexpr, OVERLAPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -227,11 +227,11 @@ def _attention_decode_kernel(
     split = program // tiles // NUM_K_HEADS % num_splits
     group = tl.cast(program // tiles // NUM_K_HEADS // num_splits, tl.int64)
 
-    k_base = k_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_kh, tl.int64) * UNIT
-    v_base = v_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_vh, tl.int64) * UNIT
+    k_base = k_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_kh, tl.int64) * STRIDE_UNIT
+    v_base = v_ptr + tl.cast(k_head, tl.int64) * tl.cast(stride_vh, tl.int64) * STRIDE_UNIT
     if PAGE_SIZE == 0:
-        k_base += group * tl.cast(stride_kb, tl.int64) * UNIT
-        v_base += group * tl.cast(stride_vb, tl.int64) * UNIT
+        k_base += group * tl.cast(stride_kb, tl.int64) * STRIDE_UNIT
+        v_base += group * tl.cast(stride_vb, tl.int64) * STRIDE_UNIT
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < rows_of_group
     # Rows past the last one repeat it and are not stored.
@@ -271,15 +271,15 @@ def _attention_decode_kernel(
 
     q = load_rows(q_ptr, starts, q_rows, BEYOND, 1, HEAD_DIM, MAIN, TAIL, False)  # [BLOCK_M, D]
     slopes = 0.0
-    if ALIBI & STEPS:
+    if ALIBI & SCORE_MODS:
         slopes = tl.load(slopes_ptr + sample * stride_sb + head)[:, None]
-    # The tuple of tiles/steps.py; sinks are added at the end.
+    # The tuple of tiles/score_mod.py; sinks are added at the end.
     score_mod = tl.cast(softcap, tl.float32), slopes, 0.0, 0.0, 0, 0
     acc, peak, norm = _attend(
         q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, first, begin, end, key_length,
         num_pages, stride_kb, stride_vb, scale, window_left, window_right, score_mod,
-        STRIDE_KS, STRIDE_VS, UNIT, HEAD_DIM, MAIN, TAIL,
-        HAS_LEFT, HAS_RIGHT, STEPS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
+        STRIDE_KS, STRIDE_VS, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     out, exponent = _normalize(acc, peak, norm, NATURAL)
 
@@ -291,7 +291,7 @@ def _attention_decode_kernel(
         lse = exponent
         row += tl.cast(first_split + split, tl.int64) * total_rows
     else:
-        if SINKS & STEPS:
+        if SINKS & SCORE_MODS:
             out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head), NATURAL)
         out_rows = sample * stride_ob + tl.cast(head, tl.int64) * stride_oh + tl.cast(query, tl.int64) * stride_os
         reach = BEYOND
@@ -302,10 +302,10 @@ def _attention_decode_kernel(
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)
 def _attention_decode_combine_kernel(
-    parts_ptr, exponents_ptr, sinks_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
-    total_rows, num_parts,
+    partial_ptr, exponents_ptr, sinks_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
+    total_rows, num_splits,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    NATURAL: tl.constexpr, STEPS: tl.constexpr, OVERLAPS: tl.constexpr,
+    NATURAL: tl.constexpr, SCORE_MODS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H, Sq): out and lse of a row from its splits. The module's docstring has the maths."""
     sample = tl.cast(tl.program_id(0), tl.int64)
@@ -314,21 +314,21 @@ def _attention_decode_combine_kernel(
     row = (sample * tl.num_programs(1) + head) * tl.num_programs(2) + query
     one = tl.arange(0, 1)
     starts = column_starts(head, HEAD_DIM, MAIN)
-    split_ptr = parts_ptr + row * HEAD_DIM
+    split_ptr = partial_ptr + row * HEAD_DIM
     exponent_ptr = exponents_ptr + row
     out_base = out_ptr + sample * stride_ob + head * stride_oh + query * stride_os
     # Without this, code that skips the loop comes first, and addresses are computed only after the wait.
-    tl.assume(num_parts > 0)
+    tl.assume(num_splits > 0)
     await_before(OVERLAPS)
 
     acc = zero_rows(1, HEAD_DIM, MAIN, TAIL)
     peak = float("-inf")
     norm = 0.0
-    for first in tl.range(0, num_parts, SPLITS_AT_ONCE, num_stages=1):
+    for first in tl.range(0, num_splits, SPLITS_AT_ONCE, num_stages=1):
         exponents = ()
         splits = ()
         for index in tl.static_range(SPLITS_AT_ONCE):
-            left = num_parts - first - index
+            left = num_splits - first - index
             exponents += (tl.load(exponent_ptr, mask=left > 0, other=float("-inf")),)
             splits += (load_rows(split_ptr, starts, one, left, 1, HEAD_DIM, MAIN, TAIL, True),)
             exponent_ptr += total_rows
@@ -345,7 +345,7 @@ def _attention_decode_combine_kernel(
             norm += weight
             acc = _add_weighted(acc, weight, splits[index])
     out, exponent = _normalize(acc, tl.full((1,), peak, tl.float32), tl.full((1,), norm, tl.float32), NATURAL)
-    if SINKS & STEPS:
+    if SINKS & SCORE_MODS:
         out, exponent = _add_sinks(out, exponent, tl.load(sinks_ptr + head + one), NATURAL)
     store_rows(out_base, starts, one, 1, out, 1, HEAD_DIM, MAIN, TAIL)
     tl.store(lse_ptr + row + one, _lse_of_exponent(exponent, NATURAL))

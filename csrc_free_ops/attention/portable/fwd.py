@@ -27,16 +27,16 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
+from csrc_free_ops.tiles.score_mod import DROPOUT, SINKS, head_score_mod, sequence_score_mod, without_sink
 from csrc_free_ops.tiles.scores import exponent_factor, modify_scores
-from csrc_free_ops.tiles.segments import narrow_segments, place_dense, place_tile, probe_segments
+from csrc_free_ops.tiles.segments import locate_dense, locate_tile, narrow_segments, probe_segments
 from csrc_free_ops.tiles.softmax import normalize, update
-from csrc_free_ops.tiles.steps import DROPOUT, SINKS, head_score_mod, sequence_score_mod, without_sink
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
 SIZES = ("total_q", "total_k", "window_left", "window_right", "stride_slopes")
 # Specialized to 1 but not to other divisors: with a single segment 1024 rows take 4 % less time.
 COUNTS = ("num_segments",)
-# Batch strides follow from lengths; UNIT holds their alignment.
+# Batch strides follow from lengths; STRIDE_UNIT holds their alignment.
 DENSE_SIZES = (
     "q_length", "k_length", "window_left", "window_right", "stride_slopes", "heads",
     *[f"stride_{name}{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bh"],
@@ -48,12 +48,12 @@ def _attend(
     acc, peak, norm, q, rows, k_base, v_base, starts, low, high, q_length, k_length,
     scale, score_mod, window_left, window_right,
     STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(acc, peak, norm) after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
-    factor = exponent_factor(scale, STEPS, NATURAL)
+    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
     shift = k_length - q_length
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
@@ -62,7 +62,7 @@ def _attend(
         k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores, _ = modify_scores(products, rows[:, None], start + cols[None, :], shift, scale, score_mod, STEPS)
+        scores, _ = modify_scores(products, rows[:, None], start + cols[None, :], shift, scale, score_mod, SCORE_MODS)
         if MASKED:
             seen = within_bounds(
                 (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
@@ -70,7 +70,7 @@ def _attend(
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         weights, rescale, peak, norm = update(scores, factor, peak, norm, NATURAL)
-        if DROPOUT & STEPS:
+        if DROPOUT & SCORE_MODS:
             weights = drop_weights(weights, rows, start, score_mod, BLOCK_N)
         acc = accumulate_rows(scale_rows(acc, rescale[:, None]), weights.to(v[0].dtype), v, PRECISION)  # [BLOCK_M, D]
         k_base += BLOCK_N * STRIDE_KT
@@ -83,16 +83,16 @@ def attend_tile(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
     stride_qh, stride_kh, stride_vh, stride_oh, total_q, scale, score_mod, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Store out and, with HAS_LSE, lse of BLOCK_M query rows of a segment, from row `first` on."""
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
-    q_base = row_base(q_ptr, q_start + first, head, stride_qh, STRIDE_QT, UNIT)
-    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, UNIT)
-    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, UNIT)
+    q_base = row_base(q_ptr, q_start + first, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
+    k_base = row_base(k_ptr, k_start, k_head, stride_kh, STRIDE_KT, STRIDE_UNIT)
+    v_base = row_base(v_ptr, k_start, k_head, stride_vh, STRIDE_VT, STRIDE_UNIT)
 
     starts = column_starts(k_head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_M)
@@ -118,21 +118,21 @@ def attend_tile(
         acc, peak, norm = _attend(
             acc, peak, norm, q, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
             scale, score_mod, window_left, window_right,
-            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
+            STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
     acc, peak, norm = _attend(
         acc, peak, norm, q, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
         scale, score_mod, window_left, window_right,
-        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, False,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
     acc, peak, norm = _attend(
         acc, peak, norm, q, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
         scale, score_mod, window_left, window_right,
-        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_N, True,
+        STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
 
-    out, lse = normalize(acc, peak, norm, score_mod, q[0].dtype == tl.float32, STEPS)
-    out_base = row_base(out_ptr, q_start + first, head, stride_oh, STRIDE_OT, UNIT)
+    out, lse = normalize(acc, peak, norm, score_mod, q[0].dtype == tl.float32, SCORE_MODS)
+    out_base = row_base(out_ptr, q_start + first, head, stride_oh, STRIDE_OT, STRIDE_UNIT)
     store_rows(out_base, starts, local, q_length - first, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
     if HAS_LSE:
         tl.store(lse_ptr + head * total_q + q_start + rows, lse, mask=rows < q_length)
@@ -144,8 +144,8 @@ def _attention_fwd_kernel(
     stride_qh, stride_kh, stride_vh, stride_slopes,
     total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows, heads). The module's docstring has the maths."""
@@ -161,7 +161,7 @@ def _attention_fwd_kernel(
         segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_q, tile, BLOCK_M)
     before = tl.maximum(segment - 1, 0)
     behind = tl.minimum(segment, num_segments)
-    q_start, q_length, first, k_start, k_length = place_tile(
+    q_start, q_length, first, k_start, k_length = locate_tile(
         tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
         tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
         tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
@@ -169,15 +169,15 @@ def _attention_fwd_kernel(
     if first >= q_length:
         return
     sequence = tl.minimum(before, num_segments - 1)
-    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, STEPS)
-    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS)
-    if SINKS & STEPS:
+    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, SCORE_MODS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS)
+    if SINKS & SCORE_MODS:
         score_mod = without_sink(score_mod, (segment == 0) | (segment > num_segments))
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-        stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total_q, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
+        stride_qh, stride_kh, stride_vh, HEAD_DIM // STRIDE_UNIT, total_q, scale, score_mod, window_left, window_right,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -187,21 +187,21 @@ def _attention_fwd_dense_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_slopes,
     q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M query rows of all sequences, heads), for a batch of sequences of equal length."""
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    batch, first = place_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, STEPS)
-    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, batch, head, stride_slopes, STEPS)
+    batch, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
+    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, batch, head, stride_slopes, SCORE_MODS)
     attend_tile(
-        batch_base(q_ptr, batch, stride_qb, UNIT), batch_base(k_ptr, batch, stride_kb, UNIT),
-        batch_base(v_ptr, batch, stride_vb, UNIT), batch_base(out_ptr, batch, stride_ob, UNIT),
+        batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
+        batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT),
         lse_ptr + batch.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
         stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
+        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip

@@ -134,7 +134,7 @@ def _store_gradients(smem, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, point
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-    dpre_ptr, h_ptr, sums_ptr, _, _, _ = pointers
+    dpre_ptr, h_ptr, column_sums_ptr, _, _, _ = pointers
     width = gl.minimum(WIDTH - n * COLUMNS, COLUMNS)
     pieces = smem._reinterpret(smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
     for subtile in range((width + 63) // 64):
@@ -156,7 +156,7 @@ def _store_gradients(smem, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, point
             warps = row // 64 * 4 + gl.arange(0, 4, gl.SliceLayout(1, warp_acc.type.layout))
             local = subtile * 64 + gl.arange(0, 64, gl.SliceLayout(0, warp_acc.type.layout))
             at = (warps.to(gl.int64) * WIDTH)[:, None] + (n * COLUMNS + local)[None, :]
-            gl.store(sums_ptr + at, warp_acc, mask=(row < total) & (local < width)[None, :])
+            gl.store(column_sums_ptr + at, warp_acc, mask=(row < total) & (local < width)[None, :])
 
 
 @gluon.jit

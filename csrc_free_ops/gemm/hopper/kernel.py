@@ -262,10 +262,10 @@ def _gemm_hopper_kernel(
     x_desc, w_desc, other_desc, bias_ptr, up_bias_ptr, out_ptr, second_ptr, third_ptr, pre_ptr, cos_ptr, sin_ptr,
     total, tall, N: gl.constexpr, K: gl.constexpr, PARTNER: gl.constexpr,
     GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    KEEPS_PRE: gl.constexpr, SUMS: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    KEEPS_PRE: gl.constexpr, COLUMN_SUMS: gl.constexpr, STRIDE_OUT: gl.constexpr, HEAD_DIM: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_K_HEADS: gl.constexpr, STRIDE_COS: gl.constexpr, STRIDE_SIN: gl.constexpr,
-    SHARED_ANGLES: gl.constexpr, FINISHERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    FINISHER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SHARED_ANGLES: gl.constexpr, EPILOGUE_WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    EPILOGUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). x [total, K], weight [N, K], bias [N], out [total, N] in rows of STRIDE_OUT, padded with zeros.
 
@@ -279,20 +279,20 @@ def _gemm_hopper_kernel(
     is no multiple of 64, other_desc has blocks of the columns that remain.
 
     "gelu_tanh_gradient" and the other gradients: out = (x weight) f'(pre) and second = f(pre), both [total, N], with
-    weight [K, N]; other_desc describes pre. With SUMS third takes four sums of out for every 64 rows, fp32
+    weight [K, N]; other_desc describes pre. With COLUMN_SUMS third takes four sums of out for every 64 rows, fp32
     [4 ceil(total / 64), N].
     """
     options = GemmOptions(
         N=N, K=K, PARTNER=PARTNER, GROUPS=GROUPS, COLUMNS=COLUMNS, STAGES=STAGES, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS,
-        KEEPS_PRE=KEEPS_PRE, COLUMN_SUMS=SUMS, STRIDE_OUT=STRIDE_OUT, HEAD_DIM=HEAD_DIM, NUM_HEADS=NUM_HEADS,
+        KEEPS_PRE=KEEPS_PRE, COLUMN_SUMS=COLUMN_SUMS, STRIDE_OUT=STRIDE_OUT, HEAD_DIM=HEAD_DIM, NUM_HEADS=NUM_HEADS,
         NUM_K_HEADS=NUM_K_HEADS, STRIDE_COS=STRIDE_COS, STRIDE_SIN=STRIDE_SIN, SHARED_ANGLES=SHARED_ANGLES,
-        EPILOGUE_WARPS=FINISHERS,
+        EPILOGUE_WARPS=EPILOGUE_WARPS,
     )  # fmt: skip
     gl.static_assert(GROUPS == 2 or GROUPS == 3, "a tile has 128 or 192 rows: two or three consumer warpgroups of 64")
     gl.static_assert(options.has_barriers(), "too many pipeline stages: 6 + STAGES + 2 GROUPS named barriers, of 16")
     gl.static_assert(options.has_memory(), "the tile and its pipeline need more than 227 KiB of shared memory")
     gl.static_assert(
-        options.has_registers(CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS),
+        options.has_registers(CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS),
         "the warpgroups need more than the 65536 registers of a multiprocessor",
     )
     scheduler = schedule_tiles(total, tall, GROUPS, (N + COLUMNS - 1) // COLUMNS)
@@ -312,7 +312,7 @@ def _gemm_hopper_kernel(
                 (_run_epilogue, (other_desc, smem, bars, pointers, total, scheduler, options)),
                 (_produce, ((x_desc, w_desc, other_desc), smem, bars, scheduler, options)),
             ],
-            [4, FINISHERS, 1], [CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],
+            [4, EPILOGUE_WARPS, 1], [CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -323,6 +323,6 @@ def _gemm_hopper_kernel(
                 (_run_epilogue, (other_desc, smem, bars, pointers, total, scheduler, options)),
                 (_produce, ((x_desc, w_desc, other_desc), smem, bars, scheduler, options)),
             ],
-            [4, 4, FINISHERS, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, FINISHER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, EPILOGUE_WARPS, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

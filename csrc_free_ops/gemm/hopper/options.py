@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
 from csrc_free_ops.tiles.hopper.warpgroup import aggregate
 
 GRADIENT_SUFFIX = "_gradient"
@@ -10,8 +11,6 @@ GRADIENT_SUFFIX = "_gradient"
 SUBTILE_BYTES = gl.constexpr(64 * 64 * 2)
 # Triton uses the named barriers below this one when a kernel has five partitions; the hardware has 16.
 FIRST_BARRIER, NAMED_BARRIERS = 6, 16
-# Bytes of shared memory that one program may have on Hopper, and registers of a multiprocessor.
-SHARED_BYTES, REGISTERS = 232448, 65536
 
 
 @gluon.constexpr_function
@@ -100,10 +99,10 @@ class GemmOptions:
     @gluon.constexpr_function
     def has_memory(self):
         """Whether the sub-tiles and the one for mbarriers fit the shared memory of a program."""
-        return (self.BARRIER_SUBTILE.value + 1) * SUBTILE_BYTES.value <= SHARED_BYTES
+        return (self.BARRIER_SUBTILE.value + 1) * SUBTILE_BYTES.value <= SHARED_BYTES.value
 
     @gluon.constexpr_function
     def has_registers(self, consumer, epilogue, producer):
         """Whether all warpgroups get these registers a thread; two epilogue warps share one with the producer warp."""
         last = epilogue + producer if self.EPILOGUE_WARPS.value == 4 else max(epilogue, producer)
-        return 128 * (self.GROUPS.value * consumer + last) <= REGISTERS
+        return 128 * (self.GROUPS.value * consumer + last) <= REGISTERS.value

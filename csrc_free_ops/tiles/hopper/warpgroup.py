@@ -580,10 +580,3 @@ def multiply_columns(
     like = gl.zeros([64, STRIP], gl.int32, wgmma_layout(STRIP))
     operands = [like + ((left >> 4) + LEFT[0]), like + ((right >> 4) + RIGHT[0])]
     return gl.inline_asm_elementwise(TEXT, CONSTRAINTS, operands, dtype=TYPES, is_pure=False, pack=4)
-
-
-# Names that the attention kernels still use.
-TOLD = PUBLISHED
-turn_around = advance_index
-tell = publish
-keep_strips = mask_strips

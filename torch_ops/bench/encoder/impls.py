@@ -159,15 +159,15 @@ def _bind_ours(scene: Scene) -> Bound:
 def on_new_grid(encode: Callable[[], Features]) -> Callable[[], Features]:
     """A call that does not find the metadata of the call before; what others remember stays as it is."""
     module = importlib.import_module("torch_ops.models.vision_metadata")
-    remembering = module._remembered
-    forgetful = lru_cache(maxsize=0)(remembering.__wrapped__)
+    cached = module._cached_metadata
+    uncached = lru_cache(maxsize=0)(cached.__wrapped__)
 
     def call() -> Features:
-        module._remembered = forgetful  # type: ignore[attr-defined]
+        module._cached_metadata = uncached  # type: ignore[attr-defined]
         try:
             return encode()
         finally:
-            module._remembered = remembering  # type: ignore[attr-defined]
+            module._cached_metadata = cached  # type: ignore[attr-defined]
 
     return call
 

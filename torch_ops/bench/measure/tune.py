@@ -22,7 +22,7 @@ import torch
 
 import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
-from csrc_free_ops.configs.rows import ATEN, Launch, Row, as_document, read_rows
+from csrc_free_ops.configs.rows import ATEN, Config, TunedConfig, as_document, read_rows
 from torch_ops._core.registry import INTERPRET
 from torch_ops.bench.measure.check import check_impl
 from torch_ops.bench.measure.opbench import Check, OpBench, TunedKernel, one_line
@@ -55,7 +55,7 @@ class Point:
 class Tried:
     """A candidate: what it took in the final rounds, or in its first measurement, or why it cannot be had."""
 
-    launch: Launch
+    launch: Config
     ms: tuple[float, ...] = ()
     note: str = ""
 
@@ -76,7 +76,7 @@ class Measured:
     @staticmethod
     def of(entry: dict[str, Any]) -> "Measured":
         tried = tuple(
-            Tried(Launch.of(one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
+            Tried(Config.of(one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
         )
         return Measured(TunedKernel(**entry["kernel"]), tried, entry.get("date", ""), entry.get("commit", ""))
 
@@ -94,7 +94,7 @@ class Journal:
 
     provenance: dict[str, str]
     points: dict[str, Measured]
-    others: tuple[Row, ...] = ()
+    others: tuple[TunedConfig, ...] = ()
 
     @staticmethod
     def open(path: Path, provenance: dict[str, str]) -> "Journal":
@@ -128,7 +128,7 @@ class Journal:
         replace_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def rows_of(points: Iterable[Measured]) -> list[Row]:
+def rows_of(points: Iterable[Measured]) -> list[TunedConfig]:
     """A row for each range of lengths with a launch of its own; between two measured lengths their geometric mean.
 
     Kernels of short segments have none beyond their block: longer segments would take other kernels.
@@ -139,7 +139,7 @@ def rows_of(points: Iterable[Measured]) -> list[Row]:
         kernel = item[0]
         return kernel.name, kernel.dtype, kernel.head_dim, kernel.masked, kernel.n or 0, kernel.k or 0
 
-    rows: list[Row] = []
+    rows: list[TunedConfig] = []
     for (name, dtype, head_dim, masked, n, k), members in groupby(sorted(won, key=family), family):
         bound: dict[str, Any] = {"n": n, "k": k} if n else {"masked": masked}
         by_length: dict[int, Tried] = {}
@@ -156,9 +156,9 @@ def rows_of(points: Iterable[Measured]) -> list[Row]:
             if following:
                 continue
             reach = end
-            if name.endswith("_short"):
+            if name.endswith("_small_segments"):
                 reach = min(end or launch.block_m + 1, launch.block_m + 1)
-            rows.append(Row(name, dtype, head_dim, launch, min_length=begin, max_length=reach, **bound))
+            rows.append(TunedConfig(name, dtype, head_dim, launch, min_length=begin, max_length=reach, **bound))
             begin = end or 0
     return rows
 
@@ -199,8 +199,8 @@ def search(bench: OpBench, point: Point, case: Any, setup: Setup, on_step: Calla
     backward = point.kernel.backward
     checks = bench.checks(case, setup.dtype, setup.device, backward)
     inputs = input_sets(bench, case, setup, checks)
-    timers: dict[Launch, Timer] = {}
-    tried: dict[Launch, Tried] = {}
+    timers: dict[Config, Timer] = {}
+    tried: dict[Config, Tried] = {}
     for launch in CANDIDATES[point.kernel.name]:
         on_step(f"{point.key}: {_words(launch)}")
         with _forced(point, launch), _fresh_builds(point.kernel.name) as builds:
@@ -235,7 +235,7 @@ def in_words(tried: Sequence[Tried]) -> str:
     return f"{_words(timed[0].launch)}, {timed[0].best_ms:.4f} ms, of {len(tried)} candidates"
 
 
-def _words(launch: Launch) -> str:
+def _words(launch: Config) -> str:
     if launch == ATEN:
         return "PyTorch's own product"
     tile = " x ".join(map(str, (*launch.tile, *([launch.block_k] if launch.block_k else []))))
@@ -243,10 +243,10 @@ def _words(launch: Launch) -> str:
 
 
 @contextlib.contextmanager
-def _forced(point: Point, launch: Launch) -> Iterator[None]:
+def _forced(point: Point, launch: Config) -> Iterator[None]:
     """Within, the point's kernel takes this launch, by the same rows that a user would give."""
     kernel = point.kernel
-    rows = [Row(kernel.name, kernel.dtype, kernel.head_dim, launch, n=kernel.n, k=kernel.k)]
+    rows = [TunedConfig(kernel.name, kernel.dtype, kernel.head_dim, launch, n=kernel.n, k=kernel.k)]
     document = as_document(rows, {"gpu": "any", "triton": "any", "date": "now"})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -255,7 +255,7 @@ def _forced(point: Point, launch: Launch) -> Iterator[None]:
             yield
 
 
-def _forcing(timer: Timer, point: Point, launch: Launch) -> Timer:
+def _forcing(timer: Timer, point: Point, launch: Config) -> Timer:
     """A timer that calls the op anew each time, where a captured graph would hold its launch."""
 
     def sample() -> float:
@@ -289,7 +289,7 @@ def _fresh_builds(kernel: str) -> Iterator[Callable[[], list[Any]]]:
 
 
 def _make(
-    bench: OpBench, point: Point, launch: Launch, case: Any, inputs: Sequence[Any], checks: Sequence[Check],
+    bench: OpBench, point: Point, launch: Config, case: Any, inputs: Sequence[Any], checks: Sequence[Check],
     setup: Setup,
 ) -> Timer | str:  # fmt: skip
     """A timer of ours as it is now, or why there is none."""

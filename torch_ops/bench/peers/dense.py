@@ -15,7 +15,7 @@ from torch_ops.bench.peers.packed import (
     BOUNDS,
     REFERENCE_BYTES,
     REFERENCE_MATRICES,
-    STEPS,
+    SCORE_MODS,
     about_flash4,
     flash4_function,
     flash4_options,
@@ -66,7 +66,7 @@ def _unequal_causal(case: DenseCase) -> bool:
 
 
 def _sdpa_refuses(case: DenseCase) -> str:
-    if option := uses(case, *BOUNDS, "softcap", *STEPS):
+    if option := uses(case, *BOUNDS, "softcap", *SCORE_MODS):
         return f"has no {option} in scaled_dot_product_attention"
     if _unequal_causal(case) and (case.k_length or 0) < case.length:
         return "gives NaN where a row sees no key"

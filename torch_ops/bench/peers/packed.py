@@ -26,7 +26,7 @@ OFF = {
     "window_left": -1, "window_right": -1, "softcap": 0.0, "alibi": 0, "sinks": False, "dropout_p": 0.0,
 }  # fmt: skip
 BOUNDS = "window_left", "window_right"
-STEPS = "alibi", "sinks", "dropout_p"
+SCORE_MODS = "alibi", "sinks", "dropout_p"
 
 # A step before attention: from packed q, k and v to others.
 Turn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -79,7 +79,7 @@ def _cu_seqlens(inputs: WindowAttnInputs) -> tuple[Tensor, Tensor]:
 def _cudnn_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
     if not case.uniform:
         return "takes batches of equal segments only"
-    if option := uses(case, *BOUNDS, "softcap", *STEPS):
+    if option := uses(case, *BOUNDS, "softcap", *SCORE_MODS):
         return f"has no {option} in scaled_dot_product_attention"
     return needs_half_on_gpu(dtype, device)
 
@@ -125,7 +125,7 @@ def _varlen_attn() -> Any:
 
 
 def _flash2_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
-    if option := uses(case, "softcap", *STEPS):
+    if option := uses(case, "softcap", *SCORE_MODS):
         return f"has no {option} in varlen_attn"
     if case.skipped or case.padding:
         return "leaves rows outside all segments unwritten"
@@ -152,7 +152,7 @@ def flash4_function(name: str) -> Any:
 
 
 def flash4_refuses(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> str:
-    if option := uses(case, *STEPS):
+    if option := uses(case, *SCORE_MODS):
         return f"is not called with {option} here"
     if reason := needs_half_on_gpu(dtype, device):
         return reason

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_free_ops.configs.rows import Launch, Row, as_document
+from csrc_free_ops.configs.rows import Config, TunedConfig, as_document
 from tests.attention.verify import differentiate, plans_made_anew, verify
 from torch_ops import attention, explain, settings
-from torch_ops._attention import parts as attention_parts
+from torch_ops._attention import split as attention_split
 from torch_ops._attention.hopper_dkdv import _splits
 from torch_ops._core.device import gpu
 from torch_ops.testing.cases import DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
@@ -33,7 +33,7 @@ def takes_it(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls of few programs too, where one kernel of stock Triton's would make all gradients."""
     if device != "cuda" or gpu().arch != 90:
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(attention_parts, "MOST_PROGRAMS", 0)
+    monkeypatch.setattr(attention_split, "MOST_PROGRAMS", 0)
     with plans_made_anew():
         yield
 
@@ -45,7 +45,7 @@ def _kernels(inputs: DenseInputs) -> list[str]:
 def _assert_right(case: DenseCase) -> None:
     """Checks the tolerance rule, and the same bits each time."""
     inputs = make_dense_inputs(case, torch.float32, "cuda")
-    assert "attention_bwd_keys_hopper" in _kernels(inputs)
+    assert "attention_bwd_fp32_dkdv_hopper" in _kernels(inputs)
     verify(inputs)
     first, again = (differentiate(torch.ops.vk.attention, inputs) for _ in range(2))
     for name, tensor in first.items():
@@ -122,17 +122,17 @@ def test_stock_triton_keeps_what_else_there_is(options: dict[str, Any]) -> None:
 def test_few_programs_of_128_columns_are_stock_tritons(
     head_dim: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_parts, "MOST_PROGRAMS", programs)
+    monkeypatch.setattr(attention_split, "MOST_PROGRAMS", programs)
     inputs = make_dense_inputs(DenseCase("few", "", 1, 1, 60, head_dim), torch.float32, "cuda")
     kernels = inputs.call(partial(explain, attention))["kernels"]
     few = head_dim == 128 and programs > 0
-    assert ("attention_bwd_keys_hopper" in kernels) == (not few)
+    assert ("attention_bwd_fp32_dkdv_hopper" in kernels) == (not few)
     assert ("one kernel for both" in kernels["attention_bwd_dq"]["source"]) == few
 
 
 def test_rows_for_stock_tritons_kernel_choose_it(tmp_path: Path) -> None:
     rows = tmp_path / "rules.json"
-    row = Row("attention_bwd_dkdv", "float32", 64, Launch(32, 64, 4, 1))
+    row = TunedConfig("attention_bwd_dkdv", "float32", 64, Config(32, 64, 4, 1))
     rows.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "-", "date": "-"})))
     inputs = make_dense_inputs(DenseCase("own", "", 1, 1, 60, 64), torch.float32, "cuda")
     with settings(rows=str(rows)):
@@ -175,6 +175,6 @@ def test_opaque_launch_is_a_sound_op() -> None:
     delta = (out * dout).sum(3)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     args = (q, k, v, lse, dout, delta, dk, dv, 0.125, -1, -1)
-    torch.library.opcheck(torch.ops.vk._attention_dense_bwd_keys.default, args)
-    torch.ops.vk._attention_dense_bwd_keys(*args)
+    torch.library.opcheck(torch.ops.vk._attention_bwd_fp32_dkdv.default, args)
+    torch.ops.vk._attention_bwd_fp32_dkdv(*args)
     assert dk.any() and dv.any()

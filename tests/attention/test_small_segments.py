@@ -13,14 +13,14 @@ import torch_ops
 from tests.attention.verify import differentiate, verify
 from tests.verify import INTERPRET, assert_same_bits
 from torch_ops import settings, window_attn
-from torch_ops._attention import short as attention_short
+from torch_ops._attention import small_segments
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import plan_backward, plan_forward
 from torch_ops._attention.tensors import Backward, Forward, mean_length
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs, window_attn_cases
 
-KERNELS = {"attention_fwd_short", "attention_bwd_short"}
+KERNELS = {"attention_fwd_small_segments", "attention_bwd_small_segments"}
 # Lengths in the unit of a block, then in rows; the mean stays below a block.
 WHOLE, SHORT, LONG = (1, 0), (0, 5), (2, 3)
 
@@ -33,7 +33,7 @@ pytestmark = [
 def _block() -> int:
     """The largest: rows may have smaller ones for shorter segments."""
     q = torch.empty(64, 1, 64, dtype=torch.float16)
-    return choose("attention_fwd_short", q, AttentionOptions(1.0), 64)[0].block_m
+    return choose("attention_fwd_small_segments", q, AttentionOptions(1.0), 64)[0].block_m
 
 
 def _inputs(*lengths: tuple[int, int], device: str, **rest: Any) -> WindowAttnInputs:
@@ -186,7 +186,7 @@ def test_key_boundaries_of_their_own_take_the_general_kernels(device: str) -> No
 SHORT_CASES = [
     case
     for case in window_attn_cases("edge")
-    if case.head_dim <= attention_short.WIDEST and case.k_lengths is None and case.num_k_heads is None
+    if case.head_dim <= small_segments.WIDEST and case.k_lengths is None and case.num_k_heads is None
     and mean_length(case.total_q, len(case.lengths)) <= 64
 ]  # fmt: skip
 
@@ -195,7 +195,7 @@ SHORT_CASES = [
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
 def test_general_kernels_are_right_there_too(case: WindowAttnCase, device: str, monkeypatch: Any) -> None:
     """They take such calls in graphs of dynamic shape."""
-    monkeypatch.setattr(attention_short, "WIDEST", 0)
+    monkeypatch.setattr(small_segments, "WIDEST", 0)
     # A change makes a new generation of settings, in which no plan is remembered.
     settings.update(path="auto")
     settings.update(path="portable")

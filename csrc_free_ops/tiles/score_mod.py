@@ -1,4 +1,4 @@
-"""Score modifications: softcap, ALiBi, dropout and sinks. STEPS has a bit for each that a call uses.
+"""Score modifications: softcap, ALiBi, dropout and sinks. SCORE_MODS has a bit for each that a call uses.
 
 Their numbers travel as one tuple, score_mod = (softcap, slope, sink, dropout, seed, stream). The ALiBi slope and the
 sink belong to a head. dropout is a probability; its random numbers have a seed, and a stream for each sequence and
@@ -21,23 +21,23 @@ def softcap_score_mod(softcap):
 
 
 @triton.jit
-def sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, STEPS: tl.constexpr):
+def sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS: tl.constexpr):
     """score_mod of a sequence; `head_score_mod` adds what belongs to one of its heads."""
     seed = 0
-    if DROPOUT & STEPS:
+    if DROPOUT & SCORE_MODS:
         seed = tl.load(seed_ptr)
     return tl.cast(softcap, tl.float32), 0.0, 0.0, tl.cast(dropout, tl.float32), seed, sequence * heads
 
 
 @triton.jit
-def head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, STEPS: tl.constexpr):
+def head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS: tl.constexpr):
     """score_mod of one head, from the sequence's."""
     softcap, slope, sink, dropout, seed, stream = score_mod
-    if ALIBI & STEPS:
+    if ALIBI & SCORE_MODS:
         slope = tl.load(slopes_ptr + sequence * stride_slopes + head).to(tl.float32)
-    if SINKS & STEPS:
+    if SINKS & SCORE_MODS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-    if DROPOUT & STEPS:
+    if DROPOUT & SCORE_MODS:
         stream += head
     return softcap, slope, sink, dropout, seed, stream
 
@@ -50,9 +50,9 @@ def without_sink(score_mod, condition):
 
 
 @triton.jit
-def dropout_factor(score_mod, STEPS: tl.constexpr):
+def dropout_factor(score_mod, SCORE_MODS: tl.constexpr):
     """The factor 1 / (1 - p) of the weights that dropout keeps."""
     factor = 1.0
-    if DROPOUT & STEPS:
+    if DROPOUT & SCORE_MODS:
         factor = 1.0 / (1.0 - score_mod[3])
     return factor

@@ -25,53 +25,53 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
+from csrc_free_ops.tiles.score_mod import softcap_score_mod
 from csrc_free_ops.tiles.scores import exponent_factor, modify_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
+    locate_outside,
+    locate_rows,
     longest_segment,
     narrow_segments,
-    place_outside,
-    place_rows,
     probe_segments,
 )
 from csrc_free_ops.tiles.softmax import normalize, update
-from csrc_free_ops.tiles.steps import softcap_score_mod
 
-SHORT_SIZES = ("total", "window_left", "window_right")
+SMALL_SEGMENTS_SIZES = ("total", "window_left", "window_right")
 
 
 @triton.jit
 def _attend_block(
     q, k, v, length, scale, score_mod, window_left, window_right,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of a whole segment of 1 .. BLOCK rows."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
     products = dot_rows(q, k, PRECISION)  # [BLOCK, BLOCK]
-    scores, _ = modify_scores(products, local[:, None], local[None, :], 0, scale, score_mod, STEPS)
+    scores, _ = modify_scores(products, local[:, None], local[None, :], 0, scale, score_mod, SCORE_MODS)
     seen = within_bounds(
         (local < length)[None, :], local[:, None], local[None, :], 0, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )  # fmt: skip
     scores = tl.where(seen, scores, float("-inf"))
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((BLOCK,), tl.float32)
-    factor = exponent_factor(scale, STEPS, NATURAL)
+    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
     weights, _, peak, norm = update(scores, factor, peak, norm, NATURAL)
     acc = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), weights.to(v[0].dtype), v, PRECISION)
-    return normalize(acc, peak, norm, score_mod, NATURAL, STEPS)
+    return normalize(acc, peak, norm, score_mod, NATURAL, SCORE_MODS)
 
 
-@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_fwd_short_kernel(
+@triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_fwd_small_segments_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_ptr,
     stride_qh, stride_kh, stride_vh,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): segments of 1 .. BLOCK rows."""
@@ -85,15 +85,15 @@ def _attention_fwd_short_kernel(
     if (length > 0) & (length <= BLOCK):
         head = program % NUM_HEADS
         starts = column_starts(head, HEAD_DIM, MAIN)
-        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, UNIT)
-        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, UNIT)
-        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, UNIT)
+        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
+        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, STRIDE_UNIT)
+        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, STRIDE_UNIT)
         q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         out, lse = _attend_block(
             q, k, v, length, scale, softcap_score_mod(softcap), window_left, window_right,
-            HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
+            HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK,
         )  # fmt: skip
         out_base = row_base(out_ptr, start, head, 1, STRIDE_OT, HEAD_DIM)
         store_rows(out_base, starts, local, length, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
@@ -101,28 +101,28 @@ def _attention_fwd_short_kernel(
             tl.store(lse_ptr + tl.cast(head, tl.int64) * total + start + local, lse, mask=local < length)
 
 
-@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_fwd_rest_kernel(
+@triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_fwd_long_segments_fallback_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_ptr,
     stride_qh, stride_kh, stride_vh,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, HAS_LSE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
-    SHORT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SMALL_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid of any size: segments of more than SHORT rows, and the rows outside of all segments."""
+    """Grid of any size: segments of more than SMALL_ROWS rows, and the rows outside of all segments."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_M + num_segments + 2, 0)
-    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_M)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SMALL_ROWS, total // BLOCK_M + num_segments + 2, 0)
+    outside, _, _, _ = locate_outside(0, begin, end, total, BLOCK_M)
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
         tile = item // NUM_HEADS - outside
-        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_M)
+        _, start, length, first = locate_outside(tile + outside, begin, end, total, BLOCK_M)
         attended = 0
         if tile >= 0:
             # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
@@ -134,18 +134,18 @@ def _attention_fwd_rest_kernel(
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
                 segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
-            start, attended, first = place_rows(
+            start, attended, first = locate_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
                 segment, total, tile, BLOCK_M,
             )  # fmt: skip
-            length = tl.where(attended > SHORT, attended, 0)
+            length = tl.where(attended > SMALL_ROWS, attended, 0)
         if first < length:
             attend_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length, first, start, attended,
-                stride_qh, stride_kh, stride_vh, HEAD_DIM // UNIT, total, scale, softcap_score_mod(softcap),
+                stride_qh, stride_kh, stride_vh, HEAD_DIM // STRIDE_UNIT, total, scale, softcap_score_mod(softcap),
                 window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_LEFT, HAS_RIGHT, STEPS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
         # The next kernel waits only for this one, so this one must not end before the kernel that it overlaps.

@@ -1,7 +1,7 @@
 """Attention backward for segments of at most one block, in portable Triton: all three gradients in one pass.
 
-The maths is that of `bwd.py`, the programs are those of `short_fwd.py`. A whole segment is one block, so its weights
-serve dq as well as dk and dv. Every tensor is read once, and no sum crosses programs. Scores are transposed,
+The maths is that of `bwd.py`, the programs are those of `small_segments_fwd.py`. A whole segment is one block, so its
+weights serve dq as well as dk and dv. Every tensor is read once, and no sum crosses programs. Scores are transposed,
 [keys, queries], so that the products for dk and dv take them from registers.
 """
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from csrc_free_ops.attention.portable.bwd import differentiate_keys, differentiate_queries
 from csrc_free_ops.attention.portable.fwd import COUNTS
-from csrc_free_ops.attention.portable.short_fwd import SHORT_SIZES
+from csrc_free_ops.attention.portable.small_segments_fwd import SMALL_SEGMENTS_SIZES
 from csrc_free_ops.tiles.masks import within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -23,30 +23,30 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
+from csrc_free_ops.tiles.score_mod import SOFTCAP, softcap_score_mod
 from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, modify_scores
 from csrc_free_ops.tiles.segments import (
     clamp_span,
+    locate_outside,
+    locate_rows,
     longest_segment,
     narrow_segments,
-    place_outside,
-    place_rows,
     probe_segments,
 )
-from csrc_free_ops.tiles.steps import SOFTCAP, softcap_score_mod
 
 
 @triton.jit
 def _differentiate_scores(
     k, v, q, dout, lse, delta, length, scale, score_mod, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(weights, gradient of the scores) of a segment of 1 .. BLOCK rows, [keys, queries] both."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     local = tl.arange(0, BLOCK)
     products = dot_rows(k, q, PRECISION)  # [BLOCK, BLOCK]
-    scores, steepness = modify_scores(products, local[None, :], local[:, None], 0, scale, score_mod, STEPS)
-    factor = exponent_factor(scale, STEPS, NATURAL)
+    scores, steepness = modify_scores(products, local[None, :], local[:, None], 0, scale, score_mod, SCORE_MODS)
+    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
     p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
     seen = within_bounds(
         (local < length)[None, :] & (local < length)[:, None], local[None, :], local[:, None],
@@ -54,20 +54,20 @@ def _differentiate_scores(
     )  # fmt: skip
     p = tl.where(seen, p, 0.0)
     ds = p * (dot_rows(v, dout, PRECISION) - delta[None, :])
-    if SOFTCAP & STEPS:
+    if SOFTCAP & SCORE_MODS:
         ds = ds * steepness
     return p.to(q[0].dtype), ds.to(q[0].dtype)
 
 
-@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_bwd_short_kernel(
+@triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_small_segments_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * heads): segments of 1 .. BLOCK rows."""
@@ -81,11 +81,11 @@ def _attention_bwd_short_kernel(
     if (length > 0) & (length <= BLOCK):
         head = program % NUM_HEADS
         starts = column_starts(head, HEAD_DIM, MAIN)
-        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, UNIT)
-        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, UNIT)
-        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, UNIT)
-        out_base = row_base(out_ptr, start, head, stride_oh, STRIDE_OT, UNIT)
-        dout_base = row_base(dout_ptr, start, head, stride_doh, STRIDE_DOT, UNIT)
+        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
+        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, STRIDE_UNIT)
+        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, STRIDE_UNIT)
+        out_base = row_base(out_ptr, start, head, stride_oh, STRIDE_OT, STRIDE_UNIT)
+        dout_base = row_base(dout_ptr, start, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
         q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
@@ -96,7 +96,7 @@ def _attention_bwd_short_kernel(
         delta = delta_of_rows(out, dout, lse, dlse_ptr + row_of_head + local, local < length, HAS_DLSE)
         p, ds = _differentiate_scores(
             k, v, q, dout, lse, delta, length, scale, softcap_score_mod(softcap), window_left, window_right,
-            HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK,
+            HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK,
         )  # fmt: skip
         dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)  # [BLOCK, D]
         dv_base = row_base(dv_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
@@ -109,31 +109,31 @@ def _attention_bwd_short_kernel(
         store_rows(dq_base, starts, local, length, scale_rows(dq, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
 
 
-@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_bwd_dq_rest_kernel(
+@triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dq_long_segments_fallback_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, delta_ptr, dq_ptr,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SMALL_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid of any size: delta and dq of segments of more than SHORT rows and of the rows outside of all segments."""
+    """Grid of any size: delta and dq of segments of more than SMALL_ROWS rows and of rows outside of all segments."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_M + num_segments + 2, 0)
-    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_M)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SMALL_ROWS, total // BLOCK_M + num_segments + 2, 0)
+    outside, _, _, _ = locate_outside(0, begin, end, total, BLOCK_M)
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
         tile = item // NUM_HEADS - outside
-        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_M)
+        _, start, length, first = locate_outside(tile + outside, begin, end, total, BLOCK_M)
         attended = 0
         if tile >= 0:
             # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
@@ -145,49 +145,49 @@ def _attention_bwd_dq_rest_kernel(
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
                 segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_M)
             inside = (segment > 0) & (segment <= num_segments)
-            start, attended, first = place_rows(
+            start, attended, first = locate_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
                 segment, total, tile, BLOCK_M,
             )  # fmt: skip
-            length = tl.where(attended > SHORT, attended, 0)
+            length = tl.where(attended > SMALL_ROWS, attended, 0)
         if first < length:
             differentiate_queries(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
                 head, start, length, first, start, attended, 0,
-                stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // UNIT,
+                stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // STRIDE_UNIT,
                 total, scale, softcap_score_mod(softcap), window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_DLSE, HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                1, HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=SHORT_SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_bwd_dkdv_rest_kernel(
+@triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
+def _attention_bwd_dkdv_long_segments_fallback_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_ptr, dk_ptr, dv_ptr,
     stride_qh, stride_kh, stride_vh, stride_doh,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SHORT: tl.constexpr,
+    STRIDE_DKT: tl.constexpr, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, SMALL_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid of any size: dk and dv of the segments and rows of `_attention_bwd_dq_rest_kernel`, which runs first."""
+    """Grid of any size: dk and dv of the segments and rows of the fallback kernel of dq, which runs first."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SHORT, total // BLOCK_N + num_segments + 2, 0)
-    outside, _, _, _ = place_outside(0, begin, end, total, BLOCK_N)
+    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SMALL_ROWS, total // BLOCK_N + num_segments + 2, 0)
+    outside, _, _, _ = locate_outside(0, begin, end, total, BLOCK_N)
     if OVERLAPS:
         # The previous kernel stores delta.
         tl.extra.cuda.gdc_wait()
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
         tile = item // NUM_HEADS - outside
-        _, start, length, first = place_outside(tile + outside, begin, end, total, BLOCK_N)
+        _, start, length, first = locate_outside(tile + outside, begin, end, total, BLOCK_N)
         attended = 0
         if tile >= 0:
             # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
@@ -199,17 +199,17 @@ def _attention_bwd_dkdv_rest_kernel(
                 cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
                 segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_N)
             inside = (segment > 0) & (segment <= num_segments)
-            start, attended, first = place_rows(
+            start, attended, first = locate_rows(
                 tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
                 segment, total, tile, BLOCK_N,
             )  # fmt: skip
-            length = tl.where(attended > SHORT, attended, 0)
+            length = tl.where(attended > SMALL_ROWS, attended, 0)
         if first < length:
             differentiate_keys(
                 q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
                 head, start, length, first, start, attended, 0, None, 0, 0, softcap_score_mod(softcap),
-                stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // UNIT, HEAD_DIM // UNIT,
+                stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // STRIDE_UNIT, HEAD_DIM // STRIDE_UNIT,
                 total, scale, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, UNIT, HEAD_DIM, MAIN, TAIL, 1,
-                HAS_LEFT, HAS_RIGHT, STEPS, PRECISION, BLOCK_M, BLOCK_N,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                1, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip

@@ -64,7 +64,7 @@ def test_counters_of_a_graph_come_back(gpu: _Gpu) -> None:
     tickets.acquire()
     for _ in range(5):
         counters: list[Any] = []
-        with tickets.lending(counters):
+        with tickets.recording_acquired(counters):
             taken = capturing(gpu, tickets, 2)
         assert pointers(counters) == pointers(taken)
         tickets.release(counters)
@@ -77,7 +77,7 @@ def test_counters_of_other_captures_are_not_lent(gpu: _Gpu) -> None:
     tickets.acquire()
     capturing(gpu, tickets, 1)
     counters: list[Any] = []
-    with tickets.lending(counters):
+    with tickets.recording_acquired(counters):
         gpu.stream = 2
         capturing(gpu, tickets, 1)
         gpu.stream = 1
@@ -86,12 +86,12 @@ def test_counters_of_other_captures_are_not_lent(gpu: _Gpu) -> None:
 
 def test_more_are_made_before_a_capture_and_not_for_devices_without_the_path(gpu: _Gpu) -> None:
     tickets = _WorkCounters()
-    with tickets.lending([]):
+    with tickets.recording_acquired([]):
         pass
     assert tickets.filled == 0
     tickets.acquire()
     capturing(gpu, tickets, 2)
-    with tickets.lending([]):
+    with tickets.recording_acquired([]):
         assert tickets.filled == 2
 
 
@@ -100,7 +100,7 @@ def test_counters_of_a_capture_that_failed_come_back_too(gpu: _Gpu) -> None:
     tickets.acquire()
     counters: list[Any] = []
 
-    with pytest.raises(RuntimeError, match="out of memory"), tickets.lending(counters):
+    with pytest.raises(RuntimeError, match="out of memory"), tickets.recording_acquired(counters):
         capturing(gpu, tickets, 1)
         raise RuntimeError("out of memory")
     assert len(counters) == 1
@@ -119,7 +119,7 @@ def test_blocks_are_lent_as_single_counters_are(gpu: _Gpu) -> None:
     assert tickets.acquire(64) is block and tickets.acquire() is single and tickets.acquire(128) is not block
     for _ in range(4):
         counters: list[Any] = []
-        with tickets.lending(counters):
+        with tickets.recording_acquired(counters):
             taken = capturing(gpu, tickets, 2, 64) + capturing(gpu, tickets, 2)
         assert pointers(counters) == pointers(taken) and [each.numel() for each in counters] == [64, 64, 1, 1]
         assert len({*pointers(counters), single.data_ptr(), block.data_ptr()}) == 6
@@ -131,7 +131,7 @@ def test_a_capture_without_blocks_sets_its_own_to_zero(gpu: _Gpu) -> None:
     tickets = _WorkCounters()
     tickets.acquire(64)
     counters: list[Any] = []
-    with tickets.lending(counters):
+    with tickets.recording_acquired(counters):
         taken = capturing(gpu, tickets, 3, 64)
     assert pointers(counters) == pointers(taken[:2])
     assert taken[2].data_ptr() not in pointers(counters) and not taken[2].any()
@@ -143,7 +143,7 @@ def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
     first, second = tickets.acquire(size), tickets.acquire(size)
     assert first is not second and first.numel() == size and not first.any()
     counters: list[Any] = []
-    with tickets.lending(counters):
+    with tickets.recording_acquired(counters):
         capturing(gpu, tickets, 1, size)
     assert counters == [] and tickets.filled == 0
 

@@ -1,0 +1,136 @@
+"""The attention core's kernels for short segments, windows above all.
+
+`small_segments_config` says from metadata alone whether a call takes them.
+"""
+
+from typing import Any
+
+import torch
+
+from csrc_free_ops.attention.portable.small_segments_bwd import (
+    _attention_bwd_dkdv_long_segments_fallback_kernel,
+    _attention_bwd_dq_long_segments_fallback_kernel,
+    _attention_bwd_small_segments_kernel,
+)
+from csrc_free_ops.attention.portable.small_segments_fwd import (
+    _attention_fwd_long_segments_fallback_kernel,
+    _attention_fwd_small_segments_kernel,
+)
+from csrc_free_ops.configs.attention import split_head_dim
+from csrc_free_ops.configs.rows import Config
+from csrc_free_ops.tiles.score_mod import SOFTCAP
+from torch_ops._attention.choose import choose
+from torch_ops._attention.options import AttentionOptions
+from torch_ops._attention.tensors import Backward, Forward, is_readable, made_readable, num_segments, query_length
+from torch_ops._core.launch import blocks_of, can_overlap, head_strides, row_stride
+from torch_ops._core.plan import Bound, Plan
+from torch_ops._core.registry import wrap_triton
+
+# Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
+FALLBACK_PROGRAMS = 264
+# Wider heads do not fit the registers, nor does fp32.
+WIDEST = 128
+
+
+def small_segments_config(kernel: str, t: Forward | Backward, options: AttentionOptions) -> tuple[Config, str] | None:
+    """The launch of `kernel` if segments of that mean length should take it, and where it comes from; or None.
+
+    Whether single segments are longer is known on the device alone; those are right too, and slower.
+    """
+    q, k, length = t.q, t.k, query_length(t)
+    if t.cu_q is None or t.cu_k is not None or q.shape[1] != k.shape[1] or options.score_mods & ~SOFTCAP.value:
+        return None
+    if length is None or q.dtype.itemsize != 2 or q.shape[2] > WIDEST or q.shape[0] == 0:
+        return None
+    launch, source = choose(kernel, q, options, length)
+    return (launch, source) if length <= launch.block_m else None
+
+
+def _constants(t: Forward | Backward, options: AttentionOptions, stride_unit: int) -> dict[str, Any]:
+    main, tail = split_head_dim(t.q.shape[2], t.q.dtype.itemsize)
+    return {
+        "STRIDE_UNIT": stride_unit, "HEAD_DIM": t.q.shape[2], "MAIN": main, "TAIL": tail,
+        "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "SCORE_MODS": options.score_mods,
+        "PRECISION": "ieee", "NUM_HEADS": t.q.shape[1], "OVERLAPS": can_overlap() and num_segments(t) > 0,
+    }  # fmt: skip
+
+
+def _fallback_constants(chosen: Config, launch: Config, shared: dict[str, Any]) -> dict[str, Any]:
+    """Options of the kernel for longer segments, beside those of `shared`."""
+    early = {"launch_pdl": True} if shared["OVERLAPS"] else {}
+    return {**shared, "SMALL_ROWS": chosen.block_m, **blocks_of(launch), **early}
+
+
+def _fallback_grid(t: Forward | Backward, rows: int) -> tuple[int, ...]:
+    return (min(FALLBACK_PROGRAMS, (t.q.shape[0] // rows + num_segments(t) + 2) * t.q.shape[1]), 1)
+
+
+def _grid(t: Forward | Backward) -> tuple[int, ...]:
+    return (num_segments(t) * t.q.shape[1], 1)
+
+
+def _warps(launch: Config) -> dict[str, int]:
+    return {"BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
+
+
+def plan_forward_small_segments(t: Forward, options: AttentionOptions, launch: Config, source: str) -> Plan:
+    stride_unit, strides = head_strides(t.q, t.k, t.v)
+    scalars = (*strides, t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
+    shared = {
+        "STRIDE_QT": row_stride(t.q), "STRIDE_KT": row_stride(t.k), "STRIDE_VT": row_stride(t.v),
+        "STRIDE_OT": row_stride(t.out), "HAS_LSE": options.has_lse, **_constants(t, options, stride_unit),
+    }  # fmt: skip
+    fallback, _ = choose("attention_fwd_long_segments_fallback", t.q, options, None)
+    bound = Bound(wrap_triton(_attention_fwd_small_segments_kernel), _grid(t), scalars, {**shared, **_warps(launch)})
+    longer = Bound(
+        wrap_triton(_attention_fwd_long_segments_fallback_kernel),
+        _fallback_grid(t, fallback.block_m),
+        scalars,
+        _fallback_constants(launch, fallback, shared),
+    )
+    ready = is_readable(t)
+
+    def launch_forward(t: Forward) -> None:
+        q, k, v, cu_q, _, out, lse, *_ = t if ready else made_readable(t)
+        bound(q, k, v, out, lse, cu_q)
+        longer(q, k, v, out, lse, cu_q)
+
+    return Plan(launch_forward, {"attention_fwd_small_segments": (launch, source)})
+
+
+def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch: Config, source: str) -> Plan:
+    stride_unit, strides = head_strides(t.q, t.k, t.v, t.out, t.dout)
+    sizes = (t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
+    shared = {
+        "STRIDE_QT": row_stride(t.q), "STRIDE_KT": row_stride(t.k), "STRIDE_VT": row_stride(t.v),
+        "STRIDE_DOT": row_stride(t.dout), **_constants(t, options, stride_unit),
+    }  # fmt: skip
+    of_queries = {
+        **shared, "STRIDE_OT": row_stride(t.out), "STRIDE_DQT": row_stride(t.dq), "HAS_DLSE": t.dlse is not None
+    }  # fmt: skip
+    of_keys = {**shared, "STRIDE_DKT": row_stride(t.dk)}
+    dq_fallback, _ = choose("attention_bwd_dq_long_segments_fallback", t.q, options, None)
+    dkdv_fallback, _ = choose("attention_bwd_dkdv_long_segments_fallback", t.q, options, None)
+    scalars = (*strides, *sizes)
+    bound = Bound(
+        wrap_triton(_attention_bwd_small_segments_kernel), _grid(t), scalars, {**of_queries, **_warps(launch)}
+    )
+    longer_dq = Bound(
+        wrap_triton(_attention_bwd_dq_long_segments_fallback_kernel), _fallback_grid(t, dq_fallback.block_m), scalars,
+        _fallback_constants(launch, dq_fallback, of_queries),
+    )  # fmt: skip
+    longer_dkdv = Bound(
+        wrap_triton(_attention_bwd_dkdv_long_segments_fallback_kernel), _fallback_grid(t, dkdv_fallback.block_n),
+        (*strides[:3], strides[4], *sizes), _fallback_constants(launch, dkdv_fallback, of_keys),
+    )  # fmt: skip
+    ready = is_readable(t)
+
+    def launch_backward(t: Backward) -> None:
+        dout, dlse, q, k, v, out, lse, cu_q, _, dq, dk, dv, *_ = t if ready else made_readable(t)
+        dlse = lse if dlse is None else dlse
+        delta = torch.empty_like(lse)
+        bound(q, k, v, out, lse, dout, dlse, cu_q, dq, dk, dv)
+        longer_dq(q, k, v, out, lse, dout, dlse, cu_q, delta, dq)
+        longer_dkdv(q, k, v, lse, dout, delta, cu_q, dk, dv)
+
+    return Plan(launch_backward, {"attention_bwd_small_segments": (launch, source)})
