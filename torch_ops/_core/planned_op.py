@@ -45,7 +45,8 @@ def signatures(annotations: Iterable[Any]) -> Callable[[tuple[Any, ...]], Any]:
     """
     annotations = tuple(annotations)
     tensors = tensor_places(annotations)
-    values = tuple(place for place in range(len(annotations)) if place not in tensors)
+    pick_tensors = picker(tensors)
+    pick_values = picker([place for place in range(len(annotations)) if place not in tensors])
 
     def signature_of(call: tuple[Any, ...]) -> Any:
         if torch._C._len_torch_dispatch_stack():
@@ -63,7 +64,6 @@ def signatures(annotations: Iterable[Any]) -> Callable[[tuple[Any, ...]], Any]:
             # A tensor without strides, which no op takes: the check refuses it.
             return None
 
-    pick_tensors, pick_values = picker(tensors), picker(values)
     return signature_of
 
 
