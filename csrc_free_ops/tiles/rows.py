@@ -25,9 +25,9 @@ def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, STRIDE_UNIT: tl.
 
 
 @triton.jit
-def batch_base(ptr, batch, stride_batch, STRIDE_UNIT: tl.constexpr):
+def batch_base(ptr, sequence, stride_batch, STRIDE_UNIT: tl.constexpr):
     """The address of a sequence of a batch. Its stride counts STRIDE_UNIT elements too."""
-    return ptr + tl.cast(batch, tl.int64) * tl.cast(stride_batch, tl.int64) * STRIDE_UNIT
+    return ptr + tl.cast(sequence, tl.int64) * tl.cast(stride_batch, tl.int64) * STRIDE_UNIT
 
 
 @triton.jit

@@ -177,16 +177,16 @@ def _attention_bwd_delta_dense_kernel(
     tl.extra.cuda.gdc_launch_dependents()
     all_heads = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    batch, head = all_heads // heads, all_heads % heads
+    sequence, head = all_heads // heads, all_heads % heads
     first = tile * BLOCK_M
     local = tl.arange(0, BLOCK_M)
     remaining = q_length - first
     starts = column_starts(head, HEAD_DIM, MAIN)
     out_base = row_base(
-        batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
+        batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
     )
     dout_base = row_base(
-        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
+        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
     )
     out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
@@ -199,7 +199,7 @@ def _attention_bwd_delta_dense_kernel(
         shift = q_length - k_length
         if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
             dq_base = row_base(
-                batch_base(dq_ptr, batch, stride_dqb, STRIDE_UNIT), first, head, stride_dqh, STRIDE_DQT, STRIDE_UNIT
+                batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT), first, head, stride_dqh, STRIDE_DQT, STRIDE_UNIT
             )
             nothing = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
             store_rows(dq_base, starts, local, remaining, nothing, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)

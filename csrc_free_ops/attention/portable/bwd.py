@@ -240,16 +240,16 @@ def _attention_bwd_dq_dense_kernel(
     await_before(OVERLAPS)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    batch, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
-    score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, SCORE_MODS)
-    statistics = batch.to(tl.int64) * heads * q_length
+    sequence, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
+    score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS)
+    statistics = sequence.to(tl.int64) * heads * q_length
     differentiate_queries(
-        batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
-        batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT),
+        batch_base(q_ptr, sequence, stride_qb, STRIDE_UNIT), batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
+        batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT),
         lse_ptr + statistics,
-        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), dlse_ptr + statistics, delta_ptr + statistics,
-        batch_base(dq_ptr, batch, stride_dqb, STRIDE_UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
+        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), dlse_ptr + statistics, delta_ptr + statistics,
+        batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
         q_length, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
@@ -475,16 +475,16 @@ def _attention_bwd_dkdv_dense_kernel(
     k_head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     # Under a causal mask the first keys are seen by the most queries, so their programs start first.
-    batch, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
-    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
-    statistics = batch.to(tl.int64) * heads * q_length
+    sequence, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
+    score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
+    statistics = sequence.to(tl.int64) * heads * q_length
     differentiate_keys(
-        batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
-        batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
-        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT),
+        batch_base(q_ptr, sequence, stride_qb, STRIDE_UNIT), batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
+        batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
+        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT),
         delta_ptr + statistics,
-        batch_base(dk_ptr, batch, stride_dkb, STRIDE_UNIT), batch_base(dv_ptr, batch, stride_dvb, STRIDE_UNIT),
-        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, batch, stride_slopes, score_mod,
+        batch_base(dk_ptr, sequence, stride_dkb, STRIDE_UNIT), batch_base(dv_ptr, sequence, stride_dvb, STRIDE_UNIT),
+        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, sequence, stride_slopes, score_mod,
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,

@@ -26,29 +26,29 @@ def _attention_bwd_small_delta_kernel(
     await_before(OVERLAPS)
     first = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2)
+    sequence = tl.program_id(2)
     starts = column_starts(head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_M)
     out_base = row_base(
-        batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
+        batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
     )
     dout_base = row_base(
-        batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
+        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
     )
     out = load_rows(out_base, starts, local, q_length - first, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     dout = load_rows(dout_base, starts, local, q_length - first, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
-    rows = (batch * tl.num_programs(1) + head) * q_length + first + local
+    rows = (sequence * tl.num_programs(1) + head) * q_length + first + local
     inside = first + local < q_length
     lse = tl.load(lse_ptr + rows, mask=inside, other=float("-inf"))
     tl.store(delta_ptr + rows, delta_of_rows(out, dout, lse, dlse_ptr + rows, inside, HAS_DLSE), mask=inside)
 
 
-@triton.jit(do_not_specialize=(*DENSE_SIZES, "batches"))
+@triton.jit(do_not_specialize=(*DENSE_SIZES, "batch"))
 def _attention_bwd_small_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, slopes_ptr, seed_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
-    batches, q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    batch, q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
@@ -65,33 +65,36 @@ def _attention_bwd_small_kernel(
     heads = tl.num_programs(1)
     split = tl.program_id(2)
     if split < SPLITS:
-        batch, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
-        if (batch < batches) & (head * GROUP < heads):
-            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
-            statistics = batch.to(tl.int64) * heads * q_length
+        sequence, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
+        if (sequence < batch) & (head * GROUP < heads):
+            score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
+            statistics = sequence.to(tl.int64) * heads * q_length
             differentiate_keys(
-                batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
-                batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
-                batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT), delta_ptr + statistics,
-                batch_base(dk_ptr, batch, stride_dkb, STRIDE_UNIT), batch_base(dv_ptr, batch, stride_dvb, STRIDE_UNIT),
-                head, 0, k_length, first, 0, q_length, split, slopes_ptr, batch, stride_slopes, score_mod,
+                batch_base(q_ptr, sequence, stride_qb, STRIDE_UNIT),
+                batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
+                batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
+                batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), delta_ptr + statistics,
+                batch_base(dk_ptr, sequence, stride_dkb, STRIDE_UNIT),
+                batch_base(dv_ptr, sequence, stride_dvb, STRIDE_UNIT),
+                head, 0, k_length, first, 0, q_length, split, slopes_ptr, sequence, stride_slopes, score_mod,
                 stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
                 q_length, scale, window_left, window_right,
                 STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
                 GROUP, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
             )  # fmt: skip
     else:
-        batch, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
-        if batch < batches:
-            score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
-            score_mod = head_score_mod(score_mod, slopes_ptr, None, batch, head, stride_slopes, SCORE_MODS)
-            statistics = batch.to(tl.int64) * heads * q_length
-            dout_base = batch_base(dout_ptr, batch, stride_dob, STRIDE_UNIT)
+        sequence, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
+        if sequence < batch:
+            score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
+            score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS)
+            statistics = sequence.to(tl.int64) * heads * q_length
+            dout_base = batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT)
             # out and dlse are not read, because delta is there; dout stands in for out.
             differentiate_queries(
-                batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
-                batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), dout_base, lse_ptr + statistics, dout_base,
-                None, delta_ptr + statistics, batch_base(dq_ptr, batch, stride_dqb, STRIDE_UNIT),
+                batch_base(q_ptr, sequence, stride_qb, STRIDE_UNIT),
+                batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
+                batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), dout_base, lse_ptr + statistics, dout_base,
+                None, delta_ptr + statistics, batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT),
                 head, 0, q_length, first, 0, k_length, split - SPLITS,
                 stride_qh, stride_kh, stride_vh, 0, stride_doh, stride_dqh,
                 q_length, scale, score_mod, window_left, window_right,

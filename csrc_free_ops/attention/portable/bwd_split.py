@@ -20,7 +20,7 @@ def _add_splits(
 ):  # fmt: skip
     """result[batch, head] = the sum of SPLITS split sums, for BLOCK_M rows of the index-th head of all sequences."""
     tl.static_assert(BLOCK_N >= HEAD_DIM, "a block holds all columns of a head: make BLOCK_N at least HEAD_DIM")
-    batch, head = index // heads, index % heads
+    sequence, head = index // heads, index % heads
     row = first + tl.arange(0, BLOCK_M)[:, None]
     col = tl.arange(0, BLOCK_N)[None, :]
     mask = (row < length) & (col < HEAD_DIM)
@@ -28,7 +28,7 @@ def _add_splits(
     for split in tl.static_range(SPLITS):
         pointers = splits_ptr + ((index * SPLITS + split) * length + row) * HEAD_DIM + col
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    result = row_base(batch_base(result_ptr, batch, stride_b, STRIDE_UNIT), 0, head, stride_h, STRIDE_T, STRIDE_UNIT)
+    result = row_base(batch_base(result_ptr, sequence, stride_b, STRIDE_UNIT), 0, head, stride_h, STRIDE_T, STRIDE_UNIT)
     tl.store(result + row.to(tl.int64) * STRIDE_T + col, total.to(result_ptr.dtype.element_ty), mask=mask)
 
 

@@ -194,13 +194,13 @@ def _attention_fwd_dense_kernel(
     """Grid (tiles of BLOCK_M query rows of all sequences, heads), for a batch of sequences of equal length."""
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    batch, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
-    score_mod = sequence_score_mod(seed_ptr, batch, heads, softcap, dropout, SCORE_MODS)
-    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, batch, head, stride_slopes, SCORE_MODS)
+    sequence, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, BLOCK_M)
+    score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
+    score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS)
     attend_tile(
-        batch_base(q_ptr, batch, stride_qb, STRIDE_UNIT), batch_base(k_ptr, batch, stride_kb, STRIDE_UNIT),
-        batch_base(v_ptr, batch, stride_vb, STRIDE_UNIT), batch_base(out_ptr, batch, stride_ob, STRIDE_UNIT),
-        lse_ptr + batch.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
+        batch_base(q_ptr, sequence, stride_qb, STRIDE_UNIT), batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
+        batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT),
+        lse_ptr + sequence.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
         stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
