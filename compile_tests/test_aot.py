@@ -257,11 +257,13 @@ def test_gradients_apart_wait_for_delta_alone() -> None:
 
 
 # Whether it lets the next kernel begin, and how often it waits for the one before.
-OVERLAPPING = {"fwd_short": (True, 0), "fwd_rest": (False, 1), "bwd_short": (True, 0), "bwd_dq_rest": (True, 1),
-               "bwd_dkdv_rest": (False, 1)}  # fmt: skip
+OVERLAPPING = {
+    "fwd_small_segments": (True, 0), "fwd_long_segments_fallback": (False, 1), "bwd_small_segments": (True, 0),
+    "bwd_dq_long_segments_fallback": (True, 1), "bwd_dkdv_long_segments_fallback": (False, 1),
+}  # fmt: skip
 
 
-def test_short_kernels_wait_where_they_must() -> None:
+def test_kernels_of_small_segments_wait_where_they_must() -> None:
     """Eager launches overlap; those of traces do not, and carry no word of it."""
     launches = {launch.name: launch for each in WINDOW_ATTN.launches(rows=100).values() for launch in each}
     assert launches.keys() == {f"_attention_{name}_kernel" for name in OVERLAPPING}
