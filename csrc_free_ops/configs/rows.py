@@ -137,10 +137,17 @@ _ROW_TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+# Files of users may have names from before 2026-11-28.
+_RENAMED = {
+    "attention_fwd_short": "attention_fwd_small_segments", "attention_bwd_short": "attention_bwd_small_segments",
+}  # fmt: skip
+
+
 def _read_row(entry: dict[str, Any], source: str, gpu: str) -> TunedConfig:
     for name, value in (*entry.items(), *entry["launch"].items()):
         if type(value) not in _ROW_TYPES.get(name, (int,)):
             raise TypeError(f"{name} cannot be {value!r}")
+    entry = {**entry, "kernel": _RENAMED.get(entry["kernel"], entry["kernel"])}
     launch = Config.of(entry["launch"])
     if entry["kernel"] in PRODUCTS:
         entry = {"head_dim": 0, **entry}

@@ -82,6 +82,13 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     assert TunedConfig(**{**vars(row), "source": "", "gpu": ""}) == rows[0]
 
 
+def test_rows_of_older_files_keep_their_kernels(tmp_path: Path) -> None:
+    row = TunedConfig("attention_fwd_short", "bfloat16", 72, Config(64, 64, 4, 1))
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(as_document([row], {"gpu": "any", "triton": "3.6.0", "date": "2026-11-20"})))
+    assert [each.kernel for each in read_rows(path)] == ["attention_fwd_small_segments"]
+
+
 @pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_the_rule_has_a_launch_for_every_head_dim(arch: int, itemsize: int) -> None:
