@@ -3,12 +3,13 @@
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from compile_tests.contract.build import build, sass
+from compile_tests.contract.build import build, sampled, sass
 from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject, assert_same_bits, compiled_by
 from compile_tests.contract.trace import SM90, fake_gpu, recompiling_fails
 from compile_tests.kernels import ATTEND, ATTENTION_DECODE
@@ -81,8 +82,9 @@ def test_one_graph_splits_keys_at_fixed_positions(page_size: int) -> None:
             assert_same_bits(call.outcome(compiled), call.outcome(function))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("variant", ["whole", "plain", "pages_16", "pages_128"])
+@pytest.mark.parametrize(
+    ("variant", "head_dim"), sampled(product(("whole", "plain", "pages_16", "pages_128"), (64, 128)))
+)
 def test_keys_come_16_bytes_at_a_time_while_others_are_used(variant: str, head_dim: int) -> None:
     """While as many of either number of columns as 128 KiB of K and V hold."""
     sizes = {} if head_dim == 128 else {"head_dim": head_dim}

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import torch_ops
-from compile_tests.contract.build import Build, registers
+from compile_tests.contract.build import Build, registers, sampled
 from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject, assert_same_bits, compiled_by
 from compile_tests.contract.trace import capture_graphs, fake_gpu
 from compile_tests.kernels import MANY, NORMS
@@ -114,9 +115,7 @@ def _accesses(built: Build, what: str) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-@pytest.mark.parametrize("op", NORMS)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "op", "dtype"), sampled(product(WIDTHS, NORMS, VARIANTS)))
 def test_forward_of_few_rows_reads_and_writes_by_16_bytes_and_keeps_rows_in_registers(
     width: int, op: str, dtype: torch.dtype
 ) -> None:
@@ -127,8 +126,7 @@ def test_forward_of_few_rows_reads_and_writes_by_16_bytes_and_keeps_rows_in_regi
     assert built.shared <= (0 if width <= 1280 else 64)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "dtype"), sampled(product(WIDTHS, VARIANTS)))
 def test_layer_norm_of_many_rows_has_two_rows_in_the_place_of_one(width: int, dtype: torch.dtype) -> None:
     """Weight and bias come late: 32 warps to each multiprocessor have 64 registers a thread."""
     many, few = (
@@ -139,7 +137,7 @@ def test_layer_norm_of_many_rows_has_two_rows_in_the_place_of_one(width: int, dt
     assert "ttg.convert_layout" not in many.asm["ttgir"] and many.shared <= (0 if width <= 1280 else 64)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", sampled(WIDTHS))
 def test_backward_exchanges_no_rows(width: int) -> None:
     """Only the sums of columns are rearranged, once, after the last row."""
     built = NORMS["add_layer_norm"].builds("sm_90", "mixed", rows=MANY, width=width)[1]
