@@ -205,7 +205,7 @@ def gradient(
                     f"{op.name}: {name} has requires_grad=True, but it gets no gradient; pass {name}.detach()"
                 )
         made = output if isinstance(output, tuple) else (output,)
-        ctx.layout = fixed or layout(saves(call, named(ctx.needs_input_grad)))  # type: ignore[operator]
+        ctx.layout = layout(saves(call, named(ctx.needs_input_grad))) if callable(saves) else fixed
         ctx.save_for_backward(*ctx.layout[0](call), *pick_results(made))
         ctx.values = pick_values(call)
         if shapes:
