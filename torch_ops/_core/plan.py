@@ -58,7 +58,7 @@ def merged(*kernels: Kernels) -> Kernels:
 def either(
     tensors: Any, preferred: Plan, fits: Callable[[Any], bool], plan_other: Callable[[Any], Plan], why_not: str
 ) -> Plan:
-    """Config the preferred plan; for tensors that do not fit it, one that is planned with the first such tensors.
+    """Launch the preferred plan; for tensors that do not fit it, one that is planned with the first such tensors.
 
     `fits` looks at what metadata does not show: addresses. `explain` has the real tensors and looks at once.
     """
@@ -116,7 +116,7 @@ class Bound:
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:
-        """Config on tensors in the order of the kernel's arguments; TMA descriptors, of aligned tensors, come first."""
+        """Launch on tensors in the order of the kernel's arguments; TMA descriptors, of aligned tensors, come first."""
         kept = self._kept
         if kept is not None and _aligned(tensors):
             kept(*descriptors, *tensors, *self._rest)
@@ -129,7 +129,7 @@ class Bound:
             self._kept, self._rest = compiled[self._grid], (*self._scalars, *in_order)
 
     def launch_anew(self, *arguments: Any) -> Any:
-        """Config through Triton, which inspects every argument."""
+        """Launch through Triton, which inspects every argument."""
         return self._launch(*arguments, *self._scalars, **self._constants)
 
 
