@@ -129,7 +129,7 @@ def _refuses(head_dim: int, launch: Config) -> bool:
 def _too_large() -> Iterator[None]:
     with pytest.raises(CompilationError) as error:
         yield
-    # Of a function that the kernel calls, the assertion is the cause.
+    # The assertion of a function that the kernel calls is the cause.
     assert "227 KiB of shared memory" in f"{error.value}{error.value.__cause__}"
 
 

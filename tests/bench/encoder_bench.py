@@ -38,7 +38,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def measured(session: Session, row: Row, impls: Sequence[Impl]) -> dict[str, Record]:
     """Two rounds, by name."""
-    setup = Setup(torch.float32, session.tower.device, (row.direction,), rounds=2, wall=True)
+    dtype = next(session.tower.parameters()).dtype
+    setup = Setup(dtype, session.tower.device, (row.direction,), rounds=2, wall=True)
     able = [each for each in impls if row.direction in each.directions]
     return {one.name: one for one in run_case(encoder_bench(session), row, able, setup)}
 
