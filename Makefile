@@ -132,15 +132,15 @@ figures-encoder: $(if $(filter figures,$(MAKECMDGOALS)),| $(filter-out figures-e
 	$(call FIGURES,encoder,1,encoder)
 	$(call FIGURES,encoder_timeline,1,timeline)
 
-# Of the other ops: parts of some minutes, each on a GPU of its own.
+# The other ops, in parts of some minutes, each on a GPU of its own.
 QKV = 'qkv_1*_4096,qkv_1*_25088'
 MLPS = 'mlp_*_4096,mlp_*_25088'
 NORMS = 'qwen_l_*,qwen_m_25088,qwen_qwen25_25088,merger_6272,decoder_4096'
-# Without that of 256 images, which the peers take apart one by one, and compile for minutes.
+# Without the case of 256 images, which the peers take apart one by one, and compile for minutes.
 GRIDS = 'qwen3vl_448*,qwen3vl_8x896*,qwen3vl_video*,qwen3vl_mixed*'
 OP_RUNS = figures-projections figures-norms figures-rope figures-vision-attention
 .PHONY: figures-ops $(OP_RUNS)
-figures-ops: $(OP_RUNS) ## the same of the other ops; make -j4 figures-ops GPUS='0 1 2 3'
+figures-ops: $(OP_RUNS) ## the runs of the other ops; make -j4 figures-ops GPUS='0 1 2 3'
 $(OP_RUNS): | needs-gpu
 figures-projections:
 	$(call FIGURES,qkv_rope,1,qkv_rope --shapes $(QKV) --rounds 6)

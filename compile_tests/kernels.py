@@ -38,7 +38,7 @@ def window_attn_calls(
     }
 
 
-# Up to 64 rows a segment are short.
+# Segments of up to 64 rows are small.
 _PACKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -54,7 +54,7 @@ _PACKED: dict[str, dict[str, Any]] = {
 
 
 def has_small_segments(name: str) -> bool:
-    """Whether this variant, or this kernel, is one of short segments."""
+    """Whether this variant, or this kernel, is one of small segments."""
     return "_segments" in name
 
 

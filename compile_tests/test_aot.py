@@ -26,7 +26,7 @@ from torch_ops._attention.options import AttentionOptions
 
 # The target of every GPU that has rows in csrc_free_ops/configs.
 SHIPPED_GPUS = {"h200": "sm_90"}
-# The mean length up to which the rule takes the kernels of short segments.
+# The mean length up to which the rule takes the kernels of small segments.
 LONGEST_SHORT = {"cuda": 64, "hip": 32}
 
 
@@ -54,7 +54,7 @@ class Point:
         return "-".join([*words, self.gpu, str(self.length)] if self.gpu in SHIPPED_GPUS else words)
 
 
-# For each target one head dimension of long and one of short segments.
+# For each target one head dimension of long and one of small segments.
 SAMPLED = {"sm_86": (128, 72), "sm_89": (256, 72), "sm_120": (72, 128)}
 
 
@@ -229,7 +229,7 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     admits = ["griddepcontrol.launch_dependents" in built.asm["ptx"] for built in builds]
     assert admits == [False, True, True, False]
     waits = [len(re.findall(r"griddepcontrol\.wait", built.asm["ptx"])) for built in builds]
-    # The producer in its loop and after it, and of a fixed order each of both senders.
+    # The producer in its loop and after it, and in a fixed order each of both dq writers.
     assert waits[:2] + waits[3:] == [1, 1, 1] and waits[2] >= (4 if ordered else 2)
     # The main kernel does not know which kernels run before delta.
     assert builds[1].asm["ptx"].index("griddepcontrol.wait") < builds[1].asm["ptx"].index("griddepcontrol.launch_dep")
@@ -237,7 +237,7 @@ def test_hopper_backward_waits_where_it_must(variant: str, ordered: bool) -> Non
     assert ("red.release.gpu" in ptx) == ("ld.acquire.gpu" in ptx) == ordered
 
 
-# Loads of 16 bytes by head dimension: for each row of sums, and with a second lane for three such tensors.
+# Loads of 16 bytes by head dimension: for each row of sums, and with a second accumulator for three such tensors.
 WIDE_LOADS = {"one": {64: 6, 72: 6, 80: 6, 96: 3, 128: 4}, "many": {64: 2, 72: 2, 80: 2, 96: 3, 128: 4}}
 
 
@@ -319,7 +319,7 @@ ONE_SEGMENT = {
 
 @pytest.mark.parametrize("gpu", ["no-such-gpu", "h200"])
 @pytest.mark.parametrize("head_dim", ONE_SEGMENT)
-def test_one_segment_takes_as_few_rounds_as_it_can(head_dim: int, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_segment_takes_as_few_waves_as_it_can(head_dim: int, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rows of that GPU say, which are of many segments."""
     monkeypatch.setattr(attention_hopper, "programs", lambda index: 132)
     with fake_gpu(SM90, gpu), settings(rows=""):

@@ -51,7 +51,7 @@ class Build:
 
 
 def sampled(points: Iterable[Point]) -> list[Point]:
-    """All of them, or with VK_BUILDS=some, as `make test` has it, an eighth, by their names; `make builds` has all."""
+    """All of them, or an eighth, chosen by name, where VK_BUILDS is "some", as in `make test` and `make gpu-test`."""
     every = list(points)
     if os.environ.get("VK_BUILDS", "all") == "all":
         return every

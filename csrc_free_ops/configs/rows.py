@@ -32,14 +32,14 @@ class Config:
         return self.block_m, self.block_n
 
     def entry(self) -> dict[str, Any]:
-        """The launch as a rows' file stores it."""
+        """The config as a rows' file stores it."""
         if self.path:
             return {"path": self.path}
         return {name: value for name, value in asdict(self).items() if name not in ("block_k", "path") or value}
 
     @staticmethod
     def of(entry: dict[str, Any]) -> "Config":
-        """Read a launch from a rows' file. Raises ValueError for an unknown path."""
+        """Read a config from a rows' file. Raises ValueError for an unknown path."""
         if "path" not in entry:
             return Config(**entry)
         if entry != ATEN.entry():
@@ -76,7 +76,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TunedConfig:
-    """A measured launch and the calls that it is for. `gpu` is a `Gpu.name`, or empty for any GPU."""
+    """A measured config and the calls that it is for. `gpu` is a `Gpu.name`, or empty for any GPU."""
 
     kernel: str
     dtype: str

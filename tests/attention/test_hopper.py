@@ -34,10 +34,10 @@ from torch_ops.testing import check, references
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs
 
 HEAD_DIMS = tuple(attention_hopper.HEAD_DIMS)
-# One, few and many segments are dealt out differently; one segment is cut so that the last round is full.
+# One, few and many segments are scheduled differently; one segment is cut so that the last wave is full.
 LENGTHS = {
     "one": (1024,),
-    "one_of_several_rounds": (4096,),
+    "one_of_several_waves": (4096,),
     "one_uneven": (2311,),
     # Keys for two tiles at most.
     "one_of_two_tiles": (200,),
@@ -313,8 +313,8 @@ GENERAL = {
     "one_of_groups": {
         "lengths": (900,), "num_heads": 6, "num_k_heads": 2, "head_dim": 64, "skipped": 70, "padding": 9
     },
-    # Tiles of several rounds, each of which begins anew at the last block.
-    "one_of_rounds": {"lengths": (1500,), "num_heads": 32, "head_dim": 64, "skipped": 70, "padding": 9},
+    # Tiles of several waves, each of which begins anew at the last block.
+    "one_of_waves": {"lengths": (1500,), "num_heads": 32, "head_dim": 64, "skipped": 70, "padding": 9},
     "one_causal": {"lengths": (700,), "k_lengths": (900,), "options": {"causal": True}},
     # More heads than the L2 cache holds keys and queries of.
     "one_of_many_heads": {"lengths": (900,), "num_heads": 64, "head_dim": 80},
@@ -399,7 +399,7 @@ def _all_equal(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> boo
     return all(torch.equal(one, right) for one, right in zip(results, expected, strict=True))
 
 
-# With one segment sums have a second lane.
+# With one segment dq has a second accumulator.
 SIDE_BY_SIDE = pytest.mark.parametrize("lengths", [(700, 900, 20, 800), (1024,)], ids=str)
 
 
@@ -445,12 +445,12 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
     expected = _out_and_gradients(inputs)
     leaves = tuple(getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v"))
     compiled = torch.compile(window_attn, mode="reduce-overhead", fullgraph=True)
-    tickets = lru_cache(counters.WorkCounters)
+    work_counters = lru_cache(counters.WorkCounters)
     with ExitStack() as stack:
         stack.enter_context(settings(path="hopper"))
         # As if this were the first call of all.
         for module in (attention_hopper, attention_hopper_backward):
-            stack.enter_context(mock.patch.object(module, "work_counters", tickets))
+            stack.enter_context(mock.patch.object(module, "work_counters", work_counters))
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             out = compiled(*leaves, inputs.cu_seqlens)
@@ -489,9 +489,9 @@ def test_more_captures_than_counters() -> None:
     """A captured launch without a counter of its own sets one to 0 in its graph."""
     inputs = _inputs((700, 300))
     expected = _out_and_gradients(inputs)
-    tickets = attention_hopper.work_counters(inputs.q.device)
+    work_counters = attention_hopper.work_counters(inputs.q.device)
     graphs = []
-    with mock.patch.dict(tickets._fresh, {1: tickets._fresh[1][:1]}):
+    with mock.patch.dict(work_counters._fresh, {1: work_counters._fresh[1][:1]}):
         for _ in range(3):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

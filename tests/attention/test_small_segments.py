@@ -1,4 +1,4 @@
-"""The kernels of short segments: every place where they hand over to the others.
+"""The kernels of small segments: every place where they hand over to the others.
 
 tests/attention/test_window_attn.py runs them too, wherever a case's segments are short on average.
 """
@@ -183,7 +183,7 @@ def test_key_boundaries_of_their_own_take_the_general_kernels(device: str) -> No
     assert not _kernels(replace(inputs, cu_seqlens_k=inputs.cu_seqlens.clone())) & KERNELS
 
 
-SHORT_CASES = [
+SMALL_CASES = [
     case
     for case in window_attn_cases("edge")
     if case.head_dim <= small_segments.WIDEST and case.k_lengths is None and case.num_k_heads is None
@@ -192,7 +192,7 @@ SHORT_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_general_kernels_are_right_there_too(case: WindowAttnCase, device: str, monkeypatch: Any) -> None:
     """They take such calls in graphs of dynamic shape."""
     monkeypatch.setattr(small_segments, "WIDEST", 0)

@@ -53,7 +53,7 @@ def test_rows_take_the_longest_call_of_a_length_and_reach_their_own_length() -> 
     assert [(row.launch, row.min_length, row.max_length) for row in rows] == [(SMALL, 0, 64), (TALL, 64, None)]
 
 
-def test_rows_of_short_kernels_end_with_their_block() -> None:
+def test_rows_of_small_segments_end_with_their_block() -> None:
     """Beyond it other kernels take the call, unless a launch of a larger block is there."""
     narrow, wide = Config(32, 32, 4, 1), Config(64, 64, 4, 1)
     points = [

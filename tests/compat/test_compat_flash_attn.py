@@ -166,7 +166,7 @@ def test_packed_tensors_are_not_copied_and_have_gradients(device: str) -> None:
 
 
 def test_boundaries_that_are_one_tensor_are_known_to_be_equal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes alone could not select the kernels for short segments."""
+    """Shapes alone could not select the kernels for small segments."""
     given = []
 
     def noting(

@@ -60,8 +60,8 @@ CASES = [
     _case("window_of_several", (300, 50), 72, options={"window_left": 100, "window_right": 0}),
     _case("softcap", (160, 10), 64, options={"softcap": 5.0}),
     _case("outside", (337, 20), 72, padding=45, skipped=9),
-    _case("one_of_rounds", (700,), 64, 1),
-    _case("one_of_few_rounds", (520,), 72),
+    _case("one_of_waves", (700,), 64, 1),
+    _case("one_of_few_waves", (520,), 72),
     _case("windows", (64,) * 12, 80),
     _case("ragged", (64,) * 7 + (48, 16, 12, 90), 80),
 ]

@@ -177,7 +177,7 @@ def test_rounding_puts_columns_back(head_dim: int, device: str) -> None:
     assert torch.equal(dq, (exact * scale).half().transpose(0, 1))
 
 
-def _lead(tile: int, blocks: int, distance: int, together: int) -> int:
+def _start_offset(tile: int, blocks: int, distance: int, together: int) -> int:
     return max(min(tile % together, distance, blocks - 1 - distance), 0)
 
 
@@ -195,23 +195,23 @@ ONE_SEGMENT = {
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("case", ONE_SEGMENT)
-def test_rounding_adds_the_second_lane(case: str, head_dim: int, device: str) -> None:
-    """The lane lies in dq, where results then are; what of dq holds none of it is NaN and must not show."""
+def test_rounding_adds_the_second_accumulator(case: str, head_dim: int, device: str) -> None:
+    """The second accumulator lies in dq, where results then are; all else in dq is NaN and must not show."""
     begin, length, keys, after, together = ONE_SEGMENT[case]
     heads, scale, total, first = 2, 0.5, begin + length + after, first_columns(head_dim)
     exact = torch.randn(heads, total, head_dim, device=device)
     sums = _as_sums(exact)
     dq = torch.full((total, heads, head_dim), torch.nan, device=device, dtype=torch.float16)
     blocks, distance = -(-length // BLOCK_M), max(-(-total // BLOCK_M) - 1, 0) // 2
-    leads = [_lead(tile, blocks, distance, together) for tile in range(-(-keys // BLOCK_N))]
-    begin_of_lane = begin + BLOCK_M * (blocks - max(leads, default=0))
+    offsets = [_start_offset(tile, blocks, distance, together) for tile in range(-(-keys // BLOCK_N))]
+    begin_of_acc2 = begin + BLOCK_M * (blocks - max(offsets, default=0))
     added = torch.zeros_like(exact)
-    added[:, begin_of_lane : begin + length].normal_()
+    added[:, begin_of_acc2 : begin + length].normal_()
     as_sums = _as_sums(added)
     of_first = as_sums[: heads * total * first].view(heads, total, first)
     of_rest = as_sums[heads * total * first :].view(heads, total, head_dim - first)
     second = dq.view(torch.float32)
-    for row in range(begin_of_lane, begin + length):
+    for row in range(begin_of_acc2, begin + length):
         for half, at in enumerate((row - distance * BLOCK_M, row)):
             parts = [part[:, row].chunk(2, 1)[half] for part in (of_first, of_rest) if part.numel()]
             second[at] = torch.cat(parts, 1)

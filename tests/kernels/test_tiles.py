@@ -160,7 +160,7 @@ def test_tiles_take_turns_at_a_block(
 
 
 @triton.jit
-def _lanes_kernel(out_ptr, longest_ptr, tiles, blocks, total, WAVE: tl.constexpr, BLOCK: tl.constexpr):
+def _accumulators_kernel(out_ptr, longest_ptr, tiles, blocks, total, WAVE: tl.constexpr, BLOCK: tl.constexpr):
     distance = acc2_distance(total, BLOCK)
     tl.store(longest_ptr, acc2_blocks(tiles - 1, blocks, distance, WAVE))
     for tile in range(tiles):
@@ -176,13 +176,13 @@ def _lanes_kernel(out_ptr, longest_ptr, tiles, blocks, total, WAVE: tl.constexpr
 @pytest.mark.parametrize(
     ("tiles", "length", "total"), [(8, 256, 256), (5, 150, 170), (20, 90, 90), (3, 40, 300), (4, 9, 9), (4, 400, 400)]
 )
-def test_tiles_take_turns_in_two_lanes(tiles: int, length: int, total: int, together: int, device: str) -> None:
-    """A tile adds to every block once, and in each lane of a block tiles have turns in their order."""
+def test_tiles_take_turns_at_two_accumulators(tiles: int, length: int, total: int, together: int, device: str) -> None:
+    """A tile adds to every block once, and in each accumulator of a block tiles have turns in their order."""
     block = 16
     blocks, distance = -(-length // block), (-(-total // block) - 1) // 2
     out = torch.zeros(tiles, blocks, 3, dtype=torch.int32, device=device)
     longest = torch.zeros(1, dtype=torch.int32, device=device)
-    _lanes_kernel[(1,)](out, longest, tiles, blocks, total, WAVE=together, BLOCK=block)
+    _accumulators_kernel[(1,)](out, longest, tiles, blocks, total, WAVE=together, BLOCK=block)
     came: dict[tuple[int, int], list[int]] = {}
     for tile, steps in enumerate(out.tolist()):
         assert sorted(step[0] for step in steps) == list(range(blocks))
@@ -192,10 +192,10 @@ def test_tiles_take_turns_in_two_lanes(tiles: int, length: int, total: int, toge
     assert all(came[0, at][0] == 0 for at in range(blocks))
     in_lane = {at for lane, at in came if lane}
     assert in_lane == set(range(blocks - longest.item(), blocks))
-    # Rows of dq that the lane lies in, of which the first block has none.
+    # Rows of dq that the second accumulator lies in, of which the first block has none.
     lent = [*in_lane, *(at - distance for at in in_lane)]
     assert len(set(lent)) == len(lent) and min(lent, default=1) > 0
-    # Nobody waits where there is memory for all leads: a block's tiles of one round come at one step after another.
+    # Nobody waits where there is memory for all start blocks: a block's tiles of one wave come one step after another.
     if longest.item() == min(tiles, together) - 1 and tiles <= together:
         for (lane, at), in_order in came.items():
             steps_of = [next(s for s, step in enumerate(out[tile].tolist()) if step[0] == at) for tile in in_order]

@@ -37,9 +37,9 @@ class _WorkCounters(counters_module.WorkCounters):
         self._fresh[size] += torch.zeros(3, max(size, 4), dtype=torch.int32)[:, :size].unbind()
 
 
-def capturing(gpu: _Gpu, tickets: _WorkCounters, launches: int, size: int = 1) -> list[Any]:
+def capturing(gpu: _Gpu, pool: _WorkCounters, launches: int, size: int = 1) -> list[Any]:
     gpu.capturing = True
-    taken = [tickets.acquire(size) for _ in range(launches)]
+    taken = [pool.acquire(size) for _ in range(launches)]
     gpu.capturing = False
     return taken
 
@@ -50,58 +50,58 @@ def pointers(counters: list[Any]) -> list[int]:
 
 def test_a_known_stream_keeps_its_counter_when_all_are_taken(gpu: _Gpu) -> None:
     """Making new ones waits for the device, which an ordinary call never does."""
-    tickets = _WorkCounters()
-    first = tickets.acquire()
-    captured = capturing(gpu, tickets, 4)
+    pool = _WorkCounters()
+    first = pool.acquire()
+    captured = capturing(gpu, pool, 4)
     assert len({*pointers(captured), first.data_ptr()}) == 5
-    assert tickets.acquire() is first and tickets.filled == 1
+    assert pool.acquire() is first and pool.filled == 1
     gpu.stream = 2
-    assert tickets.acquire() is not first and tickets.filled == 2
+    assert pool.acquire() is not first and pool.filled == 2
 
 
 def test_counters_of_a_graph_come_back(gpu: _Gpu) -> None:
-    tickets = _WorkCounters()
-    tickets.acquire()
+    pool = _WorkCounters()
+    pool.acquire()
     for _ in range(5):
         counters: list[Any] = []
-        with tickets.recording_acquired(counters):
-            taken = capturing(gpu, tickets, 2)
+        with pool.recording_acquired(counters):
+            taken = capturing(gpu, pool, 2)
         assert pointers(counters) == pointers(taken)
-        tickets.release(counters)
-    assert tickets.filled == 1
+        pool.release(counters)
+    assert pool.filled == 1
 
 
 def test_counters_of_other_captures_are_not_lent(gpu: _Gpu) -> None:
     """Those before on the same stream, and those of another thread meanwhile, on its own."""
-    tickets = _WorkCounters()
-    tickets.acquire()
-    capturing(gpu, tickets, 1)
+    pool = _WorkCounters()
+    pool.acquire()
+    capturing(gpu, pool, 1)
     counters: list[Any] = []
-    with tickets.recording_acquired(counters):
+    with pool.recording_acquired(counters):
         gpu.stream = 2
-        capturing(gpu, tickets, 1)
+        capturing(gpu, pool, 1)
         gpu.stream = 1
     assert counters == []
 
 
 def test_more_are_made_before_a_capture_and_not_for_devices_without_the_path(gpu: _Gpu) -> None:
-    tickets = _WorkCounters()
-    with tickets.recording_acquired([]):
+    pool = _WorkCounters()
+    with pool.recording_acquired([]):
         pass
-    assert tickets.filled == 0
-    tickets.acquire()
-    capturing(gpu, tickets, 2)
-    with tickets.recording_acquired([]):
-        assert tickets.filled == 2
+    assert pool.filled == 0
+    pool.acquire()
+    capturing(gpu, pool, 2)
+    with pool.recording_acquired([]):
+        assert pool.filled == 2
 
 
 def test_counters_of_a_capture_that_failed_come_back_too(gpu: _Gpu) -> None:
-    tickets = _WorkCounters()
-    tickets.acquire()
+    pool = _WorkCounters()
+    pool.acquire()
     counters: list[Any] = []
 
-    with pytest.raises(RuntimeError, match="out of memory"), tickets.recording_acquired(counters):
-        capturing(gpu, tickets, 1)
+    with pytest.raises(RuntimeError, match="out of memory"), pool.recording_acquired(counters):
+        capturing(gpu, pool, 1)
         raise RuntimeError("out of memory")
     assert len(counters) == 1
 
@@ -113,47 +113,47 @@ def test_blocks_have_few_sizes(count: int, size: int) -> None:
 
 def test_blocks_are_lent_as_single_counters_are(gpu: _Gpu) -> None:
     """Each size for itself, whichever a capture takes of several."""
-    tickets = _WorkCounters()
-    single, block = tickets.acquire(), tickets.acquire(64)
-    assert (single.numel(), block.numel(), tickets.filled) == (1, 64, 2)
-    assert tickets.acquire(64) is block and tickets.acquire() is single and tickets.acquire(128) is not block
+    pool = _WorkCounters()
+    single, block = pool.acquire(), pool.acquire(64)
+    assert (single.numel(), block.numel(), pool.filled) == (1, 64, 2)
+    assert pool.acquire(64) is block and pool.acquire() is single and pool.acquire(128) is not block
     for _ in range(4):
         counters: list[Any] = []
-        with tickets.recording_acquired(counters):
-            taken = capturing(gpu, tickets, 2, 64) + capturing(gpu, tickets, 2)
+        with pool.recording_acquired(counters):
+            taken = capturing(gpu, pool, 2, 64) + capturing(gpu, pool, 2)
         assert pointers(counters) == pointers(taken) and [each.numel() for each in counters] == [64, 64, 1, 1]
         assert len({*pointers(counters), single.data_ptr(), block.data_ptr()}) == 6
-        tickets.release(counters)
-    assert tickets.filled == 3
+        pool.release(counters)
+    assert pool.filled == 3
 
 
 def test_a_capture_without_blocks_sets_its_own_to_zero(gpu: _Gpu) -> None:
-    tickets = _WorkCounters()
-    tickets.acquire(64)
+    pool = _WorkCounters()
+    pool.acquire(64)
     counters: list[Any] = []
-    with tickets.recording_acquired(counters):
-        taken = capturing(gpu, tickets, 3, 64)
+    with pool.recording_acquired(counters):
+        taken = capturing(gpu, pool, 3, 64)
     assert pointers(counters) == pointers(taken[:2])
     assert taken[2].data_ptr() not in pointers(counters) and not taken[2].any()
 
 
 def test_large_blocks_are_kept_by_nobody(gpu: _Gpu) -> None:
-    tickets = _WorkCounters()
-    size = counters_module.block_size(tickets.LARGEST + 1)
-    first, second = tickets.acquire(size), tickets.acquire(size)
+    pool = _WorkCounters()
+    size = counters_module.block_size(pool.LARGEST + 1)
+    first, second = pool.acquire(size), pool.acquire(size)
     assert first is not second and first.numel() == size and not first.any()
     counters: list[Any] = []
-    with tickets.recording_acquired(counters):
-        capturing(gpu, tickets, 1, size)
-    assert counters == [] and tickets.filled == 0
+    with pool.recording_acquired(counters):
+        capturing(gpu, pool, 1, size)
+    assert counters == [] and pool.filled == 0
 
 
 def test_a_slab_holds_aligned_counters_of_a_size(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters_module, "to_keep", lambda make, device: make())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    tickets = counters_module.WorkCounters(torch.device("cpu"))
-    for size in (1, 32, tickets.LARGEST):
-        tickets.acquire(size)
-        left = tickets._fresh[size]
-        assert len(left) == tickets.SLAB // max(size, 4) - 1 and {each.numel() for each in left} == {size}
+    pool = counters_module.WorkCounters(torch.device("cpu"))
+    for size in (1, 32, pool.LARGEST):
+        pool.acquire(size)
+        left = pool._fresh[size]
+        assert len(left) == pool.SLAB // max(size, 4) - 1 and {each.numel() for each in left} == {size}
         assert all(pointer % 16 == 0 for pointer in pointers(left))

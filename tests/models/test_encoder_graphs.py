@@ -890,11 +890,11 @@ def test_counters_of_the_hopper_path_come_back() -> None:
 def _assert_counters_come_back() -> None:
     encoder, _ = tiny_l()
     runner = EncoderGraphs(encoder, [1024]).warmup()
-    tickets = attention_hopper.work_counters(statics_of(runner).pixels.device)
+    work_counters = attention_hopper.work_counters(statics_of(runner).pixels.device)
 
     def left() -> int:
         # Each runner has a stream, and that a counter for good.
-        return len(tickets._fresh[1]) + sum(size == 1 for _, size in tickets._of_stream)
+        return len(work_counters._fresh[1]) + sum(size == 1 for _, size in work_counters._of_stream)
 
     runner.clear()
     before = left()

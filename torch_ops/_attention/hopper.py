@@ -103,7 +103,7 @@ def folds_rows(tensor: Tensor) -> bool:
 
 
 def folded(*tensors: Tensor) -> int:
-    """A bit for each, the first the lowest: FOLDED of `tiles.hopper_memory.coordinates`."""
+    """A bit for each, the first the lowest: FOLDED of `tiles.hopper.memory.coordinates`."""
     return sum((not folds_heads(tensor) and folds_rows(tensor)) << place for place, tensor in enumerate(tensors))
 
 
@@ -129,8 +129,8 @@ def forward_config(q: Tensor, options: AttentionOptions, num_segments: int) -> t
     """The forward's launch, and where it comes from.
 
     Shipped rows were measured with many segments. One segment, or a batch [B, H, S, D], whose heads are all one
-    segment's, takes the launch of long segments. It takes tiles of two warpgroups where their rounds of programs end
-    sooner than those of three. Smaller blocks begin sooner where there is one round; at head dimension 72 they are
+    segment's, takes the launch of long segments. It takes tiles of two warpgroups where their waves of programs end
+    sooner than those of three. Smaller blocks begin sooner where there is one wave; at head dimension 72 they are
     always faster.
     """
     rows, heads = (q.shape[2], q.shape[0] * q.shape[1]) if q.dim() == 4 else (q.shape[0], q.shape[1])

@@ -1,4 +1,4 @@
-"""The attention core's kernels for short segments, windows above all.
+"""The attention core's kernels for small segments, windows above all.
 
 `small_segments_config` says from metadata alone whether a call takes them.
 """

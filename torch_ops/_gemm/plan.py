@@ -164,4 +164,4 @@ def hopper_config(
             return ATEN, GELU_WITHIN if within else FEW_ROWS
     if epilogue == "rotary":
         return rotary_config(head_dim), "as many whole heads as a tile has room for"
-    return linear_config(rows.count, n, busy), "the tile whose rounds take the least time"
+    return linear_config(rows.count, n, busy), "the tile whose waves take the least time"

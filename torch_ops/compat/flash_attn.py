@@ -133,7 +133,7 @@ def flash_attn_varlen_func(
     Args:
         q: [Tq, H, D], fp16, bf16 or fp32; D is a multiple of 8 up to 256. Any strides.
         k, v: [Tk, Hk, D], dtype and device of q, H a multiple of Hk.
-        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device. One tensor for both tells the kernels for short
+        cu_seqlens_q, cu_seqlens_k: int32 [n + 1] on q's device. One tensor for both tells the kernels for small
             segments that the boundaries are the same.
         max_seqlen_q, max_seqlen_k: ignored; the ops find lengths on the device.
         alibi_slopes: fp32 [H] or [n, H]. They get no gradient. Default: none.

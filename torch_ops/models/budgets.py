@@ -8,7 +8,7 @@ from torch_ops.models.vision_metadata import Padding, VisionSizes
 
 # Patches that an image or a frame has on average, where a budget does not say how many there may be: those of 256 x 256
 # pixels, the smallest image that Qwen3-VL's processor makes. Many more segments would make attention take its kernels
-# for short ones.
+# for small ones.
 PATCHES_OF_AN_IMAGE = 256
 # The same of a window: 64 but for those at the edges.
 PATCHES_OF_A_WINDOW = 32

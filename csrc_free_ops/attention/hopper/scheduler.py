@@ -11,7 +11,7 @@ backward. Lengths of segments are known on the device alone, so a program comput
     DENSE_ENDS  a batch whose later rows see more keys, with 1 to 2 blocks of 64 rows for each program: a tile has a
                 block from either end of its sequence, so that all tiles take about as long
     BY_LENGTH   few segments, the longest first, so that the last tiles are small; each segment as EVEN
-    CLOSED_FORM    many segments, one head after the other, by the closed form of `tiles.segments`
+    CLOSED_FORM many segments, one head after the other, by the closed form of `tiles.segments`
 """
 
 from triton.experimental import gluon

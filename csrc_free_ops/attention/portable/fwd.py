@@ -2,13 +2,13 @@
 
 For each query row i of a segment, over the keys j that it sees:
 
-    s_ij = scale q_i . k_j                 (softcap, ALiBi: `tiles/scores.py`; dropout: of the weights for the second
-    product) lse_i = log sum_j exp(s_ij)            natural logarithm, fp32 out_i = sum_j exp(s_ij - lse_i) v_j
+    s_ij = scale q_i . k_j                 (softcap, ALiBi: `tiles/scores.py`; dropout of the second product's weights)
+    lse_i = log sum_j exp(s_ij)            natural logarithm, fp32
+    out_i = sum_j exp(s_ij - lse_i) v_j
 
 One pass over blocks of keys keeps the running maximum and sum of FlashAttention-2 (arXiv 2307.08691, algorithm 1).
 Accumulators are fp32; weights are rounded to the dtype of v for the second product. A row that sees no key has out 0
-and lse -inf, or the logit of its sink. One program owns BLOCK_M query rows of one head; the heads of a group read the
-same keys.
+and lse -inf, or the logit of its sink. A program owns BLOCK_M query rows of a head; heads of a group share their keys.
 """
 
 import triton

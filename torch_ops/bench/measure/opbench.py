@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
 
 import torch_ops
 from torch_ops.bench.measure.results import BASELINE, OURS, VK
@@ -140,8 +141,14 @@ def ours(bind: Callable[[Any, Any], Any], about: str, **rest: Any) -> Impl:
 
 
 def one_line(error: Exception) -> str:
-    """An exception's message, short enough for a table's footnote."""
-    message = " ".join(str(error).split())
+    """An exception's message, short enough for a table's footnote.
+
+    Triton's compiler quotes a kernel before it says what is wrong, and wraps errors of functions that a kernel calls.
+    """
+    while isinstance(error, CompilationError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    reason = isinstance(error, CompilationError) and error.error_message
+    message = " ".join(str(reason or error).split())
     return f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
 
 

@@ -45,10 +45,10 @@ class Timer:
 
 
 def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of so many impls in which each stands at every place, and right after every other, equally often.
+    """Orders of so many implementations: each has every place, and follows every other, equally often.
 
     A call that heats the GPU slows down the next call. E. J. Williams, Experimental designs balanced for the estimation
-    of residual effects of treatments, 1949: as many orders as impls, twice as many of an odd number.
+    of residual effects of treatments, 1949: as many orders as implementations, twice as many of an odd number.
     """
     zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
     orders = [[(index + turn) % count for index in zigzag] for turn in range(count)]

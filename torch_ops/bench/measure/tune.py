@@ -131,7 +131,7 @@ class Journal:
 def rows_of(points: Iterable[Measured]) -> list[TunedConfig]:
     """A row for each range of lengths with a launch of its own; between two measured lengths their geometric mean.
 
-    Kernels of short segments have none beyond their block: longer segments would take other kernels.
+    Kernels of small segments have none beyond their block: longer segments would take other kernels.
     """
     won = [(each.kernel, min(each.tried, key=lambda one: one.best_ms)) for each in points if any_timed(each.tried)]
 

@@ -35,7 +35,7 @@ def _eager(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens
 
 
 def _bind(function: Callable[..., Tensor], case: KvCacheCase, inputs: KvCacheInputs) -> Call:
-    """Each impl has caches of its own, so that none is right by what another wrote."""
+    """Each implementation has caches of its own, so that none is right by what another wrote."""
     own = replace(inputs, k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
 
     def forward() -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ TABLES = ("full", "half", "own", "half_own", "apart", "column_strided", "row_str
 
 SCORE_MODS = {"alibi", "sinks", "dropout_p"}
 ROPE_WINDOW_ATTN = (
-    # It has no steps of its own beside softcap.
+    # The op has no score modification but softcap.
     *(case for case in WINDOW_ATTN if case.total_k == case.total_q and SCORE_MODS.isdisjoint(case.options)),
     WindowAttnCase("own_boundaries", "keys cut elsewhere", (40, 8, 3), 2, 72, k_lengths=(11, 0, 40), padding=5),
     WindowAttnCase("own_boundaries_gqa", "causal, rows that see no key", (40, 8), 4, 16, (8, 40), 2,
