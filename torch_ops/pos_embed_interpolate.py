@@ -65,7 +65,7 @@ def _check(call: PosEmbedInterpolate) -> None:
     check_dense(op, "table", table)
     check_float(op, "table", table)
     if table.dim() != 2 or table.shape[1] < 1:
-        refuse(op, "table", "of shape [S * S, C]", f"shape {list(table.shape)}")
+        refuse(op, "table", "of shape [S * S, C] with columns", list(table.shape))
     _check_entries(op, "the number of entries of table", table.shape[0])
     check_grid(op, call.grid, call.total, call.merge_size, "table", table)
 

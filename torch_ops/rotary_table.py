@@ -42,7 +42,7 @@ def _check(call: RotaryTable) -> None:
     op, theta = "rotary_table", call.theta
     check_grid(op, call.grid, call.total, call.merge_size)
     check_int(op, "dim", call.dim)
-    check_head_dim(op, "dim", call.dim)
+    check_head_dim(op, "the tables, dim,", call.dim)
     if isinstance(theta, bool) or not isinstance(theta, Real | torch.SymInt | torch.SymFloat):
         refuse(op, "theta", "a number", repr(theta))
     if not 1 <= theta <= torch.finfo(torch.float32).max:

@@ -65,7 +65,7 @@ def _check_rows(op: str, argument: str, rows: Tensor, call: Any) -> None:
     check_dense(op, argument, rows)
     check_float(op, argument, rows)
     if rows.dim() != 2 or rows.shape[1] < 1:
-        refuse(op, argument, "of shape [rows, columns]", f"shape {list(rows.shape)}")
+        refuse(op, argument, "of shape [rows, columns] with columns", list(rows.shape))
     check_grid(op, call.grid, total, merge_size, argument, rows)
     if total % (merge_size * merge_size):
         refuse(op, "total", f"a multiple of {merge_size * merge_size} = merge_size * merge_size", total)

@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grid": GRID.to_sparse()}, r"grid is of layout .*, expected a dense tensor"),
     ({"total": -1}, r"total is -1, expected from 0 to 1073741824"),
     ({"total": 2**31}, r"total is 2147483648, expected from 0 to 1073741824"),
-    ({"dim": 12}, r"dim is 12, expected a multiple of 8 from 8 to 256"),
+    ({"dim": 12}, r"dim, is 12, expected a multiple of 8 from 8 to 256"),
     ({"theta": 0.5}, r"theta is 0.5, expected a number of at least 1 that fp32 holds"),
     ({"theta": float("nan")}, r"theta is nan, expected a number of at least 1 that fp32 holds"),
     ({"merge_size": 0}, r"merge_size is 0, expected from 1 to 16"),

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -258,8 +259,57 @@ def test_explain_says_path_and_reason() -> None:
         torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), softcap=-3.0)
     with pytest.raises(TypeError, match="nonsense"):
         torch_ops.explain(torch_ops.window_attn, q, q, q, cumulative((10,), "cpu"), nonsense=7)
-    with pytest.raises(ValueError, match="op is 'relu', expected one of add_layer_norm, .*, window_attn"):
+    with pytest.raises(ValueError, match="op is '.*relu', expected one of add_layer_norm, .*, window_attn"):
         torch_ops.explain(torch.relu, q)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (torch.nn.functional.layer_norm, "torch.nn.functional.layer_norm"),
+        (torch.ops.aten.native_layer_norm, "torch._ops.aten.native_layer_norm"),
+        (torch.ops.vk.layer_norm_backward, "torch._ops.vk.layer_norm_backward"),
+    ],
+)
+def test_explain_refuses_functions_of_others_and_backwards(op: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"explain: op is '{name}', expected one of add_layer_norm, "):
+        torch_ops.explain(op, torch.randn(3, 8), (8,))
+
+
+def test_explain_takes_a_compiled_function_as_the_function() -> None:
+    args = [torch.randn(*shape) for shape in ((8, 16), (16,), (16,), (24, 64), (24,), (8, 24), (8,))]
+    expected = torch_ops.explain(torch_ops.patch_merger, *args)
+    assert torch_ops.explain(torch.compile(torch_ops.patch_merger), *args) == expected
+
+
+def test_explain_refuses_tensors_that_are_not_dense() -> None:
+    """The check of an op sees fake tensors, which are all dense."""
+    args = [torch.randn(*shape) for shape in ((8, 16), (16,), (16,), (24, 64), (24,), (8, 24), (8,))]
+    for x, got in (
+        (args[0].to_sparse(), "of layout torch.sparse_coo"),
+        (torch.nested.as_nested_tensor(args[0]), "a nes"),
+    ):
+        with pytest.raises(ValueError, match=f"patch_merger: x is {got}.*, expected a dense tensor"):
+            torch_ops.explain(torch_ops.patch_merger, x, *args[1:])
+
+
+def test_explain_asks_for_gradients_where_the_call_does() -> None:
+    q, slopes = torch.randn(10, 2, 72), torch.ones(2, requires_grad=True)
+    args = q, q, q, cumulative((10,), "cpu")
+    with pytest.raises(ValueError, match="alibi_slopes has requires_grad=True"):
+        torch_ops.explain(torch_ops.window_attn, *args, alibi_slopes=slopes)
+    with torch.no_grad():
+        assert torch_ops.explain(torch_ops.window_attn, *args, alibi_slopes=slopes)["path"] == "reference"
+        cache = torch.zeros(1, 2, 4, 8)
+        with pytest.raises(ValueError, match="v_cache is k_cache"):
+            torch_ops.explain(torch_ops.kv_cache_append, cache, cache, cache, cache, torch.zeros(1, dtype=torch.int32))
+
+
+def test_explain_names_the_device_that_the_call_runs_on() -> None:
+    grid = torch.tensor([[1, 4, 2]])
+    assert torch_ops.explain(torch_ops.rotary_table, grid, 8, 16, device="meta")["device"] == "meta"
+    x = torch.empty(8, 8, device="meta")
+    assert torch_ops.explain(torch_ops.spatial_merge, grid=grid, x=x, total=8)["device"] == "meta"
 
 
 @pytest.mark.gpu

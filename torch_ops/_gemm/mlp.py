@@ -34,8 +34,9 @@ def _check_weights(op: str, call: Any, name: str, like: Tensor, columns: int | N
     _check_up(op, call, name, like)
     check_matrix(op, "w2", w2, "[N, I]", (None, w1.shape[0] // (2 if packed else 1)))
     check_like(op, "w2", w2, name, like)
-    if 0 in w1.shape or 0 in w2.shape:
-        refuse(op, "the smallest size of w1 and w2", "1 or more", min(*w1.shape, *w2.shape))
+    for argument, weight in (("w1", w1), ("w2", w2)):
+        if 0 in weight.shape:
+            refuse(op, argument, "of sizes from 1 on", list(weight.shape))
 
 
 def _check_up(op: str, call: Any, name: str, like: Tensor) -> None:

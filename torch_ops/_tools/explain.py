@@ -1,5 +1,6 @@
 """`explain` and `info`: the library's decisions and their reasons."""
 
+import functools
 import inspect
 import platform
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import TunedConfig, shipped_rows
 from torch_ops._attention.hopper import why_unsupported
 from torch_ops._attention.options import AttentionOptions
+from torch_ops._core.checks import check_dense
 from torch_ops._core.device import gpu
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import Planned
-from torch_ops._core.registry import INTERPRET, OPS, explaining
+from torch_ops._core.registry import INTERPRET, NAMESPACE, OPS, explaining
 from torch_ops._core.versions import __version__
 from torch_ops.settings import settings
 
@@ -28,30 +30,37 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
     """Say how `op(*args, **kwargs)` would run: which path, which launch of each kernel, and where that comes from.
 
     `op` is a public function or the operator, such as `torch_ops.window_attn` or `torch.ops.vk.window_attn`. Kernels
-    are those of the call and of its gradient. Nothing is launched, but bad arguments are refused as by the op itself.
+    are those of the call and of its gradient. Nothing is launched, and no value of a tensor is looked at, but other bad
+    arguments are refused as by the op itself. The device is the one that it runs on.
 
     Raises:
         ValueError: `op` is none of the library's; or an argument that the op itself refuses.
         TypeError: the arguments do not fit the function's signature.
     """
-    name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
-    if name not in OPS:
-        names = ", ".join(sorted(each for each in OPS if not each.endswith("_backward")))
-        raise ValueError(f"explain: op is {name!r}, expected one of {names}")
+    # A compiled function runs as the one that it was made of.
+    op = getattr(op, "_torchdynamo_orig_callable", op)
+    name = _name_of(op)
     try:
-        inspect.signature(op if isinstance(op, FunctionType) else OPS[name].body).bind(*args, **kwargs)
+        bound = inspect.signature(op if isinstance(op, FunctionType) else OPS[name].body).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
+    # Fake tensors are all dense.
+    for argument, value in bound.arguments.items():
+        if isinstance(value, Tensor):
+            check_dense(name, argument, value)
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     # Arguments may be fake already.
     modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     real: dict[int, Tensor] = {}
 
+    @functools.cache
     def faked(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        fake = mode.from_tensor(tensor, static_shapes=True)
+        fake: Tensor = mode.from_tensor(tensor, static_shapes=True)
+        if not torch.is_grad_enabled():
+            fake = fake.detach()
         real[id(fake)] = tensor
         return fake
 
@@ -62,7 +71,23 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
         for call in calls:
             _plan_gradient(call)
         plans = [call.plan for call in calls], [call.plan for call in record[len(calls) :]]
-    return _report(name, given[0].device, *plans)
+    made = [each for call in calls for each in _as_tuple(call.results) if isinstance(each, Tensor)]
+    return _report(name, (made or given)[0].device, *plans)
+
+
+def _name_of(op: Any) -> str:
+    """The op's name in `torch.ops.vk`. Functions of the same name in other libraries are refused."""
+    name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
+    module = getattr(op, "__module__", None) or ""
+    names = sorted(each for each in OPS if not each.endswith("_backward"))
+    if name not in names or not f"{module}.".startswith(("torch_ops.", f"torch._ops.{NAMESPACE}.")):
+        got = f"{module}.{name}".lstrip(".")
+        raise ValueError(f"explain: op is {got!r}, expected one of {', '.join(names)}")
+    return name
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 class _Context:
@@ -87,9 +112,8 @@ def _plan_gradient(call: Planned) -> None:
     if setup is None or backward is None:
         return
     context = _Context(call.args)
-    results = call.results if isinstance(call.results, tuple) else (call.results,)
     setup(context, call.args, call.results)
-    backward(context, *[torch.empty_like(each) if each.numel() else None for each in results])
+    backward(context, *[torch.empty_like(each) if each.numel() else None for each in _as_tuple(call.results)])
 
 
 def _report(name: str, device: torch.device, plans: list[Plan], gradients: list[Plan]) -> dict[str, Any]:
