@@ -24,7 +24,7 @@ FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 # A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
 test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
-# All that is only built takes longer than what runs; every run takes the same eighth.
+# All that is only built takes longer than what runs; every run takes the same sixteenth.
 test gpu-test: export VK_BUILDS ?= some
 
 .DEFAULT_GOAL := help
@@ -66,7 +66,7 @@ test: $(VENV)/.installed-test ## all tests, then the kernels in Triton's interpr
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) || status=1; \
 	exit $$status
 
-builds: $(VENV)/.installed-test ## compile_tests with all builds for all GPUs, of which the tests have an eighth
+builds: $(VENV)/.installed-test ## compile_tests with all builds for all GPUs, of which the tests have a sixteenth
 	$(BIN)/python -m pytest $(call AT_A_TIME,$(or $(JOBS),2)) compile_tests $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.
