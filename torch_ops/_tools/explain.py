@@ -3,6 +3,7 @@
 import functools
 import inspect
 import platform
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -21,7 +22,7 @@ from torch_ops._core.checks import check_dense
 from torch_ops._core.device import gpu
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import Planned
-from torch_ops._core.registry import INTERPRET, NAMESPACE, OPS, explaining
+from torch_ops._core.registry import INTERPRET, OPS, explaining
 from torch_ops._core.versions import __version__
 from torch_ops.settings import settings
 
@@ -76,12 +77,13 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
 
 
 def _name_of(op: Any) -> str:
-    """The op's name in `torch.ops.vk`. Functions of the same name in other libraries are refused."""
+    """The op's name in `torch.ops.vk`. Other functions of the same name are refused."""
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
-    module = getattr(op, "__module__", None) or ""
     names = sorted(each for each in OPS if not each.endswith("_backward"))
-    if name not in names or not f"{module}.".startswith(("torch_ops.", f"torch._ops.{NAMESPACE}.")):
-        got = f"{module}.{name}".lstrip(".")
+    operator = getattr(torch.ops.vk, name) if name in names else None
+    public = getattr(sys.modules["torch_ops"], name, None)
+    if operator is None or all(each is not inspect.unwrap(op) for each in (public, operator, operator.default)):
+        got = ".".join(filter(None, (getattr(op, "__module__", None), name)))
         raise ValueError(f"explain: op is {got!r}, expected one of {', '.join(names)}")
     return name
 
