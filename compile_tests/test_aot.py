@@ -5,15 +5,16 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
 import torch
 
 from compile_tests.attention import hopper_launches
-from compile_tests.contract.build import APART, TARGETS, Build, build, sampled, sass
+from compile_tests.contract.build import APART, TARGETS, Build, build, build_all, build_now, sampled, sass
 from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu, shared_memory
+from compile_tests.contract.variants import Demands
 from compile_tests.kernels import NORMS, ROPE_WINDOW_ATTN, WINDOW_ATTN, has_small_segments
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
@@ -110,6 +111,18 @@ POINTS = [*_rule_points(), *_shipped_points()]
 BUILT = sampled(POINTS)
 
 
+def _wgmma(point: Point, kernel: str) -> Literal["", "some"]:
+    """Whether the kernel must multiply by wgmma alone."""
+    if point.target != "sm_90" or point.dtype.itemsize != 2:
+        return ""
+    # dk and dv of the 64 keys that wgmma needs fill the register file there.
+    if point.head_dim > 128 and kernel == "_attention_bwd_dkdv_kernel":
+        return ""
+    if point.head_dim == 128 and kernel == "_attention_bwd_dkdv_long_segments_fallback_kernel":
+        return ""
+    return "some"
+
+
 @lru_cache
 def _builds(point: Point) -> tuple[Build, ...]:
     target = TARGETS[point.target]
@@ -122,9 +135,12 @@ def _builds(point: Point) -> tuple[Build, ...]:
         name for name in WINDOW_ATTN.functions if has_small_segments(name) == point.short
     }
     with fake_gpu(target):
-        return tuple(build(launch, target) for launch in launches)
+        return build_all(
+            ((launch, Demands(ANY if point.variant else 0, _wgmma(point, launch.name))) for launch in launches), target
+        )
 
 
+ANY = 2**31
 # Rows and the rule are chosen without these in mind, so they may spill; they must still fit.
 FLAGS = (("window_left", 64), ("softcap", 30.0), ("dlse", True))
 FLAGGED = [
@@ -133,12 +149,14 @@ FLAGGED = [
 ]
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("point", BUILT, ids=str)
 def test_nothing_spills(point: Point) -> None:
     spilling = [str(built) for built in _builds(point) if built.spilled]
     assert not spilling, "\n".join(spilling)
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("point", [*BUILT, *sampled(FLAGGED)], ids=str)
 def test_shared_memory_is_within_the_target(point: Point) -> None:
     limit = shared_memory(TARGETS[point.target])
@@ -152,13 +170,9 @@ HALF_ON_HOPPER = [point for point in BUILT if point.target == "sm_90" and point.
 @pytest.mark.parametrize("point", HALF_ON_HOPPER, ids=str)
 def test_hopper_multiplies_half_types_by_wgmma_alone(point: Point) -> None:
     for built in _builds(point):
-        # dk and dv of the 64 keys that wgmma needs fill the register file there.
-        if point.head_dim > 128 and built.launch.name == "_attention_bwd_dkdv_kernel":
-            continue
-        if point.head_dim == 128 and built.launch.name == "_attention_bwd_dkdv_long_segments_fallback_kernel":
-            continue
         ptx = built.asm["ptx"]
-        assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, str(built)
+        if _wgmma(point, built.launch.name):
+            assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, str(built)
 
 
 HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
@@ -189,7 +203,7 @@ def _hopper_launches(head_dim: int, variant: str) -> list[KernelLaunch]:
 def _hopper_build(head_dim: int, variant: str, place: str) -> Build:
     launch = _hopper_launches(head_dim, variant)[PLACES.index(place)]
     with fake_gpu(SM90):
-        return build(launch, SM90)
+        return build(launch, SM90, wgmma="overlapping" if place in ("forward", "backward") else "")
 
 
 # At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
@@ -199,6 +213,7 @@ HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
 PLACES = ("forward", "delta", "backward", "round")
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(
     ("head_dim", "variant", "place"),
     [
@@ -385,4 +400,4 @@ def test_spills_are_seen() -> None:
     launch = WINDOW_ATTN.launch("_attention_fwd_kernel", head_dim=128)
     launch.kwargs.update(BLOCK_M=256, BLOCK_N=128, num_warps=4, num_stages=1)
     with fake_gpu(SM90):
-        assert build(launch, SM90).spilled > 0
+        assert build_now(launch, SM90).spilled > 0

@@ -14,10 +14,11 @@ from torch import Tensor
 
 import torch_ops
 from compile_tests.attention import HOPPER_KERNELS, hopper_launches
-from compile_tests.contract.build import TARGETS, Build, build, sampled, sass
+from compile_tests.contract.build import TARGETS, Build, build, build_all, sampled, sass
 from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject, assert_same_bits, compiled_by
 from compile_tests.contract.kernels import Kernels
 from compile_tests.contract.trace import SM90, Recorder, assert_kernels, capture, fake_gpu, shared_memory
+from compile_tests.contract.variants import Demands
 from compile_tests.kernels import ATTENTION, DENSE_BACKWARD, WINDOW_ATTN
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.pick import pick
@@ -227,6 +228,7 @@ MOST_SPILLED = {
 }  # fmt: skip
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(("batch", "setting", "head_dim", "variant"), FP32_ON_HOPPER)
 def test_products_of_fp32_are_on_tensor_cores_and_spill_little(
     batch: int, setting: str, head_dim: int, variant: str, set_products: Callable[[str], None]
@@ -241,8 +243,10 @@ def test_products_of_fp32_are_on_tensor_cores_and_spill_little(
     )
     limit, spills = shared_memory(SM90), MOST_SPILLED.get((setting, head_dim, variant), {})
     with fake_gpu(SM90):
-        for launch in launches:
-            built = build(launch, SM90)
+        demands = [
+            Demands(spills.get(launch.name, 0), "some" if "PRECISION" in launch.kwargs else "") for launch in launches
+        ]
+        for launch, built in zip(launches, build_all(zip(launches, demands, strict=True), SM90), strict=True):
             assert built.shared <= limit and built.spilled <= spills.get(launch.name, 0), str(built)
             kind = "bf16.bf16" if setting == "ieee" else "tf32.tf32"
             if "PRECISION" in launch.kwargs:
@@ -269,9 +273,13 @@ def _hopper_builds(head_dim: int, variant: str) -> dict[str, Build]:
     chosen = {row: pick(row, device, "bfloat16", 2, head_dim, False, None, masked=masked)[0] for row in rows}
     launches = hopper_launches(chosen, head_dim, **{"batch": 3, **options})
     with fake_gpu(SM90):
-        return {name: build(launch, SM90) for name, launch in launches.items()}
+        products = [name for name in launches if name.endswith("hopper_kernel")]
+        demands = (Demands(wgmma="overlapping" if name in products else "") for name in launches)
+        builds = build_all(zip(launches.values(), demands, strict=True), SM90)
+    return dict(zip(launches, builds, strict=True))
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(
     ("head_dim", "variant"), sampled([(d, variant) for d in HEAD_DIMS for variant in HOPPER_VARIANTS])
 )
@@ -292,6 +300,7 @@ def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str) -> None:
 KEYS_SPILL = {64: 0, 128: 448}
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(
     ("head_dim", "bounds"), sampled([(d, b) for d in KEYS_SPILL for b in ((-1, -1), (-1, 0), (9, 3))])
 )
@@ -300,7 +309,7 @@ def test_kernel_for_gradients_of_fp32_keys_fits_and_overlaps(head_dim: int, boun
     with fake_gpu(SM90):
         (launch,) = _launches_of_keys(tensor, lse, AttentionOptions(0.1, *bounds))
         assert launch.grid == (2 * 3, 64, 1)
-        built = build(launch, SM90)
+        built = build(launch, SM90, KEYS_SPILL[head_dim], "overlapping")
     assert built.shared <= shared_memory(SM90) and built.spilled <= KEYS_SPILL[head_dim], str(built)
     products = re.findall(r"wgmma\.mma_async\S*\.bf16\.bf16", built.asm["ptx"])
     assert sass(built).count("WARPGROUP.DEPBAR") < len(products) / 8, str(built)
@@ -355,13 +364,14 @@ CAST_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(
     ("head_dim", "variant"), sampled([(d, variant) for d in HEAD_DIMS for variant in CAST_VARIANTS])
 )
 def test_forward_that_casts_fits_and_overlaps(head_dim: int, variant: str) -> None:
     (launch,) = hopper_launches({}, head_dim, dtype=torch.float32, **{"batch": 3, **CAST_VARIANTS[variant]}).values()
     with fake_gpu(SM90):
-        built = build(launch, SM90)
+        built = build(launch, SM90, wgmma="overlapping")
     assert built.launch.name == "_attention_fwd_fp32_hopper_kernel"
     assert built.shared <= shared_memory(SM90) and built.spilled == 0, str(built)
     products = len(re.findall(r"wgmma\.mma_async", built.asm["ptx"]))

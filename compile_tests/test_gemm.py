@@ -4,15 +4,16 @@ import gc
 import re
 import weakref
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from compile_tests.contract.build import APART, TARGETS, Build, build, sampled, sass
+from compile_tests.contract.build import APART, TARGETS, Build, build, build_all, sampled, sass
 from compile_tests.contract.kernels import Writes
 from compile_tests.contract.trace import (
     SM90,
+    KernelLaunch,
     Trace,
     assert_kernels,
     assert_plain_launch,
@@ -21,6 +22,7 @@ from compile_tests.contract.trace import (
     symbolic_size,
     trace_kernels,
 )
+from compile_tests.contract.variants import Demands
 from compile_tests.gemm import hopper_gradient, hopper_linear, hopper_rotary
 from compile_tests.kernels import GEMM_VARIANTS, GRADIENT, MLP, QKV_ROPE, gemm_calls, gemm_writes
 from csrc_free_ops.configs.gemm_hopper import WAVE, linear_config, tile_config
@@ -83,6 +85,15 @@ def test_launches_carry_nothing_that_compilation_drops(variant: str) -> None:
                 assert_plain_launch(launch)
 
 
+# Rows that begin at 16 bytes, those of a weight that is copied for it among them.
+BY_WGMMA = ("plain", "gelu", "silu", "swiglu", "apart", "bare")
+
+
+def _wgmma(target: str, variant: str, launch: KernelLaunch) -> Literal["", "some"]:
+    is_product = launch.name.startswith("_gemm")
+    return "some" if target == "sm_90" and variant in BY_WGMMA and is_product else ""
+
+
 @lru_cache
 def _builds(target: str, variant: str) -> tuple[Build, ...]:
     launches: dict[str, Any] = {}
@@ -91,7 +102,9 @@ def _builds(target: str, variant: str) -> tuple[Build, ...]:
             for each in kernels.launches(TARGETS[target], path=path, rows=4096, **GEMM_VARIANTS[variant]).values():
                 launches |= {f"{launch.name} {sorted(map(str, launch.kwargs.items()))}": launch for launch in each}
     with fake_gpu(TARGETS[target]):
-        return tuple(build(launch, TARGETS[target]) for launch in launches.values())
+        return build_all(
+            ((launch, Demands(wgmma=_wgmma(target, variant, launch))) for launch in launches.values()), TARGETS[target]
+        )
 
 
 POINTS = [
@@ -102,6 +115,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(("target", "variant"), sampled(POINTS))
 def test_nothing_spills_and_shared_memory_is_within_the_target(target: str, variant: str) -> None:
     builds = _builds(target, variant)
@@ -111,7 +125,8 @@ def test_nothing_spills_and_shared_memory_is_within_the_target(target: str, vari
     assert not bad, "\n".join((f"limit {limit}", *bad))
 
 
-@pytest.mark.parametrize("variant", ["plain", "gelu", "silu", "swiglu", "apart", "bare"])
+@pytest.mark.builds
+@pytest.mark.parametrize("variant", BY_WGMMA)
 def test_hopper_multiplies_half_types_by_wgmma_and_loads_16_bytes(variant: str) -> None:
     """Rows that begin at 16 bytes, those of a weight that is copied for it among them."""
     products = [built for built in _builds("sm_90", variant) if built.launch.name.startswith("_gemm")]
@@ -245,6 +260,7 @@ def _loops_of_products(code: str) -> dict[tuple[int, int], list[str]]:
     return found
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("point", sampled(HOPPER_POINTS))
 def test_hopper_products_fit_and_overlap(point: str) -> None:
     """Nothing spills, and no product waits for others but where the kernel says so.
@@ -258,7 +274,7 @@ def test_hopper_products_fit_and_overlap(point: str) -> None:
     launch = make(**options)
     assert launch.kwargs["launch_pdl"]
     with fake_gpu(SM90):
-        built = build(launch, SM90)
+        built = build(launch, SM90, wgmma="overlapping")
     ptx, consumers = built.asm["ptx"], launch.arguments["GROUPS"]
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 4 * consumers
     code = sass(built)

@@ -9,7 +9,7 @@ import torch
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 
 from compile_tests.attention import hopper_launches
-from compile_tests.contract.build import build
+from compile_tests.contract.build import build_now
 from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.attention_hopper_backward import BLOCK_M, BLOCK_N, NUM_WARPS
@@ -40,7 +40,7 @@ def _forward(head_dim: int, fp32: bool) -> KernelLaunch:
 def test_a_tile_too_large_says_what_it_lacks(head_dim: int, changes: dict[str, int], sentence: str, fp32: bool) -> None:
     launch = _forward(head_dim, fp32)
     with fake_gpu(SM90), pytest.raises(CompileTimeAssertionFailure, match=sentence) as error:
-        build(replace(launch, kwargs={**launch.kwargs, **changes}), SM90)
+        build_now(replace(launch, kwargs={**launch.kwargs, **changes}), SM90)
     # Footnotes of benchmarks have room for the sentence alone.
     assert re.search(f"^CompileTimeAssertionFailure: [^=]*{sentence}", one_line(error.value))
 
@@ -58,5 +58,5 @@ def test_a_backward_too_large_says_what_it_lacks(head_dim: int, changes: dict[st
     launch = hopper_launches(_rows(head_dim), head_dim)["_attention_bwd_hopper_kernel"]
     # The assertion is in a function that the kernel calls.
     with fake_gpu(SM90), pytest.raises(CompilationError) as error:
-        build(replace(launch, kwargs={**launch.kwargs, **changes}), SM90)
+        build_now(replace(launch, kwargs={**launch.kwargs, **changes}), SM90)
     assert sentence in one_line(error.value)

@@ -21,7 +21,7 @@ from torch._library.triton import get_triton_kernels_for_op
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from compile_tests.contract.build import build
+from compile_tests.contract.build import build_now
 from compile_tests.contract.kernels import Kernels
 from compile_tests.contract.process import ROOT
 from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu
@@ -121,7 +121,7 @@ def _operations(launch: KernelLaunch) -> list[str]:
     with triton.knobs.compilation.scope(), mock.patch.object(ASTSource, "make_ir", read):
         triton.knobs.compilation.always_compile = True
         with pytest.raises(_OperationsReadError) as caught:
-            build(launch, SM90)
+            build_now(launch, SM90)
     text = re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", str(caught.value))
     return [line for line in re.sub(r"\b(?:\w+\.)+(\w+__)", r"\1", text).splitlines() if not line.startswith("#loc")]
 

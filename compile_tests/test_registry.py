@@ -102,16 +102,6 @@ def test_autocast_leaves_alone_what_is_given_a_dtype() -> None:
         del OPS["_test_given"]
 
 
-def test_what_bumps_version_counters_is_no_watcher() -> None:
-    """Eager calls of an op that writes to arguments take the thin path, which bumps them itself."""
-    keys = torch._C.DispatchKey
-    called = torch._C.DispatchKeySet(keys.CUDA) | torch._C.DispatchKeySet(keys.AutogradCUDA)
-    called |= torch._C.DispatchKeySet(keys.ADInplaceOrView)
-    assert registry._nothing_watches(called.raw_repr())
-    for key in (keys.Functionalize, keys.Python, keys.Fake if hasattr(keys, "Fake") else keys.Negative):
-        assert not registry._nothing_watches((called | torch._C.DispatchKeySet(key)).raw_repr())
-
-
 def test_an_op_that_writes_to_arguments_says_so_and_refuses_gradients() -> None:
     @vk_op("_test_mutating", fake=lambda x, y: x.new_empty(0), mutates=("y",))
     def add_to(x: Tensor, y: Tensor) -> Tensor:
@@ -263,6 +253,13 @@ def test_schemas_are_those_on_record() -> None:
 def test_versions_that_cannot_work_are_refused(torch_version: str, triton_version: str) -> None:
     with pytest.raises(ImportError, match="found"):
         refuse_pair(torch_version, triton_version)
+
+
+def test_the_refusal_of_a_pair_is_lifted_for_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VK_ANY_TRITON", "1")
+    refuse_pair("2.11.0+cu130", "3.9.0")
+    with pytest.raises(ImportError, match="torch 2.11 or newer"):
+        refuse_pair("2.10.0", "3.9.0")
 
 
 @pytest.mark.parametrize(

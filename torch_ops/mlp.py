@@ -15,6 +15,7 @@ import torch
 from torch import Size, Tensor
 
 from torch_ops._core.planned_op import gradient, planned_op
+from torch_ops._core.torch_private import without_autocast
 from torch_ops._gemm.mlp import (
     check_mlp,
     check_mlp_backward,
@@ -132,7 +133,7 @@ def _differentiate(
         made = {name: value for name, value in zip(DIFFERENTIABLE, values, strict=True) if name in needed}
     if dhidden is not None:
         shape = call.x if x is None else x.shape
-        with torch._C._DisableAutocast():
+        with without_autocast():
             for name, value in _by_hidden(call, x, shape, dhidden, needed):
                 before = made.get(name)
                 made[name] = value if before is None else before + value

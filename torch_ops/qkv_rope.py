@@ -27,6 +27,7 @@ from torch_ops._core.checks import (
 from torch_ops._core.plan import Plan, reference_plan
 from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._core.registry import runs_kernels
+from torch_ops._core.torch_private import without_autocast
 from torch_ops._gemm.cpu import qkv_rope_cpu, rotary_backward_cpu
 from torch_ops._gemm.elementwise import ROTATED_RUN, new_column_sums, plan_rotary_backward, sum_runs
 from torch_ops._gemm.plan import plan_of, plan_rotary
@@ -183,7 +184,7 @@ def _plan_backward(call: QkvRopeBackward, _: QkvRopeBackward) -> Plan:
     def launch(call: QkvRopeBackward) -> tuple[Tensor, ...]:
         t, x = _backward_tensors(call), call.x
         fill(t)
-        with torch._C._DisableAutocast():
+        with without_autocast():
             return (
                 torch.mm(t.packed, call.weight) if call.needs_x else t.dq.new_empty((0,)),
                 torch.mm(t.packed.t(), x) if call.needs_weight and x is not None else t.dq.new_empty((0,)),

@@ -2,22 +2,21 @@
 
 import dataclasses
 import os
-import re
-import subprocess
-import tempfile
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-import triton
+import pytest
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import MockTensor
 
+from compile_tests import triton_alone
 from compile_tests.contract.trace import SM90, KernelLaunch
+from compile_tests.contract.variants import Demands, append
 
 Point = TypeVar("Point")
 
@@ -59,12 +58,32 @@ def sampled(points: Iterable[Point]) -> list[Point]:
     return [point for point in every if str(point) in kept]
 
 
-def build(launch: KernelLaunch, target: GPUTarget) -> Build:
-    """The launch through Triton's own specialization and compiler, up to the machine code. Needs `fake_gpu(target)`."""
+def build(
+    launch: KernelLaunch, target: GPUTarget, most_spilled: int = 0, wgmma: Literal["", "some", "overlapping"] = ""
+) -> Build:
+    """The launch through Triton's own specialization and compiler, up to the machine code. Needs `fake_gpu(target)`.
+
+    Where VK_RECORD_BUILDS names a file, the launch goes there instead, with what may spill and whether it multiplies by
+    wgmma, and the test is skipped.
+    """
+    (built,) = build_all([(launch, Demands(most_spilled, wgmma))], target)
+    return built
+
+
+def build_all(launches: Iterable[tuple[KernelLaunch, Demands]], target: GPUTarget) -> tuple[Build, ...]:
+    """`build` each of several launches."""
+    file = os.environ.get("VK_RECORD_BUILDS")
+    if file is not None:
+        append(Path(file), launches, target)
+        pytest.skip("recorded")
+    return tuple(build_now(launch, target) for launch, _ in launches)
+
+
+def build_now(launch: KernelLaunch, target: GPUTarget) -> Build:
+    """`build` what is no variant that ships."""
     args = [_stand_in(value) for value in launch.args]
     compiled = launch.kernel.warmup(*args, grid=launch.grid, **launch.kwargs)
-    spilled = _local_bytes(compiled.asm["cubin"]) if target.backend == "cuda" else _vgprs(compiled.asm["amdgcn"])
-    return Build(launch, target, compiled.metadata.shared, spilled, compiled.asm)
+    return Build(launch, target, compiled.metadata.shared, triton_alone.spilled(compiled.asm), compiled.asm)
 
 
 def _stand_in(value: Any) -> Any:
@@ -74,34 +93,11 @@ def _stand_in(value: Any) -> Any:
     return MockTensor(value.dtype) if isinstance(value, Tensor) else value
 
 
-def _cuobjdump(cubin: bytes, *options: str) -> str:
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([program, *options, file.name], capture_output=True, text=True, check=True).stdout
-
-
 def sass(built: Build) -> str:
     """The machine code of a build for an NVIDIA GPU."""
-    return _cuobjdump(built.asm["cubin"], "-sass")
+    return triton_alone.cuobjdump(built.asm["cubin"], "-sass")
 
 
 def registers(built: Build) -> int:
     """The registers of a thread, on an NVIDIA GPU."""
-    return _usage(built.asm["cubin"], "REG")
-
-
-def _local_bytes(cubin: bytes) -> int:
-    return _usage(cubin, "STACK") + _usage(cubin, "LOCAL")
-
-
-def _usage(cubin: bytes, resource: str) -> int:
-    usage = _cuobjdump(cubin, "-res-usage")
-    figures = re.findall(rf"\b{resource}:(\d+)", usage)
-    assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {usage!r}"
-    return int(figures[0])
-
-
-def _vgprs(amdgcn: str) -> int:
-    return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", amdgcn)[0])
+    return triton_alone.usage(built.asm["cubin"], "REG")

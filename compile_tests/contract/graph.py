@@ -619,6 +619,7 @@ class GraphContract:
         found = {kernel.fn.__name__ for kernel in get_triton_kernels_for_op(f"vk::{op}")}
         assert found >= subject.kernels.used(op)
 
+    @pytest.mark.builds
     def test_builds_spill_nothing_and_fit(self, subject: Subject, point: Point) -> None:
         limit = shared_memory(TARGETS[point.target])
         builds = subject.kernels.builds(point.target, point.variant, **dict(point.changes))

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from compile_tests.contract.build import TARGETS, Build, build
+from compile_tests.contract.build import TARGETS, Build, build_all
 from compile_tests.contract.trace import (
     SM90,
     KernelLaunch,
@@ -25,6 +25,7 @@ from compile_tests.contract.trace import (
     symbolic_size,
     trace_kernels,
 )
+from compile_tests.contract.variants import Demands
 from torch_ops._core.registry import OPS
 
 Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
@@ -146,11 +147,14 @@ def _builds(kernels: Kernels, point: Point) -> tuple[Build, ...]:
     target = TARGETS[point.target]
     launches = kernels.launches(target, **{**kernels.variants[point.variant], **dict(point.changes)})
     with fake_gpu(target):
-        return tuple(
-            build(launch, target)
-            for each in launches.values()
-            for launch in each
-            if not kernels.built or launch.name in kernels.built
+        return build_all(
+            (
+                (launch, Demands())
+                for each in launches.values()
+                for launch in each
+                if not kernels.built or launch.name in kernels.built
+            ),
+            target,
         )
 
 

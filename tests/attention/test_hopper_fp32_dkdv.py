@@ -14,6 +14,7 @@ from tests.attention.verify import differentiate, plans_made_anew, verify
 from torch_ops import attention, explain, settings
 from torch_ops._attention import split as attention_split
 from torch_ops._attention.hopper_dkdv import _splits
+from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.device import gpu
 from torch_ops.testing.cases import DENSE_LAYOUTS, DenseCase, DenseInputs, make_dense_inputs
 
@@ -174,7 +175,7 @@ def test_opaque_launch_is_a_sound_op() -> None:
     out, lse = attention(q, k, v, return_lse=True)
     delta = (out * dout).sum(3)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    args = (q, k, v, lse, dout, delta, dk, dv, 0.125, -1, -1)
+    args = (q, k, v, lse, dout, delta, dk, dv, *AttentionOptions(0.125))
     torch.library.opcheck(torch.ops.vk._attention_bwd_fp32_dkdv.default, args)
     torch.ops.vk._attention_bwd_fp32_dkdv(*args)
     assert dk.any() and dv.any()

@@ -29,6 +29,7 @@ from torch_ops._core.checks import (
 )
 from torch_ops._core.launch import contiguous_like, dense_like
 from torch_ops._core.registry import KernelOp
+from torch_ops._core.torch_private import without_autocast
 
 HALF_TYPES = torch.float16, torch.bfloat16
 # From here on fp32 has 1.
@@ -263,7 +264,7 @@ def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp,
             dout = out.new_zeros(()).expand_as(out)
         if lse.numel() == 0 and call.q.numel() != 0:
             # It was not made: captured without gradients, in an exported program for one, and run with them.
-            with torch._C._DisableAutocast():
+            with without_autocast():
                 lse, dlse = op(*call._replace(return_lse=True))[1], None
         dq, dk, dv = backward_op.overload(*pick((dout, dlse, out, lse, *call)))
         made = {"q": dq, "k": dk, "v": dv}

@@ -17,6 +17,7 @@ from csrc_free_ops.attention.hopper.fwd_fp32 import _attention_fwd_fp32_hopper_k
 from csrc_free_ops.attention.hopper.scheduler import BY_LENGTH, CLOSED_FORM, DENSE_CUT, DENSE_ENDS, RANKED, SINGLE
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS, one_segment_config, overlaps, pairs_ends, registers
 from csrc_free_ops.configs.rows import Config, Gpu
+from csrc_free_ops.tiles.hopper.versions import PTXAS
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Forward, mean_length, num_segments
@@ -122,6 +123,7 @@ def constants_of(
         "HEAD_DIM": q.shape[-1], "HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1],
         "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "STAGES": launch.num_stages,
         "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": at_launch,
+        **PTXAS,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from triton import cdiv
 
 from csrc_free_ops.attention.hopper.bwd_fp32_dkdv import BLOCK_M, BLOCK_N, WIDTH, _attention_bwd_fp32_dkdv_hopper_kernel
 from csrc_free_ops.configs.rows import Config
+from csrc_free_ops.tiles.hopper.versions import PTXAS
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.split import MOST_SPLITS, allocate_partial, plan_split_sum
@@ -79,6 +80,7 @@ def plan_fp32_dkdv(t: Dkdv, options: AttentionOptions) -> Plan:
     constants = {
         **dict(zip(names, rows, strict=True)), "STRIDE_UNIT": stride_unit, "HEAD_DIM": head_dim, "SPLITS": splits,
         "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "num_warps": FP32_DKDV_CONFIG.num_warps,
+        **PTXAS,
     }  # fmt: skip
     grid = (cdiv(k_length, BLOCK_N.value) * batch, heads, splits)
     bound = Bound(_attention_bwd_fp32_dkdv_hopper_kernel, grid, scalars, constants)

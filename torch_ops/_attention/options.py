@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from csrc_free_ops.tiles import score_mod
+from torch_ops._core.torch_private import FakeTensor
 
 # Kernels add and subtract window bounds in 32 bits; lengths stay far below this.
 UNBOUNDED = 2**30

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_ops._core.torch_private import exclude_key
+
 
 def install_autocast(
     library: Library,
@@ -25,7 +27,7 @@ def install_autocast(
     kept = frozenset(map(arguments.index, keeps_dtype))
     says = arguments.index(dtype_argument) if dtype_argument else len(arguments)
 
-    def make(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+    def make(device_type: str, key: str) -> Callable[..., Any]:
         def cast(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
             halves = torch.float16, torch.bfloat16
@@ -37,10 +39,10 @@ def install_autocast(
                     else arg
                     for place, arg in enumerate(args)
                 )
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            with exclude_key(key):
                 return overload(*args)
 
         return cast
 
     for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
-        library.impl(name, make(device_type, getattr(torch._C.DispatchKey, key)), key)
+        library.impl(name, make(device_type, key), key)

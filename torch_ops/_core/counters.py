@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from torch_ops._core.hopper import to_keep
+from torch_ops._core.torch_private import raw_cuda_stream
 
 SMALLEST_BLOCK = 32
 
@@ -39,7 +40,7 @@ class WorkCounters:
 
     def acquire(self, size: int = 1) -> Tensor:
         """One counter, or a block of this `block_size`."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        stream = raw_cuda_stream(self._device.index)
         if torch.cuda.is_current_stream_capturing():
             if not self._fresh[size]:
                 return self._zeros(size)
@@ -60,7 +61,7 @@ class WorkCounters:
         for size in {size for _, size in list(self._of_stream)}:
             if not self._fresh[size]:
                 self._fill(size)
-        taken = self._captured[torch._C._cuda_getCurrentRawStream(self._device.index)]
+        taken = self._captured[raw_cuda_stream(self._device.index)]
         others = len(taken)
         try:
             yield

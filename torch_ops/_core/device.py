@@ -9,6 +9,7 @@ import triton
 
 from csrc_free_ops.configs.rows import Gpu, gpu_name
 from csrc_free_ops.tiles.hopper.limits import SHARED_BYTES
+from torch_ops._core.torch_private import current_cuda_device
 
 # Bytes that a block can ask for (CUDA C++ Programming Guide, technical specifications per compute capability).
 SHARED_MEMORY = {
@@ -53,7 +54,7 @@ def run_where_tensors_are(body: Callable[..., Any], *args: Any) -> Any:
     # An optional first tensor may be absent.
     first = args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
     index = first.get_device()
-    if index == torch._C._cuda_getDevice():
+    if index == current_cuda_device():
         return body(*args)
     with torch.cuda.device(index):
         return body(*args)

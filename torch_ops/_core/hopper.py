@@ -16,7 +16,7 @@ from torch_ops._core.device import gpu
 
 # The versions that kernels were built and measured with. They rely on where Triton puts shared memory, see
 # csrc_free_ops/tiles/hopper/warpgroup.py.
-TRITON_VERSIONS = ((3, 6), (3, 7))
+TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 @lru_cache

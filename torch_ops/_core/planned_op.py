@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import NAMESPACE, KernelOp, Mode, Op, composed_op, current_mode, is_eager, record, vk_op
+from torch_ops._core.torch_private import count_dispatch_modes
 from torch_ops.settings import settings
 
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -49,7 +50,7 @@ def signatures(annotations: Iterable[Any]) -> Callable[[tuple[Any, ...]], Any]:
     pick_values = picker([place for place in range(len(annotations)) if place not in tensors])
 
     def signature_of(call: tuple[Any, ...]) -> Any:
-        if torch._C._len_torch_dispatch_stack():
+        if count_dispatch_modes():
             return None
         try:
             return (

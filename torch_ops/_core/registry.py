@@ -1,6 +1,6 @@
 """The one way an op is registered.
 
-`vk_op` makes a `torch.library.triton_op` and settles around it what every op promises:
+`vk_op` makes of a `torch.library.custom_op` what `triton_op` makes, and settles around it what every op promises:
 
 - The fake is the check and the allocation of outputs that the body itself begins with.
 - CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
@@ -19,14 +19,13 @@ keeps and what it launches are those of its parts. Dynamo and torch.export keep 
 AOTInductor and `run_decompositions()` see the parts.
 
 Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name: only such kernels
-enter the key of compiled artefacts (`torch._library.triton.get_inner_triton_kernels` reads the source).
+enter the key of compiled artefacts, because PyTorch reads the source (`torch_private.name_kernels`).
 """
 
 import contextlib
 import enum
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,21 +34,32 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._library.autograd import make_autograd_impl
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
-from torch.library import Library, triton_op
+from torch.library import Library, custom_op
 from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_ops._core.autocast import install_autocast
 from torch_ops._core.device import run_where_tensors_are
+from torch_ops._core.torch_private import (
+    FakeTensor,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    any_requires_grad,
+    autograd_impl,
+    count_dispatch_modes,
+    decomposes_triton_ops,
+    has_functorch_transforms,
+    is_aot_compiling,
+    launch_triton_directly,
+    name_kernels,
+    nothing_watches,
+)
 
 INTERPRET = triton.knobs.runtime.interpret
 NAMESPACE = "vk"
 
 _library = Library(NAMESPACE, "FRAGMENT")
-_CUDA = torch._C.DispatchKey.CUDA
 
 
 @dataclass(frozen=True)
@@ -107,10 +117,9 @@ _explained = _Explained()
 def current_mode() -> Mode:
     if _explained.real is not None:
         return Mode.EXPLAINED
-    if not torch._C._len_torch_dispatch_stack():
+    if not count_dispatch_modes():
         return Mode.EAGER
-    inductor = sys.modules.get("torch._inductor.virtualized")
-    return Mode.PACKAGED if inductor is not None and inductor.V.aot_compilation else Mode.TRACED
+    return Mode.PACKAGED if is_aot_compiling() else Mode.TRACED
 
 
 @contextlib.contextmanager
@@ -170,15 +179,25 @@ def vk_op(
     """
 
     def register(body: Callable[..., Any]) -> KernelOp:
-        definition: Any = triton_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates)
+        @functools.wraps(body)
+        def run_beside_modes(*args: Any, **kwargs: Any) -> Any:
+            with launch_triton_directly():
+                return body(*args, **kwargs)
+
+        definition: Any = custom_op(f"{NAMESPACE}::{name}", run_beside_modes, mutates_args=mutates)
         definition.register_fake(fake)
         overload = definition._opoverload
-        decompose = definition._torch_dispatch_fns[FunctionalTensorMode]
+        name_kernels(f"{NAMESPACE}::{name}", body)
 
         def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            if INTERPRET or not any(isinstance(arg, Tensor) and arg.is_cuda for arg in args):
+            """Show AOTAutograd the kernels in place of the op, but for tensors that launch none, and for exports."""
+            on_gpu = any(isinstance(arg, Tensor) and arg.is_cuda for arg in args)
+            if INTERPRET or not on_gpu or not decomposes_triton_ops():
                 return mode.__torch_dispatch__(op, types, args, kwargs)
-            return decompose(mode, op, types, args, kwargs)
+            if not all(issubclass(each, FakeTensor) or each in (Tensor, FunctionalTensor) for each in types):
+                return NotImplemented
+            with mode:
+                return body(*args, **kwargs)
 
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
         _install_eager_path(name, body, definition, mutates)
@@ -211,7 +230,7 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
     parameters = inspect.signature(body).parameters
     defaults = [parameter.default for parameter in parameters.values()]
     written = [list(parameters).index(argument) for argument in mutates]
-    generic = make_autograd_impl(definition._opoverload, definition)
+    generic = autograd_impl(definition)
     run = functools.partial(run_where_tensors_are, body)
 
     class Differentiable(torch.autograd.Function):
@@ -234,14 +253,14 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
             _refuse_tangents(name, args)
         if written:
             _refuse_gradients(name, parameters, args)
-        if torch._C._are_functorch_transforms_active():
+        if has_functorch_transforms():
             with _naming_transforms(name):
                 return generic(keyset, *args)
-        if not _nothing_watches(keyset.raw_repr()):
+        if not nothing_watches(keyset.raw_repr()):
             return generic(keyset, *args)
         if written:
             torch.autograd.graph.increment_version([args[place] for place in written])
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        if not (torch.is_grad_enabled() and any_requires_grad(*args)):
             return run(*args)
         if definition._backward_fn is None:
             return generic(keyset, *args)
@@ -250,16 +269,6 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
     _library.impl(name, run, "CUDA")
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         _library.impl(name, autograd, key, with_keyset=True)
-
-
-@functools.cache
-def _nothing_watches(keys: int) -> bool:
-    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's.
-
-    The key by which PyTorch bumps version counters is not among them.
-    """
-    keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
-    return bool(keyset.highestPriorityTypeId() == _CUDA)
 
 
 @contextlib.contextmanager
@@ -283,7 +292,7 @@ def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
 
 def _refuse_gradients(name: str, parameters: Iterable[str], args: tuple[Any, ...]) -> None:
     """PyTorch itself would return results whose gradient is refused only when it is asked for."""
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+    if not (torch.is_grad_enabled() and any_requires_grad(*args)):
         return
     for parameter, arg in zip(parameters, args, strict=False):
         if isinstance(arg, Tensor) and arg.requires_grad:

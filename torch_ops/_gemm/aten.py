@@ -8,6 +8,7 @@ from torch import Tensor
 
 from csrc_free_ops.configs.rows import ATEN
 from torch_ops._core.plan import Plan
+from torch_ops._core.torch_private import without_autocast
 from torch_ops._gemm.elementwise import new_column_sums, plan_activate, plan_activation_backward, plan_rotate
 from torch_ops._gemm.portable import Rows, product_kernel, product_name, product_size, to_columns
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
@@ -20,7 +21,7 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
     took 63 us with the copy; PyTorch takes 196 us for 3420 columns.
     """
     weight = to_columns(weight, x.shape[1])
-    with torch._C._DisableAutocast():
+    with without_autocast():
         if bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
@@ -39,7 +40,7 @@ def gelu_into(t: Linear) -> None:
     For one row, PyTorch launches GELU after a rounded product. It does so for a bias in other strides too.
     """
     assert t.bias is not None
-    with torch._C._DisableAutocast():
+    with without_autocast():
         torch._addmm_activation(t.bias.contiguous(), t.x, t.weight.t(), use_gelu=True, out=t.out)
 
 

@@ -23,6 +23,7 @@ from csrc_free_ops.configs.gemm_hopper import (
 )
 from csrc_free_ops.configs.rows import Config, Gpu
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
+from csrc_free_ops.tiles.hopper.versions import PTXAS
 from torch_ops._core.hopper import Descriptors, programs, why_no_hopper
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._gemm.portable import (
@@ -90,6 +91,7 @@ def _binding(
         "CONSUMER_REGISTERS": consumer, "EPILOGUE_REGISTERS": epilogue, "PRODUCER_REGISTERS": producer,
         "KEEPS_PRE": False, "COLUMN_SUMS": False,
         "STRIDE_OUT": 0, **_NOT_ROTATED, **constants, "num_warps": 4, "maxnreg": at_launch, "launch_pdl": True,
+        **PTXAS,
     }  # fmt: skip
     tail = launch.block_n % 64
     block_rows = (64, 64, max(8, next_power_of_2(tail)) if tail else 64)

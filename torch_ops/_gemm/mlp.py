@@ -13,6 +13,7 @@ from csrc_free_ops.configs.rows import ATEN
 from torch_ops._core.checks import check_bias, check_dense, check_float, check_like, check_matrix, refuse
 from torch_ops._core.plan import Kernels, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels
+from torch_ops._core.torch_private import without_autocast
 from torch_ops._gemm.cpu import activation_backward_cpu, linear_cpu, mlp_cpu
 from torch_ops._gemm.elementwise import Launcher, new_column_sums, plan_activate, plan_activation_backward, sum_runs
 from torch_ops._gemm.hopper import count_of_column_sums
@@ -245,7 +246,7 @@ def plan_mlp_backward(call: Any, _: Any) -> Plan:
 
     def launch(call: Any) -> tuple[Tensor, ...]:
         first, t = tensors(call)
-        with torch._C._DisableAutocast():
+        with without_autocast():
             if make_again is not None:
                 make_again(first)
             if differentiate is not None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from csrc_free_ops.configs.candidates import CANDIDATES
@@ -23,6 +22,7 @@ from torch_ops._core.device import gpu
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import Planned
 from torch_ops._core.registry import INTERPRET, OPS, explaining
+from torch_ops._core.torch_private import FakeTensor, FakeTensorMode
 from torch_ops._core.versions import __version__
 from torch_ops.settings import settings
 

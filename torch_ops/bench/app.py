@@ -14,6 +14,7 @@ from torch_ops.bench.commands.attention import attention_command
 from torch_ops.bench.commands.encoder import encoder, timeline
 from torch_ops.bench.commands.options import flag, say
 from torch_ops.bench.commands.run import run_command, show
+from torch_ops.bench.commands.versions import versions_command
 from torch_ops.bench.encoder.timeline import read_timeline
 from torch_ops.bench.measure import tune as tuning
 from torch_ops.bench.measure.host import host_times
@@ -66,6 +67,7 @@ for _family, _ops in FAMILIES.items():
 
 app.command("encoder")(encoder)
 app.command("timeline")(timeline)
+app.command("versions")(versions_command(BENCHES))
 
 
 @app.command()

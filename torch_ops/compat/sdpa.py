@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch_ops._attention.checks import can_drop
 from torch_ops._core.checks import FLOATS, is_positive_fp32
 from torch_ops._core.registry import runs_kernels
+from torch_ops._core.torch_private import has_functorch_transforms
 from torch_ops.attention import attention
 
 
@@ -67,7 +68,7 @@ def _takes(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sca
         return False
     if not (key.device == value.device == query.device) or forward_ad._current_level >= 0:
         return False
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and has_functorch_transforms():
         return False
     dtypes = query.dtype, key.dtype, value.dtype
     alike = dtypes[1] == dtypes[2] == dtypes[0] or torch.is_autocast_enabled(query.device.type)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
+from torch_ops._core.torch_private import FakeTensor, FunctionalTensor
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.models.families import Family

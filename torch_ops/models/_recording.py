@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_ops._core.counters import work_counters
+from torch_ops._core.torch_private import addresses_equal
 from torch_ops.models._capture import OwnStream, own_stream
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
@@ -129,9 +130,7 @@ def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 # Builds for CUDA have this in one step.
-_lie_at: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)
+_lie_at = addresses_equal
 _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
 _strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride

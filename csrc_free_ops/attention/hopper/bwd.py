@@ -45,6 +45,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     BLOCK_M,
     CONSUMER_THREADS,
     KV_THREADS,
+    LSE_ROW,
     MBAR,
     NAMED,
     ROWS,
@@ -59,18 +60,19 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
 from csrc_free_ops.attention.hopper.scheduler import boundaries, has_one_segment, is_dense
 from csrc_free_ops.attention.hopper.tile_info import make_info
 from csrc_free_ops.tiles.hopper.memory import clear_rows, flat, put_pairs, read_columns, store_rows
+from csrc_free_ops.tiles.hopper.versions import aggregate, meet
 from csrc_free_ops.tiles.hopper.warpgroup import (
     accumulate,
     advance_index,
-    aggregate,
     await_phase,
     barrier_arrive,
     barrier_sync,
+    barriers_in,
     check_base,
+    check_first_row,
     exp2,
     make_barriers,
     mask_strips,
-    meet,
     multiply,
     multiply_columns,
     narrow_strips,
@@ -232,7 +234,7 @@ def _make_dq(INDEX: gl.constexpr, dk, dv, k_columns, dq_at, q_start, block, shar
     if block.remaining > 1:
         await_phase(bars_at + (MBAR.Q_FULL + block.next_stage) * 8, block.next_phase)
     dq = wait_strips(dq, 0)
-    lse = read_columns(shared.lse.index(block.next_lse), BLOCK_M // 8)  # [BLOCK_M]
+    lse = read_columns(shared.lse.index(LSE_ROW + block.next_lse), BLOCK_M // 8)  # [BLOCK_M]
     if config.ALTERNATES:
         # No warp may write ds of the block after next before all have read this block's.
         meet()
@@ -250,7 +252,7 @@ def _wait_gradients(dk, dv, block, shared, config):
         await_phase(shared_base() + config.BARRIERS_AT + (MBAR.Q_FULL + block.next_stage) * 8, block.next_phase)
     dk = wait_strips(dk, 0)
     barrier_arrive(NAMED.Q_EMPTY + block.q_stage, STAGE_THREADS)
-    lse = read_columns(shared.lse.index(block.next_lse), BLOCK_M // 8)  # [BLOCK_M]
+    lse = read_columns(shared.lse.index(LSE_ROW + block.next_lse), BLOCK_M // 8)  # [BLOCK_M]
     return dk, dv, lse
 
 
@@ -306,7 +308,7 @@ def _consume(INDEX: gl.constexpr, shared, scale, config):
             blocks_left_at_tail = gl.where(start_block > 0, num_blocks - start_block + 1, 1)
         remaining = config.GROUP * num_blocks
         await_phase(bars_at + (MBAR.Q_FULL + q_stage) * 8, q_phase)
-        lse = read_columns(shared.lse.index(q_stage), BLOCK_M // 8)  # [BLOCK_M]
+        lse = read_columns(shared.lse.index(LSE_ROW + q_stage), BLOCK_M // 8)  # [BLOCK_M]
         while remaining > 0:
             blocks_left = remaining if config.GROUP == 1 else (remaining - 1) % num_blocks + 1
             if config.HAS_RIGHT:
@@ -396,18 +398,18 @@ def _attention_bwd_hopper_kernel(
     check_sizes(config, CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILE_BYTES: gl.constexpr = config.STAGE_BYTES // config.TILES
-    # The largest allocation, and so the first: tiles, ds and dq, and barriers behind them.
-    whole = gl.allocate_shared_memory(config.DTYPE, [config.BARRIERS_AT // 256 + 1, 128], VECTOR)
-    tiles = whole._reinterpret(
+    # The largest allocation, and so the first: tiles, ds and dq. The second largest follows: barriers, then lse of each
+    # stage, then a row that nobody writes.
+    tiles = gl.allocate_shared_memory(
         config.DTYPE, [config.BARRIERS_AT // TILE_BYTES] + q_desc.block_shape, q_desc.layout
     )  # fmt: skip
+    lse = gl.allocate_shared_memory(gl.float32, [LSE_ROW + STAGES + 1, BLOCK_M], VECTOR)
     check_base(flat(tiles.index(0)))
-    bars = whole.index(config.BARRIERS_AT // 256)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    check_first_row(lse, shared_base() + config.BARRIERS_AT)
+    bars = barriers_in(lse.index(0))
     make_barriers(shared_base() + config.BARRIERS_AT, barrier_arrivals(KV_STAGES))
     fence_async_shared()
     info = make_info()
-    # The last row of lse is never written.
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES + 1, BLOCK_M], VECTOR)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     shared = Shared(tiles, bars, lse, delta, info)
     # Both in the order of their slots.

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from csrc_free_ops.attention.hopper.bwd_dq_finalize import first_columns
 from csrc_free_ops.attention.hopper.bwd_protocol import (
@@ -21,6 +21,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
 )
 from csrc_free_ops.attention.hopper.dq_order import acc2_distance, semaphore_value
 from csrc_free_ops.attention.hopper.scheduler import head_count, is_dense
+from csrc_free_ops.tiles.hopper.limits import buffer_bytes
 from csrc_free_ops.tiles.hopper.memory import (
     acquire_semaphore,
     add_tile,
@@ -35,6 +36,7 @@ from csrc_free_ops.tiles.hopper.memory import (
     release_semaphore,
     round_rows,
 )
+from csrc_free_ops.tiles.hopper.versions import async_store, reinterpret
 from csrc_free_ops.tiles.hopper.warpgroup import await_phase, barrier_arrive, barrier_sync, shared_base
 from csrc_free_ops.tiles.masks import tiles_seeing
 
@@ -73,11 +75,12 @@ def _write_acc2(desc, tiles, AT: gl.constexpr, head, row, semaphore):
     TILE_BYTES: gl.constexpr = desc.block_type.nbytes
     gl.static_assert(AT % TILE_BYTES == 0, "dq in shared memory must begin at a whole tile of the second accumulator")
     gl.static_assert(BLOCK_M % HEIGHT == 0, "tiles of the second accumulator must divide a block of queries")
-    blocks = tiles._reinterpret(gl.float32, [AT // TILE_BYTES + BLOCK_M // HEIGHT] + desc.block_shape, desc.layout)
+    COUNT: gl.constexpr = buffer_bytes(tiles) // TILE_BYTES
+    blocks = reinterpret(tiles, gl.float32, [COUNT] + desc.block_shape, desc.layout)
     for index in gl.static_range(BLOCK_M // HEIGHT):
         block = blocks.index(AT // TILE_BYTES + index)
         if semaphore == 0:
-            tma.async_copy_shared_to_global(desc, [head, row + index * HEIGHT, 0, 0], block)
+            async_store(desc, [head, row + index * HEIGHT, 0, 0], block)
         else:
             add_tile(desc, [head, row + index * HEIGHT, 0, 0], block)
 

@@ -10,6 +10,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     BLOCK_N,
     DOUT_STAGES,
     KV_THREADS,
+    LSE_ROW,
     MBAR,
     NAMED,
     NUMBER,
@@ -198,7 +199,7 @@ def produce(kv_descs, q_desc, dout_desc, shared, config):
                     mbarrier.expect(dout_bar, STAGE_BYTES)
                     dout_tile = DOUT_TILE + stage * TILES
                     load_blocks(dout_desc, q_start + m_row, q_head, dout_batch, dout_bar, tiles, dout_tile, TILES, 1)
-                    shared.lse.index(q_stage).store(lse_to_subtract(lse))
+                    shared.lse.index(LSE_ROW + q_stage).store(lse_to_subtract(lse))
                     shared.delta.index(q_stage).store(delta)
                     publish(bars_at + (MBAR.Q_FULL + q_stage) * 8)
                     blocks_loaded += 1

@@ -25,7 +25,8 @@ from csrc_free_ops.attention.hopper.scheduler import is_dense
 from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS, LaunchInfo
 from csrc_free_ops.configs import attention_hopper_backward
 from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
-from csrc_free_ops.tiles.hopper.warpgroup import PUBLISHED, aggregate
+from csrc_free_ops.tiles.hopper.versions import aggregate
+from csrc_free_ops.tiles.hopper.warpgroup import PUBLISHED
 from csrc_free_ops.tiles.scores import LOG2E
 
 BLOCK_M, BLOCK_N = gl.constexpr(attention_hopper_backward.BLOCK_M), gl.constexpr(attention_hopper_backward.BLOCK_N)
@@ -35,6 +36,8 @@ ROWS = gl.constexpr(64)
 STRIP_PAIR_BYTES, ROW_BYTES = gl.constexpr(ROWS.value * 16 * 2), gl.constexpr(8)
 # Stages of dout, of ds and of dq; the warps that write dq take turns by stage.
 DOUT_STAGES, DQ_WRITERS = gl.constexpr(2), gl.constexpr(2)
+# The row of lse in shared memory that belongs to the first stage; barriers lie in front of it.
+LSE_ROW = gl.constexpr(1)
 # Threads of both consumers; with the producer; with the producer and the dq writers.
 CONSUMER_THREADS, STAGE_THREADS, KV_THREADS = (gl.constexpr(threads) for threads in (256, 288, 352))
 
@@ -275,19 +278,23 @@ class BackwardConfig:
         q_at = KV_STAGES * 4 * stage_bytes
         dout_at = q_at + STAGES * stage_bytes
         ds_at = dout_at + DOUT_STAGES.value * stage_bytes
-        # TMA adds to the second accumulator from whole 8 KiB.
+        # TMA adds to the second accumulator from whole 8 KiB, of which there are so many in all.
         alignment = 8192 if alternates else tile_bytes
         dq_at = -(-(ds_at + 16 * STRIP_PAIR_BYTES.value) // alignment) * alignment
         self.Q_AT = gl.constexpr(q_at)
         self.DOUT_AT = gl.constexpr(dout_at)
         self.DS_AT = gl.constexpr(ds_at)
         self.DQ_AT = gl.constexpr(dq_at)
-        self.BARRIERS_AT = gl.constexpr(dq_at + DQ_WRITERS.value * ROWS.value * HEAD_DIM * 4)
+        end = dq_at + DQ_WRITERS.value * ROWS.value * HEAD_DIM * 4
+        self.BARRIERS_AT = gl.constexpr(-(-end // alignment) * alignment)
 
 
 @aggregate
 class Shared:
-    """Shared memory: tiles, barriers, lse and delta of each stage of q, and the info of tiles and launch."""
+    """Shared memory: tiles, barriers, lse and delta of each stage of q, and the info of tiles and launch.
+
+    Barriers lie in the first row of lse.
+    """
 
     tiles: gl.shared_memory_descriptor
     bars: gl.shared_memory_descriptor

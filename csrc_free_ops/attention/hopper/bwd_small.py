@@ -33,18 +33,18 @@ from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS, LaunchIn
 from csrc_free_ops.configs import attention_hopper_backward
 from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
 from csrc_free_ops.tiles.hopper.memory import await_kernel, clear_rows, flat, load_blocks, read_columns, store_rows
+from csrc_free_ops.tiles.hopper.versions import aggregate, meet
 from csrc_free_ops.tiles.hopper.warpgroup import (
     accumulate,
     advance_index,
-    aggregate,
     await_phase,
     barrier_arrive,
     barrier_sync,
+    barriers_in,
     check_base,
     exp2,
     make_barriers,
     mask_strips,
-    meet,
     multiply,
     narrow_strips,
     publish,
@@ -441,27 +441,26 @@ def _attention_bwd_small_hopper_kernel(
     )
     gl.static_assert(EMPTY + STAGES <= 16, "STAGES is too large: there are 16 named barriers, and Triton takes three")
     gl.static_assert(VECTORS_FULL + STAGES <= 16, "STAGES is too large: 16 barriers in shared memory have room")
+    TILE_BYTES: gl.constexpr = config.STAGE_BYTES // config.TILES
+    VECTOR_BYTES: gl.constexpr = 2 * STAGES * BLOCK_M * 4 + (TILE_INFOS + 1) * SLOTS * 8
     gl.static_assert(
-        config.BARRIERS_AT + 256 + 2 * STAGES * BLOCK_M * 4 + (TILE_INFOS + 1) * SLOTS * 8 <= SHARED_BYTES,
+        config.BARRIERS_AT + TILE_BYTES + VECTOR_BYTES <= SHARED_BYTES,
         "tiles need more than the 227 KiB of shared memory of a Hopper GPU: use fewer STAGES",
     )
     gl.static_assert(
         256 * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= REGISTERS,
         "two consumers and four other warps need more than the 65536 registers of a multiprocessor",
     )
-    TILE_BYTES: gl.constexpr = config.STAGE_BYTES // config.TILES
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     K_HEADS: gl.constexpr = HEADS // GROUP
     # Loaded early, because they are needed soon.
     cu_q = boundaries(cu_q_ptr, ORDER)
     cu_k = boundaries(cu_k_ptr, ORDER)
-    # The largest allocation, and so the first: tiles, and barriers behind them.
-    whole = gl.allocate_shared_memory(config.DTYPE, [config.BARRIERS_AT // 256 + 1, 128], VECTOR)
-    tiles = whole._reinterpret(
-        config.DTYPE, [config.BARRIERS_AT // TILE_BYTES] + q_desc.block_shape, q_desc.layout
-    )  # fmt: skip
+    # The largest allocation, and so the first. Behind the tiles is one for barriers.
+    TILE_COUNT: gl.constexpr = config.BARRIERS_AT // TILE_BYTES
+    tiles = gl.allocate_shared_memory(config.DTYPE, [TILE_COUNT + 1] + q_desc.block_shape, q_desc.layout)
     check_base(flat(tiles.index(0)))
-    bars = whole.index(config.BARRIERS_AT // 256)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    bars = barriers_in(tiles.index(TILE_COUNT))
     make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()
     # lse and delta of each stage.

@@ -58,22 +58,25 @@ from csrc_free_ops.tiles.hopper.memory import (
     store_float_rows,
     store_rows,
 )
+from csrc_free_ops.tiles.hopper.versions import async_store, meet
 from csrc_free_ops.tiles.hopper.warpgroup import (
     accumulate,
     await_phase,
     barrier_arrive,
     barrier_arrive_among,
+    barriers_in,
     check_base,
     exp2,
     first_stage,
     join_strips,
     make_barriers,
-    meet,
     per_row,
     rescale_strips,
     row_maximum,
     row_partial_sums,
     scale_strips,
+    select_below,
+    select_from,
     shared_base,
     strips,
     wait_strips,
@@ -127,11 +130,12 @@ def _mask(s, tile, remaining, row, config):
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]  # [64, 1]
     block = tile.read(BLOCKS) - remaining
     cols = block * config.BLOCK_N + gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, BLOCK_N]
-    s = gl.where((cols < tile.read(NUM_KEYS)) & (rows >= 0), s, float("-inf"))
+    end = tile.read(NUM_KEYS) + gl.zeros_like(rows)
     if config.HAS_RIGHT:
-        s = gl.where(cols <= rows + tile.read(SEEN_HIGH), s, float("-inf"))
+        end = gl.minimum(end, rows + (tile.read(SEEN_HIGH) + 1))
+    s = select_below(s, cols, end, float("-inf"))
     if config.HAS_LEFT:
-        s = gl.where(cols >= rows + tile.read(SEEN_LOW), s, float("-inf"))
+        s = select_from(s, cols, rows + tile.read(SEEN_LOW), float("-inf"))
     return s
 
 
@@ -192,7 +196,7 @@ def _store_out(o, out, address, row, head, rows, total_q, INDEX: gl.constexpr, c
         for index in gl.static_range(SPLITS):
             batch = (total_q, config.HEADS, config.FOLDED & 8)
             at = coordinates(descs[index], row, head, index * WIDTH, batch)
-            tma.async_copy_shared_to_global(descs[index], at, tiles[index].index(INDEX))
+            async_store(descs[index], at, tiles[index].index(INDEX))
     else:
         store_rows(address, o, rows, config.OUT_DTYPE, config.OUT_STRIDE)
 
@@ -394,7 +398,7 @@ def _attention_fwd_hopper_kernel(
         info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh))
     else:
         info.fill((), (out_ptr, lse_ptr, tile_counter_ptr))
-    bars = v_tiles.index(STAGES * config.V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    bars = barriers_in(v_tiles.index(STAGES * config.V_TILES))
     make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()
     descs = (q_descs, k_descs, v_desc)

@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 
 from csrc_free_ops.attention.hopper.scheduler import DENSE_ENDS
 from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS
-from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
-from csrc_free_ops.tiles.hopper.warpgroup import PUBLISHED, aggregate
+from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES, buffer_bytes
+from csrc_free_ops.tiles.hopper.versions import aggregate
+from csrc_free_ops.tiles.hopper.warpgroup import PUBLISHED
 
 # Triton uses the named barriers below this one in a kernel of four warpgroups; the hardware has 16.
 FIRST_BARRIER, NAMED_BARRIERS = 5, 16
@@ -32,14 +33,6 @@ BLOCKS, NUM_KEYS, MASKED_ABOVE, MASKED_UP_TO, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HE
 )
 # Slots of addresses: the first two of a tile and of the launch, the others of the launch alone.
 OUT, LSE, TILE_COUNTER, OUT_BATCH_STRIDE, OUT_HEAD_STRIDE, CAST_COUNTERS = (gl.constexpr(slot) for slot in range(6))
-
-
-@gluon.constexpr_function
-def buffer_bytes(buffer):
-    count = buffer.dtype.primitive_bitwidth // 8
-    for size in buffer.shape:
-        count *= getattr(size, "value", size)
-    return count
 
 
 @aggregate

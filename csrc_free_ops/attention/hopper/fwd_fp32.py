@@ -6,7 +6,7 @@ its own rows of q. out is fp32.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_free_ops.attention.hopper.fwd import consume, group_rows
 from csrc_free_ops.attention.hopper.fwd_config import ARRIVALS, BARRIER_BYTES, ForwardConfig
@@ -14,7 +14,8 @@ from csrc_free_ops.attention.hopper.fwd_fp32_producer import STAGE_BYTES, cast_k
 from csrc_free_ops.attention.hopper.fwd_producer import produce
 from csrc_free_ops.attention.hopper.tile_info import make_info
 from csrc_free_ops.tiles.hopper.memory import await_kernel, columns_of, flat
-from csrc_free_ops.tiles.hopper.warpgroup import check_base, make_barriers, shared_base
+from csrc_free_ops.tiles.hopper.versions import reinterpret
+from csrc_free_ops.tiles.hopper.warpgroup import barriers_in, check_base, make_barriers, shared_base
 
 
 @gluon.constexpr_function
@@ -27,7 +28,7 @@ def _fp32_rows(q_tiles, INDEX: gl.constexpr):
     """A consumer's rows of q in fp32, not swizzled: [64, COLUMNS]."""
     COLUMNS: gl.constexpr = _columns(q_tiles)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return q_tiles._reinterpret(gl.float32, [q_tiles.shape[0], 64, COLUMNS], PLAIN).index(INDEX)
+    return reinterpret(q_tiles, gl.float32, [q_tiles.shape[0], 64, COLUMNS], PLAIN).index(INDEX)
 
 
 @gluon.jit
@@ -36,7 +37,7 @@ def _half_columns(q_tiles, like, AT: gl.constexpr, DTYPE: gl.constexpr):
     WIDTH: gl.constexpr = _columns(like)
     BYTES: gl.constexpr = 64 * 2 * WIDTH
     COUNT: gl.constexpr = q_tiles.shape[0] * 64 * 4 * _columns(q_tiles) // BYTES
-    return flat(q_tiles._reinterpret(DTYPE, [COUNT, 64, 1, WIDTH], like.layout).index(AT // BYTES))
+    return flat(reinterpret(q_tiles, DTYPE, [COUNT, 64, 1, WIDTH], like.layout).index(AT // BYTES))
 
 
 @gluon.jit
@@ -105,7 +106,7 @@ def _attention_fwd_fp32_hopper_kernel(
     q_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + q_desc_fp32.block_shape, q_desc_fp32.layout)
     info = make_info(False)
     info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh, cast_counters_ptr))
-    bars = v_tiles.index(STAGES * config.V_TILES)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    bars = barriers_in(v_tiles.index(STAGES * config.V_TILES))
     make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()
     sizes = (total_q, total_k, batch, window_left, window_right)

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.language import core
 
 from csrc_free_ops.tiles.hopper.memory import increment_counter
-from csrc_free_ops.tiles.hopper.warpgroup import aggregate
+from csrc_free_ops.tiles.hopper.versions import aggregate
 from csrc_free_ops.tiles.segments import narrow_segments
 
 # Segments that one warp ranks by length, and probes of one iteration of a search.

@@ -8,7 +8,7 @@ read of the last tile after its stage was released has not been written over.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_free_ops.tiles.hopper.warpgroup import aggregate
+from csrc_free_ops.tiles.hopper.versions import aggregate, reinterpret
 
 # Slots of an info, and infos of tiles. That of the launch comes behind them.
 SLOTS, TILE_INFOS = gl.constexpr(16), gl.constexpr(4)
@@ -36,7 +36,7 @@ def _fill(buffer, values):
     info = gl.zeros_like(slot).to(buffer.dtype)
     for index in gl.static_range(len(values)):
         info = gl.where(slot == index, values[index].to(buffer.dtype), info)
-    buffer._reinterpret(buffer.dtype, [TILE_INFOS + 1, SLOTS], buffer.layout).index(TILE_INFOS).store(info)
+    reinterpret(buffer, buffer.dtype, [TILE_INFOS + 1, SLOTS], buffer.layout).index(TILE_INFOS).store(info)
 
 
 @aggregate

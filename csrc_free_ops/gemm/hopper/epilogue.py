@@ -17,6 +17,7 @@ computed as a difference. The slope of gelu is gelu(x) / x + x e^(-x^2 / 2) / sq
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_free_ops.tiles.hopper.versions import reinterpret
 from csrc_free_ops.tiles.hopper.warpgroup import exp2, reciprocal, shared_base
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -92,7 +93,7 @@ def _store_columns(smem, FIRST: gl.constexpr, row, n, pointers, total, options):
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     out_ptr, _, _, pre_ptr, _, _ = pointers
     width = gl.minimum(WIDTH - n * HALF, HALF)
-    pieces = smem._reinterpret(smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
+    pieces = reinterpret(smem, smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
     for subtile in range((width + 63) // 64):
         column = subtile * 64 + cols
         valid = column < width
@@ -136,7 +137,7 @@ def _store_gradients(smem, FIRST: gl.constexpr, PRE: gl.constexpr, row, n, point
     cols = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     dpre_ptr, h_ptr, column_sums_ptr, _, _, _ = pointers
     width = gl.minimum(WIDTH - n * COLUMNS, COLUMNS)
-    pieces = smem._reinterpret(smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
+    pieces = reinterpret(smem, smem.dtype, [smem.shape[0] * 2, 32, 64], smem.type.layout)
     for subtile in range((width + 63) // 64):
         column = subtile * 64 + cols
         column_acc = gl.zeros([32, 64], gl.float32, LAYOUT)

@@ -19,22 +19,23 @@ On an H200, 25088 x 4304 by 1152 with GELU takes 393 us; cuBLAS takes 430 us wit
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from csrc_free_ops.gemm.hopper.epilogue import store_epilogue
 from csrc_free_ops.gemm.hopper.options import SUBTILE_BYTES, GemmOptions
 from csrc_free_ops.gemm.hopper.scheduler import schedule_tiles
 from csrc_free_ops.tiles.hopper.memory import admit_kernel, await_kernel
+from csrc_free_ops.tiles.hopper.versions import async_load, meet
 from csrc_free_ops.tiles.hopper.warpgroup import (
     add_products,
     await_phase,
     barrier_arrive,
     barrier_sync,
+    barriers_in,
     check_base,
     first_stage,
     join_strips,
     make_barriers,
-    meet,
     narrow_strips,
     shared_base,
     wait_strips,
@@ -72,7 +73,7 @@ def _produce(descs, smem, bars, scheduler, options):
                 wanted = whole if group == GROUPS - 1 else True
                 at = [row + group * 64, step * 64]
                 # x: [64, 64]
-                tma.async_copy_global_to_shared(x_desc, at, bar, smem.index(first + group), pred=wanted)
+                async_load(x_desc, at, bar, smem.index(first + group), pred=wanted)
             for half in gl.static_range(HALVES):
                 column = n * (COLUMNS // HALVES) + half * options.PARTNER
                 target = first + GROUPS + half * WHOLE
@@ -83,13 +84,13 @@ def _produce(descs, smem, bars, scheduler, options):
                         at = [column + subtile * 64, step * 64]
                     # weight: [64, 64]
                     if half == 0:
-                        tma.async_copy_global_to_shared(w_desc, at, bar, smem.index(target + subtile))
+                        async_load(w_desc, at, bar, smem.index(target + subtile))
                     else:
-                        tma.async_copy_global_to_shared(other_desc, at, bar, smem.index(target + subtile))
+                        async_load(other_desc, at, bar, smem.index(target + subtile))
                 if TAIL > 0:
                     at = [column + WHOLE * 64, step * 64]
                     # weight: [TAIL, 64]
-                    tma.async_copy_global_to_shared(other_desc, at, bar, smem.index(target + WHOLE).slice(0, TAIL, 0))
+                    async_load(other_desc, at, bar, smem.index(target + WHOLE).slice(0, TAIL, 0))
             loaded += 1
             stage = stage.advance()
     # Consumers have arrived once more at each named barrier; the hardware needs the count back at zero.
@@ -215,7 +216,7 @@ def _load_pre(GROUP: gl.constexpr, desc, smem, bars, row, n, wanted, options):
     for subtile in gl.static_range(options.SUBTILES):
         target = smem.index(options.TILE_SUBTILES + (options.GROUPS + GROUP) * options.SUBTILES + subtile)
         at = [row + GROUP * 64, n * options.COLUMNS + subtile * 64]
-        tma.async_copy_global_to_shared(desc, at, bar, target, pred=wanted)  # [64, 64]
+        async_load(desc, at, bar, target, pred=wanted)  # [64, 64]
 
 
 @gluon.jit
@@ -299,7 +300,7 @@ def _gemm_hopper_kernel(
     # A single allocation with the mbarriers at its end: `shared_base` finds only the largest allocation.
     smem = gl.allocate_shared_memory(x_desc.dtype, [options.BARRIER_SUBTILE + 1, 64, 64], x_desc.layout)
     check_base(smem.index(0))
-    bars = smem.index(options.BARRIER_SUBTILE)._reinterpret(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    bars = barriers_in(smem.index(options.BARRIER_SUBTILE))
     make_barriers(shared_base() + options.BARRIER_SUBTILE * SUBTILE_BYTES, (1,) * (STAGES + GROUPS))
     fence_async_shared()
     pointers = (out_ptr, second_ptr, third_ptr, pre_ptr, cos_ptr, sin_ptr)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
-from csrc_free_ops.tiles.hopper.warpgroup import aggregate
+from csrc_free_ops.tiles.hopper.versions import aggregate
 
 GRADIENT_SUFFIX = "_gradient"
 # Shared memory holds sub-tiles of 64 rows and 64 columns, each in a half type.

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_free_ops.tiles.hopper.warpgroup import aggregate
+from csrc_free_ops.tiles.hopper.versions import aggregate
 
 
 @aggregate

@@ -7,8 +7,8 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from csrc_free_ops.tiles.hopper.versions import async_load
 from csrc_free_ops.tiles.hopper.warpgroup import narrow_strips, wgmma_layout
 
 
@@ -41,7 +41,7 @@ def load_tile(desc, row, head, column, batch, bar, tile):
     A function of its own, because a loop over descriptors of different rank could not keep the coordinates in one
     variable.
     """
-    tma.async_copy_global_to_shared(desc, coordinates(desc, row, head, column, batch), bar, tile)
+    async_load(desc, coordinates(desc, row, head, column, batch), bar, tile)
 
 
 @gluon.jit
@@ -263,7 +263,7 @@ def meet_in_warp():
 
 @builtin
 def add_tile(desc, coord, tile, _semantic=None):
-    """Add a tile in shared memory to global memory by TMA: `tma.async_copy_shared_to_global` with a sum."""
+    """Add a tile in shared memory to global memory by TMA: `async_store` with a sum."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, tile.handle)
 

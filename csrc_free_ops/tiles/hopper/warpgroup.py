@@ -12,14 +12,12 @@ operand, which Gluon does not reveal; see `shared_base`.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language import core
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Public as gluon.aggregate since Triton 3.8.
-aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+from csrc_free_ops.tiles.hopper.limits import buffer_bytes
+from csrc_free_ops.tiles.hopper.versions import aggregate, meet, reinterpret
 
 STRIP = gl.constexpr(8)
-# Barrier of all threads of one partition. Triton 3.7 renamed it.
-meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
@@ -112,6 +110,13 @@ def barrier_arrive_among(barrier, threads):
     """`barrier_arrive` for a number of threads that is known only at run time."""
     TEXT: gl.constexpr = "bar.arrive $1, $2; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(TEXT, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def barriers_in(buffer):
+    """All of a buffer in shared memory as mbarriers, for Gluon's functions."""
+    COUNT: gl.constexpr = buffer_bytes(buffer) // 8
+    return reinterpret(buffer, gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.constexpr_function
@@ -312,6 +317,29 @@ def mask_strips(tile, condition):
 
 
 @gluon.constexpr_function
+def _select_text(relation, fill):
+    number = "0fFF800000" if fill == float("-inf") else "0f00000000"
+    return f"{{ .reg .pred kept; setp.{relation}.s32 kept, $2, $3; selp.f32 $0, $1, {number}, kept; }}"
+
+
+@gluon.jit
+def select_below(x, at, end, FILL: gl.constexpr):
+    """x where `at` is below `end`, else FILL, which is 0 or -inf.
+
+    Triton 3.9 would pack the conditions of many `gl.where` into words, which takes registers.
+    """
+    TEXT: gl.constexpr = _select_text("lt", FILL)
+    return gl.inline_asm_elementwise(TEXT, "=f,f,r,r", [x, at, end], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def select_from(x, at, begin, FILL: gl.constexpr):
+    """x where `at` is not below `begin`, else FILL, which is 0 or -inf."""
+    TEXT: gl.constexpr = _select_text("ge", FILL)
+    return gl.inline_asm_elementwise(TEXT, "=f,f,r,r", [x, at, begin], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
 def _narrow_text(dtype):
     return f"cvt.rn.{_type_name(dtype)}x2.f32 $0, $2, $1;"
 
@@ -381,6 +409,20 @@ def check_base(buffer):
     meet()
     TEXT: gl.constexpr = _check_text(buffer.dtype)
     gl.inline_asm_elementwise(TEXT, "=r,r", [shared_base()], dtype=gl.int32, is_pure=False, pack=1)
+    meet()
+
+
+@gluon.jit
+def check_first_row(buffer, address):
+    """Trap unless `buffer` [rows, 64] of fp32 begins at shared `address`. Overwrites its first row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    buffer.index(0).store(gl.full([64], 1.0, gl.float32, LAYOUT))
+    meet()
+    TEXT: gl.constexpr = (
+        "{ .reg .pred other; .reg .b32 seen; ld.shared.b32 seen, [$1]; setp.ne.b32 other, seen, 0x3F800000; "
+        "@other trap; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(TEXT, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
     meet()
 
 

@@ -1,0 +1,50 @@
+"""What every process that uses the library pays before its first call."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+# CPU seconds above what comes before.
+IMPORT, HELP = 0.7, 0.6
+TRIES = 4
+
+
+def _cpu_seconds(code: str) -> float:
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = spent()
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "80"}
+    )
+    return spent() - before
+
+
+def _least(code: str) -> float:
+    return min(_cpu_seconds(code) for _ in range(TRIES))
+
+
+@pytest.fixture(scope="module")
+def imported() -> float:
+    return _least("import torch_ops")
+
+
+def test_import_takes_little_longer_than_torch_itself(imported: float) -> None:
+    """The least of some tries, because other processes make all of them longer."""
+    above = imported - _least("import torch")
+    assert above <= IMPORT, f"{above:.2f} s of CPU above import torch"
+
+
+def test_help_takes_little_longer_than_the_import(imported: float) -> None:
+    above = _least("import sys; sys.argv = ['vk', '--help']\nfrom torch_ops.command.app import main\nmain()") - imported
+    assert above <= HELP, f"{above:.2f} s of CPU above import torch_ops"
+
+
+@pytest.mark.parametrize("heavy", ["torch._dynamo", "torch._inductor", "transformers", "matplotlib"])
+def test_import_leaves_out_what_few_need(heavy: str) -> None:
+    code = f"import sys, torch_ops; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

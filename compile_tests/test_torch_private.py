@@ -1,0 +1,133 @@
+"""What the library uses of PyTorch's private interfaces does what it is used for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._library.triton import get_triton_kernels_for_op
+from torch.library import Library
+
+from compile_tests.contract.trace import fake_gpu
+from torch_ops._core import torch_private
+from torch_ops._core.registry import OPS, wrap_triton
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_modes_are_counted() -> None:
+    assert torch_private.count_dispatch_modes() == 0
+    with torch_private.FakeTensorMode():
+        assert torch_private.count_dispatch_modes() == 1
+
+
+def test_transforms_of_torch_func_are_seen() -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch_private.has_functorch_transforms())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    function(torch.ones(3))
+    assert seen == [True, False]
+
+
+def test_arguments_that_require_gradients_are_seen() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert torch_private.any_requires_grad(torch.ones(2), 3, None, leaf)
+    assert not torch_private.any_requires_grad(torch.ones(2), 3, None, leaf.detach())
+
+
+def test_what_bumps_version_counters_is_no_watcher() -> None:
+    """Eager calls of an op that writes to arguments take the thin path, which bumps them itself."""
+    keys = torch._C.DispatchKey
+    called = torch._C.DispatchKeySet(keys.CUDA) | torch._C.DispatchKeySet(keys.AutogradCUDA)
+    called |= torch._C.DispatchKeySet(keys.ADInplaceOrView)
+    assert torch_private.nothing_watches(called.raw_repr())
+    for key in (keys.Functionalize, keys.Python, keys.Fake if hasattr(keys, "Fake") else keys.Negative):
+        assert not torch_private.nothing_watches((called | torch._C.DispatchKeySet(key)).raw_repr())
+
+
+def test_autocast_is_off_within() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch_private.without_autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def test_a_dispatch_key_is_left_out_within() -> None:
+    library = Library("_test_private", "DEF")
+    library.define("which(Tensor x) -> int")
+    library.impl("which", lambda x: 1, "CompositeExplicitAutograd")
+    library.impl("which", lambda x: 2, "AutocastCPU")
+    with torch.autocast("cpu"):
+        assert torch.ops._test_private.which(torch.ones(1)) == 2
+        with torch_private.exclude_key("AutocastCPU"):
+            assert torch.ops._test_private.which(torch.ones(1)) == 1
+
+
+def test_autograd_of_a_custom_op_is_made() -> None:
+    definition: Any = torch.library.custom_op("_test_private::twice", mutates_args=())(_twice)
+    definition.register_autograd(lambda ctx, grad: 5 * grad)
+    kernel = torch_private.autograd_impl(definition)
+    keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    leaf = torch.ones(2, requires_grad=True)
+    out = kernel(keyset, leaf)
+    assert torch.equal(torch.autograd.grad(out.sum(), leaf)[0], torch.full((2,), 5.0))
+
+
+def _twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_packages_are_told_from_other_traces() -> None:
+    from torch._inductor.virtualized import V
+
+    assert not torch_private.is_aot_compiling()
+    with V.set_aot_compilation(True):
+        assert torch_private.is_aot_compiling()
+
+
+def test_exports_keep_ops_whole() -> None:
+    from torch.export._trace import _disable_custom_triton_op_functional_decomposition
+
+    assert torch_private.decomposes_triton_ops()
+    with _disable_custom_triton_op_functional_decomposition():
+        assert not torch_private.decomposes_triton_ops()
+
+
+def test_kernels_of_an_op_are_found_when_they_are_asked_for() -> None:
+    name = "_test_private::named"
+    torch_private.name_kernels(name, OPS["window_attn"].body)
+    found = [kernel.fn.__name__ for kernel in get_triton_kernels_for_op(name)]
+    assert "_attention_fwd_kernel" in found and len(found) == len(get_triton_kernels_for_op(name))
+
+
+def test_kernels_are_launched_directly_within() -> None:
+    """Also where a mode is on, such as one that counts FLOPs."""
+    from csrc_free_ops.rope import _rope_kernel
+
+    with fake_gpu() as mode, mode:
+        wrapped = wrap_triton(_rope_kernel)
+        with torch_private.launch_triton_directly():
+            assert torch.library.wrap_triton(_rope_kernel) is _rope_kernel
+        assert wrapped is not _rope_kernel
+
+
+def test_fake_and_functional_tensors_are_theirs() -> None:
+    with torch_private.FakeTensorMode():
+        fake = torch.ones(2)
+    assert isinstance(fake, torch_private.FakeTensor)
+    with torch_private.FunctionalTensorMode():
+        assert isinstance(torch_private.FunctionalTensor.to_functional(torch.ones(2)), torch_private.FunctionalTensor)
+
+
+@gpu
+def test_device_stream_and_addresses_are_those_of_public_functions() -> None:
+    assert torch_private.current_cuda_device() == torch.cuda.current_device()
+    assert torch_private.raw_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    tensor = torch.ones(3, device="cuda")
+    if torch_private.addresses_equal is not None:
+        assert torch_private.addresses_equal([tensor], [tensor.data_ptr()], [0])
+        assert not torch_private.addresses_equal([tensor], [tensor.data_ptr() + 4], [0])

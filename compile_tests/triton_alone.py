@@ -1,0 +1,212 @@
+"""Builds the recorded variants of all kernels with whatever Triton is installed, without PyTorch.
+
+    python -m compile_tests.triton_alone VARIANTS.jsonl [--kernel PATTERN] [--jobs N]
+
+`make builds` records the file. A variant is a line of it: a kernel, its arguments, options and target, and what its
+machine code must be like.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir, nvidia, passes
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import MockTensor
+
+from csrc_free_ops.tiles.hopper.versions import PTXAS
+
+Variant = dict[str, Any]
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# What Hopper kernels spill more where ptxas is newer than that of 3.6 and 3.7 (docs/benchmarks.md has the times).
+SPILLED_MORE = {(3, 8): 24, (3, 9): 48}
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class FakeDriver:
+    """As much of a Triton driver as building asks for. Built kernels are kept per device: here, target."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> GPUTarget:
+        return self.target
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+def read_argument(argument: Any) -> Any:
+    """What `contract.variants.write_argument` wrote."""
+    if not isinstance(argument, dict):
+        return argument
+    ((kind, value),) = argument.items()
+    if kind == "pointer":
+        return MockTensor(value)
+    if kind == "dtype":
+        return tl.dtype(value)
+    if kind == "float":
+        return float(value)
+    if kind == "tuple":
+        return tuple(map(read_argument, value))
+    dtype, shape, strides, block, layout = (value[name] for name in ("dtype", "shape", "strides", "block", "layout"))
+    return TensorDescriptor(MockTensor(dtype), shape, strides, block, gl.NVMMASharedLayout(**layout))
+
+
+def cuobjdump(cubin: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [BINARIES / "cuobjdump", *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def usage(cubin: bytes, resource: str) -> int:
+    """A figure that cuobjdump knows of the one kernel in there: REG, STACK, LOCAL."""
+    text = cuobjdump(cubin, "-res-usage")
+    figures = re.findall(rf"\b{resource}:(\d+)", text)
+    assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {text!r}"
+    return int(figures[0])
+
+
+def spilled(asm: dict[str, Any]) -> int:
+    """Bytes of stack and local memory of a thread, or VGPRs on AMD."""
+    if "cubin" in asm:
+        return usage(asm["cubin"], "STACK") + usage(asm["cubin"], "LOCAL")
+    return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[0])
+
+
+def build(variant: Variant) -> Any:
+    """The variant as Triton compiles it."""
+    module, name = variant["kernel"].rsplit(".", 1)
+    kernel = getattr(importlib.import_module(module), name)
+    triton.runtime.driver.set_active(FakeDriver(GPUTarget(*variant["target"])))
+    args = list(map(read_argument, variant["args"]))
+    kwargs = {name: read_argument(value) for name, value in variant["kwargs"].items()}
+    if "hopper" in module:
+        kwargs |= PTXAS
+    return kernel.warmup(*args, grid=(1,), **kwargs)
+
+
+def placed(ttgir: str) -> list[tuple[int, int]]:
+    """Where in bytes buffers in shared memory begin, and their sizes, the largest first."""
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(ttgir)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    module.context = context
+    manager = ir.pass_manager(context)
+    # As the compiler itself does before it makes LLVM's code.
+    passes.ttgpuir.add_allocate_warp_groups(manager, *([False] if VERSION >= (3, 8) else []))
+    passes.convert.add_scf_to_cf(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 87)
+    manager.run(module, "placed")
+    found = re.findall(r"local_alloc \{allocation\.offset = (\d+) .*!ttg\.memdesc<((?:\d+x)+)[a-z]+(\d+)", str(module))
+    sizes = ((int(at), math.prod(map(int, shape.rstrip("x").split("x"))) * int(bits) // 8) for at, shape, bits in found)
+    return sorted(sizes, key=lambda each: -each[1])
+
+
+def misplaced(kernel: str, ttgir: str) -> str:
+    """What lies elsewhere than kernels that compute addresses themselves believe (`shared_base`)."""
+    buffers = placed(ttgir)
+    if buffers[0][0] != 0:
+        return f"the largest buffer begins at {buffers[0][0]}"
+    if kernel.endswith("_attention_bwd_hopper_kernel") and buffers[1][0] != buffers[0][1]:
+        return f"the second largest buffer begins at {buffers[1][0]}, behind {buffers[0][1]} bytes"
+    return ""
+
+
+def faults(variant: Variant) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with the machine code of a variant, and figures of it."""
+    built = build(variant)
+    found = {"shared": built.metadata.shared, "spilled": spilled(built.asm)}
+    wrong = []
+    if found["shared"] > variant["shared_memory"]:
+        wrong.append(f"{found['shared']} bytes of shared memory, of {variant['shared_memory']}")
+    most_spilled = variant["most_spilled"] + (SPILLED_MORE.get(VERSION, 0) if "hopper" in variant["kernel"] else 0)
+    if found["spilled"] > most_spilled:
+        wrong.append(f"{found['spilled']} spilled, at most {most_spilled} allowed")
+    if variant["wgmma"]:
+        ptx = built.asm["ptx"]
+        found["products"] = len(re.findall(r"wgmma\.mma_async", ptx))
+        if not found["products"] or "mma.sync" in ptx:
+            wrong.append("products that are not wgmma")
+    if variant["wgmma"] == "overlapping" and (where := misplaced(variant["kernel"], built.asm["ttgir"])):
+        wrong.append(where)
+    if variant["wgmma"] == "overlapping":
+        found["waits"] = cuobjdump(built.asm["cubin"], "-sass").count("WARPGROUP.DEPBAR")
+        if found["waits"] > found["products"] / 2:
+            wrong.append(f"{found['waits']} waits for {found['products']} products")
+    return wrong, found
+
+
+def _try(variant: Variant) -> dict[str, Any]:
+    about = {"kernel": variant["kernel"], "name": variant["name"]}
+    try:
+        wrong, found = faults(variant)
+    except Exception as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        return {**about, "wrong": [f"does not build: {last[-500:]}"]}
+    return {**about, "wrong": wrong, **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--kernel", default="", help="only kernels whose name has this regular expression in it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
+    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    lines = dict.fromkeys(options.file.read_text().splitlines())
+    variants = [each for each in map(json.loads, lines) if re.search(options.kernel, each["kernel"])]
+    assert variants, f"{options.file} has no such variant"
+    if options.share is not None:
+        for variant in variants[options.share :: options.jobs]:
+            print(json.dumps(_try(variant)), flush=True)
+        return
+    figures = _in_processes(options.jobs)
+    for each in figures:
+        if each["wrong"]:
+            print(f"{'; '.join(each['wrong'])}: {each['name']}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"triton": triton.__version__, "builds": figures}, indent=1))
+    right = sum(not each["wrong"] for each in figures)
+    print(f"triton {triton.__version__}: {right} of {len(variants)} variants are as they must be")
+    sys.exit(right < len(variants))
+
+
+def _in_processes(jobs: int) -> list[dict[str, Any]]:
+    """This command's figures, from processes that each take a share. One that dies leaves its share short."""
+    command = [sys.executable, "-m", "compile_tests.triton_alone", *sys.argv[1:], "--jobs", str(jobs)]
+    processes = [
+        subprocess.Popen([*command, "--share", str(share)], stdout=subprocess.PIPE, text=True) for share in range(jobs)
+    ]
+    with ThreadPoolExecutor(jobs) as pool:
+        answers = list(pool.map(lambda process: process.communicate()[0], processes))
+    return [json.loads(line) for answer in answers for line in answer.splitlines() if line.startswith("{")]
+
+
+if __name__ == "__main__":
+    main()

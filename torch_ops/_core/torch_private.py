@@ -1,0 +1,122 @@
+"""All that the library uses of PyTorch's private interfaces; compile_tests/test_torch_private.py tries each.
+
+Nothing here imports Dynamo or Inductor, which take longer than everything else.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._library.triton as _library_triton
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "addresses_equal",
+    "any_requires_grad",
+    "autograd_impl",
+    "count_dispatch_modes",
+    "current_cuda_device",
+    "decomposes_triton_ops",
+    "exclude_key",
+    "has_functorch_transforms",
+    "is_aot_compiling",
+    "launch_triton_directly",
+    "name_kernels",
+    "nothing_watches",
+    "raw_cuda_stream",
+    "without_autocast",
+]
+
+# How many modes, such as fake tensors', stand between a call and its kernel.
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Whether torch.func transforms the call.
+has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether any of the arguments, tensors or not, requires a gradient.
+any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+# A stream's handle, without the object of the public function.
+raw_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+# Whether tensors lie at addresses, in one step; builds for CUDA have it.
+addresses_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
+# Within, `torch.library.wrap_triton` gives the kernel itself.
+launch_triton_directly = functools.partial(_library_triton.set_wrap_triton_enabled, False)
+_CUDA = torch._C.DispatchKey.CUDA
+
+
+def autograd_impl(definition: Any) -> Callable[..., Any]:
+    """The kernel for Autograd keys that a custom op gets by `register_autograd`."""
+    implementation: Callable[..., Any] = make_autograd_impl(definition._opoverload, definition)
+    return implementation
+
+
+def exclude_key(name: str) -> AbstractContextManager[None]:
+    """Within, calls of this thread do not come to kernels of this dispatch key."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
+    return guard
+
+
+@functools.cache
+def nothing_watches(keys: int) -> bool:
+    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's.
+
+    The key by which PyTorch bumps version counters is not among them.
+    """
+    keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return bool(keyset.highestPriorityTypeId() == _CUDA)
+
+
+def is_aot_compiling() -> bool:
+    """Whether AOTInductor makes a package."""
+    inductor = sys.modules.get("torch._inductor.virtualized")
+    return inductor is not None and bool(inductor.V.aot_compilation)
+
+
+def decomposes_triton_ops() -> bool:
+    """Whether a functionalized graph shows the kernels of an op; torch.export keeps ops whole."""
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return not custom_triton_ops_decomposition_disabled()
+
+
+class _Kernels:
+    """The Triton kernels of a function, which PyTorch finds by its source, once it asks for them.
+
+    `torch.library.triton_op` looks for them when an op is registered: it imports Inductor, and parses all functions
+    that the op's reaches. For all ops of the library that takes seconds.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @functools.cached_property
+    def _found(self) -> list[Any]:
+        return list(_library_triton.get_inner_triton_kernels(self._function))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._found[place]
+
+
+def name_kernels(op: str, function: Callable[..., Any]) -> None:
+    """Let the kernels of an op's function enter the key of compiled artefacts, as those of a `triton_op`."""
+    kernels: Any = _Kernels(function)
+    _library_triton.triton_ops_to_kernels[op] = kernels

@@ -1,0 +1,73 @@
+"""`vk bench versions`: our ops under several versions of Triton."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from torch_ops.bench.commands import options
+from torch_ops.bench.commands.options import flag, say
+from torch_ops.bench.commands.run import show
+from torch_ops.bench.measure.machine import provenance
+from torch_ops.bench.measure.opbench import OpBench
+from torch_ops.bench.measure.results import Report
+from torch_ops.bench.measure.run import Setup
+from torch_ops.bench.measure.versions import time_versions, versions
+
+# Every head dimension and mask of the Hopper kernels, many and few segments; products of every epilogue.
+SHAPES = {
+    "window_attn": (
+        "qwen3vl_l_1024,qwen3vl_l_4096,qwen3vl_l_8x4096,qwen3vl_l_mixed,qwen25vl_4096,qwen25vl_ragged,dense_d64_4096,"
+        "qwen3vl_m_4x4096,dense_d128_8x4096,dense_d128_causal_32x2048,dense_d128_gqa_causal,8x2048x16x96"
+    ),
+    "attention": (
+        "b32h10s2048d128_causal,b8h32s2048d128_causal,b4h32s1024d64_causal,b8h32kv8s2048d128_causal,b8h32s2048d128,"
+        "b4h32s1024d64,b4h16s4096d64,b1h8s512d64"
+    ),
+    "mlp": "mlp_1152_4304_784,mlp_1152_4304_4096,mlp_1024_4096_25088,mlp_1280_3420_4096",
+    "qkv_rope": "qkv_1152_4096,qkv_1024_25088,qkv_1280_784",
+}  # fmt: skip
+
+
+def versions_command(benches: Mapping[str, OpBench]) -> Callable[..., None]:
+    def command(
+        folders: Annotated[
+            list[Path], flag("--triton", "Folder of another Triton's packages; repeated.", exists=True, file_okay=False)
+        ],
+        op: Annotated[list[str] | None, flag("--op", f"Some of {', '.join(SHAPES)} (default: all).")] = None,
+        shapes: options.Shapes = None,
+        rounds: options.Rounds = 6,
+        device: options.DeviceName = None,
+        out: options.Out = None,
+        show_markdown: options.Markdown = False,
+        commit: options.Commit = None,
+    ) -> None:
+        """Time our own ops under this version of Triton and others, forward and backward, in the same rounds.
+
+        The versions take turns in balanced order, each in a process of its own. Nothing is compared with a reference:
+        the tests do that.
+        """
+        where = options.find_device(device)
+        if where.type != "cuda":
+            raise options.bad("--device", "the versions differ in the code that they make for a GPU")
+        options.check_output(out, "--out")
+        setup = Setup(torch.bfloat16, where, ("forward", "backward"), rounds)
+        with versions(["", *map(str, folders)]) as processes:
+            names = [process.triton for process in processes]
+            say(f"triton {', '.join(names)}")
+            origin = provenance(where, commit, {name: f"triton {name}" for name in names[1:]})
+            report = Report(origin)
+            for name in op or SHAPES:
+                bench = benches[name]
+                for case in bench.cases(shapes or [SHAPES[name]], where):
+                    for direction in setup.directions:
+                        say(f"{name} {case.name} {direction}")
+                        records = time_versions(bench, case, direction, setup, processes)
+                        report = dataclasses.replace(report, records=(*report.records, *records))
+                        if out is not None:
+                            report.write(out)
+        show(report, show_markdown)
+
+    return command
