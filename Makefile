@@ -8,6 +8,7 @@ RESULTS ?= docs/results
 GPU ?= h200
 GPUS ?= 0 0 0 0
 COMMIT ?=
+TRITON ?= 3.7
 JOBS ?=
 ARGS ?=
 
@@ -40,6 +41,7 @@ help: ## this list
 	@echo "  OP=window_attn    test, gpu-test, bench: this op alone"
 	@echo "  JOBS=8            test, gpu-test: so many tests at a time, which take turns at the GPUs (pytest-xdist)"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
+	@echo "  TRITON=3.9        builds: the version of Triton, in an environment of its own; ARGS='--kernel hopper'"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
 	@echo "  RESULTS=FOLDER    figures, figures-ops: where they go; GPU=h200, how their files begin; COMMIT=..., the commit to note"
 	@echo "  ARGS='...'        more arguments for test, gpu-test, sanitize, bench"
@@ -66,8 +68,21 @@ test: $(VENV)/.installed-test ## all tests, then the kernels in Triton's interpr
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) || status=1; \
 	exit $$status
 
-builds: $(VENV)/.installed-test ## compile_tests with all builds for all GPUs, of which the tests have a sixteenth
-	$(BIN)/python -m pytest $(call AT_A_TIME,$(or $(JOBS),2)) compile_tests $(ARGS)
+# What ships, written down once with PyTorch, is built by Triton alone, of any version.
+VARIANTS = build/variants.jsonl
+$(VARIANTS): $(VENV)/.installed-test $(shell find csrc_free_ops torch_ops compile_tests -name '*.py' -o -name '*.json')
+	@mkdir -p $(@D); rm -f $@
+	VK_BUILDS=all VK_RECORD_BUILDS=$(CURDIR)/$@.new $(BIN)/python -m pytest -q -m builds $(call AT_A_TIME,$(or $(JOBS),2)) compile_tests
+	@sort -u $@.new > $@; rm $@.new
+
+TRITON_PYTHON = .venv-triton-$(TRITON)/bin/python
+$(TRITON_PYTHON):
+	$(PYTHON) -m venv .venv-triton-$(TRITON)
+	$@ -m pip install -qq --disable-pip-version-check numpy "triton==$(TRITON).*"
+
+builds: $(VARIANTS) $(TRITON_PYTHON) ## all kernels for all GPUs, built by TRITON=3.9 without PyTorch; the tests build a sixteenth
+	TRITON_DEFAULT_FP_FUSION=1 TRITON_CACHE_DIR=$(CURDIR)/.pytest_cache/triton-$(TRITON) \
+		$(TRITON_PYTHON) -m compile_tests.triton_alone $(VARIANTS) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 
 # These run on what the machine has; without it the first import would say so at length.
 gpu-test sanitize bench: needs-torch

@@ -43,10 +43,15 @@ class _Values:
         _check_rows("settings: rows", self.rows)
 
 
+def user_folder() -> Path:
+    """What the library keeps from one process to the next."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "vk"
+
+
 def default_rows() -> Path:
     """The user's own launch rows: what `vk bench tune` writes and settings read, unless told otherwise."""
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "vk" / "rows.json"
+    return user_folder() / "rows.json"
 
 
 def _found_rows() -> str:
@@ -181,6 +186,10 @@ class Settings:
             self._key_artefacts()
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
+
+    def forget_plans(self) -> None:
+        """Let eager calls plan anew, because something beside the settings has changed what they would choose."""
+        self.generation += 1
 
     def __call__(self, **changes: Any) -> contextlib.AbstractContextManager["Settings"]:
         """Change settings at once, as `update` does; as a context manager, for its block only."""

@@ -22,6 +22,7 @@ from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import mean_length
 from torch_ops._core.device import SHARED_MEMORY
 from torch_ops._core.registry import OPS
+from torch_ops._core.versions import not_run_on_a_gpu
 from torch_ops.settings import Settings
 from torch_ops.testing import references
 from torch_ops.testing.cases import cumulative
@@ -366,6 +367,8 @@ def test_info_lists_ops_and_rows() -> None:
     assert set(info["ops"]) == set(OPS) > {"window_attn", "window_attn_backward"}
     assert info["versions"]["torch"] == torch.__version__
     assert info["settings"] == {"path": "portable", "checked": False}
+    assert info["not_run_on_a_gpu"] == not_run_on_a_gpu(torch.__version__)
+    assert not_run_on_a_gpu("2.13.0+cpu") == [] and not_run_on_a_gpu("2.14.1") == ["torch 2.14.1"]
     assert json.loads(json.dumps(info)) == info
 
 

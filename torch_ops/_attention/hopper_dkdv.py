@@ -16,7 +16,7 @@ from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.split import MOST_SPLITS, allocate_partial, plan_split_sum
 from torch_ops._attention.tensors import Backward, key_length
 from torch_ops._core.device import gpu
-from torch_ops._core.hopper import is_measured, programs
+from torch_ops._core.hopper import programs, why_not_this_triton
 from torch_ops._core.launch import dense_strides, with_columns
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._core.planned_op import opaque_plan
@@ -55,7 +55,7 @@ def supports_fp32_dkdv(t: Backward, options: AttentionOptions, products: str, fe
         choose("attention_bwd_dkdv", q, options, key_length(t), own_rows=rows, precision=products)
         for rows in (None, ())
     )
-    return with_rows == without and is_measured() and current_mode() is not Mode.PACKAGED
+    return with_rows == without and current_mode() is not Mode.PACKAGED and not why_not_this_triton(gpu())
 
 
 def _splits(q: Tensor, k: Tensor) -> int:

@@ -12,10 +12,11 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from csrc_free_ops.configs.rows import Gpu
+from torch_ops._core import self_test
 from torch_ops._core.device import gpu
 
-# The versions that kernels were built and measured with. They rely on where Triton puts shared memory, see
-# csrc_free_ops/tiles/hopper/warpgroup.py.
+# The versions that kernels were built and measured with (docs/benchmarks.md). They rely on where Triton puts shared
+# memory, see csrc_free_ops/tiles/hopper/warpgroup.py.
 TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
@@ -25,15 +26,33 @@ def is_measured() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
 
 
+def why_not_this_triton(gpu: Gpu) -> str:
+    """Why kernels for this GPU do not run under this version of Triton, or nothing. Others than those above are tried
+    once."""
+    return "" if is_measured() else self_test.why_not(gpu)
+
+
+def what_holds(gpu: Gpu) -> str:
+    """What `info` says of the Hopper path, without trying anything."""
+    if gpu.backend != "cuda" or gpu.arch != 90:
+        return f"{gpu.name} is no Hopper GPU"
+    if is_measured():
+        return "yes"
+    verdict = self_test.remembered(gpu)
+    if verdict is None:
+        return f"not yet tried with triton {triton.__version__}; the first call tries it"
+    if verdict.holds:
+        return f"yes, triton {triton.__version__} passed its self-test on {verdict.date}"
+    return f"triton {triton.__version__} failed its self-test on {verdict.date}: {verdict.why}"
+
+
 def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:
     """Why there are no Hopper kernels for this, or nothing."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
-    if not is_measured():
-        return f"the Hopper path was not measured with triton {triton.__version__}"
     if dtype not in (torch.float16, torch.bfloat16):
         return "the Hopper path takes fp16 and bf16"
-    return ""
+    return why_not_this_triton(gpu)
 
 
 def programs(index: int) -> int:

@@ -15,15 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import TunedConfig, shipped_rows
-from torch_ops._attention.hopper import why_unsupported
-from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import check_dense
 from torch_ops._core.device import gpu
+from torch_ops._core.hopper import what_holds
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import Planned
 from torch_ops._core.registry import INTERPRET, OPS, explaining
 from torch_ops._core.torch_private import FakeTensor, FakeTensorMode
-from torch_ops._core.versions import __version__
+from torch_ops._core.versions import __version__, not_run_on_a_gpu
 from torch_ops.settings import settings
 
 
@@ -155,8 +154,7 @@ def info() -> dict[str, Any]:
             "source": shipped[0].source if shipped else "rule, unmeasured",
             "kernels": {kernel: _rows_of(kernel, (*settings.rows, *shipped)) for kernel in CANDIDATES},
         }
-        example = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="meta")
-        paths = {"portable": "yes", "hopper": why_unsupported(device, AttentionOptions(1.0), q=example) or "yes"}
+        paths = {"portable": "yes", "hopper": what_holds(device)}
     else:
         rows |= {"gpu": None, "shipped": 0, "source": "no GPU: the CPU reference computes", "kernels": {}}
     return {
@@ -166,6 +164,7 @@ def info() -> dict[str, Any]:
             "triton": triton.__version__,
             "python": platform.python_version(),
         },
+        "not_run_on_a_gpu": not_run_on_a_gpu(torch.__version__),
         "devices": devices,
         "interpreter": INTERPRET,
         "settings": {"path": settings.path, "checked": settings.checked},

@@ -67,7 +67,8 @@ def _in_short(report: dict[str, Any]) -> dict[str, str]:
     devices = [f"{each['name']}, {each['memory_gib']} GiB" for each in report["devices"]]
     rows = report["rows"]
     return {
-        "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        + "".join(f"; {each} was not yet run on a GPU" for each in report["not_run_on_a_gpu"]),
         "devices": "; ".join(devices) or f"CPU{', in the interpreter' * report['interpreter']}",
         "paths": ", ".join(f"{name}: {answer}" for name, answer in report["paths"].items())
         or "the CPU reference alone",

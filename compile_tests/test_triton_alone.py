@@ -1,0 +1,90 @@
+"""What is written down of a launch is built without PyTorch, and what is wrong with a build is found."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_tests import triton_alone
+from compile_tests.attention import hopper_launches
+from compile_tests.contract.build import build, build_all
+from compile_tests.contract.trace import SM90, fake_gpu
+from compile_tests.contract.variants import Demands
+from compile_tests.kernels import ROPE_WINDOW_ATTN
+from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
+from csrc_free_ops.configs.rows import Config
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; sys.argv[0] = ''; from compile_tests.triton_alone import main; main()"
+)
+
+
+def _record(file: Path, monkeypatch: pytest.MonkeyPatch, launches: list[Any], demands: Demands) -> None:
+    monkeypatch.setenv("VK_RECORD_BUILDS", str(file))
+    with fake_gpu(SM90), pytest.raises(pytest.skip.Exception, match="recorded"):
+        build_all([(launch, demands) for launch in launches], SM90)
+    monkeypatch.delenv("VK_RECORD_BUILDS")
+
+
+@pytest.fixture
+def variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "variants.jsonl"
+    launches = [ROPE_WINDOW_ATTN.launch("_rope_kernel", head_dim=head_dim) for head_dim in (64, 64, 72)]
+    _record(file, monkeypatch, launches, Demands())
+    return file
+
+
+def test_variants_are_built_without_torch(variants: Path, tmp_path: Path) -> None:
+    """Each once, in several processes."""
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(variants), "--jobs", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 of 2 variants are as they must be" in done.stdout, done.stderr
+    assert all(each["spilled"] == 0 and "shared" in each for each in json.loads(out.read_text())["builds"])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, ""),
+        ({"most_spilled": -1}, "0 spilled, at most -1 allowed"),
+        ({"shared_memory": -1}, "bytes of shared memory"),
+        ({"wgmma": "some"}, "products that are not wgmma"),
+    ],
+)
+def test_what_is_wrong_with_a_build_is_said(change: dict[str, Any], found: str, variants: Path) -> None:
+    variant = json.loads(variants.read_text().splitlines()[0]) | change
+    wrong, figures = triton_alone.faults(variant)
+    assert len(wrong) == bool(found) and all(re.search(found, each) for each in wrong)
+
+
+def test_a_kernel_that_does_not_build_is_named(variants: Path) -> None:
+    variant = json.loads(variants.read_text().splitlines()[0])
+    variant["kwargs"] = {**variant["kwargs"], "HEAD_DIM": 7}
+    assert triton_alone._try(variant)["wrong"][0].startswith("does not build")
+
+
+@pytest.fixture(scope="module")
+def backward() -> str:
+    rows = {"attention_fwd_hopper": HEAD_DIMS[72].unmasked, "attention_bwd_hopper": Config(64, 128, 8, 3)}
+    launch = hopper_launches(rows, 72)["_attention_bwd_hopper_kernel"]
+    with fake_gpu(SM90):
+        return str(build(launch, SM90, wgmma="overlapping").asm["ttgir"])
+
+
+def test_buffers_lie_where_kernels_look_for_them(backward: str) -> None:
+    kernel = "csrc_free_ops.attention.hopper.bwd._attention_bwd_hopper_kernel"
+    buffers = triton_alone.placed(backward)
+    assert buffers[0][0] == 0 and buffers[1][0] == buffers[0][1] > 200000
+    assert triton_alone.misplaced(kernel, backward) == ""
+
+
+def test_buffers_that_lie_elsewhere_are_found(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = "csrc_free_ops.attention.hopper.bwd._attention_bwd_hopper_kernel"
+    for places, said in (([(256, 4096), (0, 256)], "the largest buffer"), ([(0, 4096), (4352, 256)], "the second")):
+        monkeypatch.setattr(triton_alone, "placed", lambda ttgir, places=places: places)
+        assert triton_alone.misplaced(kernel, backward).startswith(said)

@@ -1,0 +1,198 @@
+"""Versions of Triton that nobody has measured are tried once; kernels that fail then do not run."""
+
+import json
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from csrc_free_ops.configs.rows import Gpu
+from torch_ops import settings
+from torch_ops._core import hopper, self_test
+from torch_ops._tools import self_test as cases
+
+H100 = Gpu("h100", "cuda", 90, 232448, 132)
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_test, "_known", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(hopper, "is_measured", lambda: False)
+    yield
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Lets tries end so; a number for each is in the list."""
+
+    def end(holds: bool, why: str = "") -> list[int]:
+        runs: list[int] = []
+
+        def run() -> tuple[bool, str]:
+            runs.append(len(runs))
+            return holds, why
+
+        monkeypatch.setattr(self_test, "_run", run)
+        return runs
+
+    return end
+
+
+def _why(dtype: torch.dtype = torch.bfloat16) -> str:
+    return hopper.why_no_hopper(H100, dtype)
+
+
+def test_kernels_that_hold_are_taken_from_then_on(tried: Callable[..., list[int]]) -> None:
+    runs = tried(True)
+    before = settings.generation
+    assert _why() == _why() == ""
+    # Plans made before, by calls that did not try, are made anew.
+    assert runs == [0] and settings.generation == before + 1
+
+
+def test_kernels_that_fail_are_left_with_one_warning(tried: Callable[..., list[int]]) -> None:
+    runs = tried(False, "window_attn: relative error 1.0")
+    with pytest.warns(UserWarning, match="fail with triton .* on h100, so the portable path runs: window_attn: rel"):
+        assert "failed its self-test" in _why()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "failed its self-test" in _why()
+    assert runs == [0]
+
+
+def test_other_processes_read_the_verdict(
+    tried: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tried(True)
+    assert _why() == ""
+    (file,) = (tmp_path / "vk" / "self_test").glob("*.json")
+    assert json.loads(file.read_text())["holds"] is True
+    monkeypatch.setattr(self_test, "_known", {})
+    assert _why() == "" and runs == [0]
+
+
+@pytest.mark.parametrize("what", ["card", "triton", "sources"])
+def test_another_gpu_triton_or_source_is_tried_anew(
+    what: str, tried: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tried(True)
+    assert _why() == ""
+    if what == "triton":
+        monkeypatch.setattr(self_test.triton, "__version__", "9.9.9")
+    if what == "sources":
+        monkeypatch.setattr(self_test, "source_hash", lambda: "changed")
+    other = Gpu("h200", "cuda", 90, 232448, 132) if what == "card" else H100
+    assert hopper.why_no_hopper(other, torch.bfloat16) == "" and runs == [0, 1]
+
+
+def test_nothing_is_tried_in_traces_and_captures(
+    tried: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tried(True)
+    with FakeTensorMode():
+        assert "not yet tried" in _why()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert "not yet tried" in _why()
+    assert runs == [] and _why() == "" and runs == [0]
+    with FakeTensorMode():
+        assert _why() == ""
+
+
+def test_info_says_what_holds_and_tries_nothing(tried: Callable[..., list[int]]) -> None:
+    runs = tried(False, "mlp: relative error 1.0")
+    assert "not yet tried" in hopper.what_holds(H100) and runs == []
+    with pytest.warns(UserWarning):
+        _why()
+    assert hopper.what_holds(H100).endswith("mlp: relative error 1.0")
+    assert hopper.what_holds(Gpu("l4", "cuda", 89, 101376)) == "l4 is no Hopper GPU"
+
+
+def test_a_broken_or_read_only_folder_harms_nobody(
+    tried: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vk").write_text("no folder")
+    runs = tried(True)
+    assert _why() == _why() == "" and runs == [0]
+
+
+def test_a_verdict_that_cannot_be_read_is_made_anew(tried: Callable[..., list[int]], tmp_path: Path) -> None:
+    file = self_test._file(H100)
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    assert tried(True) == [] and _why() == ""
+    assert json.loads(file.read_text())["holds"] is True
+
+
+def test_the_process_that_tries_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(self_test.TRIES, "1")
+    assert _why() == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (subprocess.CompletedProcess([], 0, "", ""), ""),
+        (subprocess.CompletedProcess([], 1, "", "mlp: relative error 1.0\n"), "mlp: relative error 1.0"),
+        (subprocess.CompletedProcess([], -6, "", ""), "ended with code -6"),
+        (subprocess.TimeoutExpired([], 1), "did not end"),
+        (OSError("no such file"), "could not start: no such file"),
+    ],
+)
+def test_whatever_becomes_of_the_process_is_a_verdict(end: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> Any:
+        assert command[1:3] == ["-m", "torch_ops._tools.self_test"] and options["env"][self_test.TRIES] == "1"
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(self_test.subprocess, "run", run)
+    holds, said = self_test._run()
+    assert holds == (why == "") and why in said
+
+
+def test_wrong_results_and_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, on tensors that a CPU computes."""
+    x = torch.randn(4, 8)
+
+    class Wrong(torch.autograd.Function):
+        """Twice x, or on the Hopper path more, or with another gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, out: float, gradient: float) -> torch.Tensor:
+            ctx.gradient = gradient if settings.path == "hopper" else 2.0
+            return x * (out if settings.path == "hopper" else 2.0)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0] * ctx.gradient, None, None
+
+    def disagreement(out: float, gradient: float) -> str:
+        return cases.disagreement(("twice", lambda x: Wrong.apply(x, out, gradient), (x,), {}))
+
+    assert disagreement(2.0, 2.0) == ""
+    for wrong in ((2.1, 2.0), (2.0, 2.1), (float("nan"), 2.0), (2.0, float("inf"))):
+        assert disagreement(*wrong).startswith("twice: relative error")
+
+
+def test_every_case_is_one_that_the_ops_take() -> None:
+    """Small enough for a CPU, on which both paths are the reference."""
+    found = list(cases.cases(torch.device("cpu")))
+    assert len(found) >= 10
+    for case in found:
+        assert cases.disagreement(case) == ""
+
+
+@pytest.mark.gpu
+def test_kernels_pass_on_a_hopper_gpu(device: str) -> None:
+    if device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    assert self_test._run() == (True, "")
