@@ -67,7 +67,7 @@ def test_kernels_that_fail_are_left_with_one_warning(tried: Callable[..., list[i
     assert runs == [0]
 
 
-def test_other_processes_read_the_verdict(
+def test_other_processes_read_the_result(
     tried: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = tried(True)
@@ -123,7 +123,7 @@ def test_a_broken_or_read_only_folder_harms_nobody(
     assert _why() == _why() == "" and runs == [0]
 
 
-def test_a_verdict_that_cannot_be_read_is_made_anew(tried: Callable[..., list[int]], tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_read_is_made_anew(tried: Callable[..., list[int]], tmp_path: Path) -> None:
     file = self_test._file(H100)
     file.parent.mkdir(parents=True)
     file.write_text("{")
@@ -146,7 +146,7 @@ def test_the_process_that_tries_takes_the_kernels(monkeypatch: pytest.MonkeyPatc
         (OSError("no such file"), "could not start: no such file"),
     ],
 )
-def test_whatever_becomes_of_the_process_is_a_verdict(end: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_becomes_of_the_process_is_a_result(end: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: Any) -> Any:
         assert command[1:3] == ["-m", "torch_ops._tools.self_test"] and options["env"][self_test.TRIES] == "1"
         if isinstance(end, Exception):

@@ -38,12 +38,12 @@ def what_holds(gpu: Gpu) -> str:
         return f"{gpu.name} is no Hopper GPU"
     if is_measured():
         return "yes"
-    verdict = self_test.remembered(gpu)
-    if verdict is None:
+    result = self_test.cached_result(gpu)
+    if result is None:
         return f"not yet tried with triton {triton.__version__}; the first call tries it"
-    if verdict.holds:
-        return f"yes, triton {triton.__version__} passed its self-test on {verdict.date}"
-    return f"triton {triton.__version__} failed its self-test on {verdict.date}: {verdict.why}"
+    if result.holds:
+        return f"yes, triton {triton.__version__} passed its self-test on {result.date}"
+    return f"triton {triton.__version__} failed its self-test on {result.date}: {result.why}"
 
 
 def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:

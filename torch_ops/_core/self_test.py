@@ -1,7 +1,7 @@
-"""Hopper kernels under a version of Triton that nobody has measured: tried once, and remembered.
+"""Hopper kernels under a version of Triton that nobody has measured: tried once for all.
 
 A process of its own runs small cases of every kernel family against the portable path (`torch_ops._tools.self_test`),
-so that a kernel that fails, hangs or writes where it should not harms nobody. The verdict lies on disk for each GPU,
+so that a kernel that fails, hangs or writes where it should not harms nobody. The result lies on disk for each GPU,
 version of Triton and state of our sources.
 """
 
@@ -32,7 +32,7 @@ SECONDS = 600
 TRIES = "VK_TRIES_KERNELS"
 
 
-class Verdict(NamedTuple):
+class SelfTestResult(NamedTuple):
     """Whether kernels hold, why not, and when that was found."""
 
     holds: bool
@@ -41,20 +41,20 @@ class Verdict(NamedTuple):
 
 
 def _file(gpu: Gpu) -> Path:
-    """Where the verdict is remembered."""
+    """Where the result lies."""
     key = f"{gpu.name}-{triton.__version__}-{source_hash()}"
     return user_folder() / "self_test" / f"{re.sub('[^A-Za-z0-9.-]', '_', key)}.json"
 
 
-_known: dict[Path, Verdict] = {}
+_known: dict[Path, SelfTestResult] = {}
 
 
-def remembered(gpu: Gpu) -> Verdict | None:
-    """The verdict of this process or of an earlier one, if any."""
+def cached_result(gpu: Gpu) -> SelfTestResult | None:
+    """The result of this process or of an earlier one, if any."""
     file = _file(gpu)
     if file not in _known:
         try:
-            _known[file] = Verdict(**json.loads(file.read_text()))
+            _known[file] = SelfTestResult(**json.loads(file.read_text()))
         except (OSError, ValueError, TypeError):
             return None
     return _known[file]
@@ -67,35 +67,35 @@ def why_not(gpu: Gpu) -> str:
     """
     if os.environ.get(TRIES) == "1":
         return ""
-    verdict = remembered(gpu)
-    if verdict is None:
+    result = cached_result(gpu)
+    if result is None:
         if current_mode() is not Mode.EAGER or torch.cuda.is_current_stream_capturing():
             return f"the Hopper path was not yet tried with triton {triton.__version__}"
-        verdict = _try_once(gpu)
+        result = _try_once(gpu)
         # Plans of calls within captures took the portable path.
         settings.forget_plans()
-        if not verdict.holds:
+        if not result.holds:
             warnings.warn(
                 f"vk: kernels for Hopper GPUs fail with triton {triton.__version__} on {gpu.name}, so the portable "
-                f"path runs: {verdict.why}",
+                f"path runs: {result.why}",
                 stacklevel=2,
             )
-    return "" if verdict.holds else f"the Hopper path failed its self-test with triton {triton.__version__}"
+    return "" if result.holds else f"the Hopper path failed its self-test with triton {triton.__version__}"
 
 
-def _try_once(gpu: Gpu) -> Verdict:
-    """One process at a time tries, and those that waited read its verdict."""
+def _try_once(gpu: Gpu) -> SelfTestResult:
+    """One process at a time tries, and those that waited read its result."""
     file = _file(gpu)
     with _locked(file):
-        verdict = remembered(gpu)
-        if verdict is None:
+        result = cached_result(gpu)
+        if result is None:
             holds, why = _run()
-            verdict = _known[file] = Verdict(holds, why, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            result = _known[file] = SelfTestResult(holds, why, datetime.now(timezone.utc).isoformat(timespec="seconds"))
             with contextlib.suppress(OSError):
                 partial = file.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps(verdict._asdict()))
+                partial.write_text(json.dumps(result._asdict()))
                 partial.replace(file)
-    return verdict
+    return result
 
 
 @contextlib.contextmanager

@@ -10,7 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import torch_ops
+from torch_ops.attention import attention
+from torch_ops.mlp import mlp
+from torch_ops.qkv_rope import qkv_rope
+from torch_ops.settings import settings
+from torch_ops.window_attn import window_attn
 
 # Both paths round to bf16 and add in another order; a wrong tile is off by a whole.
 MOST_RELATIVE_ERROR = 2e-2
@@ -28,22 +32,22 @@ def cases(device: torch.device) -> Iterator[Case]:
     boundaries = torch.tensor([0, 300, 300, 1000], dtype=torch.int32, device=device)
     for head_dim, causal in ((64, False), (72, True), (80, False), (128, True)):
         q, k, v = draw(1000, 4, head_dim), draw(1000, 2, head_dim), draw(1000, 2, head_dim)
-        op = partial(torch_ops.window_attn, cu_seqlens=boundaries, causal=causal)
+        op = partial(window_attn, cu_seqlens=boundaries, causal=causal)
         yield f"window_attn, head dimension {head_dim}", op, (q, k, v), {}
     for head_dim in (96, 128):
         dense = tuple(draw(2, 4, 400, head_dim) for _ in range(3))
-        yield f"attention, head dimension {head_dim}", torch_ops.attention, dense, {"window_left": 100}
+        yield f"attention, head dimension {head_dim}", attention, dense, {"window_left": 100}
     single = tuple(draw(2, 4, 300, 64, dtype=torch.float32) for _ in range(3))
-    yield "attention of fp32 inputs", torch_ops.attention, single, {"compute_dtype": torch.bfloat16, "causal": True}
+    yield "attention of fp32 inputs", attention, single, {"compute_dtype": torch.bfloat16, "causal": True}
     x, w2 = draw(600, 1152), draw(1152, 4304)
     for activation, inner in (("gelu_tanh", 4304), ("swiglu", 8608)):
         weights = draw(inner, 1152) * 0.03, draw(inner), w2 * 0.03, draw(1152)
-        yield f"mlp with {activation}", torch_ops.mlp, (x, *weights), {"activation": activation}
+        yield f"mlp with {activation}", mlp, (x, *weights), {"activation": activation}
     angles = draw(600, 72, dtype=torch.float32)
     rotated = (x, draw(3 * 16 * 72, 1152) * 0.03, draw(3 * 16 * 72))
 
     def project(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        return torch_ops.qkv_rope(x, weight, bias, angles.cos(), angles.sin(), 16)
+        return qkv_rope(x, weight, bias, angles.cos(), angles.sin(), 16)
 
     yield "qkv_rope", project, rotated, {}
 
@@ -51,7 +55,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 def results(case: Case, path: str) -> list[Tensor]:
     """What a case gives on a path, and the gradients of its sum."""
     _, op, tensors, options = case
-    with torch_ops.settings(path=path):
+    with settings(path=path):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
         found = op(*leaves, **options)
         outputs = list(found) if isinstance(found, tuple) else [found]
