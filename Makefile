@@ -111,7 +111,7 @@ bench: ## time an op next to its baselines (OP=..., default window_attn)
 # FILE, its place among GPUS, and the arguments of the run.
 FIGURES = CUDA_VISIBLE_DEVICES=$(word $(2),$(GPUS)) $(FROM_TREE) torch_ops.bench $(3) \
 	--out $(RESULTS)/$(GPU)_$(1).json $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
-NEXT_TO_PEERS = --backward --peers vk_free,cudnn,flash2,flash4 --rounds 10
+NEXT_TO_PEERS = --backward --peers vk_free,cudnn,cudnn_packed,flash2,flash4,flash4_deterministic --rounds 10
 VISION = 'qwen3vl_l_*,qwen25vl_*'
 DENSE = 'dense_*,qwen3vl_m_*'
 CLOSE = 'qwen25vl_4x4096,dense_d128_8x4096'

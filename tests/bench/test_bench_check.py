@@ -152,6 +152,63 @@ def test_cudnn_view_is_the_packed_maths(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
+    ("shape", "refused"),
+    [
+        ("40+30x2x16", ""),
+        ("40+30x2x16c", ""),
+        ("2x40x2x16", ""),
+        ("40+30x4/2x16", "share keys"),
+        ("window", "window_left"),
+        ("softcap_causal", "softcap"),
+        ("40+30x2x16", "needs a GPU"),
+    ],
+)
+def test_packed_cudnn_takes_what_its_op_takes(shape: str, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op is called with boundaries, and asked for lse where there will be a backward."""
+    seen: list[tuple[Any, ...]] = []
+
+    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, lse, dropout, causal, debug, *, scale):
+        seen.append((bias, max_q, max_k, lse, dropout, causal, debug, scale))
+        return references.window_attn(q, k, v, cu_q, cu_k, causal=causal)[0], None
+
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", forward)
+    (case,) = find_cases([shape], CPU)
+    baseline = attention_peers.CUDNN_PACKED
+    if refused == "needs a GPU":
+        assert baseline.refuses(case, torch.bfloat16, CPU) == refused
+        return
+    monkeypatch.setattr(attention_peers, "needs_half_on_gpu", lambda dtype, device: "")
+    assert refused in baseline.refuses(case, torch.bfloat16, CPU)
+    if refused:
+        return
+    for one in measured(OURS, baseline, shape=shape):
+        assert one.baselines[0].status == OK, one.baselines[0].note
+    longest, causal = max(case.lengths), bool(case.options.get("causal"))
+    assert {call[3] for call in seen} == {True, False}
+    assert {(*call[:3], *call[4:]) for call in seen} == {(None, longest, longest, 0.0, causal, False, None)}
+
+
+@pytest.mark.parametrize("shape", ["12+30x2x16", "3x20x2x16"])
+def test_flash4_comes_in_both_forms(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deterministic one is timed in the backward alone."""
+    asked: list[bool] = []
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, deterministic: bool = False, **options: Any) -> Any:
+            asked.append(deterministic)
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(attention_peers, "flash4_function", lambda name: noting(getattr(FLASH4, name)))
+    both = anywhere(attention_peers.FLASH4, attention_peers.FLASH4_DETERMINISTIC)
+    forward, backward = measured(OURS, *both, shape=shape)
+    assert [each.name for each in forward.baselines] == ["flash4"]
+    assert [(each.name, each.status) for each in backward.baselines] == [("flash4", OK), ("flash4_deterministic", OK)]
+    assert {True, False} == set(asked)
+
+
+@pytest.mark.parametrize(
     ("shape", "flash2", "flash4"),
     [
         ("12+30x4/2x16c", (30, 30, None, (-1, 0), True), (30, 30)),

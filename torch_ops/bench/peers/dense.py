@@ -99,8 +99,9 @@ def _math_refuses(case: DenseCase, dtype: torch.dtype, device: torch.device) -> 
     return _sdpa_refuses(case) or _too_large(case, dtype)
 
 
-def _bind_flash4(case: DenseCase, inputs: DenseInputs) -> Call:
+def _bind_flash4(deterministic: bool, case: DenseCase, inputs: DenseInputs) -> Call:
     function, options = flash4_function("flash_attn_func"), flash4_options(case)
+    options |= {"deterministic": True} if deterministic else {}
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = function(q, k, v, **options)
@@ -127,7 +128,11 @@ DENSE_BASELINES = (
         "cudnn", SDPBackend.CUDNN_ATTENTION, _cudnn_refuses, f"cuDNN {torch.backends.cudnn.version() or '(not here)'}"
     ),
     _sdpa("flash2", SDPBackend.FLASH_ATTENTION, _flash2_refuses, "FlashAttention-2"),
-    Impl("flash4", _bind_flash4, about_flash4(), flash4_refuses),
+    Impl("flash4", partial(_bind_flash4, False), about_flash4(), flash4_refuses),
+    Impl(
+        "flash4_deterministic", partial(_bind_flash4, True), f"{about_flash4()}, with deterministic=True",
+        flash4_refuses, directions=("backward",),
+    ),
     _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION, _efficient_refuses, "its memory-efficient kernels"),
     _sdpa("math", SDPBackend.MATH, _math_refuses, "plain products and softmax"),
     Impl(

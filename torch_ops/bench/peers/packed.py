@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,6 +121,35 @@ def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | Non
     return _batched_call(case, inputs, forward, turn, heads_first=True)
 
 
+def _cudnn_packed_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
+    """As PyTorch's `varlen_attn` does before it calls the op, from 2.14 on; in 2.11 the op alone is there."""
+    if option := uses(case, *BOUNDS, "softcap", *SCORE_MODS):
+        return f"has no {option} in _cudnn_attention_forward"
+    if grouped(case):
+        return "has no heads that share keys where segments are packed"
+    if case.k_lengths not in (None, case.lengths) and case.options.get("causal"):
+        return "aligns causal order of unequal lengths top-left"
+    if case.skipped or case.padding:
+        return "leaves rows outside all segments unwritten"
+    if 0 in (*case.lengths, *(case.k_lengths or ())):
+        return "is not called with empty segments here"
+    return needs_half_on_gpu(dtype, device)
+
+
+def _bind_cudnn_packed(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
+    places = (*_cu_seqlens(inputs), *_lengths(case))
+    causal, scale = bool(case.options.get("causal")), case.options.get("scale")
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        needs_lse = torch.is_grad_enabled() and q.requires_grad
+        results: tuple[Tensor, ...] = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, *places, needs_lse, 0.0, causal, False, scale=scale
+        )
+        return results[0]
+
+    return packed_call(inputs, forward, turn)
+
+
 def _varlen_attn() -> Any:
     return importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
@@ -181,9 +211,11 @@ def flash4_options(case: AttentionCase) -> dict[str, Any]:
     return options
 
 
-def _bind_flash4(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None) -> Call:
+def _bind_flash4(
+    case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | None = None, deterministic: bool = False
+) -> Call:
     """Equal segments go to its function for batches, as they do with cuDNN."""
-    options = flash4_options(case)
+    options = {**flash4_options(case), **({"deterministic": True} if deterministic else {})}
     if case.uniform:
         function = flash4_function("flash_attn_func")
     else:
@@ -226,15 +258,25 @@ CUDNN = Impl(
     "cudnn", _bind_cudnn,
     f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version() or '(not here)'}", _cudnn_refuses,
 )  # fmt: skip
+CUDNN_PACKED = Impl(
+    "cudnn_packed", _bind_cudnn_packed,
+    f"aten._cudnn_attention_forward of torch {torch.__version__} with boundaries of packed segments, by cuDNN "
+    f"{torch.backends.cudnn.version() or '(not here)'}", _cudnn_packed_refuses,
+)  # fmt: skip
 FLASH2 = Impl(
     "flash2", _bind_flash2, f"FlashAttention-2, varlen_attn of torch {torch.__version__}", _flash2_refuses,
 )  # fmt: skip
 FLASH4 = Impl("flash4", _bind_flash4, about_flash4(), _packed_flash4_refuses)
+# Its forward is the same with the flag and without.
+FLASH4_DETERMINISTIC = Impl(
+    "flash4_deterministic", partial(_bind_flash4, deterministic=True), f"{about_flash4()}, with deterministic=True",
+    _packed_flash4_refuses, directions=("backward",),
+)  # fmt: skip
 REFERENCE = Impl(
     "reference", _bind_reference, "torch_ops.testing.references, one segment after the other in eager PyTorch",
     _reference_refuses,
 )  # fmt: skip
-BASELINES = (CUDNN, FLASH2, FLASH4, REFERENCE)
+BASELINES = (CUDNN, CUDNN_PACKED, FLASH2, FLASH4, FLASH4_DETERMINISTIC, REFERENCE)
 
 _BINDS = {CUDNN: _bind_cudnn, FLASH2: _bind_flash2, FLASH4: _bind_flash4, REFERENCE: _bind_reference}
 

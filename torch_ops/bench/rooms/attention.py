@@ -116,6 +116,9 @@ BENCH = OpBench(
     inputs=make_dense_inputs, checks=_checks, cost=attention_cost, path=attention_path, ours=OURS,
     baselines=(AS_FP16, AS_BF16, *DENSE_BASELINES),
     # Those of 16-bit types and those of fp32; what cannot run a type says so.
-    usual={"cuda": (OURS_AS_FP16, "cudnn", "flash2", "flash4", "efficient", "math"), "cpu": (OURS_AS_FP16, "math")},
+    usual={
+        "cuda": (OURS_AS_FP16, "cudnn", "flash2", "flash4", "flash4_deterministic", "efficient", "math"),
+        "cpu": (OURS_AS_FP16, "math"),
+    },
     host_calls=_host_calls, kernels=_kernels,
 )  # fmt: skip

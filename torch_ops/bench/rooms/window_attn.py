@@ -45,6 +45,9 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
 BENCH = OpBench(
     op="window_attn", cases=find_cases, profiled="qwen3vl_l_4096", shape=notation, inputs=make_inputs,
     checks=partial(packed_checks, make_inputs), cost=attention_cost, path=attention_path, ours=OURS,
-    baselines=(OURS_FREE, *BASELINES), usual={"cuda": ("cudnn", "flash2", "flash4"), "cpu": ("reference",)},
+    baselines=(OURS_FREE, *BASELINES),
+    usual={
+        "cuda": ("cudnn", "cudnn_packed", "flash2", "flash4", "flash4_deterministic"), "cpu": ("reference",),
+    },
     host_calls=_host_calls, kernels=packed_kernels,
 )  # fmt: skip
