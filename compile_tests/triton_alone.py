@@ -33,8 +33,9 @@ from csrc_free_ops.tiles.hopper.versions import PTXAS
 
 Variant = dict[str, Any]
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# What Hopper kernels spill more where ptxas is newer than that of 3.6 and 3.7 (docs/benchmarks.md has the times).
-SPILLED_MORE = {(3, 8): 24, (3, 9): 48}
+# Hopper kernels spill so many times as much, plus so many bytes, where ptxas is newer than that of 3.6 and 3.7
+# (docs/benchmarks.md has the times).
+SPILLED_MORE = {(3, 8): (1.0, 24), (3, 9): (1.4, 48)}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -144,7 +145,10 @@ def faults(variant: Variant) -> tuple[list[str], dict[str, int]]:
     wrong = []
     if found["shared"] > variant["shared_memory"]:
         wrong.append(f"{found['shared']} bytes of shared memory, of {variant['shared_memory']}")
-    most_spilled = variant["most_spilled"] + (SPILLED_MORE.get(VERSION, 0) if "hopper" in variant["kernel"] else 0)
+    most_spilled = variant["most_spilled"]
+    if "hopper" in variant["kernel"]:
+        times, plus = SPILLED_MORE.get(VERSION, (1.0, 0))
+        most_spilled = int(times * most_spilled) + plus
     if found["spilled"] > most_spilled:
         wrong.append(f"{found['spilled']} spilled, at most {most_spilled} allowed")
     if variant["wgmma"]:

@@ -18,7 +18,7 @@ meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 # Launch options. Triton 3.9 asks its ptxas (13.4) for --regAllocOptLevel=2, by which tiles next to wide accumulators
-# spill up to 170 bytes a thread; at ptxas's own level, 4, at most 48 do.
+# spill up to 192 bytes a thread; at ptxas's own level, 4, they spill at most 48.
 PTXAS = {"ptx_options": "--regAllocOptLevel=4"} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else {}
 
 
