@@ -25,7 +25,7 @@ ANY_TRITON = "VK_ANY_TRITON"
 
 
 class Version:
-    """A process that times our ops with the Triton in `folder`, or with this one's."""
+    """A process that times our ops with the packages in `folder`, Triton's or a copy of ours, or with this one's."""
 
     def __init__(self, folder: str) -> None:
         paths = [folder, *sys.path] if folder else sys.path
@@ -33,6 +33,8 @@ class Version:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torch_ops.bench.measure.versions"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            # Python looks into the current folder first, where another copy of our own packages may lie.
+            cwd=folder or None,
         )  # fmt: skip
         self.triton = str(self.answer())
 

@@ -1,0 +1,47 @@
+"""Versions of Triton side by side, each in a process of its own; here on a CPU, of one version."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from tests.bench.verify import CPU
+from torch_ops.bench.app import BENCHES
+from torch_ops.bench.commands.versions import SHAPES
+from torch_ops.bench.measure.opbench import split
+from torch_ops.bench.measure.results import BASELINE, OURS
+from torch_ops.bench.measure.run import Setup
+from torch_ops.bench.measure.versions import time_versions, versions
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> list[str]:
+    """This version, and one that a folder holds."""
+    (tmp_path / "triton").mkdir()
+    code = f"import sys; sys.path.remove({str(tmp_path)!r}); del sys.modules['triton']; import triton\n"
+    (tmp_path / "triton" / "__init__.py").write_text(code + "triton.__version__ = '3.99.0'\n")
+    return ["", str(tmp_path)]
+
+
+def test_each_version_is_timed_in_a_process_of_its_own(copies: list[str]) -> None:
+    bench = BENCHES["window_attn"]
+    (case,) = bench.cases(["2x20x2x16"], CPU)
+    setup = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)
+    with versions(copies) as processes:
+        assert [process.triton for process in processes] == [triton.__version__, "3.99.0"]
+        for direction in setup.directions:
+            first, second = time_versions(bench, case, direction, setup, processes)
+            assert (first.group, second.group, second.name) == (OURS, BASELINE, "3.99.0")
+            assert (first.direction, first.path, first.case) == (direction, "reference", case.name)
+            assert len(first.rounds_ms) == len(second.rounds_ms) >= 2 and min(*first.rounds_ms, *second.rounds_ms) > 0
+
+
+def test_a_process_that_ends_is_reported(copies: list[str]) -> None:
+    with versions(copies[:1]) as (process,), pytest.raises(RuntimeError, match="ended with 1"):
+        process.ask({"op": "no such op", "case": "", "direction": "forward", "dtype": "float32", "device": "cpu"})
+
+
+def test_all_shapes_are_known() -> None:
+    for op, shapes in SHAPES.items():
+        assert len(BENCHES[op].cases([shapes], CPU)) == len(split([shapes]))
