@@ -18,6 +18,7 @@ from torch_ops.models._sharing import (
     is_vision_model,
     kinds_of,
     modules_of,
+    rotary_like,
     share,
     vision_classes,
 )
@@ -185,7 +186,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     rotary = tower.rotary_pos_emb
     if any(buffer.device != encoder.device for buffer in rotary.buffers()):
         with torch.device(encoder.device):
-            tower.rotary_pos_emb = type(rotary)(rotary.config)
+            tower.rotary_pos_emb = rotary_like(rotary)
     copy_modes(encoder, tower)
     return tower
 
