@@ -117,14 +117,14 @@ def _monkey_patching() -> Any:
         from transformers import monkey_patching
     except ImportError as error:
         raise ImportError(
-            f"registering encoders needs a transformers with transformers.monkey_patching, such as 5.17; "
+            f"registering encoders needs a transformers with transformers.monkey_patching, such as 5.5.3; "
             f"this is {transformers.__version__}. accelerate(model) works after loading"
         ) from error
     return monkey_patching
 
 
 def _try_patching(patching: Any) -> None:
-    """Refuses where Transformers cannot patch: 5.17 looks into all its modules, and wants torchvision for some."""
+    """Refuses where Transformers cannot patch: 5.5 to 5.17 look into all modules, and want torchvision for some."""
     nothing: dict[str, type[nn.Module]] = {"^$": nn.Identity}
     patching.register_patch_mapping(nothing)
     try:
