@@ -9,9 +9,10 @@ A *token* of the tower is one patch of 16 x 16 pixels, two frames deep (14 x 14 
 projector merges 2 x 2 tokens, so its output has a quarter as many rows.
 """
 
+import importlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,10 @@ from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config
 from torch_ops.models.vision_metadata import check_grid, sent, vision_metadata
 
-try:
-    from transformers import vision_utils
-except ImportError:
-    # Transformers 5.5 computes positions and segments in its towers.
-    vision_utils = None
+vision_utils: Any = None
+with suppress(ImportError):
+    # Transformers 5.5 has none, because its towers compute positions and segments themselves.
+    vision_utils = importlib.import_module("transformers.vision_utils")
 
 Progress = Callable[[int, int], None]
 
