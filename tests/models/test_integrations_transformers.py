@@ -1,7 +1,6 @@
 """Transformers vision encoders on vk::window_attn: same values, one packed call per layer."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +23,14 @@ from torch_ops.integrations.transformers import (
     use_window_attn,
     window_attention_forward,
 )
+from torch_ops.models import qwen_vl
 from torch_ops.models.qwen_vl import encode
 from torch_ops.testing.tolerance import assert_close_to_reference, check
 
 pytestmark = pytest.mark.no_interpret
 
 on_the_host = pytest.mark.skipif(
-    importlib.util.find_spec("transformers.vision_utils") is None,
+    not qwen_vl.computes_ahead,
     reason=f"towers of transformers {transformers.__version__} read the grid from the device",
 )
 

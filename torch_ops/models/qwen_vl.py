@@ -40,8 +40,9 @@ from torch_ops.models.vision_metadata import check_grid, sent, vision_metadata
 
 vision_utils: Any = None
 with suppress(ImportError):
-    # Transformers 5.5 has none, because its towers compute positions and segments themselves.
     vision_utils = importlib.import_module("transformers.vision_utils")
+# Up to Transformers 5.12, towers compute some positions or segments themselves; with 5.5 all of them.
+computes_ahead = hasattr(vision_utils, "get_vision_interpolation_indices_and_weights")
 
 Progress = Callable[[int, int], None]
 
@@ -258,8 +259,8 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     ``tower`` is our encoder or Transformers', compiled or not, or `EncoderGraphs`. ``pixel_values`` (``[T, 1536]`` for
     Qwen3-VL) lies on its device. Keep ``grid_thw`` int64 ``[n, 3]`` on the CPU: positions and segment boundaries are
     then computed there and sent. The call does not wait for the device and compiles without graph breaks.
-    (Transformers' sdpa attention reads the boundaries back in each layer. Towers of a Transformers without
-    ``vision_utils`` read the grid back from the device.) ``chunk_tokens`` is for our encoder alone.
+    (Transformers' sdpa attention reads the boundaries back in each layer. Before Transformers 5.15,
+    towers also read the grid back.) ``chunk_tokens`` is for our encoder alone.
 
     Returns Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``, ``pooler_output`` ``[T / 4,
     out_hidden_size]`` and, if the tower has taps, ``deepstack_features``.
@@ -275,7 +276,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     if chunk_tokens is not None:
         raise ValueError(f"chunk_tokens is for torch_ops' encoder, got {type(tower).__name__}")
     device = pixel_values.device
-    if vision_utils is None:
+    if not computes_ahead:
         return tower(pixel_values, grid_thw=sent(grid, device))
     tensors, longest = _precomputed(tower, grid)
     return tower(pixel_values, grid_thw=grid, **longest, **{key: sent(each, device) for key, each in tensors.items()})
