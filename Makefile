@@ -3,6 +3,9 @@ VENV ?= .venv
 TORCH_INDEX ?=
 OP ?=
 SHARD ?=
+TORCH ?= 2.15.0
+TRANSFORMERS ?= 5.24.0
+CONSTRAINTS ?= constraints-cpu.txt
 SANITIZER ?= compute-sanitizer
 RESULTS ?= docs/results
 GPU ?= h200
@@ -14,7 +17,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check \
-	-c constraints-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	-c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # Workers begin with neighbours, which share what they build, and take from each other in the end.
 AT_A_TIME = -n $(1) --dist worksteal
@@ -23,13 +26,13 @@ AT_A_TIME = -n $(1) --dist worksteal
 FROM_TREE = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m
 
 # A cached artefact would hide a changed op, and the default of FP fusion differs between Triton versions.
-test gpu-test: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
-test gpu-test: export TRITON_DEFAULT_FP_FUSION = 1
+test gpu-test lane: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
+test gpu-test lane: export TRITON_DEFAULT_FP_FUSION = 1
 # All that is only built takes longer than what runs; every run takes the same sixteenth.
-test gpu-test: export VK_BUILDS ?= some
+test gpu-test lane: export VK_BUILDS ?= some
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test builds gpu-test sanitize bench figures tables lint clean
+.PHONY: help demo test builds test-torch test-transformers lane gpu-test sanitize bench figures tables lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -40,6 +43,7 @@ help: ## this list
 	@echo "                    https://download.pytorch.org/whl/cpu"
 	@echo "  OP=window_attn    test, gpu-test, bench: this op alone"
 	@echo "  JOBS=8            test, gpu-test: so many tests at a time, which take turns at the GPUs (pytest-xdist)"
+	@echo "  TORCH=2.15.0      test-torch; TRANSFORMERS=5.24.0 test-transformers: the version, in a .venv-* of its own"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
 	@echo "  TRITON=3.9        builds: the version of Triton, in an environment of its own; ARGS='--kernel hopper'"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
@@ -83,6 +87,37 @@ $(TRITON_PYTHON):
 builds: $(VARIANTS) $(TRITON_PYTHON) ## all kernels for all GPUs, built by TRITON=3.9 without PyTorch; the tests build a sixteenth
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_CACHE_DIR=$(CURDIR)/.pytest_cache/triton-$(TRITON) \
 		$(TRITON_PYTHON) -m compile_tests.triton_alone $(VARIANTS) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
+
+# A lane is an environment of its own, with another PyTorch or Transformers. It runs the tests that depend on that
+# package, for some minutes. The constraints of the lane replace lines of constraints-cpu.txt.
+TORCH_TESTS = $(patsubst %,compile_tests/test_%.py,registry torch_private compat caches models window_attn kv_cache_append) \
+	$(patsubst %,tests/models/test_%.py,integrations_transformers models capture)
+TRANSFORMERS_TESTS = $(patsubst %,tests/models/test_%.py,integrations_transformers accelerate)
+# PyPI's wheels of torch pin these; the CPU wheels pin nothing.
+TRITON_2.11.0 = 3.6.0
+TRITON_2.13.0 = 3.7.1
+TRITON_2.14.1 = 3.8.0
+TRITON_2.15.0 = 3.9.0
+LANE_TRITON = $(or $(TRITON_$(TORCH)),$(error TORCH is $(TORCH), expected one of 2.11.0, 2.13.0, 2.14.1, 2.15.0))
+# The interpreter of Triton 3.6 fails on device descriptors with numpy 2.4 (Triton issue 9171).
+NUMPY = $(if $(filter 3.6.%,$(LANE_TRITON)),numpy<2.4)
+# NAME, the packages whose lines are replaced, the constraints in their place, the tests.
+LANE = @$(MAKE) --no-print-directory lane VENV=.venv-$(1) CONSTRAINTS=.venv-$(1)/constraints.txt \
+	REPLACED='$(2)' PINS='$(3)' LANE_TESTS='$(4)'
+
+test-torch: ## tests of registry, compilation and integrations with another torch (TORCH=2.11.0, 2.14.1, 2.15.0)
+	$(call LANE,torch-$(TORCH),torch triton$(if $(NUMPY), numpy),torch==$(TORCH) triton==$(LANE_TRITON) $(NUMPY),$(TORCH_TESTS))
+
+test-transformers: ## tests of the integration with another transformers (TRANSFORMERS=5.5.3, 5.24.0)
+	$(call LANE,transformers-$(TRANSFORMERS),transformers huggingface_hub safetensors tokenizers,transformers==$(TRANSFORMERS),$(TRANSFORMERS_TESTS))
+
+lane: $(VENV)/.installed-test
+	$(PYTEST) $(LANE_TESTS) $(ARGS)
+
+.PRECIOUS: .venv-%/constraints.txt
+.venv-%/constraints.txt: constraints-cpu.txt | $(BIN)/pip
+	@grep -v $(foreach name,$(REPLACED),-e '^$(name)==') constraints-cpu.txt > $@
+	@printf '%s\n' $(foreach pin,$(PINS),'$(pin)') >> $@
 
 # These run on what the machine has; without it the first import would say so at length.
 gpu-test sanitize bench: needs-torch
@@ -184,15 +219,15 @@ lint: $(VENV)/.installed-dev ## style, types, banned patterns, workflows
 	@$(MAKE) --no-print-directory $(BIN)/actionlint
 	$(BIN)/actionlint
 
-clean: ## remove what builds and tests left; the environment in .venv stays
+clean: ## remove what builds and tests left; the environments in .venv* stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/pip:
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-%: pyproject.toml constraints-cpu.txt | $(BIN)/pip
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	@echo "Installing vk-ops with its $* extra into $(VENV); the first time takes a few minutes"
 	@$(PIP_INSTALL) -e ".[$*]"
 	@touch $@

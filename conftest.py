@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import re
 import zlib
@@ -39,10 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     import torch
+    import triton
 
-    triton = importlib.metadata.version("triton")
     interpreted = " in the interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-    return f"vk: torch {torch.__version__}, triton {triton}{interpreted}, {_gpu() or 'no GPU'}"
+    return f"vk: torch {torch.__version__}, triton {triton.__version__}{interpreted}, {_gpu() or 'no GPU'}"
 
 
 # Last, so that the shares are equal after -k and -m have chosen.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_ops.models._sharing import rotary_like
 from torch_ops.models.families import FAMILIES
 
 HEADS = 2
@@ -53,7 +54,7 @@ def cast(tower: Any, dtype: torch.dtype) -> Any:
     tower.to(dtype)
     rotary = tower.rotary_pos_emb
     with torch.device(tower.patch_embed.proj.weight.device):
-        tower.rotary_pos_emb = type(rotary)(rotary.config)
+        tower.rotary_pos_emb = rotary_like(rotary)
     return tower
 
 

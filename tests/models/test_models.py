@@ -4,6 +4,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from torch_ops.models import (
 )
 from torch_ops.models._blocks import VisionBlock
 from torch_ops.models._chunks import split_images
-from torch_ops.models.families import FAMILIES, vision_config_of
+from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.vision_metadata import CACHE_SIZE, precomputed_metadata
 from torch_ops.testing import assert_close_to_reference, check, check_draws
 from torch_ops.testing.tolerance import Draw
@@ -607,6 +608,18 @@ def test_blocks_may_be_wrapped(reentrant: bool) -> None:
     assert len(seen) == len(encoder.blocks) and min(seen) >= 2
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, msg=about(name))
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_vision_configurations_with_the_name_of_the_whole_model(key: str) -> None:
+    """Transformers 5.5 gives most of them."""
+    config = vision_config(key)
+    assert family_key(config) == key and vision_config_of(config) is config
+    if key.endswith("_vision"):
+        part = SimpleNamespace(model_type=key.removesuffix("_vision"), base_config_key="vision_config")
+        assert family_key(part) == key and vision_config_of(SimpleNamespace(vision_config=part)) is part
+        part.base_config_key = ""
+        assert family_key(part) not in FAMILIES
 
 
 def test_the_configuration_says_what_is_returned() -> None:

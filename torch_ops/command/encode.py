@@ -79,7 +79,7 @@ def encode(
     """
     with input_errors():
         from torch_ops.models import qwen_vl
-        from torch_ops.models.families import FAMILIES
+        from torch_ops.models.families import FAMILIES, family_key
 
         if tower is not None and model is not None:
             raise ValueError("--tower and --model exclude each other: give one of them")
@@ -103,7 +103,7 @@ def encode(
                 else:
                     encoder = qwen_vl.build_tower(name, seed, kind, where, advance)
                 config = encoder.config
-                check_head_dim("vk::window_attn", "the tower", FAMILIES[config.model_type].sizes(config).head_dim)
+                check_head_dim("vk::window_attn", "the tower", FAMILIES[family_key(config)].sizes(config).head_dim)
                 _check_patches(config, inputs.pixel_values)
             runs = _run(
                 encoder, inputs, repeat, step,

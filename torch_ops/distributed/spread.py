@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import check_int, refuse
-from torch_ops.models.families import FAMILIES
+from torch_ops.models.families import FAMILIES, family_key
 from torch_ops.models.vision_metadata import CACHE_SIZE, Image, images_of
 
 # The tower of Qwen3-VL-8B; for encoders of unknown configuration.
@@ -119,7 +119,7 @@ def least_loaded(costs: Sequence[float], ranks: int) -> list[int]:
 def balance_of(encoder: Any) -> float:
     """`balance` of an encoder by its configuration, or `BALANCE` where it has none of the known families."""
     config: Any = getattr(encoder, "config", None)
-    family = FAMILIES.get(getattr(config, "model_type", ""))
+    family = FAMILIES.get(family_key(config))
     if family is None:
         return BALANCE
     width, inner = getattr(config, family.width), family.intermediate_size(config)

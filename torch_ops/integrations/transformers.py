@@ -12,7 +12,7 @@ here make every layer one packed call instead:
     use_window_attn(model)   # a vision encoder, or any model that holds one
     restore(model)           # undoes either function
 
-Works with transformers 5.17 to 5.23, forward and backward.
+Works with transformers 5.5.3 to 5.24, forward and backward. The CPU tests run both ends of this range.
 """
 
 from typing import Any, TypeVar, cast
@@ -34,7 +34,8 @@ try:
     from transformers import AttentionInterface, PreTrainedModel
 except ImportError as error:
     raise ImportError(
-        "torch_ops.integrations.transformers needs transformers: pip install 'vk-ops[transformers]'"
+        "torch_ops.integrations.transformers needs transformers 5.5.3 or newer "
+        f"({error}): pip install 'vk-ops[transformers]'"
     ) from error
 
 # Transformers makes the packed call only for names that contain "flash".

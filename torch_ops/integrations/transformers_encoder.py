@@ -18,6 +18,7 @@ from torch_ops.models._sharing import (
     is_vision_model,
     kinds_of,
     modules_of,
+    rotary_like,
     share,
     vision_classes,
 )
@@ -116,14 +117,14 @@ def _monkey_patching() -> Any:
         from transformers import monkey_patching
     except ImportError as error:
         raise ImportError(
-            f"registering encoders needs a transformers with transformers.monkey_patching, such as 5.17; "
+            f"registering encoders needs a transformers with transformers.monkey_patching, such as 5.5.3; "
             f"this is {transformers.__version__}. accelerate(model) works after loading"
         ) from error
     return monkey_patching
 
 
 def _try_patching(patching: Any) -> None:
-    """Refuses where Transformers cannot patch: 5.17 looks into all its modules, and wants torchvision for some."""
+    """Refuses where Transformers cannot patch: 5.5 to 5.17 look into all modules, and want torchvision for some."""
     nothing: dict[str, type[nn.Module]] = {"^$": nn.Identity}
     patching.register_patch_mapping(nothing)
     try:
@@ -185,7 +186,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     rotary = tower.rotary_pos_emb
     if any(buffer.device != encoder.device for buffer in rotary.buffers()):
         with torch.device(encoder.device):
-            tower.rotary_pos_emb = type(rotary)(rotary.config)
+            tower.rotary_pos_emb = rotary_like(rotary)
     copy_modes(encoder, tower)
     return tower
 

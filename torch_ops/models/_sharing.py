@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_ops._core.checks import refuse
 from torch_ops.models._layers import plain
-from torch_ops.models.families import FAMILIES
+from torch_ops.models.families import FAMILIES, family_key
 from torch_ops.models.vision import QwenVisionEncoder
 
 _EPS = ("eps", "variance_epsilon")
@@ -104,10 +104,17 @@ def _check_frequencies(name: str, theirs: Any) -> None:
     if not isinstance(got, Tensor) or got.is_meta:
         return
     with torch.device("cpu"):
-        wanted: Tensor = type(theirs)(theirs.config).inv_freq
+        wanted: Tensor = rotary_like(theirs).inv_freq
     rounded_to_bf16 = 2.0**-8
     if got.shape != wanted.shape or not torch.allclose(got.cpu().to(wanted.dtype), wanted, rounded_to_bf16, 0.0):
         refuse("from_transformers", f"{name}.inv_freq", "the frequencies of the config", "different")
+
+
+def rotary_like(rotary: Any) -> Any:
+    """A new rotary embedding of a tower, with the frequencies of its configuration, on the default device."""
+    # Transformers 5.5 builds it from the sizes, which the tower's class takes from the configuration.
+    arguments = (rotary.config,) if hasattr(rotary, "config") else (rotary.dim, rotary.theta)
+    return type(rotary)(*arguments)
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -175,8 +182,9 @@ def modules_of(model: object) -> Iterable[nn.Module]:
 
 
 def is_vision_model(module: nn.Module) -> bool:
-    model_type = getattr(getattr(module, "config", None), "model_type", None)
-    return model_type in FAMILIES and {"patch_embed", "blocks"} <= module._modules.keys()
+    return (
+        family_key(getattr(module, "config", None)) in FAMILIES and {"patch_embed", "blocks"} <= module._modules.keys()
+    )
 
 
 def vision_classes() -> str:
@@ -184,5 +192,6 @@ def vision_classes() -> str:
 
 
 __all__ = [
-    "copy_modes", "from_transformers", "is_vision_model", "kinds_of", "modules_of", "share", "vision_classes"
+    "copy_modes", "from_transformers", "is_vision_model", "kinds_of", "modules_of", "rotary_like", "share",
+    "vision_classes",
 ]  # fmt: skip

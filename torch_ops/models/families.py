@@ -99,6 +99,14 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def family_key(config: Any) -> str:
+    """The key in `FAMILIES` of a vision configuration of Transformers; any other configuration gets no key of it."""
+    model_type = str(getattr(config, "model_type", None))
+    # Transformers 5.5 gives most vision configurations the model_type of the whole model.
+    vision_part = getattr(config, "base_config_key", None) == "vision_config"
+    return f"{model_type}_vision" if vision_part and f"{model_type}_vision" in FAMILIES else model_type
+
+
 def vision_config_of(config: Any) -> Any:
     """Return the vision part of a configuration of Transformers: itself, its vision_config, or its thinker's.
 
@@ -106,7 +114,7 @@ def vision_config_of(config: Any) -> Any:
     """
     inner = config
     while inner is not None:
-        if getattr(inner, "model_type", None) in FAMILIES:
+        if family_key(inner) in FAMILIES:
             return inner
         inner = getattr(inner, "vision_config", None) or getattr(inner, "thinker_config", None)
     refuse(
@@ -116,4 +124,4 @@ def vision_config_of(config: Any) -> Any:
     )  # fmt: skip
 
 
-__all__ = ["FAMILIES", "Family", "vision_config_of"]
+__all__ = ["FAMILIES", "Family", "family_key", "vision_config_of"]

@@ -9,9 +9,10 @@ A *token* of the tower is one patch of 16 x 16 pixels, two frames deep (14 x 14 
 projector merges 2 x 2 tokens, so its output has a quarter as many rows.
 """
 
+import importlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,26 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
 
 try:
-    from transformers import PreTrainedModel, vision_utils
+    from transformers import PreTrainedModel
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 except ImportError as error:
-    raise ImportError("torch_ops.models.qwen_vl needs transformers: pip install 'vk-ops[transformers]'") from error
+    raise ImportError(
+        f"torch_ops.models.qwen_vl needs transformers 5.5.3 or newer ({error}): pip install 'vk-ops[transformers]'"
+    ) from error
 
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
-from torch_ops.models._sharing import from_transformers
-from torch_ops.models.families import FAMILIES, vision_config_of
+from torch_ops.models._sharing import from_transformers, rotary_like
+from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config
 from torch_ops.models.vision_metadata import check_grid, sent, vision_metadata
+
+vision_utils: Any = None
+with suppress(ImportError):
+    vision_utils = importlib.import_module("transformers.vision_utils")
+# Up to Transformers 5.12, towers compute some positions or segments themselves; with 5.5 all of them.
+computes_ahead = hasattr(vision_utils, "get_vision_interpolation_indices_and_weights")
 
 Progress = Callable[[int, int], None]
 
@@ -225,7 +234,7 @@ def image_processor(directory: str | Path | None = None) -> Qwen2VLImageProcesso
         if any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
             return Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
         if (directory / "config.json").is_file():
-            settings = _OTHER_PROCESSORS.get(vision_config(directory).model_type, settings)
+            settings = _OTHER_PROCESSORS.get(family_key(vision_config(directory)), settings)
     return Qwen2VLImageProcessorPil(**settings)
 
 
@@ -250,7 +259,8 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     ``tower`` is our encoder or Transformers', compiled or not, or `EncoderGraphs`. ``pixel_values`` (``[T, 1536]`` for
     Qwen3-VL) lies on its device. Keep ``grid_thw`` int64 ``[n, 3]`` on the CPU: positions and segment boundaries are
     then computed there and sent. The call does not wait for the device and compiles without graph breaks.
-    (Transformers' sdpa attention reads the boundaries back in each layer.) ``chunk_tokens`` is for our encoder alone.
+    (Transformers' sdpa attention reads the boundaries back in each layer. Before Transformers 5.15,
+    towers also read the grid back.) ``chunk_tokens`` is for our encoder alone.
 
     Returns Transformers' output with ``last_hidden_state`` ``[T, hidden_size]``, ``pooler_output`` ``[T / 4,
     out_hidden_size]`` and, if the tower has taps, ``deepstack_features``.
@@ -265,15 +275,17 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
         return tower(pixel_values, metadata=vision_metadata(grid, tower.sizes, pixel_values.device))
     if chunk_tokens is not None:
         raise ValueError(f"chunk_tokens is for torch_ops' encoder, got {type(tower).__name__}")
-    tensors, longest = _precomputed(tower, grid)
     device = pixel_values.device
+    if not computes_ahead:
+        return tower(pixel_values, grid_thw=sent(grid, device))
+    tensors, longest = _precomputed(tower, grid)
     return tower(pixel_values, grid_thw=grid, **longest, **{key: sent(each, device) for key, each in tensors.items()})
 
 
 def _precomputed(tower: Any, grid: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Tensors that Transformers' ``tower`` would compute from the grid, and the length of its longest segment."""
     config = vision_config_of(tower.config)
-    family, merge = FAMILIES[config.model_type], config.spatial_merge_size
+    family, merge = FAMILIES[family_key(config)], config.spatial_merge_size
     tensors = {
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
         "position_ids": vision_utils.get_vision_position_ids(grid, merge),
@@ -309,7 +321,7 @@ def split_by_image(output: Any, grid_thw: torch.Tensor) -> list[ImageFeatures]:
 
 def _empty_tower(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
-        return FAMILIES[config.model_type].tower_class()._from_config(config)
+        return FAMILIES[family_key(config)].tower_class()._from_config(config)
 
 
 def _filled_tower(
@@ -317,8 +329,8 @@ def _filled_tower(
 ) -> PreTrainedModel:
     tower.load_state_dict(state, assign=True)
     # The rotary frequencies are not in any checkpoint, and must stay fp32 whatever the dtype.
-    rotary = tower.rotary_pos_emb
-    tower.rotary_pos_emb = type(rotary)(tower.config).to(device)
+    with torch.device("cpu"):
+        tower.rotary_pos_emb = rotary_like(tower.rotary_pos_emb).to(device)
     return tower.eval()
 
 

@@ -19,7 +19,7 @@ from torch_ops._core.checks import check_device, dtype_name, refuse
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionBlock
 from torch_ops.models._chunks import Outputs, chunks_of, joined
 from torch_ops.models._layers import LAYERS, NORMS, plain
-from torch_ops.models.families import FAMILIES, vision_config_of
+from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
     Image,
@@ -42,7 +42,7 @@ class QwenVisionEncoder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         config = vision_config_of(config)
-        family = FAMILIES[config.model_type]
+        family = FAMILIES[family_key(config)]
         self.config = config
         self.family = family
         self.sizes = family.sizes(config)
