@@ -1,5 +1,6 @@
 """PyTorch's flash registry: what an import does, what activation changes, fakes, traces and compiled graphs."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -311,7 +312,9 @@ def test_compiled_varlen_attn_equals_eager(device: str) -> None:
     function, graphs = capture_graphs(call)
     tensors = [tensor.to(device, torch.float16) for tensor in _packed("part_of_qkv")]
     torch.testing.assert_close(_results(function, tensors), _results(call, tensors))
-    assert graphs.dynamo.split() == ["torch_attn._varlen_attn"]
+    # PyTorch 2.15 also asks in the graph which backends are enabled.
+    ops = [target for target in graphs.dynamo.splitlines() if not re.search(r"_get_\w+_sdp_enabled>$", target)]
+    assert ops == ["torch_attn._varlen_attn"]
     assert graphs.forward.count("_varlen_attn") == graphs.backward.count("_varlen_attn_backward") == 1
 
 
