@@ -1,5 +1,6 @@
 """PyTorch's flash attention ops on ours: numerics, dropout, layouts, refusals, and that they never call themselves."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from compile_tests.flash_registry import activated
 from tests.verify import DTYPES, assert_same_bits, assert_waits_for_nothing
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.interpret
 aten = torch.ops.aten
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 16
 LENGTHS, KEY_LENGTHS = (9, 0, 14), (12, 3, 21)
+# Without the flag torch 2.11 takes heads that share keys.
+PARAMETERS = inspect.signature(varlen_attn).parameters
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in PARAMETERS else {}
 # Arguments of varlen_attn, and what the references call them. Its window (-1, 0) is causal order.
 PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -109,13 +113,15 @@ def dense(device: str, dtype: torch.dtype, rows: int = 9, keys: int = 21, key_he
 @pytest.mark.parametrize("name", PACKED)
 def test_varlen_attn(name: str, shared: bool, dtype: torch.dtype, device: str, calls: list[str]) -> None:
     options, named = PACKED[name]
+    if lacking := options.keys() - PARAMETERS.keys():
+        pytest.skip(f"varlen_attn of torch {torch.__version__} has no {', '.join(lacking)}")
     key_lengths = LENGTHS if shared else KEY_LENGTHS
     cu = cumulative(LENGTHS, device)
     cu_k = cu if shared else cumulative(key_lengths, device)
     aux = AuxRequest(lse=True)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return varlen_attn(q, k, v, cu, cu_k, 14, 21, return_aux=aux, enable_gqa=True, **options)
+        return varlen_attn(q, k, v, cu, cu_k, 14, 21, return_aux=aux, **GROUPED, **options)
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return references.window_attn(q, k, v, cu, cu_k, **named)
@@ -212,12 +218,13 @@ def test_dropout_of_packed_tensors_has_the_mask_of_its_seed(device: str) -> None
 
 @pytest.mark.skipif(not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"), reason="this torch lacks the op")
 @pytest.mark.usefixtures("active")
+@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="torch 2.11 has no varlen_attn_out")
 def test_varlen_attn_out_fills_what_it_is_given(device: str) -> None:
     cu = cumulative(LENGTHS, device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
     given = torch.full_like(q, torch.nan).transpose(0, 1).contiguous().transpose(0, 1)
-    out, lse = varlen_attn_out(given, q, k, v, cu, cu, 9, 9, return_aux=AuxRequest(lse=True), enable_gqa=True)
-    expected = varlen_attn(q, k, v, cu, cu, 9, 9, return_aux=AuxRequest(lse=True), enable_gqa=True)
+    out, lse = varlen.varlen_attn_out(given, q, k, v, cu, cu, 9, 9, return_aux=AuxRequest(lse=True), **GROUPED)
+    expected = varlen_attn(q, k, v, cu, cu, 9, 9, return_aux=AuxRequest(lse=True), **GROUPED)
     assert out.data_ptr() == given.data_ptr()
     torch.testing.assert_close((given, lse), expected, rtol=0, atol=0)
 
@@ -261,12 +268,13 @@ def test_a_debug_mask_of_dense_tensors_is_refused(device: str) -> None:
 
 
 @pytest.mark.usefixtures("active")
+@pytest.mark.skipif("seqused_k" not in PARAMETERS, reason="varlen_attn of torch 2.11 has no seqused_k")
 def test_refusals_pass_the_dispatcher(device: str) -> None:
     cu = cumulative(LENGTHS, device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
     used = torch.ones(3, dtype=torch.int32, device=device)
     with pytest.raises(NotImplementedError, match="seqused_k is a tensor, expected None"):
-        varlen_attn(q, k, v, cu, cu, 9, 9, enable_gqa=True, seqused_k=used)
+        varlen_attn(q, k, v, cu, cu, 9, 9, seqused_k=used, **GROUPED)
 
 
 @pytest.mark.parametrize("missing", ["cum_seq_q", "cum_seq_k"])
@@ -289,9 +297,9 @@ def test_autocast_of_another_type_casts_nothing(device: str) -> None:
     """Its casts come above aten's ops. The fakes of these ops say query's dtype."""
     cu = cumulative(LENGTHS, device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
-    expected = varlen_attn(q, k, v, cu, cu, 9, 9, enable_gqa=True)
+    expected = varlen_attn(q, k, v, cu, cu, 9, 9, **GROUPED)
     with torch.autocast(device, torch.bfloat16):
-        actual = varlen_attn(q, k, v, cu, cu, 9, 9, enable_gqa=True)
+        actual = varlen_attn(q, k, v, cu, cu, 9, 9, **GROUPED)
         made = aten._scaled_dot_product_flash_attention(*dense(device, torch.float16)[:3])[0]
     assert actual.dtype == made.dtype == torch.float16 and torch.equal(actual, expected)
 
@@ -311,7 +319,7 @@ def test_gradients_get_the_boundaries_as_shared(device: str, monkeypatch: pytest
     q, k, v, dout = packed(device, torch.float16, LENGTHS)
     for cu_k in (cu, cu.clone()):
         leaf = q.detach().requires_grad_()
-        varlen_attn(leaf, k, v, cu, cu_k, 9, 9, enable_gqa=True).backward(dout)
+        varlen_attn(leaf, k, v, cu, cu_k, 9, 9, **GROUPED).backward(dout)
     assert [call.cu_seqlens_k is None for call in given] == [True, False]
 
 
@@ -330,7 +338,7 @@ def test_deterministic_algorithms_reach_the_backward(device: str, monkeypatch: p
     for wanted in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)
         leaf = q.detach().requires_grad_()
-        varlen_attn(leaf, k, v, cu, cu, 9, 9, enable_gqa=True).backward(dout)
+        varlen_attn(leaf, k, v, cu, cu, 9, 9, **GROUPED).backward(dout)
     assert given == [False, True]
 
 
@@ -347,7 +355,7 @@ def test_nothing_that_the_ops_call_comes_back(device: str, calls: list[str]) -> 
         window_attn(q.requires_grad_(), k, v, cu).backward(dout)
         assert not calls
         leaf = q.detach().requires_grad_()
-        varlen_attn(leaf, k, v, cu, cu, 9, 9, enable_gqa=True).backward(dout)
+        varlen_attn(leaf, k, v, cu, cu, 9, 9, **GROUPED).backward(dout)
     assert calls == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
@@ -368,7 +376,7 @@ def test_the_kernels_go_when_they_are_removed(device: str, calls: list[str]) -> 
 def test_same_bits_every_time(device: str) -> None:
     cu = cumulative(LENGTHS, device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
-    assert_same_bits(lambda: varlen_attn(q, k, v, cu, cu, 9, 9, enable_gqa=True, return_aux=AuxRequest(lse=True)))
+    assert_same_bits(lambda: varlen_attn(q, k, v, cu, cu, 9, 9, return_aux=AuxRequest(lse=True), **GROUPED))
 
 
 # --- with a GPU ---
