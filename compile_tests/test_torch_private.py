@@ -1,5 +1,7 @@
 """What the library uses of PyTorch's private interfaces does what it is used for."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,41 @@ def test_autograd_of_a_custom_op_is_made() -> None:
 
 def _twice(x: Tensor) -> Tensor:
     return 2 * x
+
+
+def test_a_custom_op_tells_what_was_registered() -> None:
+    definition: Any = torch.library.custom_op("_test_private::thrice", mutates_args=())(_twice)
+    assert torch_private.backward_of(definition) is torch_private.setup_context_of(definition) is None
+    definition.register_autograd(_twice, setup_context=test_a_custom_op_tells_what_was_registered)
+    assert torch_private.backward_of(definition) is _twice
+    assert torch_private.setup_context_of(definition) is test_a_custom_op_tells_what_was_registered
+    assert torch_private.overload_of(definition) is torch.ops._test_private.thrice.default
+
+
+def test_a_product_has_its_activation_in_the_epilogue() -> None:
+    bias, x, weight = torch.randn(3), torch.randn(2, 4), torch.randn(4, 3)
+    expected = torch.nn.functional.gelu(x @ weight + bias, approximate="tanh")
+    assert torch.allclose(torch_private.addmm_activation(bias, x, weight, use_gelu=True), expected, atol=1e-3)
+
+
+def test_addresses_are_marked_static() -> None:
+    tensor = torch.ones(3)
+    assert not hasattr(tensor, "_dynamo_static_input_type")
+    torch_private.mark_static_address(tensor)
+    assert hasattr(tensor, "_dynamo_static_input_type")
+
+
+PRIVATE = re.compile(r"torch\._(?!private|ops\b|foreach_)[A-Za-z]\w*|\._(opoverload|backward_fn|setup_context_fn)\b")
+
+
+def test_private_interfaces_are_used_in_one_file_alone() -> None:
+    """The benchmark, which no user's program imports, has some of its own."""
+    root = Path(torch_private.__file__).parents[1]
+    for path in root.rglob("*.py"):
+        if path.name == "torch_private.py" or root / "bench" in path.parents:
+            continue
+        code = [line for line in path.read_text().splitlines() if '"torch._dynamo" in sys.modules' not in line]
+        assert not [line for line in code if PRIVATE.search(line)], path
 
 
 def test_packages_are_told_from_other_traces() -> None:

@@ -23,7 +23,7 @@ class _Gpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     gpu = _Gpu()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream, raising=False)
+    monkeypatch.setattr(counters_module, "raw_cuda_stream", lambda index: gpu.stream)
     return gpu
 
 

@@ -47,6 +47,7 @@ from torch_ops._core.torch_private import (
     FunctionalTensorMode,
     any_requires_grad,
     autograd_impl,
+    backward_of,
     count_dispatch_modes,
     decomposes_triton_ops,
     has_functorch_transforms,
@@ -54,6 +55,8 @@ from torch_ops._core.torch_private import (
     launch_triton_directly,
     name_kernels,
     nothing_watches,
+    overload_of,
+    setup_context_of,
 )
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -186,7 +189,7 @@ def vk_op(
 
         definition: Any = custom_op(f"{NAMESPACE}::{name}", run_beside_modes, mutates_args=mutates)
         definition.register_fake(fake)
-        overload = definition._opoverload
+        overload = overload_of(definition)
         name_kernels(f"{NAMESPACE}::{name}", body)
 
         def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -237,13 +240,16 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             outputs = run(*args)
-            if definition._setup_context_fn is not None:
-                definition._setup_context_fn(ctx, args, outputs)
+            setup_context = setup_context_of(definition)
+            if setup_context is not None:
+                setup_context(ctx, args, outputs)
             return outputs
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return definition._backward_fn(ctx, *grads)
+            backward = backward_of(definition)
+            assert backward is not None
+            return backward(ctx, *grads)
 
     # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
     apply = super(torch.autograd.Function, Differentiable).apply
@@ -262,7 +268,7 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
             torch.autograd.graph.increment_version([args[place] for place in written])
         if not (torch.is_grad_enabled() and any_requires_grad(*args)):
             return run(*args)
-        if definition._backward_fn is None:
+        if backward_of(definition) is None:
             return generic(keyset, *args)
         return apply(*args, *defaults[len(args) :])
 

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "addmm_activation",
     "addresses_equal",
     "any_requires_grad",
     "autograd_impl",
+    "backward_of",
     "count_dispatch_modes",
     "current_cuda_device",
     "decomposes_triton_ops",
@@ -31,9 +34,12 @@ __all__ = [
     "has_functorch_transforms",
     "is_aot_compiling",
     "launch_triton_directly",
+    "mark_static_address",
     "name_kernels",
     "nothing_watches",
+    "overload_of",
     "raw_cuda_stream",
+    "setup_context_of",
     "without_autocast",
 ]
 
@@ -53,12 +59,18 @@ addresses_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = g
 without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 # Within, `torch.library.wrap_triton` gives the kernel itself.
 launch_triton_directly = functools.partial(_library_triton.set_wrap_triton_enabled, False)
+# A custom op's overload, and what `register_autograd` gave it.
+overload_of: Callable[[Any], Any] = attrgetter("_opoverload")
+backward_of: Callable[[Any], Callable[..., Any] | None] = attrgetter("_backward_fn")
+setup_context_of: Callable[[Any], Callable[..., Any] | None] = attrgetter("_setup_context_fn")
+# A product with bias and ReLU or GELU in cuBLAS's epilogue.
+addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 _CUDA = torch._C.DispatchKey.CUDA
 
 
 def autograd_impl(definition: Any) -> Callable[..., Any]:
     """The kernel for Autograd keys that a custom op gets by `register_autograd`."""
-    implementation: Callable[..., Any] = make_autograd_impl(definition._opoverload, definition)
+    implementation: Callable[..., Any] = make_autograd_impl(overload_of(definition), definition)
     return implementation
 
 
@@ -83,6 +95,11 @@ def is_aot_compiling() -> bool:
     """Whether AOTInductor makes a package."""
     inductor = sys.modules.get("torch._inductor.virtualized")
     return inductor is not None and bool(inductor.V.aot_compilation)
+
+
+def mark_static_address(tensor: Tensor) -> None:
+    """Tell CUDA graphs of torch.compile that the tensor stays where it is. Imports Dynamo."""
+    torch._dynamo.mark_static_address(tensor)
 
 
 def decomposes_triton_ops() -> bool:

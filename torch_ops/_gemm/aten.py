@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csrc_free_ops.configs.rows import ATEN
 from torch_ops._core.plan import Plan
-from torch_ops._core.torch_private import without_autocast
+from torch_ops._core.torch_private import addmm_activation, without_autocast
 from torch_ops._gemm.elementwise import new_column_sums, plan_activate, plan_activation_backward, plan_rotate
 from torch_ops._gemm.portable import Rows, product_kernel, product_name, product_size, to_columns
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
@@ -41,7 +41,7 @@ def gelu_into(t: Linear) -> None:
     """
     assert t.bias is not None
     with without_autocast():
-        torch._addmm_activation(t.bias.contiguous(), t.x, t.weight.t(), use_gelu=True, out=t.out)
+        addmm_activation(t.bias.contiguous(), t.x, t.weight.t(), use_gelu=True, out=t.out)
 
 
 def plan_linear_aten(source: str, t: Linear, activation: str, within: bool = False) -> Plan:

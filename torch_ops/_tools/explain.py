@@ -21,7 +21,7 @@ from torch_ops._core.hopper import what_holds
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import Planned
 from torch_ops._core.registry import INTERPRET, OPS, explaining
-from torch_ops._core.torch_private import FakeTensor, FakeTensorMode
+from torch_ops._core.torch_private import FakeTensor, FakeTensorMode, backward_of, setup_context_of
 from torch_ops._core.versions import __version__, not_run_on_a_gpu
 from torch_ops.settings import settings
 
@@ -109,7 +109,7 @@ class _Context:
 
 
 def _plan_gradient(call: Planned) -> None:
-    setup, backward = call.op.definition._setup_context_fn, call.op.definition._backward_fn
+    setup, backward = setup_context_of(call.op.definition), backward_of(call.op.definition)
     if setup is None or backward is None:
         return
     context = _Context(call.args)

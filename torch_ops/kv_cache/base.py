@@ -16,6 +16,7 @@ from torch_ops._core.checks import (
     refuse,
 )
 from torch_ops._core.registry import is_eager
+from torch_ops._core.torch_private import mark_static_address
 from torch_ops._kv_cache.append import check_sizes
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
@@ -33,7 +34,7 @@ def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
 
 def static(tensor: Tensor) -> Tensor:
     """Mark the tensor as static, so that CUDA graphs of torch.compile may write to it."""
-    torch._dynamo.mark_static_address(tensor)
+    mark_static_address(tensor)
     return tensor
 
 
