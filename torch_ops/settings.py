@@ -131,7 +131,7 @@ class Settings:
     compiled artefacts on disk.
     """
 
-    __slots__ = ("_rows", "_user_tag", "_values", "generation")
+    __slots__ = ("_rows", "_self_test", "_user_tag", "_values", "generation")
 
     def __init__(self) -> None:
         self._values = _from_environment()
@@ -145,6 +145,8 @@ class Settings:
             self._values = replace(self._values, rows="")
             self._rows = _Rows()
         self.generation = 0
+        # Empty where kernels need none, or have had none.
+        self._self_test = ""
         self._user_tag = torch.compiler.config.cache_key_tag
         self._key_artefacts()
 
@@ -187,9 +189,15 @@ class Settings:
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
 
-    def forget_plans(self) -> None:
-        """Let eager calls plan anew, because something beside the settings has changed what they would choose."""
-        self.generation += 1
+    def take_self_test(self, holds: bool, is_eager: bool) -> None:
+        """Let calls plan anew and artefacts have another key, once a self-test of kernels says what they choose."""
+        token = ":holds" if holds else ":fails"
+        if token != self._self_test:
+            self._self_test = token
+            self.generation += 1
+            self._key_artefacts()
+            if is_eager and "torch._dynamo" in sys.modules:
+                torch.compiler.reset()
 
     def __call__(self, **changes: Any) -> contextlib.AbstractContextManager["Settings"]:
         """Change settings at once, as `update` does; as a context manager, for its block only."""
@@ -206,7 +214,7 @@ class Settings:
             self._take(replace(self._values, **before), rows if "rows" in before else self._rows)
 
     def _key_artefacts(self) -> None:
-        tag = f"vk:{source_hash()}:{self._values.path}:{self._rows.digest}"
+        tag = f"vk:{source_hash()}:{self._values.path}:{self._rows.digest}{self._self_test}"
         torch.compiler.config.cache_key_tag = f"{self._user_tag}|{tag}" if self._user_tag else tag
 
 

@@ -1,7 +1,9 @@
 """Versions of Triton that nobody has measured are tried once; kernels that fail then do not run."""
 
 import json
+import os
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,19 +27,23 @@ def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(self_test, "_known", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(hopper, "is_measured", lambda: False)
+    monkeypatch.setattr(settings, "_self_test", "")
     yield
+    # Later tests have the key of a measured version again.
+    settings._self_test = ""
+    settings._key_artefacts()
 
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """Lets tries end so; a number for each is in the list."""
 
-    def end(holds: bool, why: str = "") -> list[int]:
+    def end(holds: bool, why: str = "", is_final: bool = True) -> list[int]:
         runs: list[int] = []
 
-        def run() -> tuple[bool, str]:
+        def run() -> tuple[bool, str, bool]:
             runs.append(len(runs))
-            return holds, why
+            return holds, why, is_final
 
         monkeypatch.setattr(self_test, "_run", run)
         return runs
@@ -45,8 +51,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return end
 
 
-def _why(dtype: torch.dtype = torch.bfloat16) -> str:
-    return hopper.why_no_hopper(H100, dtype)
+def _why() -> str:
+    return hopper.why_not_this_triton(H100)
 
 
 def test_kernels_that_hold_are_taken_from_then_on(tried: Callable[..., list[int]]) -> None:
@@ -55,6 +61,7 @@ def test_kernels_that_hold_are_taken_from_then_on(tried: Callable[..., list[int]
     assert _why() == _why() == ""
     # Plans made before, by calls that did not try, are made anew.
     assert runs == [0] and settings.generation == before + 1
+    assert torch.compiler.config.cache_key_tag.endswith(":holds")
 
 
 def test_kernels_that_fail_are_left_with_one_warning(tried: Callable[..., list[int]]) -> None:
@@ -89,7 +96,7 @@ def test_another_gpu_triton_or_source_is_tried_anew(
     if what == "sources":
         monkeypatch.setattr(self_test, "source_hash", lambda: "changed")
     other = Gpu("h200", "cuda", 90, 232448, 132) if what == "card" else H100
-    assert hopper.why_no_hopper(other, torch.bfloat16) == "" and runs == [0, 1]
+    assert hopper.why_not_this_triton(other) == "" and runs == [0, 1]
 
 
 def test_nothing_is_tried_in_traces_and_captures(
@@ -123,10 +130,35 @@ def test_a_broken_or_read_only_folder_harms_nobody(
     assert _why() == _why() == "" and runs == [0]
 
 
-def test_a_result_that_cannot_be_read_is_made_anew(tried: Callable[..., list[int]], tmp_path: Path) -> None:
-    file = self_test._file(H100)
+def test_what_says_nothing_about_kernels_counts_for_the_process_alone(
+    tried: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tried(False, "no memory", is_final=False)
+    with pytest.warns(UserWarning, match="no memory$"):
+        _why()
+    assert "failed" in _why() and runs == [0]
+    monkeypatch.setattr(self_test, "_known", {})
+    tried(True)
+    assert _why() == ""
+
+
+def test_no_home_and_no_locks_harm_nobody(tried: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(self_test.fcntl, "flock", fail)
+    runs = tried(True)
+    assert _why() == "" and runs == [0]
+    monkeypatch.setattr(self_test, "_known", {})
+    monkeypatch.setattr(self_test, "result_file", lambda gpu: None)
+    assert _why() == "" and "yes" in hopper.what_holds(H100) and runs == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["{", "null", "[" * 100000, '{"holds": "no", "why": "", "date": ""}'], ids=range(4))
+def test_a_result_that_cannot_be_read_is_made_anew(text: str, tried: Callable[..., list[int]], tmp_path: Path) -> None:
+    file = self_test.result_file(H100)
     file.parent.mkdir(parents=True)
-    file.write_text("{")
+    file.write_text(text)
     assert tried(True) == [] and _why() == ""
     assert json.loads(file.read_text())["holds"] is True
 
@@ -140,7 +172,8 @@ def test_the_process_that_tries_takes_the_kernels(monkeypatch: pytest.MonkeyPatc
     ("end", "why"),
     [
         (subprocess.CompletedProcess([], 0, "", ""), ""),
-        (subprocess.CompletedProcess([], 1, "", "mlp: relative error 1.0\n"), "mlp: relative error 1.0"),
+        (subprocess.CompletedProcess([], self_test.WRONG, "", "mlp: relative error 1.0\n"), "mlp: relative error 1.0"),
+        (subprocess.CompletedProcess([], 1, "", "torch.OutOfMemoryError: no memory\n"), "no memory"),
         (subprocess.CompletedProcess([], -6, "", ""), "ended with code -6"),
         (subprocess.TimeoutExpired([], 1), "did not end"),
         (OSError("no such file"), "could not start: no such file"),
@@ -148,15 +181,22 @@ def test_the_process_that_tries_takes_the_kernels(monkeypatch: pytest.MonkeyPatc
 )
 def test_whatever_becomes_of_the_process_is_a_result(end: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: Any) -> Any:
-        assert command[1:3] == ["-m", "torch_ops._tools.self_test"] and options["env"][self_test.TRIES] == "1"
+        assert command[1:3] == ["-m", "torch_ops._tools.self_test"] and command[-1] == self_test.triton.__version__
+        environment = options["env"]
+        assert environment[self_test.TRIES] == "1" and not list(Path(options["cwd"]).iterdir())
+        # In the order in which this process looks for packages, so that it finds the same Triton.
+        paths = environment["PYTHONPATH"].split(os.pathsep)
+        assert [path for path in sys.path if path] == paths[: len([path for path in sys.path if path])]
         if isinstance(end, Exception):
             raise end
         return end
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(self_test.subprocess, "run", run)
-    holds, said = self_test._run()
+    holds, said, is_final = self_test._run()
     assert holds == (why == "") and why in said
+    # What says nothing about the kernels is not kept.
+    assert is_final == (not isinstance(end, Exception) and end.returncode != 1)
 
 
 def test_wrong_results_and_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Forward, mean_length, num_segments
 from torch_ops._core.counters import block_size, work_counters
 from torch_ops._core.device import gpu
-from torch_ops._core.hopper import Descriptors, programs, why_no_hopper
+from torch_ops._core.hopper import Descriptors, programs, why_no_hopper, why_not_this_triton
 from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 from torch_ops.settings import settings
 
@@ -44,7 +44,7 @@ def why_unsupported(gpu: Gpu, options: AttentionOptions, /, **tensors: Tensor) -
     for name, tensor in tensors.items():
         if not has_tma_strides(tensor):
             return f"TMA cannot address {name} of strides {tensor.stride()}"
-    return ""
+    return why_not_this_triton(gpu)
 
 
 def has_tma_strides(tensor: Tensor) -> bool:

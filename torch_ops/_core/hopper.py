@@ -40,19 +40,20 @@ def what_holds(gpu: Gpu) -> str:
         return "yes"
     result = self_test.cached_result(gpu)
     if result is None:
-        return f"not yet tried with triton {triton.__version__}; the first call tries it"
+        return f"not yet tried with triton {triton.__version__}; the first eager call tries it"
     if result.holds:
         return f"yes, triton {triton.__version__} passed its self-test on {result.date}"
     return f"triton {triton.__version__} failed its self-test on {result.date}: {result.why}"
 
 
 def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:
-    """Why there are no Hopper kernels for this, or nothing."""
+    """Why there are no Hopper kernels for this, or nothing. Whether they run with this Triton is asked last of all
+    (`why_not_this_triton`)."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return "the Hopper path takes fp16 and bf16"
-    return why_not_this_triton(gpu)
+    return ""
 
 
 def programs(index: int) -> int:

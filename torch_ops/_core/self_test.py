@@ -1,17 +1,19 @@
-"""Hopper kernels under a version of Triton that nobody has measured: tried once for all.
+"""A test of Hopper kernels under a Triton version without measurements, run once.
 
-A process of its own runs small cases of every kernel family against the portable path (`torch_ops._tools.self_test`),
-so that a kernel that fails, hangs or writes where it should not harms nobody. The result lies on disk for each GPU,
-version of Triton and state of our sources.
+A subprocess runs small cases of the kernels against the portable path (`torch_ops._tools.self_test`), so a kernel that
+crashes or hangs does not stop the caller. The result is kept on disk for each GPU, Triton version and state of our
+sources. What says nothing about the kernels, such as a GPU without free memory, counts for the process alone.
 """
 
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -26,104 +28,144 @@ from torch_ops._core.registry import Mode, current_mode
 from torch_ops.settings import settings, source_hash, user_folder
 
 PACKAGES = Path(__file__).resolve().parents[2]
-# Kernels are compiled anew, a few seconds each.
+# Every case compiles its kernels.
 SECONDS = 600
-# Set in the process that tries kernels, which takes them.
+# Set in the self-test process, so that it takes the Hopper path.
 TRIES = "VK_TRIES_KERNELS"
+# The exit code of a self-test that found a kernel wrong.
+WRONG = 3
+
+_log = logging.getLogger(__name__)
 
 
 class SelfTestResult(NamedTuple):
-    """Whether kernels hold, why not, and when that was found."""
+    """Result of a self-test: pass or fail, reason, date."""
 
     holds: bool
     why: str
     date: str
 
 
-def _file(gpu: Gpu) -> Path:
-    """Where the result lies."""
+def result_file(gpu: Gpu) -> Path | None:
+    """Return the result file; None if the user has no folder."""
     key = f"{gpu.name}-{triton.__version__}-{source_hash()}"
-    return user_folder() / "self_test" / f"{re.sub('[^A-Za-z0-9.-]', '_', key)}.json"
+    try:
+        return user_folder() / "self_test" / f"{re.sub('[^A-Za-z0-9.-]', '_', key)}.json"
+    except RuntimeError:
+        return None
 
 
-_known: dict[Path, SelfTestResult] = {}
+_known: dict[str, SelfTestResult] = {}
+
+
+def _key(gpu: Gpu) -> str:
+    return f"{gpu.name} {triton.__version__} {source_hash()}"
 
 
 def cached_result(gpu: Gpu) -> SelfTestResult | None:
-    """The result of this process or of an earlier one, if any."""
-    file = _file(gpu)
-    if file not in _known:
-        try:
-            _known[file] = SelfTestResult(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-    return _known[file]
+    """Return the result of this process or of an earlier one, if any."""
+    key, file = _key(gpu), result_file(gpu)
+    if key not in _known and file is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            result = SelfTestResult(**json.loads(file.read_text()))
+            if [type(field) for field in result] == [bool, str, str]:
+                _known[key] = result
+    return _known.get(key)
 
 
 def why_not(gpu: Gpu) -> str:
-    """Why this GPU's kernels for Hopper do not run under this version of Triton, or nothing.
+    """Return why Hopper kernels do not run under this Triton version, or nothing.
 
-    The first eager call tries them. Neither a trace nor a capture does: they take the portable path until then.
+    The first eager call that could take one runs the self-test. Traces and captures never do: without a result they
+    take the portable path.
     """
     if os.environ.get(TRIES) == "1":
         return ""
-    result = cached_result(gpu)
+    result, is_eager = cached_result(gpu), current_mode() is Mode.EAGER
     if result is None:
-        if current_mode() is not Mode.EAGER or torch.cuda.is_current_stream_capturing():
+        if not is_eager or torch.cuda.is_current_stream_capturing():
             return f"the Hopper path was not yet tried with triton {triton.__version__}"
         result = _try_once(gpu)
-        # Plans of calls within captures took the portable path.
-        settings.forget_plans()
         if not result.holds:
+            file = result_file(gpu)
+            again = f"; delete {file} to try again" if file is not None and file.exists() else ""
             warnings.warn(
                 f"vk: kernels for Hopper GPUs fail with triton {triton.__version__} on {gpu.name}, so the portable "
-                f"path runs: {result.why}",
+                f"path runs: {result.why}{again}",
                 stacklevel=2,
             )
+    # Calls before, in traces and captures, took the portable path.
+    settings.take_self_test(result.holds, is_eager)
     return "" if result.holds else f"the Hopper path failed its self-test with triton {triton.__version__}"
 
 
 def _try_once(gpu: Gpu) -> SelfTestResult:
-    """One process at a time tries, and those that waited read its result."""
-    file = _file(gpu)
+    """Run the self-test in one process at a time; those that waited read its result."""
+    file = result_file(gpu)
     with _locked(file):
         result = cached_result(gpu)
         if result is None:
-            holds, why = _run()
-            result = _known[file] = SelfTestResult(holds, why, datetime.now(timezone.utc).isoformat(timespec="seconds"))
-            with contextlib.suppress(OSError):
-                partial = file.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps(result._asdict()))
-                partial.replace(file)
+            _log.info("vk tries its kernels for Hopper GPUs with triton %s", triton.__version__)
+            holds, why, is_final = _run()
+            result = SelfTestResult(holds, why, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            _known[_key(gpu)] = result
+            if is_final and file is not None:
+                _write(file, json.dumps(result._asdict()))
     return result
 
 
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Without a folder that may be written to, each process tries for itself."""
+def _write(file: Path, text: str) -> None:
+    partial = file.with_suffix(f".{os.getpid()}")
     try:
+        partial.write_text(text)
+        partial.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(file: Path | None) -> Iterator[None]:
+    """Lock the result file. Without a folder to write to, or locks, each process runs the test."""
+    try:
+        if file is None:
+            raise OSError
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.with_suffix(".lock").open("w")
     except OSError:
         yield
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # A process forked meanwhile would keep it locked.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _run() -> tuple[bool, str]:
-    """Whether the kernels hold in a process of their own, and its last words where they do not."""
-    environment = {**os.environ, TRIES: "1", "VK_PATH": "auto"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGES), *sys.path)))
-    command = [sys.executable, "-m", "torch_ops._tools.self_test", str(torch.cuda.current_device())]
+def _run() -> tuple[bool, str, bool]:
+    """Run the self-test process; return pass or fail, the reason, and whether it says something about the kernels."""
+    paths = [path for path in sys.path if path]
+    if str(PACKAGES) not in paths:
+        paths.append(str(PACKAGES))
+    environment = {**os.environ, TRIES: "1", "VK_PATH": "auto", "PYTHONPATH": os.pathsep.join(paths)}
+    index = torch.cuda.current_device()
+    command = [sys.executable, "-m", "torch_ops._tools.self_test", str(index), triton.__version__]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        # Python looks into the current folder first; an empty one holds no other packages.
+        with tempfile.TemporaryDirectory() as empty:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=SECONDS, cwd=empty
+            )
     except subprocess.TimeoutExpired:
-        return False, f"the self-test did not end in {SECONDS} s"
+        return False, f"the self-test did not end in {SECONDS} s", False
     except OSError as error:
-        return False, f"the self-test could not start: {error}"
+        return False, f"the self-test could not start: {error}", False
     if done.returncode == 0:
-        return True, ""
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    return False, (last[0].strip() if last else f"the self-test ended with code {done.returncode}")[:300]
+        return True, "", True
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    why = lines[-1][:300] if lines else f"the self-test ended with code {done.returncode}"
+    return False, why, done.returncode == WRONG or done.returncode < 0

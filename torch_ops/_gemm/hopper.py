@@ -24,7 +24,7 @@ from csrc_free_ops.configs.gemm_hopper import (
 from csrc_free_ops.configs.rows import Config, Gpu
 from csrc_free_ops.gemm.hopper.kernel import _gemm_hopper_kernel
 from csrc_free_ops.tiles.hopper.versions import PTXAS
-from torch_ops._core.hopper import Descriptors, programs, why_no_hopper
+from torch_ops._core.hopper import Descriptors, programs, why_no_hopper, why_not_this_triton
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._gemm.portable import (
     GATED,
@@ -57,7 +57,7 @@ def why_unsupported(gpu: Gpu, rows: Rows, weight: Tensor, head_dim: int = 0, up:
         return "TMA cannot address rows that lie in one place"
     if head_dim > WIDEST_ROTATED or head_dim % 8:
         return f"the Hopper path rotates heads of up to {WIDEST_ROTATED} columns, in steps of 8"
-    return ""
+    return why_not_this_triton(gpu)
 
 
 def _describe(tensor: Tensor, rows: int) -> TensorDescriptor:
