@@ -72,21 +72,22 @@ test: $(VENV)/.installed-test ## all tests, then the kernels in Triton's interpr
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret $(or $(filter tests/%,$(TESTED)),tests) $(ARGS) || status=1; \
 	exit $$status
 
-# What ships, written down once with PyTorch, is built by Triton alone, of any version.
+# PyTorch records the shipped variants once; any Triton version then builds them.
 VARIANTS = build/variants.jsonl
 $(VARIANTS): $(VENV)/.installed-test $(shell find csrc_free_ops torch_ops compile_tests -name '*.py' -o -name '*.json')
-	@mkdir -p $(@D); rm -f $@
+	@mkdir -p $(@D); rm -f $@ $@.new
 	VK_BUILDS=all VK_RECORD_BUILDS=$(CURDIR)/$@.new $(BIN)/python -m pytest -q -m builds $(call AT_A_TIME,$(or $(JOBS),2)) compile_tests
 	@sort -u $@.new > $@; rm $@.new
 
-TRITON_PYTHON = .venv-triton-$(TRITON)/bin/python
-$(TRITON_PYTHON):
-	$(PYTHON) -m venv .venv-triton-$(TRITON)
-	$@ -m pip install -qq --disable-pip-version-check numpy "triton==$(TRITON).*"
+TRITON_VENV = .venv-triton-$(TRITON)
+$(TRITON_VENV)/.installed:
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_VENV)/bin/python -m pip install -qq --disable-pip-version-check numpy "triton==$(TRITON).*"
+	@touch $@
 
-builds: $(VARIANTS) $(TRITON_PYTHON) ## all kernels for all GPUs, built by TRITON=3.9 without PyTorch; the tests build a sixteenth
+builds: $(VARIANTS) $(TRITON_VENV)/.installed ## all kernels for all GPUs, built by TRITON=3.9 without PyTorch; the tests build a sixteenth
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_CACHE_DIR=$(CURDIR)/.pytest_cache/triton-$(TRITON) \
-		$(TRITON_PYTHON) -m compile_tests.triton_alone $(VARIANTS) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
+		$(TRITON_VENV)/bin/python -m compile_tests.triton_alone $(VARIANTS) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 
 # A lane is an environment of its own, with another PyTorch or Transformers. It runs the tests that depend on that
 # package, for some minutes. The constraints of the lane replace lines of constraints-cpu.txt.

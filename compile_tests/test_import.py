@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-# CPU seconds above what comes before.
-IMPORT, HELP = 0.7, 0.6
+# CPU seconds above what comes before, on a core that imports torch in TORCH seconds. A core whose other half is busy
+# takes longer for everything.
+IMPORT, HELP, TORCH = 0.7, 0.6, 1.0
 TRIES = 4
 
 
@@ -33,15 +34,20 @@ def imported() -> float:
     return _least("import torch_ops")
 
 
-def test_import_takes_little_longer_than_torch_itself(imported: float) -> None:
+@pytest.fixture(scope="module")
+def torch_alone() -> float:
+    return _least("import torch")
+
+
+def test_import_takes_little_longer_than_torch_itself(imported: float, torch_alone: float) -> None:
     """The least of some tries, because other processes make all of them longer."""
-    above = imported - _least("import torch")
-    assert above <= IMPORT, f"{above:.2f} s of CPU above import torch"
+    above = imported - torch_alone
+    assert above <= IMPORT * max(1.0, torch_alone / TORCH), f"{above:.2f} s of CPU above import torch"
 
 
-def test_help_takes_little_longer_than_the_import(imported: float) -> None:
+def test_help_takes_little_longer_than_the_import(imported: float, torch_alone: float) -> None:
     above = _least("import sys; sys.argv = ['vk', '--help']\nfrom torch_ops.command.app import main\nmain()") - imported
-    assert above <= HELP, f"{above:.2f} s of CPU above import torch_ops"
+    assert above <= HELP * max(1.0, torch_alone / TORCH), f"{above:.2f} s of CPU above import torch_ops"
 
 
 @pytest.mark.parametrize("heavy", ["torch._dynamo", "torch._inductor", "transformers", "matplotlib"])

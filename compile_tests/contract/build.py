@@ -73,7 +73,7 @@ def build(
 def build_all(launches: Iterable[tuple[KernelLaunch, Demands]], target: GPUTarget) -> tuple[Build, ...]:
     """`build` each of several launches."""
     file = os.environ.get("VK_RECORD_BUILDS")
-    if file is not None:
+    if file:
         append(Path(file), launches, target)
         pytest.skip("recorded")
     return tuple(build_now(launch, target) for launch, _ in launches)

@@ -29,6 +29,7 @@ class Demands(NamedTuple):
 def append(file: Path, launches: Iterable[tuple[KernelLaunch, Demands]], target: GPUTarget) -> None:
     """Each launch as a line of the file, to which other processes may write too. Needs `fake_gpu(target)`."""
     limit = gpu().shared_memory
+    file.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(f"{json.dumps(_variant(*each, target, limit), sort_keys=True)}\n" for each in launches)
     with file.open("a") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

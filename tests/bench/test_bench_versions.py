@@ -20,7 +20,8 @@ def copies(tmp_path: Path) -> list[str]:
     """This version, and one that a folder holds."""
     (tmp_path / "triton").mkdir()
     code = f"import sys; sys.path.remove({str(tmp_path)!r}); del sys.modules['triton']; import triton\n"
-    (tmp_path / "triton" / "__init__.py").write_text(code + "triton.__version__ = '3.99.0'\n")
+    code += "triton.__version__, triton.__file__ = '3.99.0', __file__\n"
+    (tmp_path / "triton" / "__init__.py").write_text(code)
     return ["", str(tmp_path)]
 
 
@@ -40,6 +41,13 @@ def test_each_version_is_timed_in_a_process_of_its_own(copies: list[str]) -> Non
 def test_a_process_that_ends_is_reported(copies: list[str]) -> None:
     with versions(copies[:1]) as (process,), pytest.raises(RuntimeError, match="ended with 1"):
         process.ask({"op": "no such op", "case": "", "direction": "forward", "dtype": "float32", "device": "cpu"})
+
+
+def test_folders_without_another_version_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds neither triton nor torch_ops"), versions([str(tmp_path)]):
+        pass
+    with pytest.raises(ValueError, match="give different ones"), versions(["", ""]):
+        pass
 
 
 def test_all_shapes_are_known() -> None:

@@ -368,7 +368,7 @@ def test_info_lists_ops_and_rows() -> None:
     assert info["versions"]["torch"] == torch.__version__
     assert info["settings"] == {"path": "portable", "checked": False}
     assert info["not_run_on_a_gpu"] == not_run_on_a_gpu(torch.__version__)
-    assert not_run_on_a_gpu("2.13.0+cpu") == [] and not_run_on_a_gpu("2.14.1") == ["torch 2.14.1"]
+    assert not_run_on_a_gpu("2.11.0+cu130") == [] and not_run_on_a_gpu("2.14.1") == ["torch 2.14.1"]
     assert json.loads(json.dumps(info)) == info
 
 

@@ -1,6 +1,6 @@
 """The one way an op is registered.
 
-`vk_op` makes of a `torch.library.custom_op` what `triton_op` makes, and settles around it what every op promises:
+`vk_op` registers a `torch.library.custom_op` that behaves as a `triton_op`, and adds what every op promises:
 
 - The fake is the check and the allocation of outputs that the body itself begins with.
 - CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
@@ -193,7 +193,7 @@ def vk_op(
         name_kernels(f"{NAMESPACE}::{name}", body)
 
         def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            """Show AOTAutograd the kernels in place of the op, but for tensors that launch none, and for exports."""
+            """Show AOTAutograd the kernels in place of the op. Exports and CPU tensors keep the op."""
             on_gpu = any(isinstance(arg, Tensor) and arg.is_cuda for arg in args)
             if INTERPRET or not on_gpu or not decomposes_triton_ops():
                 return mode.__torch_dispatch__(op, types, args, kwargs)

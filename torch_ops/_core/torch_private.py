@@ -75,7 +75,7 @@ def autograd_impl(definition: Any) -> Callable[..., Any]:
 
 
 def exclude_key(name: str) -> AbstractContextManager[None]:
-    """Within, calls of this thread do not come to kernels of this dispatch key."""
+    """Within this context, calls of this thread skip kernels of this dispatch key."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
@@ -83,9 +83,10 @@ def exclude_key(name: str) -> AbstractContextManager[None]:
 
 @functools.cache
 def nothing_watches(keys: int) -> bool:
-    """By a call's dispatch keys: modes, subclasses, fake tensors, functionalisation leave one above the backend's.
+    """Return whether CUDA is the highest of a call's dispatch keys.
 
-    The key by which PyTorch bumps version counters is not among them.
+    Modes, subclasses, fake tensors and functionalisation add a higher one. The key by which PyTorch bumps version
+    counters does not count.
     """
     keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
     return bool(keyset.highestPriorityTypeId() == _CUDA)

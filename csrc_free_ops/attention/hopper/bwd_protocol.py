@@ -278,7 +278,7 @@ class BackwardConfig:
         q_at = KV_STAGES * 4 * stage_bytes
         dout_at = q_at + STAGES * stage_bytes
         ds_at = dout_at + DOUT_STAGES.value * stage_bytes
-        # TMA adds to the second accumulator from whole 8 KiB, of which there are so many in all.
+        # TMA adds to the second accumulator in blocks of 8 KiB, so BARRIERS_AT is a multiple of that.
         alignment = 8192 if alternates else tile_bytes
         dq_at = -(-(ds_at + 16 * STRIP_PAIR_BYTES.value) // alignment) * alignment
         self.Q_AT = gl.constexpr(q_at)

@@ -1,4 +1,4 @@
-"""What Gluon calls differently in one version of Triton and another: 3.6 to 3.9 are built with.
+"""Names that differ between Triton 3.6 and 3.9, all of which build the kernels.
 
 A view of a buffer has exactly its bytes: Triton 3.8 takes no other.
 """

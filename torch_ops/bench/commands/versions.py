@@ -44,17 +44,20 @@ def versions_command(benches: Mapping[str, OpBench]) -> Callable[..., None]:
         show_markdown: options.Markdown = False,
         commit: options.Commit = None,
     ) -> None:
-        """Time our own ops under this version of Triton and others, forward and backward, in the same rounds.
+        """Time our own ops under this version of Triton and others on a GPU, forward and backward, in the same rounds.
 
         The versions take turns in balanced order, each in a process of its own. Nothing is compared with a reference:
         the tests do that.
         """
         where = options.find_device(device)
         if where.type != "cuda":
-            raise options.bad("--device", "the versions differ in the code that they make for a GPU")
+            raise options.bad("--device", "versions differ in the code that they make for a GPU, and there is none")
+        for name in op or ():
+            if name not in SHAPES:
+                raise options.bad("--op", f"unknown op {name!r}; give some of {', '.join(SHAPES)}")
         options.check_output(out, "--out")
         setup = Setup(torch.bfloat16, where, ("forward", "backward"), rounds)
-        with versions(["", *map(str, folders)]) as processes:
+        with options.value_errors("--triton"), versions(["", *map(str, folders)]) as processes:
             names = [process.triton for process in processes]
             say(f"triton {', '.join(names)}")
             origin = provenance(where, commit, {name: f"triton {name}" for name in names[1:]})

@@ -11,21 +11,23 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import torch_ops
 from torch_ops.bench.measure.opbench import Case, OpBench
 from torch_ops.bench.measure.results import BASELINE, OK, OURS, Record
 from torch_ops.bench.measure.run import DIGITS_OF_MS, Setup
 from torch_ops.bench.measure.timing import WARM_UP_SECONDS, Timer, interleave, make_timer, warm_up
 
-# Lets torch 2.11 meet a version of Triton that it does not pin; eager calls need no more of it.
+# Skips the check of torch and Triton versions. Eager calls do not use the part of torch 2.11 that fails.
 ANY_TRITON = "VK_ANY_TRITON"
 
 
 class Version:
-    """A process that times our ops with the packages in `folder`, Triton's or a copy of ours, or with this one's."""
+    """A process that times our ops with the packages in `folder`, or with this one's."""
 
     def __init__(self, folder: str) -> None:
         paths = [folder, *sys.path] if folder else sys.path
@@ -36,11 +38,16 @@ class Version:
             # Python looks into the current folder first, where another copy of our own packages may lie.
             cwd=folder or None,
         )  # fmt: skip
-        self.triton = str(self.answer())
+        self.triton, *files = map(str, self.answer())
+        if folder and not any(Path(file).is_relative_to(Path(folder).resolve()) for file in files):
+            self.close()
+            raise ValueError(f"{folder} holds neither triton nor torch_ops; give the folder that holds their folders")
 
     def tell(self, question: Any) -> None:
         assert self._process.stdin is not None
-        print(json.dumps(question), file=self._process.stdin, flush=True)
+        # A process that has ended is reported when it is asked for the answer.
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(question), file=self._process.stdin, flush=True)
 
     def answer(self) -> Any:
         assert self._process.stdout is not None
@@ -55,7 +62,8 @@ class Version:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -66,6 +74,9 @@ def versions(folders: Sequence[str]) -> Iterator[list[Version]]:
         for folder in folders:
             started.append(Version(folder))
             stack.callback(started[-1].close)
+        names = [process.triton for process in started]
+        if len({*names}) < len(names):
+            raise ValueError(f"the versions are {', '.join(names)}; give different ones")
         yield started
 
 
@@ -126,7 +137,8 @@ def _serve() -> None:
     # Whatever else prints must not come between answers.
     os.dup2(2, 1)
     worker = _Worker()
-    print(json.dumps(triton.__version__), file=answers, flush=True)
+    files = [str(Path(str(package.__file__)).resolve()) for package in (triton, torch_ops)]
+    print(json.dumps([triton.__version__, *files]), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
 
