@@ -14,8 +14,6 @@ from compile_tests.contract.trace import fake_gpu
 from torch_ops._core import torch_private
 from torch_ops._core.registry import OPS, wrap_triton
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def test_modes_are_counted() -> None:
     assert torch_private.count_dispatch_modes() == 0
@@ -160,7 +158,7 @@ def test_fake_and_functional_tensors_are_theirs() -> None:
         assert isinstance(torch_private.FunctionalTensor.to_functional(torch.ones(2)), torch_private.FunctionalTensor)
 
 
-@gpu
+@pytest.mark.gpu
 def test_device_stream_and_addresses_are_those_of_public_functions() -> None:
     assert torch_private.current_cuda_device() == torch.cuda.current_device()
     assert torch_private.raw_cuda_stream(0) == torch.cuda.current_stream(0).cuda_stream

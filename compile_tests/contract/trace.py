@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import torch_ops
+from compile_tests.triton_alone import FakeDriver
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops._core import device, registry
 
@@ -127,20 +128,8 @@ def recompiling_fails() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _FakeDriver:
-    """As much of a Triton driver as tracing and building ask for. Built kernels are kept per device: here, target."""
-
-    target: GPUTarget
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> GPUTarget:
-        return self.target
-
-    def get_current_stream(self, device: Any) -> int:
-        return 0
+class _FakeDriver(FakeDriver):
+    """The driver that tracing asks for too: PyTorch wants its device."""
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cuda", 0)
