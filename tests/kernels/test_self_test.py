@@ -1,21 +1,28 @@
 """Versions of Triton that nobody has measured are tried once; kernels that fail then do not run."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile_tests.contract.trace import fake_gpu
 from csrc_free_ops.configs.rows import Gpu
-from torch_ops import settings
+from torch_ops import explain, settings
+from torch_ops._attention import hopper_backward, hopper_dkdv
 from torch_ops._core import hopper, self_test
+from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops._tools import self_test as cases
 
 H100 = Gpu("h100", "cuda", 90, 232448, 132)
@@ -216,7 +223,7 @@ def test_wrong_results_and_gradients_are_found(monkeypatch: pytest.MonkeyPatch) 
             return grads[0] * ctx.gradient, None, None
 
     def disagreement(out: float, gradient: float) -> str:
-        return cases.disagreement(("twice", lambda x: Wrong.apply(x, out, gradient), (x,), {}))
+        return cases.disagreement(cases.Case("twice", lambda x: Wrong.apply(x, out, gradient), (x,), {}))
 
     assert disagreement(2.0, 2.0) == ""
     for wrong in ((2.1, 2.0), (2.0, 2.1), (float("nan"), 2.0), (2.0, float("inf"))):
@@ -229,6 +236,87 @@ def test_every_case_is_one_that_the_ops_take() -> None:
     assert len(found) >= 10
     for case in found:
         assert cases.disagreement(case) == ""
+
+
+def test_cases_reach_every_kernel_for_hopper_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(self_test.TRIES, "1")
+    reached = set()
+    launchers = hopper_backward, hopper_dkdv, gemm_hopper
+    with contextlib.ExitStack() as stack:
+        for module in launchers:
+            stack.enter_context(mock.patch.object(module, "programs", lambda index: 132))
+        stack.enter_context(stack.enter_context(fake_gpu(name="h200", path="hopper")))
+        for case in cases.cases(torch.device("cuda", 0)):
+            # Their gradient is ATen's, which needs a CUDA build for it.
+            if "sinks" not in case.options:
+                report = explain(case.op, *case.tensors, **case.options)
+                reached |= {name.partition(" ")[0] for name in report["kernels"] if "hopper" in name}
+    assert reached == {
+        "attention_fwd_hopper", "attention_bwd_hopper", "attention_bwd_small_hopper", "attention_fwd_fp32_hopper",
+        "attention_bwd_fp32_dkdv_hopper", "gemm_hopper", "gemm_hopper_gradient",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (["", "mlp: relative error 1.0", "qkv_rope: no\nkernel"], "mlp: relative error 1.0\n"),
+        (["", "", "qkv_rope: no\nkernel"], "qkv_rope: no kernel\n"),
+        (BrokenProcessPool("a process ended"), "a process ended\n"),
+        ([""], ""),
+    ],
+    ids=["first", "lines", "crash", "right"],
+)
+def test_the_exit_code_is_that_of_wrong_kernels(
+    found: Any, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pool:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def map(self, function: Any, numbers: range) -> list[str]:
+            assert len(numbers) >= 10
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        def shutdown(self, cancel_futures: bool) -> None:
+            pass
+
+    monkeypatch.setattr(cases, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(sys, "argv", ["self_test", "0", self_test.triton.__version__])
+    with pytest.raises(SystemExit) if says else contextlib.nullcontext() as ended:
+        cases.main()
+    assert capsys.readouterr().err == says
+    assert not says or ended.value.code == self_test.WRONG
+
+
+HANGS = """
+import multiprocessing, os, time
+from torch_ops._tools.self_test import end_with_parent
+
+def hang():
+    end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(120)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=hang)
+    process.start()
+    process.join()
+"""
+
+
+def test_processes_that_hang_end_with_the_one_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, tmp_path / "hangs.py"], stdout=subprocess.PIPE, env=environment) as killed:
+        assert killed.stdout is not None
+        assert int(killed.stdout.readline()) != killed.pid
+        killed.kill()
+        begun = time.monotonic()
+        # The pipe ends once nobody has it open.
+        assert killed.stdout.read() == b"" and time.monotonic() - begun < 60
 
 
 @pytest.mark.gpu

@@ -4,9 +4,16 @@
 agree and WRONG if one does not or its kernels fail; other codes say nothing about the kernels.
 """
 
+import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,53 +30,57 @@ from torch_ops.window_attn import window_attn
 # Both paths round to bf16 and add in another order. A wrong tile is off by a whole in its own block of rows.
 MOST_RELATIVE_ERROR = 4e-2
 BLOCK_ROWS = 64
+# Side by side, since most of the time goes into compilation. Each takes about 1 GB of GPU memory.
+PROCESSES = 4
 
-Case = tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], tuple[Tensor, ...], dict[str, object]]
+
+class Case(NamedTuple):
+    """A call; `tensors` come first among its arguments and get gradients."""
+
+    name: str
+    op: Callable[..., Tensor | tuple[Tensor, ...]]
+    tensors: tuple[Tensor, ...]
+    options: dict[str, object]
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Name, op, tensors that get gradients, and options: attention's head dimensions, masks and groups; epilogues."""
-    generator = torch.Generator(device).manual_seed(0)
+    """All kernels for Hopper GPUs: attention's head dimensions, masks and groups, epilogues of products."""
+    generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     boundaries = torch.tensor([0, 300, 300, 1000], dtype=torch.int32, device=device)
     for head_dim, causal in ((64, False), (72, True), (80, False), (128, True)):
-        q, k, v = draw(1000, 4, head_dim), draw(1000, 2, head_dim), draw(1000, 2, head_dim)
-        op = partial(window_attn, cu_seqlens=boundaries, causal=causal)
-        yield f"window_attn, head dimension {head_dim}", op, (q, k, v), {}
-        yield f"window_attn in windows, head dimension {head_dim}", op, (q, k, v), {"window_left": 70}
+        packed = draw(1000, 4, head_dim), draw(1000, 2, head_dim), draw(1000, 2, head_dim)
+        options = {"cu_seqlens": boundaries, "causal": causal}
+        yield Case(f"window_attn, head dimension {head_dim}", window_attn, packed, options)
+        options = {**options, "window_left": 70}
+        yield Case(f"window_attn in windows, head dimension {head_dim}", window_attn, packed, options)
     for head_dim in (96, 128):
         dense = tuple(draw(2, 4, 400, head_dim) for _ in range(3))
-        yield f"attention, head dimension {head_dim}", attention, dense, {"window_left": 100}
-    q, k, v, sinks = draw(1, 4, 500, 64), draw(1, 2, 500, 64), draw(1, 2, 500, 64), draw(4, dtype=torch.float32)
-    yield "attention with few tiles", attention, (q, k, v), {"causal": True}
-    with_sinks = partial(attention, sinks=sinks)
-    yield "attention with sinks", with_sinks, (q, k, v), {}
+        yield Case(f"attention, head dimension {head_dim}", attention, dense, {"window_left": 100})
+    few = draw(1, 4, 500, 64), draw(1, 2, 500, 64), draw(1, 2, 500, 64)
+    yield Case("attention with few tiles", attention, few, {"causal": True})
+    yield Case("attention with sinks", attention, few, {"sinks": draw(4, dtype=torch.float32)})
     single = tuple(draw(2, 4, 300, 64, dtype=torch.float32) for _ in range(3))
-    yield "attention in fp32", attention, tuple(draw(8, 32, 300, 64, dtype=torch.float32) for _ in range(3)), {}
-    yield "attention of fp32 inputs", attention, single, {"compute_dtype": torch.bfloat16, "causal": True}
+    yield Case("attention of fp32 inputs", attention, single, {"compute_dtype": torch.bfloat16, "causal": True})
+    many = tuple(draw(8, 32, 300, 64, dtype=torch.float32) for _ in range(3))
+    yield Case("attention in fp32", attention, many, {})
     x, w2 = draw(600, 1152), draw(1152, 4304)
-    plain = [(activation, 4304) for activation in ("gelu_tanh", "gelu", "quick_gelu", "silu")]
-    for activation, inner in (*plain, ("swiglu", 8608)):
+    for activation, inner in (("gelu_tanh", 4304), ("gelu", 4304), ("swiglu", 8608)):
         weights = draw(inner, 1152) * 0.03, draw(inner), w2 * 0.03, draw(1152)
-        yield f"mlp with {activation}", mlp, (x, *weights), {"activation": activation}
+        yield Case(f"mlp with {activation}", mlp, (x, *weights), {"activation": activation})
     angles = draw(600, 72, dtype=torch.float32)
-    rotated = (x, draw(3 * 16 * 72, 1152) * 0.03, draw(3 * 16 * 72))
-
-    def project(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        return qkv_rope(x, weight, bias, angles.cos(), angles.sin(), 16)
-
-    yield "qkv_rope", project, rotated, {}
+    projected = x, draw(3 * 16 * 72, 1152) * 0.03, draw(3 * 16 * 72)
+    yield Case("qkv_rope", qkv_rope, projected, {"cos": angles.cos(), "sin": angles.sin(), "num_heads": 16})
 
 
 def results(case: Case, path: str) -> list[Tensor]:
     """What a case gives on a path, and the gradients of its sum."""
-    _, op, tensors, options = case
     with settings(path=path):
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-        found = op(*leaves, **options)
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in case.tensors]
+        found = case.op(*leaves, **case.options)
         outputs = list(found) if isinstance(found, tuple) else [found]
         douts = [torch.linspace(-1, 1, each.numel(), device=each.device).view_as(each).to(each) for each in outputs]
         return [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, leaves, douts)]
@@ -94,24 +105,49 @@ def disagreement(case: Case) -> str:
     expected, found = results(case, "portable"), results(case, "hopper")
     errors = list(map(relative_error, found, expected))
     worst = max(errors)
-    return f"{case[0]}: relative error {worst:.1e}" if worst > MOST_RELATIVE_ERROR else ""
+    return f"{case.name}: relative error {worst:.1e}" if worst > MOST_RELATIVE_ERROR else ""
+
+
+def fault(index: int, number: int) -> str:
+    """What is wrong with the case of this number on this GPU, or nothing."""
+    torch.cuda.set_device(index)
+    case = next(islice(cases(torch.device("cuda", index)), number, None))
+    try:
+        return disagreement(case)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        return f"{case.name}: {type(error).__name__}: {error}"
+
+
+def end_with_parent() -> None:
+    """End this process when its parent does: a kernel may hang."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def main() -> None:
     index, version = int(sys.argv[1]), sys.argv[2]
     if triton.__version__ != version:
         sys.exit(f"the self-test of triton {version} found triton {triton.__version__}")
-    torch.cuda.set_device(index)
-    for case in cases(torch.device("cuda", index)):
-        try:
-            wrong = disagreement(case)
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            wrong = f"{case[0]}: {type(error).__name__}: {error}"
-        if wrong:
-            print(" ".join(wrong.split()), file=sys.stderr)
-            sys.exit(WRONG)
+    numbers = range(len(list(cases(torch.device("meta")))))
+    processes = min(PROCESSES, os.cpu_count() or 1)
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), end_with_parent)
+    try:
+        faults = list(filter(None, pool.map(partial(fault, index), numbers)))
+    except BrokenProcessPool as error:
+        faults = [str(error)]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if faults:
+        print(" ".join(faults[0].split()), file=sys.stderr)
+        sys.exit(WRONG)
 
 
 if __name__ == "__main__":
