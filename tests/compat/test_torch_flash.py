@@ -41,6 +41,7 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 DENSE: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.5}}
 FLASH_DTYPES = [dtype for dtype in DTYPES if dtype != torch.float32]
+SDPA_CALLS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
 
 
 @pytest.fixture
@@ -294,14 +295,15 @@ def test_packed_tensors_without_boundaries_are_refused(device: str) -> None:
 
 @pytest.mark.usefixtures("active")
 def test_autocast_of_another_type_casts_nothing(device: str) -> None:
-    """Its casts come above aten's ops. The fakes of these ops say query's dtype."""
+    """The ops say query's dtype, as PyTorch's fakes of them do. On CUDA, PyTorch casts what one of them is given."""
     cu = cumulative(LENGTHS, device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
     expected = varlen_attn(q, k, v, cu, cu, 9, 9, **GROUPED)
     with torch.autocast(device, torch.bfloat16):
         actual = varlen_attn(q, k, v, cu, cu, 9, 9, **GROUPED)
         made = aten._scaled_dot_product_flash_attention(*dense(device, torch.float16)[:3])[0]
-    assert actual.dtype == made.dtype == torch.float16 and torch.equal(actual, expected)
+    assert actual.dtype == torch.float16 and torch.equal(actual, expected)
+    assert made.dtype == (torch.bfloat16 if device == "cuda" else torch.float16)
 
 
 @pytest.mark.usefixtures("active")
@@ -382,6 +384,29 @@ def test_same_bits_every_time(device: str) -> None:
 # --- with a GPU ---
 
 
+def verify_on_a_gpu(function: Callable[..., Tensor], make: Callable[[], list[Tensor]], **options: bool) -> None:
+    """Checks a scaled_dot_product_attention whose flash op is ours beside PyTorch's, out and gradients."""
+
+    def draw(seed: int) -> Draw:
+        torch.manual_seed(seed)
+        *tensors, dout = make()
+
+        def call(function: Callable[..., Tensor], backend: SDPBackend, *given: Tensor) -> dict[str, Tensor]:
+            leaves = [tensor.detach().requires_grad_() for tensor in given]
+            with sdpa_kernel(backend):
+                out = function(*leaves, **options)
+            gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
+            return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+
+        with activated("cuda"):
+            actual = call(function, SDPBackend.FLASH_ATTENTION, *tensors)
+        pytorchs = F.scaled_dot_product_attention
+        wide = [tensor.double() for tensor in tensors]
+        return actual, call(pytorchs, SDPBackend.FLASH_ATTENTION, *tensors), call(pytorchs, SDPBackend.MATH, *wide)
+
+    check_draws(draw)
+
+
 @pytest.mark.gpu
 @pytest.mark.no_interpret
 @pytest.mark.parametrize("dtype", FLASH_DTYPES, ids=str)
@@ -390,49 +415,31 @@ def test_same_bits_every_time(device: str) -> None:
 def test_scaled_dot_product_attention(is_causal: bool, head_dim: int, dtype: torch.dtype, calls: list[str]) -> None:
     """PyTorch pads a head dimension that is no multiple of 8 before it comes to the flash op."""
 
-    def draw(seed: int) -> Draw:
-        torch.manual_seed(seed)
-        *tensors, dout = (torch.randn(2, 300, 4, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(4))
+    def make() -> list[Tensor]:
+        return [torch.randn(2, 300, 4, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(4)]
 
-        def call(backend: Any, *given: Tensor) -> dict[str, Tensor]:
-            leaves = [tensor.detach().requires_grad_() for tensor in given]
-            with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal)
-            gradients = torch.autograd.grad(out, leaves, dout.to(out.dtype))
-            return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
-
-        with activated("cuda"):
-            actual = call(SDPBackend.FLASH_ATTENTION, *tensors)
-        wide = [tensor.double() for tensor in tensors]
-        return actual, call(SDPBackend.FLASH_ATTENTION, *tensors), call(SDPBackend.MATH, *wide)
-
-    check_draws(draw)
-    assert set(calls) == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+    verify_on_a_gpu(F.scaled_dot_product_attention, make, is_causal=is_causal)
+    assert set(calls) == SDPA_CALLS
 
 
 @pytest.mark.gpu
 @pytest.mark.no_interpret
 def test_grouped_heads_of_scaled_dot_product_attention(calls: list[str]) -> None:
-    q, k, v, _ = dense("cuda", torch.bfloat16, keys=9)
-    with activated("cuda"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        actual = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
-    torch.testing.assert_close(actual, expected.to(actual.dtype))
-    assert calls == ["_scaled_dot_product_flash_attention"]
+    make = partial(dense, "cuda", torch.bfloat16, keys=9)
+    verify_on_a_gpu(F.scaled_dot_product_attention, make, enable_gqa=True)
+    assert set(calls) == SDPA_CALLS
 
 
 @pytest.mark.gpu
 @pytest.mark.no_interpret
 def test_what_compat_passes_on_comes_here_and_ends_here(calls: list[str]) -> None:
     """A head dimension of 20, which PyTorch pads for its flash op. The op never goes back to PyTorch's function."""
-    q, k, v = (torch.randn(2, 4, 32, 20, device="cuda", dtype=torch.float16) for _ in range(3))
-    with activated("cuda"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        actual = scaled_dot_product_attention(q, k, v)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    torch.testing.assert_close(actual, expected.to(actual.dtype))
-    assert calls == ["_scaled_dot_product_flash_attention"]
+
+    def make() -> list[Tensor]:
+        return [torch.randn(2, 4, 32, 20, device="cuda", dtype=torch.float16) for _ in range(4)]
+
+    verify_on_a_gpu(scaled_dot_product_attention, make)
+    assert set(calls) == SDPA_CALLS
 
 
 @pytest.mark.gpu
