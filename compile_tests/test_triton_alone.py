@@ -62,6 +62,22 @@ def test_what_is_wrong_with_a_build_is_said(change: dict[str, Any], found: str, 
     assert len(wrong) == bool(found) and all(re.search(found, each) for each in wrong)
 
 
+def test_a_version_may_spill_more_in_kernels_that_are_named() -> None:
+    def allowed(version: tuple[int, int], kernel: str, head_dim: int, most_spilled: int = 0) -> int:
+        name = f"cuda-90 {kernel.rpartition('.')[2]} {{'HEAD_DIM': {head_dim}, 'MAIN': 64}}"
+        return triton_alone.allowed_spills({"kernel": kernel, "name": name, "most_spilled": most_spilled}, version)
+
+    decode, hopper = "csrc_free_ops.attention.portable.decode._attention_decode_kernel", "csrc_free_ops.gemm.hopper.k"
+    assert [allowed(version, decode, 72) for version in ((3, 6), (3, 7), (3, 8), (3, 9), (4, 0))] == [
+        0,
+        0,
+        288,
+        360,
+        360,
+    ]
+    assert allowed((3, 8), decode, 128) == 56 and allowed((3, 9), hopper, 128, 100) == 188
+
+
 def test_a_kernel_that_does_not_build_is_named(variants: Path) -> None:
     variant = json.loads(variants.read_text().splitlines()[0])
     variant["kwargs"] = {**variant["kwargs"], "HEAD_DIM": 7}

@@ -19,7 +19,8 @@ from torch_ops.bench.measure.versions import time_versions, versions
 def copies(tmp_path: Path) -> list[str]:
     """This version, and one that a folder holds."""
     (tmp_path / "triton").mkdir()
-    code = f"import sys; sys.path.remove({str(tmp_path)!r}); del sys.modules['triton']; import triton\n"
+    code = f"import sys; sys.path = [path for path in sys.path if path not in ('', {str(tmp_path)!r})]\n"
+    code += "del sys.modules['triton']; import triton\n"
     code += "triton.__version__, triton.__file__ = '3.99.0', __file__\n"
     (tmp_path / "triton" / "__init__.py").write_text(code)
     return ["", str(tmp_path)]

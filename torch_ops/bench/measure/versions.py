@@ -33,7 +33,7 @@ class Version:
         paths = [folder, *sys.path] if folder else sys.path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), ANY_TRITON: "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "torch_ops.bench.measure.versions"],
+            [sys.executable, "-c", "from torch_ops.bench.measure.versions import serve; serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             # Python looks into the current folder first, where another copy of our own packages may lie.
             cwd=folder or None,
@@ -130,7 +130,8 @@ class _Worker:
         return {"path": bench.path(inputs), "timer": self.timer.kind, "flops": cost.flops}
 
 
-def _serve() -> None:
+def serve() -> None:
+    """Answer the questions of another process, a line each."""
     import triton
 
     answers = os.fdopen(os.dup(1), "w")
@@ -141,7 +142,3 @@ def _serve() -> None:
     print(json.dumps([triton.__version__, *files]), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
