@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
 from compile_tests import triton_alone
 from compile_tests.attention import hopper_launches
@@ -76,6 +77,13 @@ def test_a_version_may_spill_more_in_kernels_that_are_named() -> None:
         360,
     ]
     assert allowed((3, 8), decode, 128) == 56 and allowed((3, 9), hopper, 128, 100) == 188
+
+
+def test_a_build_leaves_the_driver_as_it_was(variants: Path) -> None:
+    """On a GPU, kernels launch by it."""
+    before = triton.runtime.driver._active
+    triton_alone.build(json.loads(variants.read_text().splitlines()[0]))
+    assert triton.runtime.driver._active is before
 
 
 def test_a_kernel_that_does_not_build_is_named(variants: Path) -> None:

@@ -7,7 +7,7 @@ machine code must be like.
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +19,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -114,12 +115,16 @@ def build(variant: Variant) -> Any:
     """The variant as Triton compiles it."""
     module, name = variant["kernel"].rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
-    triton.runtime.driver.set_active(FakeDriver(GPUTarget(*variant["target"])))
     args = list(map(read_argument, variant["args"]))
     kwargs = {name: read_argument(value) for name, value in variant["kwargs"].items()}
     if "hopper" in module:
         kwargs |= PTXAS
-    return kernel.warmup(*args, grid=(1,), **kwargs)
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(FakeDriver(GPUTarget(*variant["target"])))
+    try:
+        return kernel.warmup(*args, grid=(1,), **kwargs)
+    finally:
+        triton.runtime.driver.set_active(before)
 
 
 def placed(ttgir: str) -> list[tuple[int, int]]:
@@ -197,6 +202,9 @@ def _try(variant: Variant) -> dict[str, Any]:
 
 
 def main() -> None:
+    # The AMD backend of Triton 3.6 and 3.7 imports PyTorch, and asks it nothing about these arguments.
+    if importlib.util.find_spec("torch") is None:
+        sys.modules["torch"] = ModuleType("torch")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--kernel", default="", help="only kernels whose name has this regular expression in it")
