@@ -173,7 +173,9 @@ def test_packed_cudnn_takes_what_its_op_takes(shape: str, refused: str, monkeypa
 
     monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", forward)
     (case,) = find_cases([shape], CPU)
-    baseline = attention_peers.CUDNN_PACKED
+    baseline = dataclasses.replace(
+        attention_peers.CUDNN_PACKED, directions=attention_peers.packed_cudnn_directions("2.15.0")
+    )
     if refused == "needs a GPU":
         assert baseline.refuses(case, torch.bfloat16, CPU) == refused
         return
@@ -186,6 +188,12 @@ def test_packed_cudnn_takes_what_its_op_takes(shape: str, refused: str, monkeypa
     longest, causal = max(case.lengths), bool(case.options.get("causal"))
     assert {call[3] for call in seen} == {True, False}
     assert {(*call[:3], *call[4:]) for call in seen} == {(None, longest, longest, 0.0, causal, False, None)}
+
+
+def test_packed_cudnn_has_a_backward_where_pytorch_calls_it() -> None:
+    directions = attention_peers.packed_cudnn_directions
+    assert directions("2.11.0+cu130") == directions("2.13.0") == ("forward",)
+    assert directions("2.14.0a0") == directions("2.15.0") == ("forward", "backward")
 
 
 @pytest.mark.parametrize("shape", ["12+30x2x16", "3x20x2x16"])

@@ -258,10 +258,23 @@ CUDNN = Impl(
     "cudnn", _bind_cudnn,
     f"scaled_dot_product_attention by cuDNN {torch.backends.cudnn.version() or '(not here)'}", _cudnn_refuses,
 )  # fmt: skip
+
+
+def packed_cudnn_directions(version: str) -> tuple[str, ...]:
+    """Before PyTorch called the op, its forward stored lse where the backward does not look.
+
+    The backward then returns wrong gradients, or reads memory that is not there. Source: PyTorch's
+    aten/src/ATen/native/cudnn/MHA.cpp.
+    """
+    called = tuple(map(int, version.split(".")[:2])) >= (2, 14)
+    return ("forward", "backward") if called else ("forward",)
+
+
 CUDNN_PACKED = Impl(
     "cudnn_packed", _bind_cudnn_packed,
     f"aten._cudnn_attention_forward of torch {torch.__version__} with boundaries of packed segments, by cuDNN "
     f"{torch.backends.cudnn.version() or '(not here)'}", _cudnn_packed_refuses,
+    packed_cudnn_directions(torch.__version__),
 )  # fmt: skip
 FLASH2 = Impl(
     "flash2", _bind_flash2, f"FlashAttention-2, varlen_attn of torch {torch.__version__}", _flash2_refuses,
