@@ -203,7 +203,7 @@ def _try(variant: Variant) -> dict[str, Any]:
 
 def main() -> None:
     # The AMD backend of Triton 3.6 and 3.7 imports PyTorch, and asks it nothing about these arguments.
-    if importlib.util.find_spec("torch") is None:
+    if VERSION < (3, 8) and importlib.util.find_spec("torch") is None:
         sys.modules["torch"] = ModuleType("torch")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
