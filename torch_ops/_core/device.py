@@ -45,8 +45,10 @@ def gpu() -> Gpu:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether the device's memory did not suffice; the CPU's allocator has no type of error for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Return whether memory did not suffice. The CPU's allocator, Triton and cuBLAS have no type of error for it."""
+    said = str(error).lower()
+    words = "can't allocate memory", "out of memory", "status_alloc_failed"
+    return isinstance(error, torch.OutOfMemoryError) or any(each in said for each in words)
 
 
 def run_where_tensors_are(body: Callable[..., Any], *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A subprocess runs small cases of the kernels against the portable path (`torch_ops._tools.self_test`), so a kernel that
 crashes or hangs does not stop the caller. The result is kept on disk for each GPU, Triton version and state of our
-sources. What says nothing about the kernels, such as a GPU without free memory, counts for the process alone.
+sources. A failure that says nothing about the kernels, such as a GPU without free memory, counts for the process alone.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def why_not(gpu: Gpu) -> str:
         result = _try_once(gpu)
         if not result.holds:
             file = result_file(gpu)
-            again = f"; delete {file} to try again" if file is not None and file.exists() else ""
+            again = f"; delete {file} to try again" if file is not None and os.path.exists(file) else ""
             warnings.warn(
                 f"vk: kernels for Hopper GPUs fail with triton {triton.__version__} on {gpu.name}, so the portable "
                 f"path runs: {result.why}{again}",
@@ -100,18 +100,25 @@ def why_not(gpu: Gpu) -> str:
 
 
 def _try_once(gpu: Gpu) -> SelfTestResult:
-    """Run the self-test in one process at a time; those that waited read its result."""
+    """Run the self-test in one process at a time. One that waited reads the result, or takes no Hopper kernels."""
     file = result_file(gpu)
-    with _locked(file):
+    with _locked(file) as waited:
         result = cached_result(gpu)
+        if result is None and waited:
+            # Each would wait for the one before it.
+            result = _known[_key(gpu)] = SelfTestResult(False, "the self-test of another process did not end", _now())
         if result is None:
             _log.info("vk tries its kernels for Hopper GPUs with triton %s", triton.__version__)
             holds, why, is_final = _run()
-            result = SelfTestResult(holds, why, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            result = SelfTestResult(holds, why, _now())
             _known[_key(gpu)] = result
             if is_final and file is not None:
                 _write(file, json.dumps(result._asdict()))
     return result
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _write(file: Path, text: str) -> None:
@@ -125,21 +132,26 @@ def _write(file: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path | None) -> Iterator[None]:
-    """Lock the result file. Without a folder to write to, or locks, each process runs the test."""
+def _locked(file: Path | None) -> Iterator[bool]:
+    """Lock the result file, and say whether that took a wait. Without a folder or locks, each process runs the test."""
     try:
         if file is None:
             raise OSError
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.with_suffix(".lock").open("w")
     except OSError:
-        yield
+        yield False
         return
     with lock:
+        waited = False
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+                fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            yield
+            yield waited
         finally:
             # A process forked meanwhile would keep it locked.
             with contextlib.suppress(OSError):
@@ -148,10 +160,12 @@ def _locked(file: Path | None) -> Iterator[None]:
 
 def _run() -> tuple[bool, str, bool]:
     """Run the self-test process; return pass or fail, the reason, and whether it says something about the kernels."""
-    paths = [path for path in sys.path if path]
+    paths = [os.path.abspath(path) for path in sys.path if path]
     if str(PACKAGES) not in paths:
         paths.append(str(PACKAGES))
-    environment = {**os.environ, TRIES: "1", "VK_PATH": "auto", "PYTHONPATH": os.pathsep.join(paths)}
+    # The user's launch rows are not part of the result's key.
+    ours = {TRIES: "1", "VK_PATH": "auto", "VK_ROWS": "", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, **ours}
     index = torch.cuda.current_device()
     command = [sys.executable, "-m", "torch_ops._tools.self_test", str(index), triton.__version__]
     try:
@@ -168,4 +182,4 @@ def _run() -> tuple[bool, str, bool]:
         return True, "", True
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     why = lines[-1][:300] if lines else f"the self-test ended with code {done.returncode}"
-    return False, why, done.returncode == WRONG or done.returncode < 0
+    return False, why, done.returncode == WRONG

@@ -1,18 +1,19 @@
 """Small cases of Hopper kernels against the portable path: `python -m torch_ops._tools.self_test GPU TRITON`.
 
 `torch_ops._core.self_test` runs it once under a Triton version without measurements. The exit code is 0 if all cases
-agree and WRONG if one does not or its kernels fail; other codes say nothing about the kernels.
+agree. It is WRONG if a case disagrees, or if Hopper kernels raise or crash. Other codes say nothing about the kernels.
 """
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ MOST_RELATIVE_ERROR = 4e-2
 BLOCK_ROWS = 64
 # Side by side, since most of the time goes into compilation. Each takes about 1 GB of GPU memory.
 PROCESSES = 4
+# Exit codes of a process whose kernels or compiler broke it.
+CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 
 
 class Case(NamedTuple):
@@ -77,7 +80,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def results(case: Case, path: str) -> list[Tensor]:
-    """What a case gives on a path, and the gradients of its sum."""
+    """Return the outputs of a case on a path, then the gradients of their weighted sum."""
     with settings(path=path):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in case.tensors]
         found = case.op(*leaves, **case.options)
@@ -87,7 +90,7 @@ def results(case: Case, path: str) -> list[Tensor]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest of all blocks of rows, in the Frobenius norm; infinite where a number is not finite.
+    """Return the largest error of a block of rows, in the Frobenius norm; infinite if a number is not finite.
 
     A block counts for at least a tenth of an average one.
     """
@@ -100,24 +103,19 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return worst
 
 
-def disagreement(case: Case) -> str:
-    """What differs between the paths, or nothing."""
-    expected, found = results(case, "portable"), results(case, "hopper")
-    errors = list(map(relative_error, found, expected))
-    worst = max(errors)
-    return f"{case.name}: relative error {worst:.1e}" if worst > MOST_RELATIVE_ERROR else ""
+def fault(case: Case) -> str:
+    """Return how the Hopper path fails a case, or nothing.
 
-
-def fault(index: int, number: int) -> str:
-    """What is wrong with the case of this number on this GPU, or nothing."""
-    torch.cuda.set_device(index)
-    case = next(islice(cases(torch.device("cuda", index)), number, None))
+    Errors that say nothing about its kernels are raised: those of the portable path, of memory and of files.
+    """
+    expected = results(case, "portable")
     try:
-        return disagreement(case)
+        worst = max(map(relative_error, results(case, "hopper"), expected))
     except Exception as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or isinstance(error, OSError):
             raise
         return f"{case.name}: {type(error).__name__}: {error}"
+    return f"{case.name}: relative error {worst:.1e}" if worst > MOST_RELATIVE_ERROR else ""
 
 
 def end_with_parent() -> None:
@@ -132,22 +130,47 @@ def end_with_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
+def try_share(index: int, share: int, answers: Connection) -> None:
+    """Send the name of each case of a share before it runs, and its fault after it."""
+    end_with_parent()
+    torch.cuda.set_device(index)
+    for case in islice(cases(torch.device("cuda", index)), share, None, PROCESSES):
+        answers.send(case.name)
+        answers.send(fault(case))
+
+
+def outcome(answers: Connection, process: BaseProcess) -> str:
+    """Return the first fault that a process reports, or nothing; end if the process says nothing about the kernels."""
+    name = ""
+    with contextlib.suppress(EOFError):
+        while True:
+            name = answers.recv()
+            if found := answers.recv():
+                return str(found)
+    process.join()
+    if process.exitcode in CRASHES:
+        return f"{name}: the process ended with code {process.exitcode}"
+    if process.exitcode:
+        # Its own last words stand above.
+        sys.exit(1)
+    return ""
+
+
 def main() -> None:
     index, version = int(sys.argv[1]), sys.argv[2]
     if triton.__version__ != version:
         sys.exit(f"the self-test of triton {version} found triton {triton.__version__}")
-    numbers = range(len(list(cases(torch.device("meta")))))
-    processes = min(PROCESSES, os.cpu_count() or 1)
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), end_with_parent)
-    try:
-        faults = list(filter(None, pool.map(partial(fault, index), numbers)))
-    except BrokenProcessPool as error:
-        faults = [str(error)]
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if faults:
-        print(" ".join(faults[0].split()), file=sys.stderr)
-        sys.exit(WRONG)
+    spawn = multiprocessing.get_context("spawn")
+    started: list[tuple[Connection, BaseProcess]] = []
+    for share in range(PROCESSES):
+        here, there = spawn.Pipe(duplex=False)
+        started.append((here, spawn.Process(target=try_share, args=(index, share, there), daemon=True)))
+        started[-1][1].start()
+        there.close()
+    for answers, process in started:
+        if found := outcome(answers, process):
+            print(" ".join(found.split()), file=sys.stderr)
+            sys.exit(WRONG)
 
 
 if __name__ == "__main__":
