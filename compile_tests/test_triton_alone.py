@@ -1,6 +1,7 @@
-"""What is written down of a launch is built without PyTorch, and what is wrong with a build is found."""
+"""Triton alone builds recorded launches, and finds the faults of builds."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,10 +20,6 @@ from compile_tests.kernels import ROPE_WINDOW_ATTN
 from csrc_free_ops.configs.attention_hopper import HEAD_DIMS
 from csrc_free_ops.configs.rows import Config
 
-WITHOUT_TORCH = (
-    "import sys; sys.modules['torch'] = None; sys.argv[0] = ''; from compile_tests.triton_alone import main; main()"
-)
-
 
 def _record(file: Path, monkeypatch: pytest.MonkeyPatch, launches: list[Any], demands: Demands) -> None:
     monkeypatch.setenv("VK_RECORD_BUILDS", str(file))
@@ -39,13 +36,47 @@ def variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+def _build_alone(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command where PyTorch cannot be imported, not even by processes that it starts."""
+    (folder / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "compile_tests.triton_alone", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
 def test_variants_are_built_without_torch(variants: Path, tmp_path: Path) -> None:
     """Each once, in several processes."""
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(variants), "--jobs", "2", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _build_alone(tmp_path, variants, "--jobs", "2", "--out", out)
     assert done.returncode == 0 and "2 of 2 variants are as they must be" in done.stdout, done.stderr
     assert all(each["spilled"] == 0 and "shared" in each for each in json.loads(out.read_text())["builds"])
+
+
+def test_a_variant_that_ends_its_process_is_named(variants: Path, tmp_path: Path) -> None:
+    first, second = map(json.loads, dict.fromkeys(variants.read_text().splitlines()))
+    # LLVM ends the process over a GPU that it does not know.
+    crash = {**first, "name": "crash", "target": ["cuda", 999, 32]}
+    variants.write_text("\n".join(map(json.dumps, (crash, second))) + "\n\n")
+    done = _build_alone(tmp_path, variants, "--jobs", "1")
+    assert done.returncode == 1 and "0 of 2 variants" in done.stdout
+    assert re.search(r"^its process ended with code -\d+: crash$", done.stdout, re.MULTILINE), done.stdout
+    assert f"not tried: {second['name']}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kernel", "("], "no regular expression"), (["--kernel", "no such"], "give another --kernel"),
+        (["--jobs", "0"], "give 1 or more"), (["--out", "no/such/folder"], "make it first"),
+    ],
+)  # fmt: skip
+def test_arguments_are_refused_in_a_line(
+    arguments: list[str], said: str, variants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["triton_alone", str(variants), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        triton_alone.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Builds the recorded variants of all kernels with whatever Triton is installed, without PyTorch.
+"""Build the recorded variants of all kernels with whatever Triton is installed, without PyTorch.
 
     python -m compile_tests.triton_alone VARIANTS.jsonl [--kernel PATTERN] [--jobs N]
 
-`make builds` records the file. A variant is a line of it: a kernel, its arguments, options and target, and what its
-machine code must be like.
+`make builds` records the file. Each of its lines is a variant: a kernel, its arguments, options and target, and limits
+for its machine code.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from csrc_free_ops.tiles.hopper.versions import PTXAS
 
 Variant = dict[str, Any]
 VERSION = int(triton.__version__.split(".")[0]), int(triton.__version__.split(".")[1])
-# (pattern, factor, bytes): by how much spills may exceed those of Triton 3.6 and 3.7, whose ptxas is older; the first
-# pattern found in a variant's kernel and name holds. Versions that are newer have the entry of the newest here.
-# docs/benchmarks.md has the times.
+# (pattern, factor, more): limit of spills relative to Triton 3.6 and 3.7, whose ptxas is older. The first pattern found
+# in a variant's kernel and name holds; newer versions than these have the newest entry. The unit is that of `spilled`.
+# The factor is for fp32's gradients of keys, whose 448 bytes become 616 with ptxas 13.4.
 SPILLED_MORE = {
     (3, 8): (
         ("hopper", 1.0, 24),
@@ -57,7 +57,7 @@ BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class FakeDriver:
-    """As much of a Triton driver as building asks for. Built kernels are kept per device: here, target."""
+    """Stand in for Triton's driver as far as builds ask for it. The target serves as the device of built kernels."""
 
     target: GPUTarget
 
@@ -72,7 +72,7 @@ class FakeDriver:
 
 
 def read_argument(argument: Any) -> Any:
-    """What `contract.variants.write_argument` wrote."""
+    """Make an argument from what `contract.variants.write_argument` wrote."""
     if not isinstance(argument, dict):
         return argument
     ((kind, value),) = argument.items()
@@ -97,7 +97,7 @@ def cuobjdump(cubin: bytes, *options: str) -> str:
 
 
 def usage(cubin: bytes, resource: str) -> int:
-    """A figure that cuobjdump knows of the one kernel in there: REG, STACK, LOCAL."""
+    """Return a figure that cuobjdump prints of the only kernel: REG, STACK or LOCAL."""
     text = cuobjdump(cubin, "-res-usage")
     figures = re.findall(rf"\b{resource}:(\d+)", text)
     assert len(figures) == 1, f"one kernel's figures expected of cuobjdump, got {text!r}"
@@ -105,14 +105,14 @@ def usage(cubin: bytes, resource: str) -> int:
 
 
 def spilled(asm: dict[str, Any]) -> int:
-    """Bytes of stack and local memory of a thread, or VGPRs on AMD."""
+    """Return bytes of stack and local memory of a thread, or VGPRs on AMD."""
     if "cubin" in asm:
         return usage(asm["cubin"], "STACK") + usage(asm["cubin"], "LOCAL")
     return int(re.findall(r"\.vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[0])
 
 
 def build(variant: Variant) -> Any:
-    """The variant as Triton compiles it."""
+    """Compile a variant."""
     module, name = variant["kernel"].rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
     args = list(map(read_argument, variant["args"]))
@@ -128,7 +128,7 @@ def build(variant: Variant) -> Any:
 
 
 def placed(ttgir: str) -> list[tuple[int, int]]:
-    """Where in bytes buffers in shared memory begin, and their sizes, the largest first."""
+    """Return where buffers in shared memory begin, in bytes, and their sizes, the largest first."""
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)
@@ -168,7 +168,7 @@ def allowed_spills(variant: Variant, version: tuple[int, int]) -> int:
 
 
 def faults(variant: Variant) -> tuple[list[str], dict[str, int]]:
-    """What is wrong with the machine code of a variant, and figures of it."""
+    """Return the faults of a variant's machine code, and figures of the code."""
     built = build(variant)
     found = {"shared": built.metadata.shared, "spilled": spilled(built.asm)}
     wrong = []
@@ -201,25 +201,37 @@ def _try(variant: Variant) -> dict[str, Any]:
     return {**about, "wrong": wrong, **found}
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression ({error}); escape its signs") from error
+
+
 def main() -> None:
     # The AMD backend of Triton 3.6 and 3.7 imports PyTorch, and asks it nothing about these arguments.
     if VERSION < (3, 8) and importlib.util.find_spec("torch") is None:
         sys.modules["torch"] = ModuleType("torch")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--kernel", default="", help="only kernels whose name has this regular expression in it")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
-    parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
+    parser = argparse.ArgumentParser(description="Build recorded variants with this Triton, without PyTorch.")
+    parser.add_argument("file", type=Path, help="file that make builds records")
+    parser.add_argument("--kernel", type=_pattern, default="", help="regular expression of kernels (default: all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side (default: one a core)")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON (default: none)")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    lines = dict.fromkeys(options.file.read_text().splitlines())
+    if options.jobs < 1:
+        parser.error(f"argument --jobs: {options.jobs} is no number of processes; give 1 or more")
+    if options.out and not options.out.parent.is_dir():
+        parser.error(f"argument --out: there is no folder {options.out.parent}; make it first")
+    lines = dict.fromkeys(filter(str.strip, options.file.read_text().splitlines()))
     variants = [each for each in map(json.loads, lines) if re.search(options.kernel, each["kernel"])]
-    assert variants, f"{options.file} has no such variant"
+    if not variants:
+        parser.error(f"{options.file} has no variant of such a kernel; give another --kernel")
     if options.share is not None:
         for variant in variants[options.share :: options.jobs]:
             print(json.dumps(_try(variant)), flush=True)
         return
-    figures = _in_processes(options.jobs)
+    figures = _in_processes(variants, options.jobs)
     for each in figures:
         if each["wrong"]:
             print(f"{'; '.join(each['wrong'])}: {each['name']}", flush=True)
@@ -230,15 +242,25 @@ def main() -> None:
     sys.exit(right < len(variants))
 
 
-def _in_processes(jobs: int) -> list[dict[str, Any]]:
-    """This command's figures, from processes that each take a share. One that dies leaves its share short."""
+def _in_processes(variants: list[Variant], jobs: int) -> list[dict[str, Any]]:
+    """Return the figures of all variants, from processes that each take a share.
+
+    A process that ends early leaves the rest of its share without figures; the first of the rest ended it.
+    """
     command = [sys.executable, "-m", "compile_tests.triton_alone", *sys.argv[1:], "--jobs", str(jobs)]
     processes = [
         subprocess.Popen([*command, "--share", str(share)], stdout=subprocess.PIPE, text=True) for share in range(jobs)
     ]
     with ThreadPoolExecutor(jobs) as pool:
         answers = list(pool.map(lambda process: process.communicate()[0], processes))
-    return [json.loads(line) for answer in answers for line in answer.splitlines() if line.startswith("{")]
+    figures = []
+    for share, (process, answer) in enumerate(zip(processes, answers, strict=True)):
+        found = [json.loads(line) for line in answer.splitlines() if line.startswith("{")]
+        figures += found
+        for index, variant in enumerate(variants[share::jobs][len(found) :]):
+            why = "not tried" if index else f"its process ended with code {process.returncode}"
+            figures.append({"kernel": variant["kernel"], "name": variant["name"], "wrong": [why]})
+    return figures
 
 
 if __name__ == "__main__":

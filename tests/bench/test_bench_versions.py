@@ -1,18 +1,22 @@
 """Versions of Triton side by side, each in a process of its own; here on a CPU, of one version."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import triton
+import typer
 
 from tests.bench.verify import CPU
 from torch_ops.bench.app import BENCHES
-from torch_ops.bench.commands.versions import SHAPES
+from torch_ops.bench.commands import options
+from torch_ops.bench.commands.versions import SHAPES, versions_command
+from torch_ops.bench.measure import versions as measured
 from torch_ops.bench.measure.opbench import split
 from torch_ops.bench.measure.results import BASELINE, OURS
 from torch_ops.bench.measure.run import Setup
-from torch_ops.bench.measure.versions import time_versions, versions
+from torch_ops.bench.measure.versions import Version, time_versions, versions
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def test_each_version_is_timed_in_a_process_of_its_own(copies: list[str]) -> Non
     (case,) = bench.cases(["2x20x2x16"], CPU)
     setup = Setup(torch.float32, CPU, ("forward", "backward"), rounds=2)
     with versions(copies) as processes:
-        assert [process.triton for process in processes] == [triton.__version__, "3.99.0"]
+        assert [process.name for process in processes] == [triton.__version__, "3.99.0"]
         for direction in setup.directions:
             first, second = time_versions(bench, case, direction, setup, processes)
             assert (first.group, second.group, second.name) == (OURS, BASELINE, "3.99.0")
@@ -47,8 +51,27 @@ def test_a_process_that_ends_is_reported(copies: list[str]) -> None:
 def test_folders_without_another_version_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds neither triton nor torch_ops"), versions([str(tmp_path)]):
         pass
+    (tmp_path / "triton.py").write_text("raise ImportError('no such GPU')")
+    with pytest.raises(ValueError, match=f"{tmp_path}: a process that times ops ended with 1"):
+        Version(str(tmp_path))
+
+
+def test_another_state_of_this_library_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((["3.9.0", "/site/triton/__init__.py", str(tmp_path / "torch_ops" / "__init__.py")],) * 3)
+    monkeypatch.setattr(Version, "answer", lambda self: next(answers))
+    monkeypatch.setattr(Version, "close", lambda self: None)
+    monkeypatch.setattr(measured.subprocess, "Popen", mock.Mock())
+    assert Version(str(tmp_path)).name == f"3.9.0 {tmp_path.name}"
     with pytest.raises(ValueError, match="give different ones"), versions(["", ""]):
         pass
+
+
+def test_cases_are_known_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "find_device", lambda name: torch.device("cuda"))
+    command = versions_command(BENCHES)
+    with pytest.raises(typer.BadParameter, match="qwen3vl_l_4096") as refused:
+        command([Path("nowhere")], op=["mlp"], shapes=["qwen3vl_l_4096"])
+    assert "--shapes" in str(refused.value.param_hint)
 
 
 def test_all_shapes_are_known() -> None:

@@ -171,19 +171,27 @@ def test_functions_alone_agree_with_pytorchs_attention() -> None:
 def test_alibi_slopes(device: str) -> None:
     cu, slopes = cumulative(LENGTHS, device), torch.rand(len(LENGTHS), HEADS, device=device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, cu, cu, 9, 9, 0.0, False, False, alibi_slopes=slopes)
+    with torch.inference_mode():
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, cu, cu, 9, 9, 0.0, False, False, alibi_slopes=slopes)
     torch.testing.assert_close((out, lse), window_attn(q, k, v, cu, alibi_slopes=slopes, return_lse=True))
     assert not torch.allclose(out, window_attn(q, k, v, cu), atol=1e-2)
 
 
 @pytest.mark.usefixtures("active")
 def test_slopes_are_refused_where_a_gradient_may_be_asked_for(device: str) -> None:
-    """PyTorch's backward op takes none, and its gradients would be wrong."""
+    """PyTorch's backward op takes none, and its gradients would be wrong. Compiled forwards see no gradients."""
     cu, slopes = cumulative(LENGTHS, device), torch.rand(HEADS, device=device)
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
-    q.requires_grad_()
-    with pytest.raises(NotImplementedError, match="_flash_attention_forward: alibi_slopes is a tensor"):
-        aten._flash_attention_forward(q, k, v, cu, cu, 9, 9, 0.0, False, False, alibi_slopes=slopes)
+
+    def call(q: Tensor) -> Tensor:
+        made = aten._flash_attention_forward(q, k, v, cu, cu, 9, 9, 0.0, False, False, alibi_slopes=slopes)
+        return made[0]
+
+    refused = pytest.raises(NotImplementedError, match="_flash_attention_forward: alibi_slopes is a tensor")
+    for function in (call, torch.compile(call, backend="aot_eager")):
+        for leaf in (q, q.detach().requires_grad_()):
+            with refused:
+                function(leaf)
 
 
 @pytest.mark.usefixtures("active")

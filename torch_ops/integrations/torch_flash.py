@@ -1,7 +1,7 @@
 """PyTorch's flash attention on the ops of this library.
 
 PyTorch keeps a registry of flash attention implementations. The import of this module registers "VK" there and changes
-nothing else. Activation replaces the CUDA kernels of five aten ops until ``restore_flash_attention_impl()``:
+nothing else. Activation replaces the CUDA kernels of up to five aten ops until ``restore_flash_attention_impl()``:
 
     import torch_ops.integrations.torch_flash
     from torch.nn.attention import activate_flash_attention_impl
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_ops._attention.checks import is_differentiated
 from torch_ops._core.checks import check_like, refuse
 from torch_ops._core.torch_private import without_autocast
 from torch_ops.attention import AttentionBackward, attention, attention_backward_op
@@ -173,10 +172,9 @@ def flash_attention_forward(
         scale: positive number that multiplies q k^T. Default: 1 / sqrt(D).
         window_size_left, window_size_right: number of keys that a query sees before and after its position. Default:
             None, all, and so are negative numbers. is_causal makes the second 0.
-        alibi_slopes: fp32 [H] or [n, H]. Only without gradients, since `aten::_flash_attention_backward` takes no
-            slopes. Default: none.
-        unsupported: `num_splits`, which must be None or 1, `seqused_k`, `block_table` and arguments of a later PyTorch,
-            which must be None.
+        alibi_slopes: fp32 [H] or [n, H]. Only in torch.inference_mode(), since `aten::_flash_attention_backward` takes
+            no slopes and compiled graphs do not show their gradients to this function. Default: none.
+        unsupported: `num_splits`, None or 1. `seqused_k`, `block_table` and arguments of a later PyTorch must be None.
 
     Returns:
         (out, lse, rng_state, unused, debug_mask). out has query's shape, dtype and order of memory. lse is fp32, packed
@@ -185,15 +183,15 @@ def flash_attention_forward(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that the ops refuse. The message names it, what was expected and what came.
+        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
 
-    The same call gives the same bits. FlashAttention-2, arXiv 2307.08691.
+    Without dropout, equal calls give equal bits. FlashAttention-2, arXiv 2307.08691.
     """
     op = "_flash_attention_forward"
     _refuse_unsupported(op, return_debug_mask, **unsupported)
-    if alibi_slopes is not None and is_differentiated(query, key, value, alibi_slopes):
-        fix = "aten::_flash_attention_backward takes no slopes; call it within torch.no_grad()"
-        _lack(op, "alibi_slopes", "a tensor", fix, "None where a gradient may be asked for")
+    if alibi_slopes is not None and not torch.is_inference_mode_enabled():
+        fix = "aten::_flash_attention_backward takes no slopes; call it within torch.inference_mode()"
+        _lack(op, "alibi_slopes", "a tensor", fix, "None outside of inference mode")
     _check_boundaries(op, query, cum_seq_q, cum_seq_k)
     rng_state = _draw_rng_state(query, dropout_p)
     options: dict[str, Any] = {
@@ -243,7 +241,7 @@ def flash_attention_forward_no_dropout_inplace(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that the ops refuse. The message names it, what was expected and what came.
+        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
     """
     op = "_flash_attention_forward_no_dropout_inplace"
     check_like(op, "out", out, "query", query)
@@ -294,7 +292,7 @@ def flash_attention_backward(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that the ops refuse. The message names it, what was expected and what came.
+        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
 
     Deterministic for dense tensors; for packed ones under `torch.use_deterministic_algorithms(True)`.
     """
@@ -346,7 +344,7 @@ def scaled_dot_product_flash_attention(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that the ops refuse. The message names it, what was expected and what came.
+        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
     """
     _refuse_unsupported("_scaled_dot_product_flash_attention", return_debug_mask, **unsupported)
     rng_state = _draw_rng_state(query, dropout_p)
@@ -388,7 +386,7 @@ def scaled_dot_product_flash_attention_backward(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that the ops refuse. The message names it, what was expected and what came.
+        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
     """
     _refuse_unsupported("_scaled_dot_product_flash_attention_backward", **unsupported)
     seed = _seed_of(philox_seed, dropout_p)
@@ -409,7 +407,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 @dataclass
 class Overrides:
-    """The kernels in place of PyTorch's; `remove()` takes them away again. PyTorch's registry keeps it."""
+    """Hold the kernels that replace PyTorch's until `remove()`. PyTorch's registry keeps it."""
 
     library: Library | None
 

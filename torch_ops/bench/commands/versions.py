@@ -1,5 +1,6 @@
 """`vk bench versions`: our ops under several versions of Triton."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +35,8 @@ SHAPES = {
 def versions_command(benches: Mapping[str, OpBench]) -> Callable[..., None]:
     def command(
         folders: Annotated[
-            list[Path], flag("--triton", "Folder of another Triton's packages; repeated.", exists=True, file_okay=False)
+            list[Path],
+            flag("--triton", "Folder of another triton or torch_ops package; repeated.", exists=True, file_okay=False),
         ],
         op: Annotated[list[str] | None, flag("--op", f"Some of {', '.join(SHAPES)} (default: all).")] = None,
         shapes: options.Shapes = None,
@@ -46,8 +48,9 @@ def versions_command(benches: Mapping[str, OpBench]) -> Callable[..., None]:
     ) -> None:
         """Time our own ops under this version of Triton and others on a GPU, forward and backward, in the same rounds.
 
-        The versions take turns in balanced order, each in a process of its own. Nothing is compared with a reference:
-        the tests do that.
+        The versions take turns in balanced order, each in a process of its own. A folder may also hold another state of
+        this library, as git archive COMMIT torch_ops csrc_free_ops gives it. Nothing is compared with a reference: the
+        tests do that.
         """
         where = options.find_device(device)
         if where.type != "cuda":
@@ -57,20 +60,25 @@ def versions_command(benches: Mapping[str, OpBench]) -> Callable[..., None]:
                 raise options.bad("--op", f"unknown op {name!r}; give some of {', '.join(SHAPES)}")
         options.check_output(out, "--out")
         setup = Setup(torch.bfloat16, where, ("forward", "backward"), rounds)
-        with options.value_errors("--triton"), versions(["", *map(str, folders)]) as processes:
-            names = [process.triton for process in processes]
+        with options.value_errors("--shapes"):
+            cases = [
+                (benches[name], case)
+                for name in dict.fromkeys(op or SHAPES)
+                for case in benches[name].cases(shapes or [SHAPES[name]], where)
+            ]
+        with contextlib.ExitStack() as stack:
+            with options.value_errors("--triton"):
+                processes = stack.enter_context(versions(["", *map(str, folders)]))
+            names = [process.name for process in processes]
             say(f"triton {', '.join(names)}")
-            origin = provenance(where, commit, {name: f"triton {name}" for name in names[1:]})
-            report = Report(origin)
-            for name in op or SHAPES:
-                bench = benches[name]
-                for case in bench.cases(shapes or [SHAPES[name]], where):
-                    for direction in setup.directions:
-                        say(f"{name} {case.name} {direction}")
-                        records = time_versions(bench, case, direction, setup, processes)
-                        report = dataclasses.replace(report, records=(*report.records, *records))
-                        if out is not None:
-                            report.write(out)
+            report = Report(provenance(where, commit, {name: f"triton {name}" for name in names[1:]}))
+            for bench, case in cases:
+                for direction in setup.directions:
+                    say(f"{bench.op} {case.name} {direction}")
+                    records = time_versions(bench, case, direction, setup, processes)
+                    report = dataclasses.replace(report, records=(*report.records, *records))
+                    if out is not None:
+                        report.write(out)
         show(report, show_markdown)
 
     return command

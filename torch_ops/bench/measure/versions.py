@@ -22,26 +22,41 @@ from torch_ops.bench.measure.results import BASELINE, OK, OURS, Record
 from torch_ops.bench.measure.run import DIGITS_OF_MS, Setup
 from torch_ops.bench.measure.timing import WARM_UP_SECONDS, Timer, interleave, make_timer, warm_up
 
+# This file's code with the folder's packages, which may be older than it.
+SERVE = f"import runpy; runpy.run_path({__file__!r})['serve']()"
 # Skips the check of torch and Triton versions. Eager calls do not use the part of torch 2.11 that fails.
 ANY_TRITON = "VK_ANY_TRITON"
 
 
 class Version:
-    """A process that times our ops with the packages in `folder`, or with this one's."""
+    """A process that times our ops with the packages in `folder`, or with those of this process.
+
+    `name` is its version of Triton, and the folder's name where a copy of this library is in there.
+    """
 
     def __init__(self, folder: str) -> None:
-        paths = [folder, *sys.path] if folder else sys.path
+        paths = [os.path.abspath(folder), *sys.path] if folder else sys.path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), ANY_TRITON: "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from torch_ops.bench.measure.versions import serve; serve()"],
+            [sys.executable, "-c", SERVE],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             # Python looks into the current folder first, where another copy of our own packages may lie.
             cwd=folder or None,
         )  # fmt: skip
-        self.triton, *files = map(str, self.answer())
-        if folder and not any(Path(file).is_relative_to(Path(folder).resolve()) for file in files):
-            self.close()
-            raise ValueError(f"{folder} holds neither triton nor torch_ops; give the folder that holds their folders")
+        self.folder = Path(folder).resolve() if folder else None
+        try:
+            self.name, *files = map(str, self.answer())
+        except RuntimeError as error:
+            raise ValueError(f"{folder or 'this version'}: {error}") from error
+        if self.folder is not None:
+            inside = [Path(file).is_relative_to(self.folder) for file in files]
+            if not any(inside):
+                self.close()
+                raise ValueError(
+                    f"{folder} holds neither triton nor torch_ops; give the folder that holds their folders"
+                )
+            if inside[1]:
+                self.name += f" {self.folder.name}"
 
     def tell(self, question: Any) -> None:
         assert self._process.stdin is not None
@@ -74,7 +89,7 @@ def versions(folders: Sequence[str]) -> Iterator[list[Version]]:
         for folder in folders:
             started.append(Version(folder))
             stack.callback(started[-1].close)
-        names = [process.triton for process in started]
+        names = [process.name for process in started]
         if len({*names}) < len(names):
             raise ValueError(f"the versions are {', '.join(names)}; give different ones")
         yield started
@@ -93,16 +108,16 @@ def time_versions(
         process.tell(question)
     bound = [process.answer() for process in processes]
     timers = {
-        process.triton: Timer("graph", lambda process=process: float(process.ask("sample")))  # type: ignore[misc]
+        process.name: Timer("graph", lambda process=process: float(process.ask("sample")))  # type: ignore[misc]
         for process in processes
     }
     warm_up(timers.values(), WARM_UP_SECONDS)
     figures = interleave(timers, setup.rounds)
     return [
         Record(
-            bench.op, case.name, bench.shape(case), direction, setup.kind, about["path"], process.triton,
+            bench.op, case.name, bench.shape(case), direction, setup.kind, about["path"], process.name,
             BASELINE if index else OURS, OK, timer=about["timer"], flops=about["flops"],
-            rounds_ms=tuple(round(ms, DIGITS_OF_MS) for ms in figures[process.triton]),
+            rounds_ms=tuple(round(ms, DIGITS_OF_MS) for ms in figures[process.name]),
         )
         for index, (process, about) in enumerate(zip(processes, bound, strict=True))
     ]  # fmt: skip
