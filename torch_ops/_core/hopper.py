@@ -15,25 +15,27 @@ from csrc_free_ops.configs.rows import Gpu
 from torch_ops._core import self_test
 from torch_ops._core.device import gpu
 
-# The versions that kernels were built and measured with (docs/benchmarks.md). They rely on where Triton puts shared
-# memory, see csrc_free_ops/tiles/hopper/warpgroup.py.
+# Kernels ran on H200 with 3.6, 3.8 and 3.9 (docs/benchmarks.md). 3.7 lies between them and passes the checks of builds
+# alone. Kernels rely on where Triton puts shared memory, see csrc_free_ops/tiles/hopper/warpgroup.py.
 TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 @lru_cache
 def is_measured() -> bool:
-    """Whether this is one of the versions of Triton above."""
+    """Return whether this Triton is one of TRITON_VERSIONS."""
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
 
 
 def why_not_this_triton(gpu: Gpu) -> str:
-    """Why kernels for this GPU do not run under this version of Triton, or nothing. Others than those above are tried
-    once."""
+    """Return why Hopper kernels do not run under this version of Triton, or nothing.
+
+    The self-test tries a version once that is not one of TRITON_VERSIONS.
+    """
     return "" if is_measured() else self_test.why_not(gpu)
 
 
 def what_holds(gpu: Gpu) -> str:
-    """What `info` says of the Hopper path, without trying anything."""
+    """Return the line of `vk info` about the Hopper path; nothing is tried."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
     if is_measured():
@@ -47,8 +49,10 @@ def what_holds(gpu: Gpu) -> str:
 
 
 def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:
-    """Why there are no Hopper kernels for this, or nothing. Whether they run with this Triton is asked last of all
-    (`why_not_this_triton`)."""
+    """Return why there are no Hopper kernels for this GPU and dtype, or nothing.
+
+    `why_not_this_triton` comes last of all, because it may run the self-test.
+    """
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
     if dtype not in (torch.float16, torch.bfloat16):

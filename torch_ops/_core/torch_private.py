@@ -1,4 +1,6 @@
-"""All that the library uses of PyTorch's private interfaces; compile_tests/test_torch_private.py tries each.
+"""All private interfaces of PyTorch that operators and models use; compile_tests/test_torch_private.py tries each.
+
+`torch_ops.bench` calls further ones, of PyTorch's own kernels and compilers that it measures.
 
 Nothing here imports Dynamo or Inductor, which take longer than everything else.
 """
@@ -69,7 +71,7 @@ _CUDA = torch._C.DispatchKey.CUDA
 
 
 def autograd_impl(definition: Any) -> Callable[..., Any]:
-    """The kernel for Autograd keys that a custom op gets by `register_autograd`."""
+    """Return the kernel for Autograd keys that `register_autograd` gives a custom op."""
     implementation: Callable[..., Any] = make_autograd_impl(overload_of(definition), definition)
     return implementation
 
@@ -93,7 +95,7 @@ def nothing_watches(keys: int) -> bool:
 
 
 def is_aot_compiling() -> bool:
-    """Whether AOTInductor makes a package."""
+    """Return whether AOTInductor is making a package."""
     inductor = sys.modules.get("torch._inductor.virtualized")
     return inductor is not None and bool(inductor.V.aot_compilation)
 
@@ -104,7 +106,7 @@ def mark_static_address(tensor: Tensor) -> None:
 
 
 def decomposes_triton_ops() -> bool:
-    """Whether a functionalized graph shows the kernels of an op; torch.export keeps ops whole."""
+    """Return whether a functionalized graph shows the kernels of an op; torch.export keeps ops whole."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return not custom_triton_ops_decomposition_disabled()
@@ -135,6 +137,6 @@ class _Kernels:
 
 
 def name_kernels(op: str, function: Callable[..., Any]) -> None:
-    """Let the kernels of an op's function enter the key of compiled artefacts, as those of a `triton_op`."""
+    """Let the kernels of an op's function enter the key of compiled artefacts, as a `triton_op` does with its own."""
     kernels: Any = _Kernels(function)
     _library_triton.triton_ops_to_kernels[op] = kernels

@@ -17,13 +17,13 @@ meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # Triton 3.8 renamed them.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-# Launch options. Triton 3.9 asks its ptxas (13.4) for --regAllocOptLevel=2, by which tiles next to wide accumulators
-# spill up to 192 bytes a thread; at ptxas's own level, 4, they spill at most 48.
+# Launch options. Triton 3.9 asks its ptxas (13.4) for --regAllocOptLevel=2, so that tiles next to wide accumulators
+# spill up to 192 bytes a thread. At level 4, the default of ptxas, such tiles spill at most 48.
 PTXAS = {"ptx_options": "--regAllocOptLevel=4"} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else {}
 
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """The bytes of a buffer in shared memory as another dtype, shape and layout. Public since Triton 3.9."""
+    """View a buffer in shared memory as another dtype, shape and layout. Public since Triton 3.9."""
     method = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)

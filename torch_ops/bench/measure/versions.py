@@ -1,7 +1,7 @@
 """Our own ops under several versions of Triton, in turns on one GPU.
 
-A process for each version binds a case and answers with one figure at a time, so that all of them take part in the same
-rounds (`timing.interleave`). They share the GPU, on which only one works at any time.
+A process for each version binds a case and answers with one figure at a time, so that all versions take part in the
+same rounds (`timing.interleave`). The processes share the GPU, on which only one works at any time.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ANY_TRITON = "VK_ANY_TRITON"
 
 
 class Version:
-    """A process that times our ops with the packages in `folder`, or with those of this process.
+    """Run a process that times our ops with the packages in `folder`, or with those of this process.
 
     `name` is its version of Triton, and the folder's name where a copy of this library is in there.
     """
@@ -98,7 +98,7 @@ def versions(folders: Sequence[str]) -> Iterator[list[Version]]:
 def time_versions(
     bench: OpBench, case: Case, direction: str, setup: Setup, processes: Sequence[Version]
 ) -> list[Record]:
-    """One record for each version; the first is named as ours."""
+    """Return a record for each version, the first of which is named as ours."""
     question = {
         "op": bench.op, "case": case.name, "direction": direction, "dtype": str(setup.dtype),
         "device": str(setup.device),

@@ -34,7 +34,7 @@ Turn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def packed_call(inputs: WindowAttnInputs, forward: Callable[..., Tensor], turn: Turn | None = None) -> Call:
-    """A call forward(q, k, v) whose tensors are packed as the op's are."""
+    """Make a call forward(q, k, v) whose tensors are packed as the op's are."""
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")}
     if turn is None:
         return Call(lambda: forward(*leaves.values()), leaves, inputs.dout)
@@ -122,7 +122,7 @@ def _bind_cudnn(case: WindowAttnCase, inputs: WindowAttnInputs, turn: Turn | Non
 
 
 def _cudnn_packed_refuses(case: WindowAttnCase, dtype: torch.dtype, device: torch.device) -> str:
-    """As PyTorch's `varlen_attn` does before it calls the op, from 2.14 on; in 2.11 the op alone is there."""
+    """Refuse the cases that PyTorch's `varlen_attn` does not pass on to the op."""
     if option := uses(case, *BOUNDS, "softcap", *SCORE_MODS):
         return f"has no {option} in _cudnn_attention_forward"
     if grouped(case):
@@ -261,10 +261,10 @@ CUDNN = Impl(
 
 
 def packed_cudnn_directions(version: str) -> tuple[str, ...]:
-    """Before PyTorch called the op, its forward stored lse where the backward does not look.
+    """Return the directions that are right in this version of PyTorch.
 
-    The backward then returns wrong gradients, or reads memory that is not there. Source: PyTorch's
-    aten/src/ATen/native/cudnn/MHA.cpp.
+    Before PyTorch called the op, its forward stored lse where the backward does not look. The backward then returns
+    wrong gradients, or reads memory that is not there. Source: PyTorch's aten/src/ATen/native/cudnn/MHA.cpp.
     """
     called = tuple(map(int, version.split(".")[:2])) >= (2, 14)
     return ("forward", "backward") if called else ("forward",)
@@ -295,7 +295,7 @@ _BINDS = {CUDNN: _bind_cudnn, FLASH2: _bind_flash2, FLASH4: _bind_flash4, REFERE
 
 
 def turned_first(baseline: Impl, name: str, turn_of: Callable[[Any], Turn], about: str) -> Impl:
-    """One of BASELINES with `turn_of(inputs)` before it, which `about` describes; its tensors are packed."""
+    """Put `turn_of(inputs)`, which `about` describes, before a baseline of _BINDS; its tensors are packed."""
     bind = _BINDS[baseline]
     return Impl(
         name,
