@@ -56,11 +56,14 @@ def test_autocast_is_off_within() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
 
 
+# It lives as long as torch.ops lists its op: torch.export looks at all ops.
+LIBRARY = Library("_test_private", "FRAGMENT")
+LIBRARY.define("which(Tensor x) -> int")
+LIBRARY.impl("which", lambda x: 1, "CompositeExplicitAutograd")
+LIBRARY.impl("which", lambda x: 2, "AutocastCPU")
+
+
 def test_a_dispatch_key_is_left_out_within() -> None:
-    library = Library("_test_private", "DEF")
-    library.define("which(Tensor x) -> int")
-    library.impl("which", lambda x: 1, "CompositeExplicitAutograd")
-    library.impl("which", lambda x: 2, "AutocastCPU")
     with torch.autocast("cpu"):
         assert torch.ops._test_private.which(torch.ones(1)) == 2
         with torch_private.exclude_key("AutocastCPU"):
