@@ -30,6 +30,8 @@ test gpu-test lane: export TORCHINDUCTOR_FORCE_DISABLE_CACHES = 1
 test gpu-test lane: export TRITON_DEFAULT_FP_FUSION = 1
 # All that is only built takes longer than what runs; every run takes the same sixteenth.
 test gpu-test lane: export VK_BUILDS ?= some
+# Recording, as for make builds, skips the tests of builds.
+test gpu-test lane: export VK_RECORD_BUILDS =
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test builds test-torch test-transformers lane gpu-test sanitize bench figures tables lint clean

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -365,7 +365,7 @@ def test_inductor_equals_eager(flash: bool) -> None:
         packed = varlen_attn(q, k, v, cu, cu, 200, 200)
         assert isinstance(packed, Tensor)
         dense = (tensor[None].transpose(1, 2) for tensor in (q, k, v))
-        return packed + F.scaled_dot_product_attention(*dense, is_causal=True)[0].transpose(0, 1)
+        return packed + functional.scaled_dot_product_attention(*dense, is_causal=True)[0].transpose(0, 1)
 
     tensors = [torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():

@@ -44,7 +44,7 @@ class _Values:
 
 
 def user_folder() -> Path:
-    """What the library keeps from one process to the next."""
+    """Return the folder of files that the library keeps from one process to the next."""
     caches = os.environ.get("XDG_CACHE_HOME")
     return (Path(caches) if caches else Path.home() / ".cache") / "vk"
 

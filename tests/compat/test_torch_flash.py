@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -159,7 +159,7 @@ def test_functions_alone_agree_with_pytorchs_attention() -> None:
     )
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        expected = functional.scaled_dot_product_attention(*leaves, is_causal=True)
     gradients = torch_flash.scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, rows, keys, 0.0, True, rng_state, unused
     )
@@ -187,10 +187,9 @@ def test_slopes_are_refused_where_a_gradient_may_be_asked_for(device: str) -> No
         made = aten._flash_attention_forward(q, k, v, cu, cu, 9, 9, 0.0, False, False, alibi_slopes=slopes)
         return made[0]
 
-    refused = pytest.raises(NotImplementedError, match="_flash_attention_forward: alibi_slopes is a tensor")
     for function in (call, torch.compile(call, backend="aot_eager")):
         for leaf in (q, q.detach().requires_grad_()):
-            with refused:
+            with pytest.raises(NotImplementedError, match="_flash_attention_forward: alibi_slopes is a tensor"):
                 function(leaf)
 
 
@@ -408,7 +407,7 @@ def verify_on_a_gpu(function: Callable[..., Tensor], make: Callable[[], list[Ten
 
         with activated("cuda"):
             actual = call(function, SDPBackend.FLASH_ATTENTION, *tensors)
-        pytorchs = F.scaled_dot_product_attention
+        pytorchs = functional.scaled_dot_product_attention
         wide = [tensor.double() for tensor in tensors]
         return actual, call(pytorchs, SDPBackend.FLASH_ATTENTION, *tensors), call(pytorchs, SDPBackend.MATH, *wide)
 
@@ -426,7 +425,7 @@ def test_scaled_dot_product_attention(is_causal: bool, head_dim: int, dtype: tor
     def make() -> list[Tensor]:
         return [torch.randn(2, 300, 4, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(4)]
 
-    verify_on_a_gpu(F.scaled_dot_product_attention, make, is_causal=is_causal)
+    verify_on_a_gpu(functional.scaled_dot_product_attention, make, is_causal=is_causal)
     assert set(calls) == SDPA_CALLS
 
 
@@ -434,7 +433,7 @@ def test_scaled_dot_product_attention(is_causal: bool, head_dim: int, dtype: tor
 @pytest.mark.no_interpret
 def test_grouped_heads_of_scaled_dot_product_attention(calls: list[str]) -> None:
     make = partial(dense, "cuda", torch.bfloat16, keys=9)
-    verify_on_a_gpu(F.scaled_dot_product_attention, make, enable_gqa=True)
+    verify_on_a_gpu(functional.scaled_dot_product_attention, make, enable_gqa=True)
     assert set(calls) == SDPA_CALLS
 
 
@@ -460,7 +459,7 @@ def test_no_call_waits_for_the_device() -> None:
     def call() -> None:
         varlen_attn(*leaves, cu, cu, 200, 200).sum().backward()
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            F.scaled_dot_product_attention(*dense_leaves, is_causal=True).sum().backward()
+            functional.scaled_dot_product_attention(*dense_leaves, is_causal=True).sum().backward()
 
     with activated("cuda"):
         assert_waits_for_nothing(call)
@@ -473,7 +472,7 @@ def test_after_restore_results_are_pytorchs_own(calls: list[str]) -> None:
 
     def call() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v)
+            return functional.scaled_dot_product_attention(q, k, v)
 
     before = call()
     with activated("cuda"):

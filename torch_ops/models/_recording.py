@@ -107,8 +107,8 @@ class Weights:
         return [*_all(self._full), *(tensor for tensor in _all(self._mixed) if tensor is not None)]
 
     def in_place(self) -> bool:
-        if _lie_at is not None:
-            return _lie_at(self._found, self._addresses, self._places)
+        if addresses_equal is not None:
+            return addresses_equal(self._found, self._addresses, self._places)
         return list(map(_address, self._found)) == self._addresses
 
     def unchanged(self) -> bool:
@@ -129,8 +129,6 @@ def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
 
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _address: Callable[[Tensor], int] = Tensor.data_ptr
-# Builds for CUDA have this in one step.
-_lie_at = addresses_equal
 _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
 _strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
