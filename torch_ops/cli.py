@@ -3,3 +3,6 @@
 from torch_ops.command.app import app, main
 
 __all__ = ["app", "main"]
+
+if __name__ == "__main__":
+    main()

@@ -149,6 +149,11 @@ def test_progress_goes_to_stderr(checkpoint: Path, small_image: Path, monkeypatc
     assert "encoding" in result.stderr
 
 
+def test_the_old_path_still_runs_the_command() -> None:
+    command = [sys.executable, "-m", "torch_ops.cli", "--help"]
+    assert "Usage" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def test_closed_pipe_is_quiet() -> None:
     command = [sys.executable, "-m", "torch_ops.command.app", "info"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
