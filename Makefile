@@ -47,7 +47,7 @@ help: ## this list
 	@echo "  JOBS=8            test, gpu-test: so many tests at a time, which take turns at the GPUs (pytest-xdist)"
 	@echo "  TORCH=2.15.0      test-torch; TRANSFORMERS=5.24.0 test-transformers: the version, in a .venv-* of its own"
 	@echo "  SHARD=1/4         gpu-test, sanitize: the first of four shares of the tests"
-	@echo "  TRITON=3.9        builds: the version of Triton, in an environment of its own; ARGS='--kernel hopper'"
+	@echo "  TRITON=3.7        builds: the version of Triton, 3.6 to 3.9, in an environment of its own; ARGS='--kernel hopper'"
 	@echo "  SANITIZER=FILE    sanitize: another compute-sanitizer than the PATH's"
 	@echo "  RESULTS=FOLDER    figures, figures-ops: where they go; GPU=h200, how their files begin; COMMIT=..., the commit to note"
 	@echo "  ARGS='...'        more arguments for test, gpu-test, sanitize, bench"
@@ -87,7 +87,7 @@ $(TRITON_VENV)/.installed:
 	$(TRITON_VENV)/bin/python -m pip install -qq --disable-pip-version-check numpy "triton==$(TRITON).*"
 	@touch $@
 
-builds: $(VARIANTS) $(TRITON_VENV)/.installed ## all kernels for all GPUs, built by TRITON=3.9 without PyTorch; the tests build a sixteenth
+builds: $(VARIANTS) $(TRITON_VENV)/.installed ## all kernels for all GPUs, built by Triton without PyTorch; the tests build a sixteenth
 	TRITON_DEFAULT_FP_FUSION=1 TRITON_CACHE_DIR=$(CURDIR)/.pytest_cache/triton-$(TRITON) \
 		$(TRITON_VENV)/bin/python -m compile_tests.triton_alone $(VARIANTS) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 
@@ -105,10 +105,10 @@ LANE_TRITON = $(or $(TRITON_$(TORCH)),$(error TORCH is $(TORCH), expected one of
 # The interpreter of Triton 3.6 fails on device descriptors with numpy 2.4 (Triton issue 9171).
 NUMPY = $(if $(filter 3.6.%,$(LANE_TRITON)),numpy<2.4)
 # NAME, the packages whose lines are replaced, the constraints in their place, the tests.
-LANE = @$(MAKE) --no-print-directory lane VENV=.venv-$(1) CONSTRAINTS=.venv-$(1)/constraints.txt \
+LANE = @+$(MAKE) --no-print-directory lane VENV=.venv-$(1) CONSTRAINTS=.venv-$(1)/constraints.txt \
 	REPLACED='$(2)' PINS='$(3)' LANE_TESTS='$(4)'
 
-test-torch: ## tests of registry, compilation and integrations with another torch (TORCH=2.11.0, 2.14.1, 2.15.0)
+test-torch: ## tests of registry, compilation and integrations with another torch (TORCH=2.11.0, 2.13.0, 2.14.1, 2.15.0)
 	$(call LANE,torch-$(TORCH),torch triton$(if $(NUMPY), numpy),torch==$(TORCH) triton==$(LANE_TRITON) $(NUMPY),$(TORCH_TESTS))
 
 test-transformers: ## tests of the integration with another transformers (TRANSFORMERS=5.5.3, 5.24.0)
@@ -118,9 +118,14 @@ lane: $(VENV)/.installed-test
 	$(PYTEST) $(LANE_TESTS) $(ARGS)
 
 .PRECIOUS: .venv-%/constraints.txt
-.venv-%/constraints.txt: constraints-cpu.txt | $(BIN)/pip
-	@grep -v $(foreach name,$(REPLACED),-e '^$(name)==') constraints-cpu.txt > $@
-	@printf '%s\n' $(foreach pin,$(PINS),'$(pin)') >> $@
+.venv-%/constraints.txt: always | $(BIN)/pip
+	@{ grep -v $(foreach name,$(REPLACED),-e '^$(name)==') constraints-cpu.txt; \
+		printf '%s\n' $(foreach pin,$(PINS),'$(pin)'); } > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+# What depends on it is looked at in every run.
+.PHONY: always
+always:
 
 # These run on what the machine has; without it the first import would say so at length.
 gpu-test sanitize bench: needs-torch

@@ -1,4 +1,4 @@
-"""What every process that uses the library pays before its first call."""
+"""The import of the library costs little CPU time and leaves out packages that few calls need."""
 
 import os
 import subprocess

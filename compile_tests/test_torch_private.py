@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.triton import get_triton_kernels_for_op
 from torch.library import Library
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_tests.contract.trace import fake_gpu
 from torch_ops._core import torch_private
@@ -102,6 +103,53 @@ def test_a_product_has_its_activation_in_the_epilogue() -> None:
     torch.testing.assert_close(torch_private.addmm_activation(bias, x, weight), pre.relu())
 
 
+def test_tangents_are_seen() -> None:
+    assert not torch_private.has_tangents()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.has_tangents()
+    assert not torch_private.has_tangents()
+
+
+def test_a_schema_counts_results() -> None:
+    assert len(torch_private.schema_of(torch.ops.aten.topk.default).returns) == 2
+
+
+def test_a_module_tells_what_it_holds() -> None:
+    """Also None, which the public iterators leave out."""
+    module = nn.BatchNorm1d(2, affine=False)
+    module.register_buffer("unsaved", torch.ones(1), persistent=False)
+    outer = nn.Sequential(module, module)
+    assert list(torch_private.children_of(outer).values()) == [module, module]
+    assert torch_private.parameters_of(module) == {"weight": None, "bias": None}
+    assert torch_private.buffers_of(module)["running_mean"] is module.running_mean
+    assert torch_private.unsaved_buffers_of(module) == {"unsaved"}
+    assert "unsaved" not in module.state_dict()
+
+
+def test_a_compiled_module_keeps_the_original() -> None:
+    module = nn.Linear(1, 1)
+    assert getattr(torch.compile(module), torch_private.ORIGINAL_MODULE) is module
+
+
+def test_tensors_are_zeroed_together() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    torch_private.zero_all(tensors)
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_trees_are_flattened_and_mapped() -> None:
+    leaves, structure = torch_private.pytree.tree_flatten({"a": [1, 2], "b": (3,)})
+    assert torch_private.pytree.tree_leaves({"a": [1, 2], "b": (3,)}) == leaves == [1, 2, 3]
+    assert torch_private.pytree.tree_unflatten([4, 5, 6], structure) == {"a": [4, 5], "b": (6,)}
+    assert torch_private.pytree.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
+
+
+def test_wrapper_subclasses_are_told_apart() -> None:
+    wrapped = TwoTensor(torch.ones(2), torch.ones(2))
+    assert torch_private.is_traceable_wrapper_subclass(wrapped)
+    assert not torch_private.is_traceable_wrapper_subclass(nn.Parameter(torch.ones(2)))
+
+
 def test_addresses_are_marked_static() -> None:
     tensor = torch.ones(3)
     assert not hasattr(tensor, "_dynamo_static_input_type")
@@ -109,7 +157,11 @@ def test_addresses_are_marked_static() -> None:
     assert hasattr(tensor, "_dynamo_static_input_type")
 
 
-PRIVATE = re.compile(r"torch\._(?!private|ops\b|foreach_)[A-Za-z]\w*|\._(opoverload|backward_fn|setup_context_fn)\b")
+# Names with a leading underscore: modules and functions of PyTorch, and attributes of its objects.
+PRIVATE = re.compile(
+    r"torch\._(?!private|ops\b)[A-Za-z]\w*|torch(\.\w+)+ import .*\b_(?!torch_)\w+|torch\.utils\._|_orig_mod"
+    r"|\._(opoverload|backward_fn|setup_context_fn|schema|current_level|parameters|buffers|modules|non_persistent\w*)\b"
+)
 
 
 def test_private_interfaces_are_used_in_one_file_alone() -> None:

@@ -67,13 +67,33 @@ def test_a_variant_that_ends_its_process_is_named(variants: Path, tmp_path: Path
     ("arguments", "said"),
     [
         (["--kernel", "("], "no regular expression"), (["--kernel", "no such"], "give another --kernel"),
-        (["--jobs", "0"], "give 1 or more"), (["--out", "no/such/folder"], "make it first"),
+        (["--jobs", "0"], "give 1 or more"), (["--out", "no/such/folder"], "give another file"),
     ],
 )  # fmt: skip
 def test_arguments_are_refused_in_a_line(
     arguments: list[str], said: str, variants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["triton_alone", str(variants), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        triton_alone.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"), (b"\xff", "cannot be read"), (b"\n", "is empty"), (b"[]", "a line without"),
+        (b'{"kernel": "k"', "a line without"), (b'{"kernel": "k"}', "a line without args"),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_a_file_of_no_variants_is_refused_in_a_line(
+    text: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "variants.jsonl"
+    if text is not None:
+        file.write_bytes(text)
+    monkeypatch.setattr(sys, "argv", ["triton_alone", str(file)])
     with pytest.raises(SystemExit) as ended:
         triton_alone.main()
     assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]

@@ -33,9 +33,10 @@ from triton.runtime.jit import MockTensor
 from csrc_free_ops.tiles.hopper.versions import PTXAS
 
 Variant = dict[str, Any]
+FIELDS = {"name", "kernel", "target", "args", "kwargs", "shared_memory", "most_spilled", "wgmma"}
 VERSION = int(triton.__version__.split(".")[0]), int(triton.__version__.split(".")[1])
 # (pattern, factor, more): limit of spills relative to Triton 3.6 and 3.7, whose ptxas is older. The first pattern found
-# in a variant's kernel and name holds; newer versions than these have the newest entry. The unit is that of `spilled`.
+# in a variant's kernel and name holds; newer versions than these have the newest entry. Bytes, as in `spilled`.
 # The factor is for fp32's gradients of keys, whose 448 bytes become 616 with ptxas 13.4.
 SPILLED_MORE = {
     (3, 8): (
@@ -201,6 +202,37 @@ def _try(variant: Variant) -> dict[str, Any]:
     return {**about, "wrong": wrong, **found}
 
 
+def read_variants(file: Path) -> list[Variant]:
+    """Read the file's variants, each once."""
+    try:
+        lines = list(dict.fromkeys(filter(str.strip, file.read_text().splitlines())))
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{file} cannot be read ({error}); make builds records one") from error
+    if not lines:
+        raise argparse.ArgumentTypeError(f"{file} is empty; make builds records one")
+    variants = []
+    for line in lines:
+        try:
+            variants.append(json.loads(line))
+            missing = FIELDS - variants[-1].keys()
+        except (ValueError, AttributeError, TypeError):
+            missing = FIELDS
+        if missing:
+            raise argparse.ArgumentTypeError(
+                f"{file} has a line without {', '.join(sorted(missing))}: {line[:80]!r}; make builds records one"
+            )
+    return variants
+
+
+def _writable(text: str) -> Path:
+    try:
+        with open(text, "a") as file:
+            file.flush()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error}); give another file") from error
+    return Path(text)
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
@@ -213,20 +245,17 @@ def main() -> None:
     if VERSION < (3, 8) and importlib.util.find_spec("torch") is None:
         sys.modules["torch"] = ModuleType("torch")
     parser = argparse.ArgumentParser(description="Build recorded variants with this Triton, without PyTorch.")
-    parser.add_argument("file", type=Path, help="file that make builds records")
+    parser.add_argument("variants", type=lambda text: read_variants(Path(text)), help="file that make builds records")
     parser.add_argument("--kernel", type=_pattern, default="", help="regular expression of kernels (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side (default: one a core)")
-    parser.add_argument("--out", type=Path, help="file for the figures, as JSON (default: none)")
+    parser.add_argument("--out", type=_writable, help="file for the figures, as JSON (default: none)")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error(f"argument --jobs: {options.jobs} is no number of processes; give 1 or more")
-    if options.out and not options.out.parent.is_dir():
-        parser.error(f"argument --out: there is no folder {options.out.parent}; make it first")
-    lines = dict.fromkeys(filter(str.strip, options.file.read_text().splitlines()))
-    variants = [each for each in map(json.loads, lines) if re.search(options.kernel, each["kernel"])]
+    variants = [each for each in options.variants if re.search(options.kernel, each["kernel"])]
     if not variants:
-        parser.error(f"{options.file} has no variant of such a kernel; give another --kernel")
+        parser.error("the file has no variant of such a kernel; give another --kernel")
     if options.share is not None:
         for variant in variants[options.share :: options.jobs]:
             print(json.dumps(_try(variant)), flush=True)

@@ -216,6 +216,13 @@ def test_info() -> None:
     assert json.loads(vk("info", "--json").stdout) == torch_ops.info()
 
 
+@pytest.mark.parametrize("columns", ["0", "5", "80"])
+def test_info_of_a_pipe_has_whole_lines(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = vk("info").stdout.splitlines()
+    assert len(lines) == 5 and f"torch {torch.__version__}, triton" in lines[0]
+
+
 def test_help_and_version() -> None:
     bare, asked = vk(), vk("--help")
     assert bare.exit_code == asked.exit_code == 0

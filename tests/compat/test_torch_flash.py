@@ -1,5 +1,6 @@
 """PyTorch's flash attention ops on ours: numerics, dropout, layouts, refusals, and that they never call themselves."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -40,6 +41,10 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one_split": ({"num_splits": 1}, {}),
 }
 DENSE: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.5}}
+# Arguments of _flash_attention_backward behind its tensors.
+BACKWARD_REST = (
+    "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "rng_state", "unused"
+)  # fmt: skip
 FLASH_DTYPES = [dtype for dtype in DTYPES if dtype != torch.float32]
 SDPA_CALLS = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
 
@@ -298,6 +303,37 @@ def test_packed_tensors_without_boundaries_are_refused(device: str) -> None:
     q, k, v, _ = packed(device, torch.float16, LENGTHS)
     with pytest.raises(ValueError, match=r"_flash_attention_forward: query has .*expected shape \[B, S, H, D\]"):
         torch_flash.flash_attention_forward(q, k, v, None, None, 9, 9, 0.0, False, False)
+
+
+@pytest.mark.parametrize("argument", ["grad_out", "query", "key", "value", "out"])
+def test_tensors_of_other_dimensions_are_refused_by_name(argument: str, device: str) -> None:
+    given = dict.fromkeys(("grad_out", "query", "key", "value", "out"), torch.zeros(1, 5, 4, 16, device=device))
+    given[argument] = torch.zeros(5, device=device)
+    rest = torch.zeros(1, 4, 5, device=device), None, None, 5, 5, 0.0, False, None, None
+    with pytest.raises(ValueError, match=rf"{argument} has shape \[5\], expected shape \[B, S, H, D\]"):
+        torch_flash.flash_attention_backward(**given, **dict(zip(BACKWARD_REST, rest, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.uint64), torch.tensor(1)],
+    ids=["fp32", "int64", "short", "0-d"],
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_random_states_of_another_kind_are_refused(state: Tensor, dropout_p: float, device: str) -> None:
+    """Without dropout nobody reads it."""
+    same = torch.ones(1, 4, 5, 16, device=device)
+    shapes = None, None, 5, 5, dropout_p, False
+    state = state.to(device)
+    refused = contextlib.nullcontext() if dropout_p == 0 else pytest.raises(ValueError, match="expected uint64 \\[2\\]")
+    lse = torch.zeros(1, 4, 5, device=device)
+    with refused:
+        torch_flash.scaled_dot_product_flash_attention_backward(
+            same, same, same, same, same, lse, *shapes, state, state
+        )
+    turned = same.transpose(1, 2)
+    with refused:
+        torch_flash.flash_attention_backward(turned, turned, turned, turned, turned, lse, *shapes, state, state)
 
 
 @pytest.mark.usefixtures("active")

@@ -21,7 +21,7 @@ TRITON_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
 @lru_cache
-def is_measured() -> bool:
+def is_supported_triton() -> bool:
     """Return whether this Triton is one of TRITON_VERSIONS."""
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) in TRITON_VERSIONS
 
@@ -31,21 +31,21 @@ def why_not_this_triton(gpu: Gpu) -> str:
 
     The self-test tries a version once that is not one of TRITON_VERSIONS.
     """
-    return "" if is_measured() else self_test.why_not(gpu)
+    return "" if is_supported_triton() else self_test.why_not(gpu)
 
 
 def what_holds(gpu: Gpu) -> str:
     """Return the line of `vk info` about the Hopper path; nothing is tried."""
     if gpu.backend != "cuda" or gpu.arch != 90:
         return f"{gpu.name} is no Hopper GPU"
-    if is_measured():
+    if is_supported_triton():
         return "yes"
     result = self_test.cached_result(gpu)
     if result is None:
         return f"not yet tried with triton {triton.__version__}; the first eager call tries it"
     if result.holds:
         return f"yes, triton {triton.__version__} passed its self-test on {result.date}"
-    return f"triton {triton.__version__} failed its self-test on {result.date}: {result.why}"
+    return f"the Hopper path {result.fault} with triton {triton.__version__} on {result.date}: {result.why}"
 
 
 def why_no_hopper(gpu: Gpu, dtype: torch.dtype) -> str:
@@ -90,7 +90,7 @@ _of_thread = threading.local()
 
 
 def _begin_context() -> None:
-    """Gives this thread the current device's context, as a launch does, but descriptors are filled before that.
+    """Give this thread the current device's context, as a launch does, but descriptors are filled before that.
 
     A thread of autograd has none until it first calls CUDA, which may be here.
     """

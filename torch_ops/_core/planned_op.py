@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.plan import Plan
 from torch_ops._core.registry import NAMESPACE, KernelOp, Mode, Op, composed_op, current_mode, is_eager, record, vk_op
-from torch_ops._core.torch_private import count_dispatch_modes
+from torch_ops._core.torch_private import count_dispatch_modes, schema_of
 from torch_ops.settings import settings
 
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -180,7 +180,7 @@ def gradient(
     values = [field for field in fields if field not in tensors]
     refused = [(name, place_of[name]) for name in refuses]
     pick_values, pick_shaped = (picker([place_of[name] for name in names]) for names in (values, shapes))
-    pick_results, count = picker(saves_results), len(op.overload._schema.returns)
+    pick_results, count = picker(saves_results), len(schema_of(op.overload).returns)
 
     @functools.cache
     def named(needs: tuple[bool, ...]) -> frozenset[str]:

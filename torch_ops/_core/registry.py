@@ -5,21 +5,21 @@
 - The fake is the check and the allocation of outputs that the body itself begins with.
 - CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
   and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
-- Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly,
-  and leave everything that watches dispatch (modes, subclasses, fake tensors) to the generic path.
+- Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly.
+  Modes, subclasses and fake tensors, which watch dispatch, take the generic path.
 - An op that writes to arguments (`mutates`) says so in its schema. Eager calls bump their version counters, so that
   autograd finds out where a tensor that it saved was written to. It has no gradient, and refuses what requires one.
-- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros, and
-  gradients within `torch.func`, which PyTorch has none of, do so by name.
+- Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros. So do
+  gradients within `torch.func`, by name; PyTorch has none for Triton ops.
 - FLOPs are registered for `torch.utils.flop_counter`.
 
 `composed_op` is for an op made of ops: a schema and one implementation for every key (CompositeImplicitAutograd), the
-composition itself. The dispatcher takes it apart above autograd, so that its gradient, its fake, autocast, what it
-keeps and what it launches are those of its parts. Dynamo and torch.export keep it whole; AOTAutograd, Inductor,
+composition itself. The dispatcher takes it apart above autograd, so that gradient, fake, autocast and launches come
+from its parts. Dynamo and torch.export keep it whole; AOTAutograd, Inductor,
 AOTInductor and `run_decompositions()` see the parts.
 
-Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name: only such kernels
-enter the key of compiled artefacts, because PyTorch reads the source (`torch_private.name_kernels`).
+Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name. PyTorch reads the
+source, and only such kernels enter the key of compiled artefacts (`torch_private.name_kernels`).
 """
 
 import contextlib
@@ -51,6 +51,7 @@ from torch_ops._core.torch_private import (
     count_dispatch_modes,
     decomposes_triton_ops,
     has_functorch_transforms,
+    has_tangents,
     is_aot_compiling,
     launch_triton_directly,
     name_kernels,
@@ -108,7 +109,7 @@ class Mode(enum.Enum):
 
 
 class _Explained(threading.local):
-    """What `explain` works on in this thread; other threads plan and trace meanwhile."""
+    """State of `explain` in this thread; other threads plan and trace meanwhile."""
 
     real: dict[int, Tensor] | None = None
     record: list[Any]
@@ -173,12 +174,12 @@ def vk_op(
     dtype_argument: str = "",
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], KernelOp]:
-    """Registers the decorated body as `vk::<name>`; its annotations are the schema.
+    """Register the decorated body as `vk::<name>`; its annotations are the schema.
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
     itself uses. `mutates` names the arguments that the body writes to. `flops(*args)` counts a call.
-    With `autocast` the floating tensors are cast to the autocast region's dtype, but for those of fp32 among the
-    arguments named in `keeps_dtype`: tables, which are so on purpose; and but where `dtype_argument` says the type.
+    With `autocast` the floating tensors are cast to the autocast region's dtype. Two kinds are not: fp32 tensors named
+    in `keeps_dtype`, which are tables, and all tensors of a call whose `dtype_argument` says the type.
     """
 
     def register(body: Callable[..., Any]) -> KernelOp:
@@ -217,7 +218,7 @@ def vk_op(
 
 
 def composed_op(name: str) -> Callable[[Callable[..., Any]], Op]:
-    """Registers the decorated function of other ops as `vk::<name>`. Its annotations are the schema."""
+    """Register the decorated function of other ops as `vk::<name>`. Its annotations are the schema."""
 
     def register(body: Callable[..., Any]) -> Op:
         schema = torch.library.infer_schema(body, mutates_args=())
@@ -255,7 +256,7 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
     apply = super(torch.autograd.Function, Differentiable).apply
 
     def autograd(keyset: Any, *args: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if has_tangents():
             _refuse_tangents(name, args)
         if written:
             _refuse_gradients(name, parameters, args)

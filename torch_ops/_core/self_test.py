@@ -1,4 +1,4 @@
-"""A test of Hopper kernels under a Triton version without measurements, run once.
+"""A test of Hopper kernels under a Triton version that is not in `hopper.TRITON_VERSIONS`, run once.
 
 A subprocess runs small cases of the kernels against the portable path (`torch_ops._tools.self_test`), so a kernel that
 crashes or hangs does not stop the caller. The result is kept on disk for each GPU, Triton version and state of our
@@ -32,18 +32,25 @@ PACKAGES = Path(__file__).resolve().parents[2]
 SECONDS = 600
 # Set in the self-test process, so that it takes the Hopper path.
 TRIES = "VK_TRIES_KERNELS"
-# The exit code of a self-test that found a kernel wrong.
+# The exit code of a self-test that found a kernel wrong, and what the line with its reason begins with.
 WRONG = 3
+REASON = "self-test: "
 
 _log = logging.getLogger(__name__)
 
 
 class SelfTestResult(NamedTuple):
-    """Result of a self-test: pass or fail, reason, date."""
+    """Result of a self-test: pass or fail, reason, date, and whether it says something about the kernels."""
 
     holds: bool
     why: str
     date: str
+    is_final: bool = True
+
+    @property
+    def fault(self) -> str:
+        """The failure in words, before the version of Triton."""
+        return "failed its self-test" if self.is_final else "could not be tested"
 
 
 def result_file(gpu: Gpu) -> Path | None:
@@ -68,7 +75,7 @@ def cached_result(gpu: Gpu) -> SelfTestResult | None:
     if key not in _known and file is not None:
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             result = SelfTestResult(**json.loads(file.read_text()))
-            if [type(field) for field in result] == [bool, str, str]:
+            if [type(field) for field in result] == [bool, str, str, bool]:
                 _known[key] = result
     return _known.get(key)
 
@@ -90,13 +97,13 @@ def why_not(gpu: Gpu) -> str:
             file = result_file(gpu)
             again = f"; delete {file} to try again" if file is not None and os.path.exists(file) else ""
             warnings.warn(
-                f"vk: kernels for Hopper GPUs fail with triton {triton.__version__} on {gpu.name}, so the portable "
-                f"path runs: {result.why}{again}",
+                f"vk: the Hopper path {result.fault} with triton {triton.__version__} on {gpu.name}, so the portable "
+                f"path runs{' in this process' * (not result.is_final)}: {result.why}{again}",
                 stacklevel=2,
             )
     # Calls before, in traces and captures, took the portable path.
     settings.take_self_test(result.holds, is_eager)
-    return "" if result.holds else f"the Hopper path failed its self-test with triton {triton.__version__}"
+    return "" if result.holds else f"the Hopper path {result.fault} with triton {triton.__version__}"
 
 
 def _try_once(gpu: Gpu) -> SelfTestResult:
@@ -106,11 +113,12 @@ def _try_once(gpu: Gpu) -> SelfTestResult:
         result = cached_result(gpu)
         if result is None and waited:
             # Each would wait for the one before it.
-            result = _known[_key(gpu)] = SelfTestResult(False, "the self-test of another process did not end", _now())
+            why = "the self-test of another process gave no result"
+            result = _known[_key(gpu)] = SelfTestResult(False, why, _now(), is_final=False)
         if result is None:
             _log.info("vk tries its kernels for Hopper GPUs with triton %s", triton.__version__)
             holds, why, is_final = _run()
-            result = SelfTestResult(holds, why, _now())
+            result = SelfTestResult(holds, why, _now(), is_final)
             _known[_key(gpu)] = result
             if is_final and file is not None:
                 _write(file, json.dumps(result._asdict()))
@@ -181,5 +189,7 @@ def _run() -> tuple[bool, str, bool]:
     if done.returncode == 0:
         return True, "", True
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    why = lines[-1][:300] if lines else f"the self-test ended with code {done.returncode}"
+    # Python itself may write after the reason.
+    reasons = [line.removeprefix(REASON) for line in lines if line.startswith(REASON)] or lines
+    why = reasons[-1][:300] if reasons else f"the self-test ended with code {done.returncode}"
     return False, why, done.returncode == WRONG

@@ -1,8 +1,7 @@
 """All private interfaces of PyTorch that operators and models use; compile_tests/test_torch_private.py tries each.
 
-`torch_ops.bench` calls further ones, of PyTorch's own kernels and compilers that it measures.
-
-Nothing here imports Dynamo or Inductor, which take longer than everything else.
+Two kinds stand elsewhere: ops of `torch.ops.aten`, which have schemas, and what `torch_ops.bench` calls of the kernels
+and compilers that it measures. Nothing here imports Dynamo or Inductor, which take longer than everything else.
 """
 
 import functools
@@ -14,12 +13,16 @@ from typing import Any
 
 import torch
 import torch._library.triton as _library_triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.autograd import make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "ORIGINAL_MODULE",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
@@ -29,20 +32,29 @@ __all__ = [
     "any_requires_grad",
     "autograd_impl",
     "backward_of",
+    "buffers_of",
+    "children_of",
     "count_dispatch_modes",
     "current_cuda_device",
     "decomposes_triton_ops",
     "exclude_key",
     "has_functorch_transforms",
+    "has_tangents",
     "is_aot_compiling",
+    "is_traceable_wrapper_subclass",
     "launch_triton_directly",
     "mark_static_address",
     "name_kernels",
     "nothing_watches",
     "overload_of",
+    "parameters_of",
+    "pytree",
     "raw_cuda_stream",
+    "schema_of",
     "setup_context_of",
+    "unsaved_buffers_of",
     "without_autocast",
+    "zero_all",
 ]
 
 # How many modes, such as fake tensors', stand between a call and its kernel.
@@ -65,8 +77,18 @@ launch_triton_directly = functools.partial(_library_triton.set_wrap_triton_enabl
 overload_of: Callable[[Any], Any] = attrgetter("_opoverload")
 backward_of: Callable[[Any], Callable[..., Any] | None] = attrgetter("_backward_fn")
 setup_context_of: Callable[[Any], Callable[..., Any] | None] = attrgetter("_setup_context_fn")
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+# A module's own entries by name, also None and those that are there twice.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+# The names of buffers that a state dict leaves out.
+unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 # A product with bias and ReLU or GELU in cuBLAS's epilogue.
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
+# Where a compiled module keeps the module that it was made of.
+ORIGINAL_MODULE = "_orig_mod"
+# Fill tensors with zeros, in few launches.
+zero_all: Callable[[list[Tensor]], None] = torch._foreach_zero_
 _CUDA = torch._C.DispatchKey.CUDA
 
 
@@ -74,6 +96,11 @@ def autograd_impl(definition: Any) -> Callable[..., Any]:
     """Return the kernel for Autograd keys that `register_autograd` gives a custom op."""
     implementation: Callable[..., Any] = make_autograd_impl(overload_of(definition), definition)
     return implementation
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own modules. Dynamo traces a function, and no attrgetter."""
+    return module._modules
 
 
 def exclude_key(name: str) -> AbstractContextManager[None]:
@@ -92,6 +119,11 @@ def nothing_watches(keys: int) -> bool:
     """
     keyset = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
     return bool(keyset.highestPriorityTypeId() == _CUDA)
+
+
+def has_tangents() -> bool:
+    """Return whether a forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
 
 
 def is_aot_compiling() -> bool:
@@ -115,8 +147,8 @@ def decomposes_triton_ops() -> bool:
 class _Kernels:
     """The Triton kernels of a function, which PyTorch finds by its source, once it asks for them.
 
-    `torch.library.triton_op` looks for them when an op is registered: it imports Inductor, and parses all functions
-    that the op's reaches. For all ops of the library that takes seconds.
+    `torch.library.triton_op` looks for them when an op is registered: it imports Inductor, and parses every
+    function that the op's function calls. For all ops of the library that takes seconds.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""The library's version; and refuses, at import, pairs of torch and triton that are known not to work together."""
+"""The library's version. Its import refuses pairs of torch and triton that are known not to work together."""
 
 import os
 

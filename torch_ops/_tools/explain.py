@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import TunedConfig, shipped_rows
@@ -21,7 +20,7 @@ from torch_ops._core.hopper import what_holds
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import Planned
 from torch_ops._core.registry import INTERPRET, OPS, explaining
-from torch_ops._core.torch_private import FakeTensor, FakeTensorMode, backward_of, setup_context_of
+from torch_ops._core.torch_private import FakeTensor, FakeTensorMode, backward_of, pytree, schema_of, setup_context_of
 from torch_ops._core.versions import __version__, not_run_on_a_gpu
 from torch_ops.settings import settings
 
@@ -64,7 +63,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
         real[id(fake)] = tensor
         return fake
 
-    args, kwargs = tree_map_only(Tensor, faked, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, faked, (args, kwargs))
     with mode, explaining(real) as record:
         op(*args, **kwargs)
         calls = list(record)
@@ -168,7 +167,7 @@ def info() -> dict[str, Any]:
         "devices": devices,
         "interpreter": INTERPRET,
         "settings": {"path": settings.path, "checked": settings.checked},
-        "ops": {name: str(op.overload._schema) for name, op in sorted(OPS.items())},
+        "ops": {name: str(schema_of(op.overload)) for name, op in sorted(OPS.items())},
         "paths": paths,
         "rows": rows,
     }

@@ -1,7 +1,8 @@
 """Small cases of Hopper kernels against the portable path: `python -m torch_ops._tools.self_test GPU TRITON`.
 
-`torch_ops._core.self_test` runs it once under a Triton version without measurements. The exit code is 0 if all cases
-agree. It is WRONG if a case disagrees, or if Hopper kernels raise or crash. Other codes say nothing about the kernels.
+`torch_ops._core.self_test` runs it once under a Triton version that is not in `hopper.TRITON_VERSIONS`. The exit code
+is 0 if all cases agree. It is WRONG if a case disagrees, or if Hopper kernels raise or crash. Other codes say nothing
+about the kernels.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import triton
 from torch import Tensor
 
 from torch_ops._core.device import out_of_memory
-from torch_ops._core.self_test import WRONG
+from torch_ops._core.self_test import REASON, WRONG
 from torch_ops.attention import attention
 from torch_ops.mlp import mlp
 from torch_ops.qkv_rope import qkv_rope
@@ -169,7 +170,7 @@ def main() -> None:
         there.close()
     for answers, process in started:
         if found := outcome(answers, process):
-            print(" ".join(found.split()), file=sys.stderr)
+            print(REASON + " ".join(found.split()), file=sys.stderr)
             sys.exit(WRONG)
 
 

@@ -9,12 +9,12 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import torch_ops
 from torch_ops.command.encode import encode
 from torch_ops.command.errors import OneLineErrors
+from torch_ops.command.report import stdout_console
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -53,7 +53,7 @@ def info(
         report["ops"] = list(report["ops"].values())  # the schemas, which hold the names
     else:
         report = _in_short(report)
-    console = Console()
+    console = stdout_console(400)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")

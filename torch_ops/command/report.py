@@ -9,6 +9,9 @@ from rich.table import Table
 
 from torch_ops.command.inputs import Inputs
 
+# Rich prints nothing on narrower terminals.
+NARROWEST = 20
+
 
 @dataclass(frozen=True)
 class Run:
@@ -90,11 +93,15 @@ def replayed(run: Run, plain: Run) -> dict[str, Any]:
     }
 
 
+def stdout_console(width: int) -> Console:
+    """Return stdout in the width of its terminal, and in `width` for a log or a pipe, whose lines do not fold."""
+    console = Console()
+    return console if console.is_terminal and console.width >= NARROWEST else Console(width=width)
+
+
 def print_report(report: dict[str, Any]) -> None:
     """The report of ``vk encode`` as a table and a few lines on stdout."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=110)  # a log or a pipe: rather long lines than folded cells
+    console = stdout_console(110)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("image", overflow="fold")
     table.add_column("grid (t, h, w)", no_wrap=True)

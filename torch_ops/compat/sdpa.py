@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 # Bound here, so that this function may be put in the place of PyTorch's.
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ops._attention.checks import can_drop
 from torch_ops._core.checks import FLOATS, is_positive_fp32
 from torch_ops._core.registry import runs_kernels
-from torch_ops._core.torch_private import has_functorch_transforms
+from torch_ops._core.torch_private import has_functorch_transforms, has_tangents, is_traceable_wrapper_subclass
 from torch_ops.attention import attention
 
 
@@ -66,7 +64,7 @@ def _takes(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sca
     """Whether `attention` computes this, and has the derivatives that may be asked for."""
     if not (_is_dense(query) and _is_dense(key) and _is_dense(value) and runs_kernels(query)):
         return False
-    if not (key.device == value.device == query.device) or forward_ad._current_level >= 0:
+    if not (key.device == value.device == query.device) or has_tangents():
         return False
     if not torch.compiler.is_compiling() and has_functorch_transforms():
         return False

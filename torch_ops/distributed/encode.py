@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_ops._core.checks import refuse
+from torch_ops._core.torch_private import pytree
 from torch_ops.distributed.spread import Part, Share, balance_of, spread_images
 from torch_ops.models.vision_metadata import images_of
 

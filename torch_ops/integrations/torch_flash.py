@@ -12,8 +12,9 @@ From then on ``torch.nn.attention.varlen.varlen_attn`` and the flash backend of
 ``torch.nn.functional.scaled_dot_product_attention`` run `window_attn` and `attention`. Graphs that were compiled before
 follow too, because they call the aten ops when they run.
 
-Each function here implements the aten op of its name. Shapes, dtypes and strides of results are those of PyTorch's fake
-kernels. The functions also take CPU tensors, on which ATen computes. Source: ``torch/nn/attention/_registry.py``.
+Each function here implements the aten op of its name. Results have the shapes and dtypes of PyTorch's fake kernels, and
+their strides in dimensions longer than 1. The functions also take CPU tensors, on which ATen computes. Source:
+``torch/nn/attention/_registry.py``.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from torch_ops._core.checks import check_like, refuse
+from torch_ops._core.checks import check_like, dtype_name, refuse
 from torch_ops._core.torch_private import without_autocast
 from torch_ops.attention import AttentionBackward, attention, attention_backward_op
 from torch_ops.window_attn import WindowAttnBackward, window_attn, window_attn_backward_op
@@ -66,14 +67,15 @@ def _refuse_unsupported(op: str, return_debug_mask: bool = False, **arguments: A
             _lack(op, argument, got, _INSTEAD.get(argument, f'"{IMPLEMENTATION}" does not know this argument'))
 
 
-def _check_boundaries(op: str, query: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> None:
-    """Boundaries come for both or for neither, and say how many dimensions query has."""
+def _check_layout(op: str, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, **tensors: Tensor) -> None:
+    """Boundaries come for both or for neither, and say how many dimensions the tensors have."""
     for argument, own, other in (("cum_seq_k", cum_seq_k, cum_seq_q), ("cum_seq_q", cum_seq_q, cum_seq_k)):
         if own is None and other is not None:
             refuse(op, argument, "an int32 tensor of shape [n + 1], as the other boundaries are", "None")
     dims, letters = (4, "[B, S, H, D]") if cum_seq_q is None else (3, "[T, H, D]")
-    if query.dim() != dims:
-        refuse(op, "query", f"of shape {letters}", list(query.shape))
+    for argument, tensor in tensors.items():
+        if tensor.dim() != dims:
+            refuse(op, argument, f"of shape {letters}", list(tensor.shape))
 
 
 def _boundaries_of_keys(query: Tensor, key: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor) -> Tensor | None:
@@ -114,6 +116,12 @@ def _draw_rng_state(query: Tensor, dropout_p: float) -> Tensor:
 
 def _seed_of(rng_state: Tensor, dropout_p: float) -> Tensor | None:
     return None if dropout_p == 0 else rng_state.view(torch.int64)[:1]
+
+
+def _check_rng_state(op: str, argument: str, rng_state: Tensor, dropout_p: float) -> None:
+    if dropout_p != 0 and (rng_state.dtype is not torch.uint64 or rng_state.shape != (2,)):
+        got = f"{dtype_name(rng_state.dtype)} {list(rng_state.shape)}"
+        refuse(op, argument, "uint64 [2], as the forward returned it", got)
 
 
 def _unused_of(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,8 +173,8 @@ def flash_attention_forward(
         key, value: packed [Tk, Hk, D] or dense [B, Sk, Hk, D], dtype and device of query, H a multiple of Hk.
         cum_seq_q, cum_seq_k: int32 [n + 1] on query's device, or None for dense tensors.
         max_q, max_k: ignored; the ops find lengths on the device.
-        dropout_p: probability that a weight counts as 0. PyTorch's generator draws the seed; the mask is that of
-            `attention`.
+        dropout_p: probability that a weight counts as 0. PyTorch's generator draws the seed; the mask is
+            `attention`'s.
         is_causal: whether a query sees only keys up to its own position, aligned bottom-right.
         return_debug_mask: must be False.
         scale: positive number that multiplies q k^T. Default: 1 / sqrt(D).
@@ -192,7 +200,7 @@ def flash_attention_forward(
     if alibi_slopes is not None and not torch.is_inference_mode_enabled():
         fix = "aten::_flash_attention_backward takes no slopes; call it within torch.inference_mode()"
         _lack(op, "alibi_slopes", "a tensor", fix, "None outside of inference mode")
-    _check_boundaries(op, query, cum_seq_q, cum_seq_k)
+    _check_layout(op, cum_seq_q, cum_seq_k, query=query, key=key, value=value)
     rng_state = _draw_rng_state(query, dropout_p)
     options: dict[str, Any] = {
         "scale": scale, "causal": is_causal, "window_left": _width(window_size_left),
@@ -298,7 +306,8 @@ def flash_attention_backward(
     """
     op = "_flash_attention_backward"
     _refuse_unsupported(op, **unsupported)
-    _check_boundaries(op, query, cum_seq_q, cum_seq_k)
+    _check_layout(op, cum_seq_q, cum_seq_k, grad_out=grad_out, query=query, key=key, value=value, out=out)
+    _check_rng_state(op, "rng_state", rng_state, dropout_p)
     options: dict[str, Any] = {
         "scale": scale, "causal": is_causal, "window_left": _width(window_size_left),
         "window_right": _width(window_size_right), "dropout_p": dropout_p,
@@ -388,7 +397,9 @@ def scaled_dot_product_flash_attention_backward(
         NotImplementedError: for an argument that the ops lack. The message names it.
         ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
     """
-    _refuse_unsupported("_scaled_dot_product_flash_attention_backward", **unsupported)
+    op = "_scaled_dot_product_flash_attention_backward"
+    _refuse_unsupported(op, **unsupported)
+    _check_rng_state(op, "philox_seed", philox_seed, dropout_p)
     seed = _seed_of(philox_seed, dropout_p)
     return _dense_backward(
         grad_out, query, key, value, out, logsumexp, scale=scale, causal=is_causal, dropout_p=dropout_p,

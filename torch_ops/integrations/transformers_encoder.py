@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_ops._core.checks import refuse
+from torch_ops._core.torch_private import ORIGINAL_MODULE, children_of
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
     copy_modes,
@@ -239,11 +240,11 @@ def _replaced(model: nn.Module, replacements: dict[int, Any]) -> nn.Module:
     places = [
         (parent, name, replacements[id(child)])
         for parent in model.modules()
-        for name, child in parent._modules.items()
+        for name, child in children_of(parent).items()
         if id(child) in replacements
     ]
     for parent, name, _ in places:
-        if name == "_orig_mod":
+        if name == ORIGINAL_MODULE:
             raise TypeError(
                 f"the parent of the vision encoder is {type(parent).__name__}, expected an uncompiled module; "
                 "compile it afterwards"

@@ -16,7 +16,7 @@ from torch_ops._core.checks import (
     refuse,
 )
 from torch_ops._core.registry import is_eager
-from torch_ops._core.torch_private import mark_static_address
+from torch_ops._core.torch_private import mark_static_address, zero_all
 from torch_ops._kv_cache.append import check_sizes
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
@@ -142,4 +142,4 @@ class Cache:
 
     def reset(self) -> None:
         """Remove all keys of every sequence."""
-        torch._foreach_zero_(self.seqlens)
+        zero_all(self.seqlens)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from torch_ops._core.checks import check_head_dim, check_matrix, check_num_heads, refuse
+from torch_ops._core.torch_private import children_of
 from torch_ops.models._layers import NORMS, RMSNorm, after_sum, chained, norm_of, plain
 from torch_ops.models.families import Family
 from torch_ops.patch_merger import patch_merger
@@ -109,7 +110,7 @@ class VisionMLP(nn.Module):
         self.add_module(self._names[-1], nn.Linear(inner, outer))
 
     def forward(self, x: Tensor) -> Tensor:
-        return chained(x, [self._modules[name] for name in self._names], self.activation)
+        return chained(x, [children_of(self)[name] for name in self._names], self.activation)
 
 
 class VisionBlock(nn.Module):

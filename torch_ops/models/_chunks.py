@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_ops._core.checks import check_int, refuse
+from torch_ops._core.torch_private import pytree
 from torch_ops.models.vision_metadata import PRECOMPUTED, Image, patches_of
 
 # last_hidden_state, pooler_output, deepstack features, hidden states.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_ops._core.counters import work_counters
-from torch_ops._core.torch_private import addresses_equal
+from torch_ops._core.torch_private import addresses_equal, buffers_of, children_of, parameters_of
 from torch_ops.models._capture import OwnStream, own_stream
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
@@ -92,8 +92,8 @@ class Weights:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        children = [each._modules for each in modules]
-        held = [tensors for each in modules for tensors in (each._parameters, each._buffers)]
+        children = [children_of(each) for each in modules]
+        held = [tensors for each in modules for tensors in (parameters_of(each), buffers_of(each))]
         # Most are empty: of those it is enough to look at the size.
         self._sized: list[dict[str, Any]] = [*children, *held]
         self._children = [each for each in children if each]

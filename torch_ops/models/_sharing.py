@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_ops._core.checks import refuse
+from torch_ops._core.torch_private import buffers_of, children_of, parameters_of, unsaved_buffers_of
 from torch_ops.models._layers import plain
 from torch_ops.models.families import FAMILIES, family_key
 from torch_ops.models.vision import QwenVisionEncoder
@@ -161,10 +162,10 @@ def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
         if place is None or place is module:
             continue
         # A bias may be None.
-        for leaf, parameter in module._parameters.items():
+        for leaf, parameter in parameters_of(module).items():
             setattr(place, leaf, parameter)
-        for leaf, buffer in module._buffers.items():
-            place.register_buffer(leaf, buffer, persistent=leaf not in module._non_persistent_buffers_set)
+        for leaf, buffer in buffers_of(module).items():
+            place.register_buffer(leaf, buffer, persistent=leaf not in unsaved_buffers_of(module))
 
 
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
@@ -183,7 +184,8 @@ def modules_of(model: object) -> Iterable[nn.Module]:
 
 def is_vision_model(module: nn.Module) -> bool:
     return (
-        family_key(getattr(module, "config", None)) in FAMILIES and {"patch_embed", "blocks"} <= module._modules.keys()
+        family_key(getattr(module, "config", None)) in FAMILIES
+        and {"patch_embed", "blocks"} <= children_of(module).keys()
     )
 
 

@@ -31,6 +31,7 @@ except ImportError as error:
         f"torch_ops.models.qwen_vl needs transformers 5.5.3 or newer ({error}): pip install 'vk-ops[transformers]'"
     ) from error
 
+from torch_ops._core.torch_private import ORIGINAL_MODULE
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
 from torch_ops.models._sharing import from_transformers, rotary_like
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
@@ -269,7 +270,7 @@ def encode(tower: Any, pixel_values: torch.Tensor, grid_thw: torch.Tensor, chunk
     grid = grid_thw.cpu()
     if isinstance(tower, EncoderGraphs):
         return tower(pixel_values, grid, chunk_tokens=chunk_tokens)
-    if isinstance(getattr(tower, "_orig_mod", tower), QwenVisionEncoder):
+    if isinstance(getattr(tower, ORIGINAL_MODULE, tower), QwenVisionEncoder):
         if chunk_tokens is not None:
             return tower(pixel_values, grid, chunk_tokens=chunk_tokens)
         return tower(pixel_values, metadata=vision_metadata(grid, tower.sizes, pixel_values.device))

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_ops._core.checks import check_dense, check_int, dtype_name, refuse
 from torch_ops._core.registry import is_eager
+from torch_ops._core.torch_private import pytree
 from torch_ops._grids import LONGEST_SIDE
 from torch_ops.rotary_table import rotary_table
 
