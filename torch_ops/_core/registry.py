@@ -15,8 +15,8 @@
 
 `composed_op` is for an op made of ops: a schema and one implementation for every key (CompositeImplicitAutograd), the
 composition itself. The dispatcher takes it apart above autograd, so that gradient, fake, autocast and launches come
-from its parts. Dynamo and torch.export keep it whole; AOTAutograd, Inductor,
-AOTInductor and `run_decompositions()` see the parts.
+from its parts. Dynamo and torch.export keep it whole; AOTAutograd, Inductor, AOTInductor and `run_decompositions()` see
+the parts.
 
 Bodies launch by `wrap_triton(_kernel)` on a bare name, directly or in functions called by bare name. PyTorch reads the
 source, and only such kernels enter the key of compiled artefacts (`torch_private.name_kernels`).

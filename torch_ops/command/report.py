@@ -9,7 +9,7 @@ from rich.table import Table
 
 from torch_ops.command.inputs import Inputs
 
-# Rich prints nothing on narrower terminals.
+# Columns of a terminal. In fewer, tables lose their words.
 NARROWEST = 20
 
 

@@ -191,7 +191,8 @@ def flash_attention_forward(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
+        ValueError: for tensors of other dimensions than the Args say. Also for an argument that `window_attn` or
+            `attention` refuses; the message then has the op's name of it.
 
     Without dropout, equal calls give equal bits. FlashAttention-2, arXiv 2307.08691.
     """
@@ -249,7 +250,8 @@ def flash_attention_forward_no_dropout_inplace(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
+        ValueError: for tensors of other dimensions than the Args say. Also for an argument that `window_attn` or
+            `attention` refuses; the message then has the op's name of it.
     """
     op = "_flash_attention_forward_no_dropout_inplace"
     check_like(op, "out", out, "query", query)
@@ -300,7 +302,8 @@ def flash_attention_backward(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
+        ValueError: for tensors of other dimensions than the Args say, and for another rng_state with dropout. Also for
+            an argument that `window_attn` or `attention` refuses; the message then has the op's name of it.
 
     Deterministic for dense tensors; for packed ones under `torch.use_deterministic_algorithms(True)`.
     """
@@ -353,7 +356,7 @@ def scaled_dot_product_flash_attention(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
+        ValueError: for an argument that `attention` refuses. The message has the op's name of it.
     """
     _refuse_unsupported("_scaled_dot_product_flash_attention", return_debug_mask, **unsupported)
     rng_state = _draw_rng_state(query, dropout_p)
@@ -395,7 +398,8 @@ def scaled_dot_product_flash_attention_backward(
 
     Raises:
         NotImplementedError: for an argument that the ops lack. The message names it.
-        ValueError: for an argument that `window_attn` or `attention` refuses. The message has the op's name of it.
+        ValueError: for another philox_seed with dropout. Also for an argument that `attention` refuses; the message
+            then has the op's name of it.
     """
     op = "_scaled_dot_product_flash_attention_backward"
     _refuse_unsupported(op, **unsupported)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,7 @@ def time_versions(
     for process in processes:
         process.tell(question)
     bound = [process.answer() for process in processes]
-    timers = {
-        process.name: Timer("graph", lambda process=process: float(process.ask("sample")))  # type: ignore[misc]
-        for process in processes
-    }
+    timers = {process.name: Timer("graph", partial(process.ask, "sample")) for process in processes}
     warm_up(timers.values(), WARM_UP_SECONDS)
     figures = interleave(timers, setup.rounds)
     return [
