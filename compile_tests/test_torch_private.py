@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._library.triton import get_triton_kernels_for_op
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.library import Library
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
@@ -33,6 +35,38 @@ def test_transforms_of_torch_func_are_seen() -> None:
     torch.func.grad(function)(torch.ones(3))
     function(torch.ones(3))
     assert seen == [True, False]
+
+
+def test_hooks_of_modules_have_these_names() -> None:
+    """Whatever is called at a module's call lies in one of them."""
+    layer = nn.Linear(2, 2)
+    register = (
+        layer.register_forward_hook, layer.register_forward_pre_hook, layer.register_full_backward_hook,
+        layer.register_full_backward_pre_hook,
+    )  # fmt: skip
+    for add, name in zip(register, torch_private.HOOKS_OF_MODULES, strict=True):
+        assert not getattr(layer, name)
+        handle = add(lambda *args: None)
+        assert len(getattr(layer, name)) == 1
+        handle.remove()
+    assert vars(nn.Module()).keys() == torch_private.FIELDS_OF_MODULES
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    assert not torch_private.has_global_hooks()
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda *args: None)
+    assert torch_private.has_global_hooks()
+    handle.remove()
+    assert not torch_private.has_global_hooks()
+
+
+def test_fsdp_marks_its_modules(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert getattr(model[0], torch_private.MANAGED_BY_FSDP)
 
 
 def test_arguments_that_require_gradients_are_seen() -> None:

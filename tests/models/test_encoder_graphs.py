@@ -23,7 +23,8 @@ from torch_ops._attention import hopper as attention_hopper
 from torch_ops._core.device import gpu
 from torch_ops.integrations.transformers import accelerate
 from torch_ops.models import EncoderGraphs, Padding, QwenVisionEncoder, from_transformers, qwen_vl, token_budgets
-from torch_ops.models._recording import Recording, Statics, Weights
+from torch_ops.models._recording import Inputs, Recording, Statics
+from torch_ops.models._watch import Weights
 from torch_ops.models.vision_metadata import filled_sizes, vision_metadata
 from torch_ops.testing import check
 
@@ -400,7 +401,7 @@ def test_weights_are_looked_at_while_the_device_has_work(monkeypatch: pytest.Mon
     pixels = draw_pixels(encoder, IMAGES, torch.float64)
     expected = runner(pixels, IMAGES)
     seen: list[str] = []
-    looks = ((Statics, "fill"), (Statics, "usable"), (Statics, "current"), (Recording, "__init__"))
+    looks = ((Inputs, "fill"), (Statics, "usable"), (Statics, "current"), (Recording, "__init__"))
     for owner, name in (*looks, *((recording, "replay") for recording in statics_of(runner).recordings.values())):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name), name, seen))
     for name in ("modules", "parameters", "named_modules", "named_parameters"):
@@ -510,14 +511,14 @@ def test_calls_wait_for_the_one_before_and_record_themselves(monkeypatch: pytest
     event = _Event(seen)
     statics_of(runner)._done = event
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: event)
-    monkeypatch.setattr(Statics, "fill", noting(Statics.fill, "fill", seen))
+    monkeypatch.setattr(Inputs, "fill", noting(Inputs.fill, "fill", seen))
     monkeypatch.setattr(encoder, "encode_packed", noting(encoder.encode_packed, "replay", seen))
     runner(pixels, IMAGES)
     assert seen == ["wait", "fill", "replay", "record"]
     seen.clear()
     with pytest.raises(ValueError, match="gradients"):
         runner(pixels.requires_grad_(), IMAGES)
-    assert seen == ["wait", "fill", "record"]
+    assert seen == []
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "FIELDS_OF_MODULES",
+    "HOOKS_OF_MODULES",
+    "MANAGED_BY_FSDP",
     "ORIGINAL_MODULE",
     "FakeTensor",
     "FakeTensorMode",
@@ -39,6 +42,7 @@ __all__ = [
     "decomposes_triton_ops",
     "exclude_key",
     "has_functorch_transforms",
+    "has_global_hooks",
     "has_tangents",
     "is_aot_compiling",
     "is_traceable_wrapper_subclass",
@@ -83,6 +87,13 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # The names of buffers that a state dict leaves out.
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+# The attributes that every module has, and those of them that hold hooks of its call.
+FIELDS_OF_MODULES = frozenset(vars(nn.Module()))
+HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Whether there are hooks of all modules.
+has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
+# Both versions of FSDP mark the modules whose weights they gather.
+MANAGED_BY_FSDP = "_is_fsdp_managed_module"
 # A product with bias and ReLU or GELU in cuBLAS's epilogue.
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 # Where a compiled module keeps the module that it was made of.

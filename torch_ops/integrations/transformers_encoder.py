@@ -24,6 +24,7 @@ from torch_ops.models._sharing import (
     vision_classes,
 )
 from torch_ops.models.families import FAMILIES
+from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision import QwenVisionEncoder
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -37,14 +38,17 @@ def holds_encoder(model: nn.Module) -> bool:
     return any(isinstance(module, QwenVisionEncoder) for module in modules_of(model))
 
 
-def accelerate(model: ModelT) -> ModelT:
+def accelerate(model: ModelT, *, graphs: bool = True) -> ModelT:
     """Replace every vision encoder in `model`, in place, by `torch_ops.models.QwenVisionEncoder`; return `model`.
+
+    With `graphs` (default: True), an encoder captures a CUDA graph for a size that comes again in inference on a GPU.
+    `encoder.graphs` is its `GraphCache`, which shows what is held. With graphs=False every call is eager.
 
     Both share the same parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
     as they are. Wrappers (PEFT, DDP) are fine; linear layers and norms that were replaced or have hooks are called as
-    modules. Calling it again changes nothing, and `restore` undoes it. The hook by which Accelerate moves an encoder's
-    inputs to its device (`device_map`) is carried over. PyTorch's forward hooks on other modules of the encoder are
-    not.
+    modules. Calling it again changes nothing but `graphs`, and `restore` undoes it. The hook by which Accelerate moves
+    an encoder's inputs to its device (`device_map`) is carried over. PyTorch's forward hooks on other modules of the
+    encoder are not.
 
     If `model` itself is the vision encoder, there is no place for ours: it is returned, so use the result.
 
@@ -60,6 +64,10 @@ def accelerate(model: ModelT) -> ModelT:
         )
     # All are made before the first is put in its place, so that a refusal leaves the model whole.
     made = {key: _made(tower) for key, tower in towers.items() if not isinstance(tower, QwenVisionEncoder)}
+    for tower in towers.values():
+        encoder: Any = made.get(id(tower), tower)
+        if (encoder.graphs is not None) != graphs:
+            encoder.graphs = GraphCache() if graphs else None
     return cast(ModelT, _replaced(model, made))
 
 
@@ -104,6 +112,7 @@ class BuiltEncoder(QwenVisionEncoder):
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
         encoder = cls(config)
+        encoder.graphs = GraphCache()
         return encoder if dtype is None else encoder.to(dtype)
 
 

@@ -2,12 +2,14 @@
 
 from torch_ops.models._sharing import from_transformers
 from torch_ops.models.budgets import token_budgets
+from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import PackedEncoder, QwenVisionEncoder, VisionAttention, from_config
 from torch_ops.models.vision_metadata import Padding, VisionMetadata, VisionSizes, vision_metadata
 
 __all__ = [
     "EncoderGraphs",
+    "GraphCache",
     "PackedEncoder",
     "Padding",
     "QwenVisionEncoder",

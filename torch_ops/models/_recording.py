@@ -2,22 +2,43 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_ops._core.counters import work_counters
-from torch_ops._core.torch_private import addresses_equal, buffers_of, children_of, parameters_of
+from torch_ops._core.device import out_of_memory
 from torch_ops.models._capture import OwnStream, own_stream
-from torch_ops.models.vision import QwenVisionEncoder
-from torch_ops.models.vision_metadata import Padding, VisionMetadata, metadata_of
+from torch_ops.models._watch import Behaviour, Weights, numeric_flags
+from torch_ops.models.vision_metadata import Image, Padding, VisionMetadata, metadata_of
 from torch_ops.settings import settings
 
+if TYPE_CHECKING:
+    from torch_ops.models.vision import QwenVisionEncoder
+
 Outputs = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+
+
+class Inputs:
+    """The pixels that graphs read: rows of a tensor that stays where it is."""
+
+    def __init__(self, encoder: "QwenVisionEncoder", rows: int) -> None:
+        weight = encoder.patch_embed.proj.weight
+        # Tensors made in inference mode could not be filled outside of it.
+        with torch.inference_mode(False):
+            self.pixels = torch.zeros((rows, weight[0].numel()), dtype=weight.dtype, device=weight.device)
+        self._filled = 0
+
+    @torch.no_grad()
+    def fill(self, pixel_values: Tensor) -> None:
+        rows = pixel_values.shape[0]
+        self.pixels[:rows].copy_(pixel_values, non_blocking=True)
+        # Rows of a batch before may hold anything, and padding is to be finite.
+        if rows < self._filled:
+            self.pixels[rows : self._filled].zero_()
+        self._filled = rows
 
 
 class Recording:
@@ -25,8 +46,9 @@ class Recording:
 
     replay: Callable[[], Outputs]
 
-    def __init__(self, encoder: QwenVisionEncoder, statics: "Statics", budget: Padding) -> None:
-        pixels = statics.pixels[: budget.rows]
+    def __init__(self, encoder: "QwenVisionEncoder", statics: "Statics", budget: Padding) -> None:
+        self.inputs = statics.inputs(encoder, budget)
+        pixels = self.inputs.pixels[: budget.rows]
         self.metadata = metadata = metadata_of((), encoder.sizes, pixels.device, budget).clone()
         self._filled: VisionMetadata | None = None
 
@@ -49,13 +71,14 @@ def _captured(encode: Callable[[], Outputs], statics: "Statics") -> Callable[[],
     # Compilation and lasting allocations happen before the capture.
     encode()
     graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.stream(own.stream),
-        work_counters(statics.pixels.device).recording_acquired(statics.counters),
-        # Other threads may go on using the device.
-        torch.cuda.graph(graph, pool=own.pool, stream=own.stream, capture_error_mode="thread_local"),
-    ):
-        outputs = encode()
+    with torch.cuda.stream(own.stream), work_counters(own.stream.device).recording_acquired(statics.counters):
+        # `torch.cuda.graph` would first wait for the device and give back all memory that the process has cached. Other
+        # threads may go on using the device.
+        graph.capture_begin(pool=own.pool, capture_error_mode="thread_local")
+        try:
+            outputs = encode()
+        finally:
+            graph.capture_end()
 
     def replay() -> Outputs:
         graph.replay()
@@ -81,98 +104,105 @@ def _repeated(encode: Callable[[], Outputs]) -> Callable[[], Outputs]:
     return replay
 
 
-class Weights:
-    """The parameters and buffers of a module as they were found, and whether they still are where they were.
-
-    Every replay asks, so the modules are walked once. Later their dictionaries are compared by functions that take no
-    step in Python for each entry. `in_place` must be known before a replay: it says that the graphs read no memory that
-    was given back. A tensor or module that was put aside keeps its memory, since both are held here. One that was
-    moved, as by `module.to`, may not. `unchanged` may be asked while the device computes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        children = [children_of(each) for each in modules]
-        held = [tensors for each in modules for tensors in (parameters_of(each), buffers_of(each))]
-        # Most are empty: of those it is enough to look at the size.
-        self._sized: list[dict[str, Any]] = [*children, *held]
-        self._children = [each for each in children if each]
-        # Those that hold None, such as a bias that is not there, are few.
-        self._mixed = [each for each in held if any(tensor is None for tensor in each.values())]
-        self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
-        self._found, self._rest = self.tensors(), self._look_at_the_rest()
-        self._addresses, self._places = list(map(_address, self._found)), list(range(len(self._found)))
-
-    def tensors(self) -> list[Tensor]:
-        return [*_all(self._full), *(tensor for tensor in _all(self._mixed) if tensor is not None)]
-
-    def in_place(self) -> bool:
-        if addresses_equal is not None:
-            return addresses_equal(self._found, self._addresses, self._places)
-        return list(map(_address, self._found)) == self._addresses
-
-    def unchanged(self) -> bool:
-        tensors = self.tensors()
-        # A None was a tensor before.
-        there = type(None) not in map(type, tensors)
-        return there and list(map(_address, tensors)) == self._addresses and self._look_at_the_rest() == self._rest
-
-    def _look_at_the_rest(self) -> object:
-        tensors = self.tensors()
-        kinds = list(map(_dtype, tensors)), list(map(_shape, tensors)), list(map(_strides, tensors))
-        return list(map(len, self._sized)), list(map(id, _all(self._children))), kinds
-
-
-def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(_values, dictionaries))
-
-
-_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-_address: Callable[[Tensor], int] = Tensor.data_ptr
-_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
-_shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
-_strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
-
-
 class Statics:
-    """State that the graphs of an encoder share: the pixel tensor, a stream and memory to capture with, their order.
+    """State that the graphs of an encoder share: pixels, a stream and memory to capture with, their order.
 
     Dropping it waits until the last call on the device is done. Its tensors belong to the stream of the first call,
     whatever other streams used them.
     """
 
-    def __init__(self, encoder: QwenVisionEncoder, rows: int) -> None:
-        weight = encoder.patch_embed.proj.weight
-        with torch.inference_mode(False):
-            self.pixels = torch.zeros((rows, weight[0].numel()), dtype=weight.dtype, device=weight.device)
+    def __init__(self, encoder: "QwenVisionEncoder", rows: int) -> None:
+        self._inputs = Inputs(encoder, rows)
         self.recordings: dict[Padding, Recording] = {}
-        self.weights = Weights(encoder)
-        self._generation = settings.generation
-        self._filled = 0
+        self.weights, self.behaviour = Weights(encoder), Behaviour(encoder)
+        self._generation, self._flags = settings.generation, numeric_flags()
         self.own: OwnStream | None = None
         self._done: torch.cuda.Event | None = None
         # Counters of launches in the graphs, see `_core/counters.py`.
         self.counters: list[Tensor] = []
-        if weight.is_cuda:
+        device = self.pixels.device
+        if device.type == "cuda":
             # One for all graphs, since each has a workspace of cuBLAS.
-            self.own = own_stream(weight.device)
+            self.own = own_stream(device)
             self._done = torch.cuda.Event()
-            weakref.finalize(self, _settle, self._done, self.counters, weight.device).atexit = False
+            weakref.finalize(self, _settle, self._done, self.counters, device).atexit = False
+
+    @property
+    def pixels(self) -> Tensor:
+        return self._inputs.pixels
+
+    def inputs(self, encoder: "QwenVisionEncoder", budget: Padding) -> Inputs:
+        """Return the pixels that this budget's graph reads, or would read."""
+        if budget in self.recordings:
+            return self.recordings[budget].inputs
+        assert budget.rows is not None
+        if budget.rows > self.pixels.shape[0]:
+            # Graphs that are there keep theirs.
+            self._inputs = Inputs(encoder, budget.rows)
+        return self._inputs
+
+    def static_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors outside of the memory pool that calls are copied into."""
+        recordings = self.recordings.values()
+        pixels = dict.fromkeys((self.pixels, *(each.inputs.pixels for each in recordings)))
+        return (*pixels, *(tensor for each in recordings for _, tensor in each.metadata.tensors()))
 
     def current(self) -> bool:
-        """Whether graphs still compute what the encoder would: they read weights where they were."""
-        return self._generation == settings.generation and self.weights.unchanged()
+        """Whether graphs still compute what the encoder would."""
+        return (
+            self._generation == settings.generation
+            and self.weights.unchanged()
+            and self.behaviour.unchanged()
+            and self._flags == numeric_flags()
+        )
 
     def usable(self) -> bool:
-        """Whether graphs may be replayed, if only to find that they are not current."""
+        """Whether graphs may be replayed, if only to find that they are not current: they read weights in place."""
         return self._generation == settings.generation and self.weights.in_place()
 
-    def recording(self, encoder: QwenVisionEncoder, budget: Padding) -> Recording:
+    def replayed(
+        self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...], budget: Padding,
+        copies: bool,
+    ) -> list[Tensor] | None:  # fmt: skip
+        """Return the outputs of a batch, cut to its rows; None where graphs are no longer what the encoder computes."""
+        with self.in_order():
+            self.inputs(encoder, budget).fill(pixel_values)
+            # Looked at while the pixels are on their way, and the rest of it while the device computes.
+            if not (self.usable() if budget in self.recordings else self.current()):
+                return None
+            recording = self.recording(encoder, budget)
+            recording.fill(metadata_of(images, encoder.sizes, self.pixels.device, budget))
+            last, pooled, taps = recording.replay()
+            if not self.current():
+                return None
+            rows, unit = pixel_values.shape[0], encoder.sizes.merge_size**2
+            outputs = [last[:rows], *(each[: rows // unit] for each in (pooled, *taps))]
+            return [each.clone() for each in outputs] if copies else outputs
+
+    def recording(self, encoder: "QwenVisionEncoder", budget: Padding) -> Recording:
         if budget not in self.recordings:
             # Tensors made in inference mode could not be filled outside of it.
-            with torch.inference_mode(False), torch.no_grad(), self._pool_kept():
-                self.recordings[budget] = Recording(encoder, self, budget)
+            with torch.inference_mode(False), torch.no_grad():
+                self.recordings[budget] = self._recorded(encoder, budget)
         return self.recordings[budget]
+
+    def _recorded(self, encoder: "QwenVisionEncoder", budget: Padding) -> Recording:
+        try:
+            with self._pool_kept():
+                return Recording(encoder, self, budget)
+        except Exception as error:
+            if self.own is None or not out_of_memory(error):
+                raise
+        # A capture cannot use memory that the process has cached.
+        torch.cuda.empty_cache()
+        with self._pool_kept():
+            return Recording(encoder, self, budget)
+
+    def drop(self, budget: Padding) -> None:
+        """Drop one graph, once the device no longer replays it."""
+        if self._done is not None:
+            self._done.synchronize()
+        del self.recordings[budget]
 
     @contextlib.contextmanager
     def _pool_kept(self) -> Iterator[None]:
@@ -196,19 +226,10 @@ class Statics:
         finally:
             self._done.record()
 
-    @torch.no_grad()
-    def fill(self, pixel_values: Tensor) -> None:
-        rows = pixel_values.shape[0]
-        self.pixels[:rows].copy_(pixel_values, non_blocking=True)
-        # Rows of a batch before may hold anything, and padding is to be finite.
-        if rows < self._filled:
-            self.pixels[rows : self._filled].zero_()
-        self._filled = rows
-
 
 def _settle(done: torch.cuda.Event, counters: list[Tensor], device: torch.device) -> None:
     done.synchronize()
     work_counters(device).release(counters)
 
 
-__all__ = ["Recording", "Statics", "Weights"]
+__all__ = ["Inputs", "Recording", "Statics"]

@@ -30,7 +30,6 @@ from torch_ops.models.vision_metadata import (
     VisionMetadata,
     filled_sizes,
     images_of,
-    metadata_of,
 )
 from torch_ops.settings import settings
 
@@ -45,8 +44,8 @@ class EncoderGraphs:
 
     Args:
         encoder: encoder whose weights the graphs read in place. A weight changed in place counts from the next call on.
-            After weights were replaced, cast or moved, or `torch_ops.settings` changed, graphs are captured again.
-            Hooks, switches of adapters and flags of PyTorch stay as at the capture, until `clear()`.
+            Graphs are captured again after weights were replaced, cast or moved, adapters were switched, or PyTorch's
+            numeric flags or `torch_ops.settings` changed. Hooks of modules inside run at the capture alone.
         budgets: numbers of patches, as `token_budgets` makes them, or `Padding`. A number has room for about one image
             and frame per 256 patches and one window per 32. A budget without a number of segments stands for two: one
             of a single frame, for which attention is faster, and one of several.
@@ -83,7 +82,6 @@ class EncoderGraphs:
         self.fallback = fallback
         self.copy_outputs = copy_outputs
         self.budgets = tuple(sorted(complete, key=astuple))
-        self._unit = encoder.sizes.merge_size**2
         self._lock = threading.Lock()
         self._statics: Statics | None = None
 
@@ -115,9 +113,7 @@ class EncoderGraphs:
     def static_tensors(self) -> tuple[Tensor, ...]:
         """Tensors outside of the memory pool that calls are copied into: the pixels, and the metadata of each graph."""
         with self._lock, _device_of(self.encoder):
-            statics = self._ready()
-        metadata = (tensor for each in statics.recordings.values() for _, tensor in each.metadata.tensors())
-        return (statics.pixels, *metadata)
+            return self._ready().static_tensors()
 
     @property
     def pool(self) -> tuple[int, int] | None:
@@ -170,33 +166,18 @@ class EncoderGraphs:
         return output.to_tuple() if return_dict is False else output
 
     def _replayed(self, pixel_values: Tensor, images: tuple[Image, ...], budget: Padding) -> list[Tensor]:
-        outputs = self._tried(pixel_values, images, budget)
+        outputs = None
         while outputs is None:
-            # Before others are captured: two would not fit side by side.
-            self._statics = None
-            outputs = self._tried(pixel_values, images, budget)
-        return outputs
-
-    def _tried(self, pixel_values: Tensor, images: tuple[Image, ...], budget: Padding) -> list[Tensor] | None:
-        """The outputs; None where the graphs are of weights or modules that are no longer the encoder's."""
-        statics = self._ready()
-        with statics.in_order():
-            statics.fill(pixel_values)
-            # Looked at while the pixels are on their way, and the rest of it while the device computes.
-            if not (statics.usable() if budget in statics.recordings else statics.current()):
-                return None
+            statics = self._ready()
             if _needs_gradients(pixel_values, statics.weights.tensors):
-                if not statics.current():
-                    return None
-                _refuse_gradients()
-            recording = statics.recording(self.encoder, budget)
-            recording.fill(metadata_of(images, self.encoder.sizes, statics.pixels.device, budget))
-            last, pooled, taps = recording.replay()
-            if not statics.current():
-                return None
-            rows = pixel_values.shape[0]
-            outputs = [last[:rows], *(each[: rows // self._unit] for each in (pooled, *taps))]
-            return [each.clone() for each in outputs] if self.copy_outputs else outputs
+                if statics.current():
+                    _refuse_gradients()
+            else:
+                outputs = statics.replayed(self.encoder, pixel_values, images, budget, self.copy_outputs)
+            if outputs is None:
+                # Before others are captured: two would not fit side by side.
+                self._statics = None
+        return outputs
 
     def _images(self, grid_thw: Tensor | None, metadata: VisionMetadata | None) -> tuple[Image, ...] | None:
         if metadata is not None:

@@ -20,6 +20,7 @@ from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, V
 from torch_ops.models._chunks import Outputs, chunks_of, joined
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
+from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision_metadata import (
     PRECOMPUTED,
     Image,
@@ -36,7 +37,8 @@ from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 class QwenVisionEncoder(nn.Module):
     """The vision encoder of a Qwen-VL family, for a vision configuration of Transformers.
 
-    It takes and returns what Transformers' class does, and can replace `visual` of a whole model.
+    It takes and returns what Transformers' class does, and can replace `visual` of a whole model. `graphs` is a
+    `GraphCache`, by which calls of a size that comes again replay CUDA graphs, or None.
     """
 
     def __init__(self, config: Any) -> None:
@@ -47,6 +49,7 @@ class QwenVisionEncoder(nn.Module):
         self.family = family
         self.sizes = family.sizes(config)
         self.spatial_merge_size = config.spatial_merge_size
+        self.graphs: GraphCache | None = None
         self._output = family.output_class()
         # Layers without windows; None where no layer has any.
         self._full_layers = frozenset(config.fullatt_block_indexes) if family.windows else None
@@ -101,8 +104,8 @@ class QwenVisionEncoder(nn.Module):
 
         Args:
             hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them.
-            grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. Keep it on the CPU: a grid
-                on the encoder's device is read back, which costs a synchronisation.
+            grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. A grid on the encoder's
+                device is read back once, which costs a synchronisation; one on the CPU costs none.
             metadata: result of `vision_metadata`, instead of the grid.
             chunk_tokens: largest number of patches at once, for long videos. The batch is cut between frames, which do
                 not see each other. A frame of more patches is a chunk of its own. Default: the whole batch.
@@ -120,7 +123,14 @@ class QwenVisionEncoder(nn.Module):
         """
         self.check_metadata(metadata)
         images: tuple[Image, ...] | None = ()
-        if metadata is None and grid_thw is not None and all(kwargs.get(name) is None for name in PRECOMPUTED):
+        keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
+        given = any([kwargs.get(name) is not None for name in PRECOMPUTED])
+        if not torch.compiler.is_compiling() and self.graphs is not None and not (keep or given or chunk_tokens):
+            outputs, metadata = self._replayed(self.graphs, hidden_states, grid_thw, metadata)
+            if outputs is not None:
+                last, pooled, *features = outputs
+                return self._returned(self.output_of(last, pooled, features), return_dict)
+        if metadata is None and grid_thw is not None and not given:
             # Chunks have metadata of their own: the rotary tables of the whole may be as large as its features.
             images, metadata = self._read(hidden_states, grid_thw, chunk_tokens is None)
         elif metadata is None:
@@ -129,7 +139,6 @@ class QwenVisionEncoder(nn.Module):
         if metadata is not None:
             images = metadata.images
             self.check_pixels(hidden_states, metadata.cos.shape[0])
-        keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         if chunk_tokens is None:
             assert metadata is not None
             last, pooled, taps, kept = self._encode(hidden_states, metadata, keep)
@@ -138,7 +147,32 @@ class QwenVisionEncoder(nn.Module):
         output = self.output_of(last, pooled, taps)
         if keep:
             output["hidden_states"] = (*kept, last)
+        return self._returned(output, return_dict)
+
+    def _returned(self, output: Any, return_dict: bool | None) -> Any:
         return output if self._asked("return_dict", return_dict, True) else output.to_tuple()
+
+    def _replayed(
+        self, graphs: GraphCache, pixel_values: Tensor, grid_thw: Tensor | None, metadata: VisionMetadata | None
+    ) -> tuple[list[Tensor] | None, VisionMetadata | None]:
+        """Outputs by a graph, or metadata for an eager call; a grid on the device is read back once for both."""
+        images = None if metadata is None else metadata.images
+        if metadata is None and grid_thw is not None:
+            images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
+        # Padded metadata has more rows than its images.
+        if images is None or (metadata is not None and metadata.cos.shape[0] != patches_of(images)):
+            return None, metadata
+        self.check_pixels(pixel_values, patches_of(images))
+        outputs = graphs.replayed(self, pixel_values, images)
+        if outputs is None and metadata is None:
+            metadata = metadata_of(images, self.sizes, self.device)
+        return outputs, metadata
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Drop graphs before the encoder is moved or cast, so that their memory is free for it."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        return super()._apply(fn, recurse)
 
     # One graph break. A function that sees the images would compile again for every number of them.
     @torch.compiler.disable(reason="the host reads the grid, and makes or remembers its metadata")

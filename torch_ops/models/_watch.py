@@ -1,0 +1,170 @@
+"""The state of a module that a captured graph depends on, and whether it still is as it was found.
+
+Every replay asks, so a module is walked once. Later its dictionaries are compared by functions that take no step in
+Python for each entry.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_ops._core.torch_private import (
+    FIELDS_OF_MODULES,
+    HOOKS_OF_MODULES,
+    MANAGED_BY_FSDP,
+    addresses_equal,
+    buffers_of,
+    children_of,
+    has_global_hooks,
+    parameters_of,
+)
+from torch_ops.models._layers import LAYERS, NORMS
+
+# Levels of lists and dictionaries that are compared by their entries, such as PEFT's scalings by name of the adapter.
+_DEPTH = 3
+
+
+class Weights:
+    """The parameters and buffers of a module as they were found, and whether they still are where they were.
+
+    `in_place` must be known before a replay: it says that the graphs read no memory that was given back. A tensor or
+    module that was put aside keeps its memory, since both are held here. One that was moved, as by `module.to`, may
+    not. `unchanged` may be asked while the device computes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        children = [children_of(each) for each in modules]
+        held = [tensors for each in modules for tensors in (parameters_of(each), buffers_of(each))]
+        # Most are empty: of those it is enough to look at the size.
+        self._sized: list[dict[str, Any]] = [*children, *held]
+        self._children = [each for each in children if each]
+        # Those that hold None, such as a bias that is not there, are few.
+        self._mixed = [each for each in held if any(tensor is None for tensor in each.values())]
+        self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
+        self._found, self._rest = self.tensors(), self._look_at_the_rest()
+        self._addresses, self._places = list(map(_address, self._found)), list(range(len(self._found)))
+
+    def tensors(self) -> list[Tensor]:
+        return [*_all(self._full), *(tensor for tensor in _all(self._mixed) if tensor is not None)]
+
+    def in_place(self) -> bool:
+        if addresses_equal is not None:
+            return addresses_equal(self._found, self._addresses, self._places)
+        return list(map(_address, self._found)) == self._addresses
+
+    def unchanged(self) -> bool:
+        tensors = self.tensors()
+        # A None was a tensor before.
+        there = type(None) not in map(type, tensors)
+        return there and list(map(_address, tensors)) == self._addresses and self._look_at_the_rest() == self._rest
+
+    def _look_at_the_rest(self) -> object:
+        tensors = self.tensors()
+        kinds = list(map(_dtype, tensors)), list(map(_shape, tensors)), list(map(_strides, tensors))
+        return list(map(len, self._sized)), list(map(id, _all(self._children))), kinds
+
+
+class Behaviour:
+    """The state of an encoder's modules besides tensors: hooks, replaced forwards, attributes of other layers.
+
+    Adapters are switched, merged or disabled by plain attributes of their layers, and some layers ask for the training
+    mode. The encoder's own modules depend on neither. Hooks and a forward that were put on the encoder itself run
+    outside of its own forward.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        modules = list(encoder.modules())
+        inner = [each for each in modules if each is not encoder]
+        self._attributes = [vars(each) for each in inner]
+        self._hooks = [getattr(each, name) for each in inner for name in HOOKS_OF_MODULES]
+        foreign = [vars(each) for each in modules if not _is_own(each)]
+        self._training = [each for each in foreign if "training" in each]
+        self._foreign = [(each, tuple(name for name in each if name not in FIELDS_OF_MODULES)) for each in foreign]
+        self._found = self._look()
+        self._obstacle = next(filter(None, (_why_eager(each, each is encoder) for each in modules)), "")
+
+    def unchanged(self) -> bool:
+        return self._look() == self._found
+
+    def why_eager(self) -> str:
+        """Return why a replay would not do what a call does, or nothing."""
+        if any(self._hooks) or has_global_hooks():
+            return "modules of the encoder have hooks"
+        return self._obstacle
+
+    def _look(self) -> object:
+        values = [tuple([_frozen(each.get(name), _DEPTH) for name in names]) for each, names in self._foreign]
+        return (
+            list(map(len, self._attributes)), list(map(len, self._hooks)), list(map(_mode, self._training)), values
+        )  # fmt: skip
+
+
+def numeric_flags() -> tuple[object, ...]:
+    """Return PyTorch's flags that choose kernels or their precision."""
+    products, attention = torch.backends.cuda.matmul, torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    return (
+        products.fp32_precision,
+        products.allow_fp16_accumulation,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        attention.preferred_blas_library(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+        cudnn.enabled,
+        cudnn.conv.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _is_own(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind in (*LAYERS, *NORMS, nn.Module, nn.ModuleList) or kind.__module__.startswith("torch_ops.models.")
+
+
+def _why_eager(module: nn.Module, is_root: bool) -> str:
+    if getattr(module, MANAGED_BY_FSDP, False):
+        return "FSDP gathers the weights of the encoder"
+    kind = type(module).__name__
+    if "forward" in vars(module) and not is_root:
+        return f"a {kind} of the encoder has a forward of its own"
+    for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer, type(None)):
+            return f"a {kind} of the encoder holds a {type(tensor).__name__}"
+    return ""
+
+
+def _frozen(value: object, depth: int) -> object:
+    """Return a value to compare later: that of a number, text or collection, and for other objects the identity."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth and isinstance(value, dict):
+        return tuple([(key, _frozen(each, depth - 1)) for key, each in value.items()])
+    if depth and isinstance(value, list | tuple):
+        return tuple([_frozen(each, depth - 1) for each in value])
+    if depth and isinstance(value, set | frozenset):
+        return frozenset(value)
+    if isinstance(value, Tensor):
+        return id(value), value.data_ptr()
+    return id(value)
+
+
+def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(_values, dictionaries))
+
+
+_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_mode: Callable[[dict[str, Any]], bool] = itemgetter("training")
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
+_strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
+
+__all__ = ["Behaviour", "Weights", "numeric_flags"]

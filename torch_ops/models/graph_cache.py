@@ -1,0 +1,284 @@
+"""CUDA graphs that a vision encoder captures by itself, for sizes that come again.
+
+`accelerate` gives an encoder a `GraphCache`. The first call of a size runs eagerly, the second one captures a graph,
+and later calls replay it for every batch that fits. `EncoderGraphs` is for budgets that are known ahead.
+"""
+
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_ops._core.checks import check_int, refuse
+from torch_ops._core.device import out_of_memory
+from torch_ops._core.torch_private import count_dispatch_modes, has_functorch_transforms
+from torch_ops.models._capture import pool_bytes
+from torch_ops.models._recording import Statics
+from torch_ops.models.budgets import words_of
+from torch_ops.models.vision_metadata import Image, Padding, filled_sizes
+from torch_ops.settings import settings
+
+if TYPE_CHECKING:
+    from torch_ops.models.vision import QwenVisionEncoder
+
+# Types of devices that have graphs.
+DEVICES = ("cuda",)
+# Buckets for each doubling of a size: the largest share of padding is a ninth.
+PER_DOUBLING = 8
+# Sizes that are remembered though they have no graph.
+MOST_SIZES = 256
+# Calls of a size until it is captured: the first number, and the largest where graphs are dropped before they pay.
+MEETINGS, MOST_MEETINGS = 2, 64
+# Replays after which the capture of a graph has paid.
+PAID = 4
+
+
+class GraphCache:
+    """The CUDA graphs that an encoder holds, for inference on a GPU.
+
+    Args:
+        max_graphs: number of graphs. The least recently used one goes. Default: 8.
+        max_bytes: bytes of GPU memory that all graphs may hold. If a graph alone takes more, calls of its size stay
+            eager. Default: 1 GiB.
+        copy_outputs: whether outputs are copies. If not, they are views that the next call overwrites. Default: True.
+
+    A size that comes again and again gets a graph of just that size. Where sizes differ, a graph has room for an
+    eighth of a doubling. Graphs share one memory pool. They read weights in place, so a weight changed in place counts
+    from the next call on.
+
+    Calls are eager with gradients, in training mode, under autocast, `torch.compile` or a mode of PyTorch, while a
+    graph is captured, and with `settings(checked=True)`. So are they where modules have hooks, FSDP, tensor parallelism
+    or offloading manage weights, or a layer holds weights of another type. Graphs are dropped after a change of
+    weights, modules, adapters, PyTorch's numeric flags or `torch_ops.settings`. A copy or pickle of the encoder and
+    `.to()` start without graphs.
+
+    Threads take turns. Calls on several streams follow each other on the device.
+    """
+
+    def __init__(self, *, max_graphs: int = 8, max_bytes: int = 2**30, copy_outputs: bool = True) -> None:
+        for name, number in (("max_graphs", max_graphs), ("max_bytes", max_bytes)):
+            check_int("GraphCache", name, number)
+            if number < 1:
+                refuse("GraphCache", name, "1 or more", number)
+        self.max_graphs, self.max_bytes, self.copy_outputs = max_graphs, max_bytes, copy_outputs
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._statics: Statics | None = None
+        # Replays of each graph, the least recently used first.
+        self._replays: OrderedDict[Padding, int] = OrderedDict()
+        # Calls of each bucket so far, and the sizes of the last one.
+        self._met: OrderedDict[Padding, tuple[int, Padding]] = OrderedDict()
+        self._meetings = MEETINGS
+        # Rows of the smallest batch whose graph memory did not suffice for.
+        self._too_large: int | None = None
+        self._why = ""
+        self._warned = False
+
+    @property
+    def captured(self) -> tuple[Padding, ...]:
+        """Sizes of the graphs that are held, the least recently used first."""
+        return tuple(self._replays)
+
+    @property
+    def why_eager(self) -> str:
+        """Why the last call was eager; empty if it replayed a graph."""
+        return self._why
+
+    @property
+    def pool(self) -> tuple[int, int] | None:
+        """Memory pool of the graphs, as `torch.cuda.memory_snapshot` knows it; None without graphs."""
+        own = None if self._statics is None else self._statics.own
+        return None if own is None else tuple(own.pool)
+
+    @property
+    def static_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors outside of the memory pool that calls are copied into: pixels, and the metadata of each graph."""
+        return () if self._statics is None else self._statics.static_tensors()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of GPU memory that graphs hold: their pool and static tensors. Reads PyTorch's memory snapshot."""
+        pool = self.pool
+        return sum(each.nbytes for each in self.static_tensors) + (0 if pool is None else pool_bytes(pool))
+
+    def clear(self) -> None:
+        """Drop all graphs once none is in use, and forget sizes."""
+        with self._lock:
+            self._drop_all()
+            self._met.clear()
+            self._too_large, self._meetings = None, MEETINGS
+
+    def __repr__(self) -> str:
+        held = "; ".join(map(words_of, self.captured)) or "none"
+        return f"GraphCache(max_graphs={self.max_graphs}, max_bytes={self.max_bytes}, held: {held})"
+
+    def replayed(
+        self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...]
+    ) -> list[Tensor] | None:
+        """Return (last_hidden_state, pooler_output, *deepstack features) by a graph, or None for an eager call."""
+        self._why = _why_eager(encoder, pixel_values)
+        if self._why:
+            return None
+        filled = filled_sizes(images, encoder.sizes)
+        if not filled.rows:
+            self._why = "the batch is empty"
+            return None
+        with self._lock, torch.cuda.device(encoder.device if encoder.device.type == "cuda" else -1):
+            return self._replayed(encoder, pixel_values, images, filled)
+
+    def _replayed(
+        self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...], filled: Padding
+    ) -> list[Tensor] | None:
+        bucket = bucket_of(filled)
+        budget = self._held(filled, bucket)
+        if budget is None:
+            budget = self._met_again(filled, bucket)
+            if budget is None or not self._make_room(encoder, budget):
+                return None
+        statics = self._statics
+        assert statics is not None
+        captured = budget not in statics.recordings
+        try:
+            outputs = statics.replayed(encoder, pixel_values, images, budget, self.copy_outputs)
+            # Another graph may have grown the pool; a replay does not.
+            if captured and outputs is not None and not self._fits(budget):
+                return outputs
+        except RuntimeError as error:
+            if not captured:
+                raise
+            self._give_up(budget, error)
+            return None
+        if outputs is None:
+            self._drop_all()
+            self._why = "weights, modules or settings changed since the capture"
+            return None
+        self._replays[budget] = self._replays.get(budget, -1) + 1
+        self._replays.move_to_end(budget)
+        return outputs
+
+    def _held(self, filled: Padding, bucket: Padding) -> Padding | None:
+        """Return the smallest graph that holds the batch, if it is no larger than the bucket's."""
+        held = (each for each in self._replays if each.holds(filled) and bucket.holds(each))
+        return min(held, key=lambda each: (each.rows or 0, astuple(each)), default=None)
+
+    def _met_again(self, filled: Padding, bucket: Padding) -> Padding | None:
+        """Return the sizes to capture, if the bucket was met often enough: those of the batch, if they came before."""
+        count, before = self._met.pop(bucket, (0, filled))
+        self._met[bucket] = count + 1, filled
+        while len(self._met) > MOST_SIZES:
+            self._met.popitem(last=False)
+        rows = filled.rows or 0
+        if self._too_large is not None and rows >= self._too_large:
+            self._why = f"memory does not suffice for a graph of {self._too_large} patches"
+        elif count + 1 < self._meetings:
+            self._why = f"the size was met {count + 1} of {self._meetings} times"
+        else:
+            return filled if before == filled and not self._of_bucket(bucket) else bucket
+        return None
+
+    def _make_room(self, encoder: "QwenVisionEncoder", budget: Padding) -> bool:
+        """Prepare the capture of one more graph; False if there is to be none."""
+        statics = self._statics
+        if statics is not None and not (statics.pixels.device == encoder.device and statics.current()):
+            self._drop_all()
+            statics = None
+        if statics is None:
+            statics = Statics(encoder, budget.rows or 0)
+        self._why = statics.behaviour.why_eager()
+        if self._why:
+            return False
+        self._statics = statics
+        # A graph with more room takes the place of the one before.
+        for each in self._of_bucket(bucket_of(budget)):
+            self._drop(each)
+        while len(self._replays) >= self.max_graphs:
+            self._drop(next(iter(self._replays)))
+        return True
+
+    def _of_bucket(self, bucket: Padding) -> list[Padding]:
+        return [each for each in self._replays if bucket_of(each) == bucket]
+
+    def _fits(self, budget: Padding) -> bool:
+        """Whether memory is within its bound. If it is not, graphs are dropped, and this size too if it is alone."""
+        if self.bytes <= self.max_bytes:
+            return True
+        alone = not self._replays
+        self._drop_all()
+        if alone:
+            self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
+        return False
+
+    def _drop(self, budget: Padding) -> None:
+        assert self._statics is not None
+        del self._replays[budget]
+        self._statics.drop(budget)
+
+    def _drop_all(self) -> None:
+        """Drop the graphs. If they did not pay, sizes are to come more often before they are captured again."""
+        if self._replays:
+            paid = sum(self._replays.values()) >= PAID * len(self._replays)
+            self._meetings = MEETINGS if paid else min(2 * self._meetings, MOST_MEETINGS)
+            # Sizes are to be met anew.
+            self._met.clear()
+        self._replays.clear()
+        self._statics = None
+
+    def _give_up(self, budget: Padding, error: RuntimeError) -> None:
+        """Stay eager where a graph could not be captured, and say so once."""
+        self._drop_all()
+        self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
+        reason = "memory does not suffice" if out_of_memory(error) else str(error).partition("\n")[0]
+        self._why = f"no graph of {budget.rows} patches could be captured: {reason}"
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"the vision encoder stays eager: {self._why}", stacklevel=2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of copies and pickles, which have no graphs yet."""
+        return {name: getattr(self, name) for name in ("max_graphs", "max_bytes", "copy_outputs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+
+def _why_eager(encoder: "QwenVisionEncoder", pixel_values: Tensor) -> str:
+    """Why no graph can do what this call does; asked at each call, so that nothing here is costly."""
+    device = encoder.device
+    for is_so, why in (
+        (device.type not in DEVICES, f"a {device.type} has no graphs"),
+        (torch.is_grad_enabled(), "gradients are enabled; call it under torch.inference_mode() or torch.no_grad()"),
+        (encoder.training, "the encoder is in training mode"),
+        (torch.is_autocast_enabled(device.type), "autocast is on"),
+        (settings.checked, "settings.checked is True, and checks wait for the device"),
+        (type(pixel_values) is not Tensor, f"pixel_values is a {type(pixel_values).__name__}"),
+        (count_dispatch_modes() or has_functorch_transforms() or torch.jit.is_tracing(), "the call is traced"),
+        (device.type == "cuda" and torch.cuda.is_current_stream_capturing(), "the stream is being captured"),
+    ):
+        if is_so:
+            return why
+    return ""
+
+
+def bucket_of(sizes: Padding) -> Padding:
+    """Return the sizes that all batches of about these sizes fit into."""
+
+    def rounded(size: int | None, per_doubling: int) -> int | None:
+        if size is None or size <= 1:
+            return size
+        step = max(1, 2 ** (size - 1).bit_length() // 2 // per_doubling)
+        return -(-size // step) * step
+
+    rows = rounded(sizes.rows, PER_DOUBLING)
+    assert rows is not None
+    # Attention has a schedule for one segment, so a batch of one frame has buckets of its own.
+    return Padding(-(-rows // 4) * 4, *(rounded(size, 1) for size in astuple(sizes)[1:]))
+
+
+__all__ = ["GraphCache", "bucket_of"]
