@@ -56,10 +56,10 @@ def broken(bound: Bound) -> Bound:
 def test_batches_are_those_of_the_models() -> None:
     patches = {row.name: sum(row.segments) for row in ROWS}
     assert patches == {
-        "448": 784, "896": 3136, "8x896": 25088, "video16x448": 6272, "mixed": 12740, "video64x448": 25088,
-        "train_8x896": 25088,
+        "448": 784, "896": 3136, "1504x640": 3760, "8x896": 25088, "video16x448": 6272, "mixed": 12740,
+        "video64x448": 25088, "train_448": 784, "train_8x896": 25088,
     }  # fmt: skip
-    assert [row.name for row in ROWS if row.training] == ["train_8x896"]
+    assert [row.name for row in ROWS if row.training] == ["train_448", "train_8x896"]
     assert {row.name: row.shape for row in ROWS}["mixed"] == "784+1764+3136+7056"
     assert find_rows((), torch.device("cuda")) == ROWS and find_rows((), CPU) == SMOKE
 
@@ -79,7 +79,8 @@ def test_a_cpu_runs_what_is_eager_and_says_of_the_rest_why_not(session: Session,
     found = measured(session, row, IMPLS)
     assert found.keys() == {each.name for each in IMPLS if row.direction in each.directions}
     ran = {name for name, one in found.items() if one.status == OK}
-    assert ran == {"vk", "vk_ready", "hf", "hf_ready", *([] if row.training else ["vk_graph", "vk_graph_new"])}
+    everywhere = {"vk", "vk_ready", "vk_default", "vk_default_eager", "hf", "hf_ready"}
+    assert ran == everywhere | (set() if row.training else {"vk_graph", "vk_graph_new"})
     for name, one in found.items():
         assert bool(one.rounds_ms) == (name in ran) and one.peak_bytes is None
         assert name in ran or (one.status, one.note) == (UNAVAILABLE, "needs a GPU")
@@ -185,6 +186,8 @@ def test_a_group_is_chosen_by_its_name_and_a_quick_look_is_at_two(tmp_path: Path
 def test_command_refuses_and_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "train_8x896" in encoded("--rows", "9").stderr
     assert "hf_flash2_blocks" in encoded("--contenders", "flash9").stderr
+    skipped = encoded("--rows", "train_tiny", "--contenders", "vk_graph")
+    assert skipped.exit_code == 0 and "train_tiny: skipped" in skipped.stderr
     assert "folder" in encoded("--out", tmp_path / "none" / "run.json").stderr
     assert "a timeline needs a GPU" in bench("timeline", "--device", "cpu", "--out", tmp_path / "t.json").stderr
     monkeypatch.setattr(encoder, "IMPLS", (changed("vk", broken),))

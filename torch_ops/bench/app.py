@@ -12,6 +12,7 @@ from csrc_free_ops.configs.candidates import CANDIDATES
 from torch_ops.bench.commands import options
 from torch_ops.bench.commands.attention import attention_command
 from torch_ops.bench.commands.encoder import encoder, timeline
+from torch_ops.bench.commands.generate import generate
 from torch_ops.bench.commands.options import flag, say
 from torch_ops.bench.commands.run import run_command, show
 from torch_ops.bench.commands.versions import versions_command
@@ -66,6 +67,7 @@ for _family, _ops in FAMILIES.items():
     app.command(_family)(run_command(BENCHES, _family, _ops))
 
 app.command("encoder")(encoder)
+app.command("generate")(generate)
 app.command("timeline")(timeline)
 app.command("versions")(versions_command(BENCHES))
 

@@ -71,6 +71,9 @@ def encoder(
     runs = []
     for row in chosen:
         able = tuple(each for each in impls if row.direction in each.directions)
+        if not able:
+            options.say(f"{row.name}: skipped, since no implementation of --contenders trains")
+            continue
         runs.append(Run(bench, row, able, dataclasses.replace(setup, directions=(row.direction,))))
     with torch_ops.settings(**changes):
         origin = provenance(where, commit, _about(impls))

@@ -1,17 +1,17 @@
 """Encoders: ours, what a user of Transformers can run (a), and the strongest put together by hand (b)."""
 
 import gc
-import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import torch_ops
+from torch_ops.bench.encoder.accelerated import accelerated, first_calls, forget, on_new_grid
 from torch_ops.bench.encoder.peers import ATTENTION_IMPLS, ATTENTIONS, Assembly, twin
 from torch_ops.bench.encoder.rows import (
     Features,
@@ -29,7 +29,7 @@ from torch_ops.bench.encoder.rows import (
     transformers_metadata,
 )
 from torch_ops.bench.measure.opbench import Cost, Impl, OpBench, find_named, runs_anywhere, split
-from torch_ops.bench.measure.results import ASSEMBLED, OURS, UNCAPTURED
+from torch_ops.bench.measure.results import ASSEMBLED, OURS, UNCAPTURED, VK_DEFAULT, FirstCalls
 from torch_ops.bench.measure.timing import Work
 from torch_ops.models import EncoderGraphs
 from torch_ops.models._capture import own_stream, pool_bytes
@@ -49,14 +49,17 @@ ALL_TABLES = "segments, rotary tables and interpolated position embeddings"
 class Bound:
     """An implementation on a scene.
 
-    Its memory beyond a call's is that of `held` and of the CUDA graphs' memory pool, `pool`. Where `pooled`, it lies in
-    pools that keep all rows so far, and is not known.
+    Its memory beyond a call's is that of `held` and of the CUDA graphs' memory pool, `pool`. An encoder that captures
+    by itself has both in `graphs`, and `first_calls` measures its first calls. Where `pooled`, memory lies in pools
+    that keep all rows so far, and is not known.
     """
 
     encode: Callable[[], Features]
     pool: tuple[int, ...] | None = None
     held: tuple[Tensor, ...] = ()
     pooled: bool = False
+    graphs: Any = None
+    first_calls: Callable[[], FirstCalls] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,16 @@ class EncoderCall:
         del result
         return sum(each.nbytes for each in (*parameters, self.scene.pixels)) + peak + held_bytes(self.bound)
 
+    def extras(self, device: torch.device) -> dict[str, Any]:
+        return {} if self.bound.first_calls is None else {"first_calls": self.bound.first_calls()}
+
 
 def held_bytes(bound: Bound) -> int:
-    held = sum(tensor.nbytes for tensor in bound.held)
-    return held if bound.pool is None else held + pool_bytes(bound.pool)
+    held, pool = bound.held, bound.pool
+    if bound.graphs is not None:
+        held, pool = (*held, *bound.graphs.static_tensors), bound.graphs.pool
+    total = sum(tensor.nbytes for tensor in held)
+    return total if pool is None else total + pool_bytes(pool)
 
 
 def encoder_impl(
@@ -156,22 +165,6 @@ def _bind_ours(scene: Scene) -> Bound:
     return Bound(on_new_grid(lambda: features_of(encoder(scene.pixels, grid_thw=scene.grid))))
 
 
-def on_new_grid(encode: Callable[[], Features]) -> Callable[[], Features]:
-    """A call that does not find the metadata of the call before; what others remember stays as it is."""
-    module = importlib.import_module("torch_ops.models.vision_metadata")
-    cached = module._cached_metadata
-    uncached = lru_cache(maxsize=0)(cached.__wrapped__)
-
-    def call() -> Features:
-        module._cached_metadata = uncached  # type: ignore[attr-defined]
-        try:
-            return encode()
-        finally:
-            module._cached_metadata = cached  # type: ignore[attr-defined]
-
-    return call
-
-
 def _bind_ours_ready(scene: Scene) -> Bound:
     encoder, metadata = scene.session.encoder, scene.metadata()
     held = tuple(tensor for _, tensor in metadata.tensors())
@@ -225,6 +218,27 @@ def _bind_ours_graph(scene: Scene) -> Bound:
 def _bind_ours_graph_new(scene: Scene) -> Bound:
     bound = _bind_ours_graph(scene)
     return replace(bound, encode=on_new_grid(bound.encode))
+
+
+def _bind_default(graphs: bool, scene: Scene) -> Bound:
+    encoder, grid = accelerated(scene.session, graphs).visual, scene.grid.to(scene.device)
+    own = getattr(encoder, "graphs", None)
+    # Graphs of other batches would count as memory of this one.
+    forget(own)
+
+    def encode(pixels: Tensor) -> Features:
+        return features_of(encoder(pixels, grid_thw=grid))
+
+    call = partial(encode, scene.pixels)
+    if scene.row.training:
+        return Bound(call)
+    for _ in range(WARM_UP_CALLS):
+        # A replay that writes nothing shows, because the graph has never seen this batch's pixels.
+        encode(torch.zeros_like(scene.pixels))
+    if not graphs:
+        return Bound(call, held=tuple(tensor for _, tensor in scene.metadata().tensors()))
+    eager = _bind_default(False, scene).encode
+    return Bound(call, graphs=own, first_calls=partial(first_calls, call, eager, own, scene.device))
 
 
 # Transformers as it is.
@@ -342,6 +356,14 @@ IMPLS = (
     encoder_impl(
         "vk_graph_new", OURS, "vk_graph of a grid whose metadata is not remembered", _bind_ours_graph_new,
         trains=False, ready=NO_TABLES,
+    ),
+    encoder_impl(
+        VK_DEFAULT, OURS,
+        "accelerate(model), and the model's call of its encoder: third and later calls of a size, grid on the device",
+        partial(_bind_default, True),
+    ),
+    encoder_impl(
+        "vk_default_eager", OURS, "vk_default with accelerate(model, graphs=False)", partial(_bind_default, False)
     ),
     encoder_impl(
         "hf", UNCAPTURED, f"{_SDPA}, eager, of a grid on the device", _bind_plain, ready=NO_TABLES

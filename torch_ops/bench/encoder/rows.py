@@ -50,10 +50,12 @@ class Row:
 ROWS = (
     Row("448", ((1, 28, 28),)),
     Row("896", ((1, 56, 56),)),
+    Row("1504x640", ((1, 94, 40),)),
     Row("8x896", ((1, 56, 56),) * 8),
     Row("video16x448", ((8, 28, 28),)),
     Row("mixed", ((1, 28, 28), (1, 42, 42), (1, 56, 56), (1, 84, 84))),
     Row("video64x448", ((32, 28, 28),)),
+    Row("train_448", ((1, 28, 28),), training=True),
     Row("train_8x896", ((1, 56, 56),) * 8, training=True),
 )
 # So small that a CPU runs them.

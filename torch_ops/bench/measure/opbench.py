@@ -107,6 +107,10 @@ class Call:
     def peak_bytes(self, work: Work, device: torch.device) -> int | None:
         return peak_bytes(work, device)
 
+    def extras(self, device: torch.device) -> dict[str, Any]:
+        """Further fields of the record, measured once before the rounds."""
+        return {}
+
 
 def runs_anywhere(case: Any, dtype: torch.dtype, device: torch.device) -> str:
     return ""

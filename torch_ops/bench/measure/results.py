@@ -23,8 +23,8 @@ OK, WRONG, FAILED, UNAVAILABLE, REFERENCE_POINT = "ok", "wrong", "failed", "unav
 OURS, BASELINE, UNCAPTURED, ASSEMBLED = "ours", "baseline", "uncaptured", "assembled"
 # `close` holds a difference to ours against this, as reports on attention kernels do with rtol=0.
 ATOL = 2e-2
-# Names of ours; with the second, sums are added in any order.
-VK, VK_FREE = "vk", "vk_free"
+# Names of ours; with the second, sums are added in any order. The third is what a user of `accelerate(model)` calls.
+VK, VK_FREE, VK_DEFAULT = "vk", "vk_free", "vk_default"
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,19 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
+class FirstCalls:
+    """Times of the first two calls of a size, and of eager calls beside them: of a new grid and of a known grid.
+
+    The second call warms up and captures a CUDA graph.
+    """
+
+    eager_new_ms: float
+    eager_ms: float
+    first_ms: float
+    second_ms: float
+
+
+@dataclass(frozen=True)
 class Record:
     """One implementation on one case in one direction ("forward", "backward", "training step").
 
@@ -71,6 +84,9 @@ class Record:
         warm_up: untimed turns before rounds of one iteration each; None where rounds are medians.
         to_ours: largest difference to ours on the checked inputs; None where it was not taken or is not finite.
         ready: what of an encoder's grid is made before the call.
+        first_calls: of an encoder that captures CUDA graphs by itself; None elsewhere.
+        syncs: synchronisations of a warm call of the encoder; None where they cannot be counted.
+        tokens: ids that a whole model generated.
         reports: measurements of the tolerance rule, tensor by tensor; of many tensors the worst.
     """
 
@@ -93,6 +109,9 @@ class Record:
     warm_up: int | None = None
     to_ours: float | None = None
     ready: str = ""
+    first_calls: FirstCalls | None = None
+    syncs: int | None = None
+    tokens: tuple[int, ...] = ()
     reports: tuple[ToleranceReport, ...] = ()
 
     @property
@@ -225,8 +244,13 @@ class Report:
 
 
 def _record(entry: dict[str, Any]) -> Record:
-    reports = tuple(ToleranceReport(**report) for report in entry["reports"])
-    return Record(**{**entry, "rounds_ms": tuple(entry["rounds_ms"]), "reports": reports})
+    calls = entry.get("first_calls")
+    read = {
+        "rounds_ms": tuple(entry["rounds_ms"]), "tokens": tuple(entry.get("tokens", ())),
+        "first_calls": None if calls is None else FirstCalls(**calls),
+        "reports": tuple(ToleranceReport(**report) for report in entry["reports"]),
+    }  # fmt: skip
+    return Record(**{**entry, **read})
 
 
 def read_report(path: Path) -> Report:

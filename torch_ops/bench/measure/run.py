@@ -132,6 +132,7 @@ def _timed(
 ) -> list[Record]:  # fmt: skip
     timers: dict[str, Timer] = {}
     peaks: dict[str, int | None] = {}
+    extras: dict[str, dict[str, Any]] = {}
     entries = [entry for entry in entries if direction in entry[0].directions]
     checked = {impl.name: found.of(direction) for impl, found, _ in entries}
     for impl, *_ in entries:
@@ -139,6 +140,7 @@ def _timed(
             continue
         try:
             calls = [impl.bind(case, each) for each in inputs]
+            extras[impl.name] = calls[0].extras(setup.device)
             work = [call.work(direction, setup.device) for call in calls]
             timers[impl.name] = make_timer(work, setup.device, setup.warm_up is not None, setup.wall)
             peaks[impl.name] = calls[0].peak_bytes(work[0], setup.device)
@@ -169,6 +171,7 @@ def _timed(
             peak_bytes=peaks.get(impl.name),
             to_ours=differences.get(direction),
             ready=impl.ready,
+            **extras.get(impl.name, {}),
             reports=checked[impl.name].reports,
         )  # fmt: skip
         for impl, _, differences in entries

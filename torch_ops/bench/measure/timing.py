@@ -108,7 +108,7 @@ def make_timer(calls: Sequence[Work], device: torch.device, briefly: bool = Fals
     if wall or device.type != "cuda":
         calls[0]()
         taken = itertools.cycle(calls)
-        return Timer("wall", lambda: _call_ms(next(taken), device) if briefly else _wall_ms(calls, device), calls)
+        return Timer("wall", lambda: call_ms(next(taken), device) if briefly else _wall_ms(calls, device), calls)
     stream = _stream(device)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
@@ -230,11 +230,12 @@ def _samples(ms: float) -> int:
 def _wall_ms(calls: Sequence[Work], device: torch.device) -> float:
     times: list[float] = []
     while len(times) < MIN_SAMPLES and sum(times) < 4 * CPU_ROUND_MS or sum(times) < CPU_ROUND_MS:
-        times.append(_call_ms(calls[len(times) % len(calls)], device))
+        times.append(call_ms(calls[len(times) % len(calls)], device))
     return statistics.median(times)
 
 
-def _call_ms(call: Work, device: torch.device) -> float:
+def call_ms(call: Work, device: torch.device) -> float:
+    """Wall time of one call, from a device at rest until it is again."""
     synchronize(device)
     start = time.perf_counter()
     result = call()

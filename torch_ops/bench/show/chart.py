@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 
 from torch_ops.bench.encoder.timeline import KINDS, NEAR, ZOOMED_LAYERS, Timeline, bars
 from torch_ops.bench.measure.results import OK, REFERENCE_POINT, Record, Report, grouped
-from torch_ops.bench.show.tables import digits
+from torch_ops.bench.show.pivot import digits
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart too.
 COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00")

@@ -1,13 +1,10 @@
 """Tables of a report, for a terminal and as Markdown: one pivot of records, with a key for each kind of table."""
 
-import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,14 +12,12 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from torch_ops.bench.measure.results import (
-    ASSEMBLED,
     ATOL,
     FAILED,
     OK,
     OURS,
     REFERENCE_POINT,
     UNAVAILABLE,
-    UNCAPTURED,
     VK_FREE,
     WRONG,
     Group,
@@ -31,10 +26,10 @@ from torch_ops.bench.measure.results import (
     Report,
     grouped,
 )
+from torch_ops.bench.show.encoder import ENCODER, ENCODER_ROW
+from torch_ops.bench.show.generate import GENERATE
+from torch_ops.bench.show.pivot import NOTHING, OF_CASE, Key, Row, Table, digits, marked, mib, pivot, share
 
-NOTHING = "-"
-# A row by header; headers that occur twice carry what tells them apart before them.
-Row = dict[str | tuple[str, str], str]
 ALLCLOSE = f"allclose, atol {ATOL:g}"
 VERBS = {
     UNAVAILABLE: "cannot run", FAILED: "failed on", WRONG: "is wrong on",
@@ -47,48 +42,13 @@ TORCH = "flash2", "efficient", "math", "reference"
 SIDES = {(pixels // patch) ** 2: (patch, pixels) for patch in (14, 16) for pixels in (448, 672, 896, 1344)}
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Key:
-    """How records become tables.
-
-    Attributes:
-        tables, rows: what parts tables, and in a table the groups that `cells` makes rows of.
-        title: of a table, by its first record.
-    """
-
-    tables: Callable[[Record], Any]
-    rows: Callable[[Record], Any]
-    cells: Callable[[Group, Report], Iterable[Row]]
-    title: Callable[[Record], str]
-    notes: Callable[[Sequence[Record]], Iterable[str]] = lambda records: ()
-
-
-def pivot(records: Iterable[Record], key: Key, report: Report) -> list[Table]:
-    """A table for each value of `key.tables`; a column is there where any of its rows has it."""
-    made = []
-    for members in grouped(records, key.tables).values():
-        rows = [row for group in grouped(members.records, key.rows).values() for row in key.cells(group, report)]
-        headers = tuple(dict.fromkeys(chain.from_iterable(rows)))
-        cells = tuple(tuple(row.get(header, NOTHING) for header in headers) for row in rows)
-        names = tuple(header if isinstance(header, str) else header[1] for header in headers)
-        made.append(Table(key.title(members.ours), names, cells, tuple(key.notes(members.records))))
-    return made
-
-
 def tables(report: Report, kind: str = "") -> list[Table]:
     """Tables of a kind: all figures unless one is given, else "summary", "suite", "images" or "passes"."""
     encoders = [one for one in report.records if one.op == "encoder"]
-    ops = [one for one in report.records if one.op != "encoder"]
+    models = [one for one in report.records if one.op == "generate"]
+    ops = _ops(report)
     if kind == "summary":
-        return pivot(encoders, ENCODER, report) + pivot(ops, SUMMARY, report)
+        return pivot(encoders, ENCODER, report) + pivot(models, GENERATE, report) + pivot(ops, SUMMARY, report)
     if kind == "images":
         shapes = {one: re.fullmatch(r"1x(\d+)x\d+x\d+", one.shape) for one in ops if one.direction == "forward"}
         found = {one: int(shape[1]) for one, shape in shapes.items() if shape and int(shape[1]) in SIDES}
@@ -101,8 +61,12 @@ def tables(report: Report, kind: str = "") -> list[Table]:
             pivot(ops, SUITE, report) if several or kind == "suite" else []
         )
     made = [table for key in (ENCODER, ENCODER_ROW) for table in pivot(encoders, key, report)]
-    made += pivot(ops, FIGURES, report) + pivot(report.profiles, PROFILE, report)
+    made += pivot(models, GENERATE, report) + pivot(ops, FIGURES, report) + pivot(report.profiles, PROFILE, report)
     return made + [_host_table(op, list(times)) for op, times in groupby(report.host, lambda time: time.op)]
+
+
+def _ops(report: Report) -> list[Record]:
+    return [one for one in report.records if one.op not in ("encoder", "generate")]
 
 
 def markdown(report: Report, kind: str = "") -> str:
@@ -152,7 +116,7 @@ def origin(report: Report, with_baselines: bool = True) -> list[str]:
     source = report.provenance
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     lines = [f"{source.device}{f', driver {source.driver}' if source.driver else ''}; {versions}"]
-    if with_baselines or all(one.op != "encoder" for one in report.records):
+    if with_baselines or _ops(report) == list(report.records):
         lines += [f"{name}: {about}" for name, about in source.baselines.items()]
     if (ceilings := report.ceilings) is not None:
         lines.append(
@@ -164,7 +128,7 @@ def origin(report: Report, with_baselines: bool = True) -> list[str]:
 
 def _closing(report: Report, kind: str) -> list[str]:
     """Notes on all tables of a kind."""
-    ops = [one for one in report.records if one.op != "encoder"]
+    ops = _ops(report)
     if kind == "images":
         return [
             "attention only, of one layer, forward: the rotary embedding of q and k, and attention; projections, MLPs "
@@ -193,32 +157,12 @@ def _kinds(records: Sequence[Record]) -> str:
 # Cells.
 
 
-def digits(value: float | None, significant: int = 3) -> str:
-    """Plain decimals with so many significant digits, none of a large number cut."""
-    if value is None:
-        return NOTHING
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{max(0, significant - 1 - magnitude)}f}"
-
-
 def _time(one: Record) -> str:
     if one.ms is None:
         return NOTHING if one.status == UNAVAILABLE else one.status
     low, high = min(one.rounds_ms), max(one.rounds_ms)
     mark = f" {one.status}" if one.status in (WRONG, REFERENCE_POINT) else ""
     return f"{digits(one.ms, 4)} ({digits(low, 4)}..{digits(high, 4)}){mark}"
-
-
-def _mib(one: Record | None, decimals: int = 1) -> str:
-    return NOTHING if one is None or one.peak_bytes is None else f"{one.peak_bytes / 2**20:.{decimals}f}"
-
-
-def _marked(text: str, one: Record) -> str:
-    return text if one.status == OK else f"{text} *{one.status}*"
-
-
-def _share(rate: float | None, ceiling: float | None, decimals: int = 0) -> str:
-    return NOTHING if rate is None or ceiling is None else f"{rate / ceiling:.{decimals}%}"
 
 
 def torch_baseline(group: Group) -> Record | None:
@@ -256,7 +200,7 @@ def _figures(group: Group, report: Report) -> Iterator[Row]:
         "case": ours.case, "shape": ours.shape, "ours ms": _time(ours),
         **{f"{one.name} ms": _time(one) for one in group.baselines},
         "best correct baseline / ours": ratio, "TFLOP/s": digits(ours.tflops),
-        "peak MiB, ours / best baseline": f"{_mib(ours)} / {_mib(best)}",
+        "peak MiB, ours / best baseline": f"{mib(ours)} / {mib(best)}",
     }  # fmt: skip
 
 
@@ -304,10 +248,10 @@ def _summary(group: Group, report: Report) -> Iterator[Row]:
     row: Row = {"case": group.ours.case, "shape": group.ours.shape}
     for direction, part in grouped(group.records, attrgetter("direction")).items():
         ours = part.ours
-        row[direction, f"{direction} ms"] = NOTHING if ours.ms is None else _marked(digits(ours.ms), ours)
+        row[direction, f"{direction} ms"] = NOTHING if ours.ms is None else marked(digits(ours.ms), ours)
         for one in part.baselines:
             over = f"{one.ms / ours.ms:.2f}" if one.ms and ours.ms else NOTHING
-            row[direction, one.name] = _marked(over, one) if one.ms and ours.ms else NOTHING
+            row[direction, one.name] = marked(over, one) if one.ms and ours.ms else NOTHING
     yield row
 
 
@@ -320,8 +264,8 @@ def _image(group: Group, report: Report) -> Iterator[Row]:
     side, right = SIDES[tokens][1], other is not None and other.status == ours.status == OK
     yield {
         "image size": f"{side}x{side}", "tokens": f"{tokens:,}",
-        "Flash+RoPE, ms": NOTHING if other is None else _marked(digits(other.ms), other),
-        "ours, ms": _marked(digits(ours.ms), ours), "speedup": faster_by(ours, other) if right else NOTHING,
+        "Flash+RoPE, ms": NOTHING if other is None else marked(digits(other.ms), other),
+        "ours, ms": marked(digits(ours.ms), ours), "speedup": faster_by(ours, other) if right else NOTHING,
     }  # fmt: skip
 
 
@@ -346,7 +290,7 @@ def _pass(group: Group, report: Report) -> Iterator[Row]:
         }  # fmt: skip
         if one.op == "attention_decode":
             row["TB/s"] = digits(None if one.gb_s is None else one.gb_s / 1e3)
-            row["of a copy"] = _share(one.gb_s, None if ceilings is None else ceilings.copy_gb_s)
+            row["of a copy"] = share(one.gb_s, None if ceilings is None else ceilings.copy_gb_s)
         row["its time / ours"] = NOTHING if one is group.ours else faster_by(group.ours, one)
         row["max abs difference to ours"], row[ALLCLOSE] = _difference(one)
         yield row | {"tolerance rule": RULE[one.status]}
@@ -389,132 +333,14 @@ def _suite_notes(records: Sequence[Record]) -> Iterator[str]:
     yield from _notes(records)
 
 
-_OF_CASE = attrgetter("op", "case", "shape", "direction", "dtype", "path")
 PASS = Key(
-    _OF_CASE, _OF_CASE, _pass, lambda one: f"{one.op}, {one.direction}, {one.shape}, {one.dtype}, {one.path} path",
+    OF_CASE, OF_CASE, _pass, lambda one: f"{one.op}, {one.direction}, {one.shape}, {one.dtype}, {one.path} path",
     _pass_notes,
 )  # fmt: skip
 SUITE = Key(
     attrgetter("op", "direction"), attrgetter("case", "shape", "dtype"), _suite,
     lambda one: f"{one.op}, {one.direction}", _suite_notes,
 )  # fmt: skip
-
-
-# The encoder: the fastest of each group batch by batch, and every implementation of a batch.
-
-
-def _fastest(group: Group, name: str) -> tuple[Record, ...]:
-    """The fastest correct one in each half of the rounds: where one wavers another may be ahead in a half."""
-    right = [one for one in group.records if one.group == name and one.status == OK and one.rounds_ms]
-    halves = range(min((len(one.halves_ms) for one in right), default=0))
-    return tuple(min(right, key=lambda one: one.halves_ms[half]) for half in halves)
-
-
-def _over(ones: tuple[Record, ...] | Record | None, other: Record | None) -> str:
-    """Time over the other's, in both halves."""
-    if ones is None or other is None:
-        return NOTHING
-    if isinstance(ones, Record):
-        ones = (ones,) * len(ones.halves_ms)
-    times = [one.halves_ms[half] for half, one in enumerate(ones)]
-    return ", ".join(f"{ms / own:.2f}" for ms, own in zip(times, other.halves_ms, strict=False)) or NOTHING
-
-
-def _halves(ones: Sequence[Record]) -> str:
-    """Both halves of each one's time, named once where it is the same."""
-    figures = [(digits(one.halves_ms[half]), one.name) for half, one in enumerate(ones)]
-    if len({name for _, name in figures}) == 1:
-        return f"{', '.join(ms for ms, _ in figures)} {figures[0][1]}"
-    return ", ".join(f"{ms} {name}" for ms, name in figures) or NOTHING
-
-
-def _rates(one: Record | None, report: Report) -> Row:
-    rate, ceilings = None if one is None else one.tflops, report.ceilings
-    if ceilings is None or one is None or ceilings.matmul_dtype != one.dtype:
-        return {"TFLOP/s": digits(rate), "of matmul": NOTHING}
-    return {"TFLOP/s": digits(rate), "of matmul": _share(rate, ceilings.matmul_tflops)}
-
-
-def _encoder(group: Group, report: Report) -> Iterator[Row]:
-    first, best = group.records[0], [group.best(name) for name in (OURS, UNCAPTURED, ASSEMBLED)]
-    ours = best[0]
-    named = {one.name: one for one in group.records if one.status == OK and one.rounds_ms}
-    compiled = Group(tuple(named[name] for name in ("vk_compiled", "vk_reduced") if name in named)).best(OURS)
-    plain, assembled = _fastest(group, UNCAPTURED), _fastest(group, ASSEMBLED)
-    yield {
-        "batch": first.case if first.direction == "forward" else f"{first.case}, {first.direction}",
-        "patches of each frame": first.shape,
-        "best of ours, ms": NOTHING if ours is None else _halves((ours,) * len(ours.halves_ms)),
-        **_rates(ours, report),
-        "compiled / best of ours": NOTHING if compiled is None else f"{_over(compiled, ours)} {compiled.name}",
-        "frozen / best of ours": _over(named.get("vk_reduced_frozen"), ours),
-        "best (a), ms": _halves(plain), "(a) / ours": _over(plain, ours),
-        "best (b), ms": _halves(assembled), "(b) / ours": _over(assembled, ours),
-        "peak MiB, ours / (a) / (b)": " / ".join(_mib(one, 0) for one in best),
-    }  # fmt: skip
-
-
-def _encoder_notes(records: Sequence[Record]) -> Iterator[str]:
-    yield (
-        "wall times of a call, warm, `torch.cuda.synchronize` around it: medians of the first and of the second half "
-        "of all rounds, in turns with all others"
-    )
-    yield (
-        "(a): Transformers' tower, also with other attention and compiled blocks. (b): put together by hand under one "
-        "CUDA graph. Each half has the fastest that the tolerance rule passes. Baseline / ours: above 1 ours is faster"
-    )
-    yield "compiled: the faster of vk_compiled and vk_reduced. frozen: vk_reduced_frozen, whose weights must not change"
-    yield (
-        "peak MiB: weights, input, what was made before the call, and what one call asks for at its peak; of a CUDA "
-        "graph the whole of its memory pool"
-    )
-    groups = grouped(records, attrgetter("case", "direction")).values()
-    best = (group.best(name) for group in groups for name in (OURS, UNCAPTURED, ASSEMBLED))
-    yield from _ready(one for one in best if one is not None)
-    if any(one.direction != "forward" for one in records):
-        yield (
-            "a training step: forward, a scalar loss that is linear in pooler_output and the deepstack features, "
-            "gradients of all parameters; no optimizer, no activation checkpointing"
-        )
-
-
-def _ready(records: Iterable[Record]) -> Iterator[str]:
-    """One note on the tables that each implementation was given."""
-    named = grouped((one for one in records if one.ms and one.ready), attrgetter("ready"))
-    told = "; ".join(
-        f"{what} for {', '.join(dict.fromkeys(one.name for one in each.records))}" for what, each in named.items()
-    )
-    if told:
-        yield f"of a batch's grid is made before the call, or remembered from the one before: {told}"
-
-
-def _encoder_row(group: Group, report: Report) -> Iterator[Row]:
-    marks = {OURS: "ours", UNCAPTURED: "(a)", ASSEMBLED: "(b)"}
-    for one in sorted(group.records, key=lambda one: list(marks).index(one.group)):
-        if one.status != UNAVAILABLE:
-            first, second, *_ = (*(digits(ms, 4) for ms in one.halves_ms), NOTHING, NOTHING)
-            yield {
-                "implementation": one.name if one.status == OK else f"{one.name} {one.status}",
-                "group": marks[one.group], "ms, first half": first, "second": second,
-                "best (a) / it": _over(group.best(UNCAPTURED), one), "best (b) / it": _over(group.best(ASSEMBLED), one),
-                **_rates(one, report), "peak MiB": _mib(one, 0),
-            }  # fmt: skip
-
-
-def _encoder_row_notes(records: Sequence[Record]) -> Iterator[str]:
-    yield from _ready(records)
-    for (status, note), group in grouped(records, attrgetter("status", "note")).items():
-        if note:
-            yield f"{', '.join(one.name for one in group.records)}: {status}, {note}"
-
-
-ENCODER = Key(
-    attrgetter("dtype", "path"), attrgetter("case", "direction"), _encoder,
-    lambda one: f"vision encoder, {one.dtype}, {one.path} path", _encoder_notes,
-)  # fmt: skip
-ENCODER_ROW = Key(
-    _OF_CASE, _OF_CASE, _encoder_row, lambda one: f"{one.case}, {one.direction}, {one.shape}", _encoder_row_notes
-)
 
 
 # One call against the ceilings of the machine, and host time.
@@ -527,8 +353,8 @@ def _profile(group: Group, report: Report) -> Iterator[Row]:
         yield {
             "call": f"{one.op} {one.direction}, {one.case}, {one.dtype}, {one.path} path", "shape": one.shape,
             "ms": digits(one.ms, 4), "MB moved": digits(one.bytes_moved / 1e6), "GB/s": digits(one.gb_s),
-            "of copy": _share(one.gb_s, ceilings.copy_gb_s, 1), "TFLOP/s": digits(one.tflops),
-            "of matmul": _share(one.tflops, ceilings.matmul_tflops, 1), "FLOP/byte": digits(one.intensity),
+            "of copy": share(one.gb_s, ceilings.copy_gb_s, 1), "TFLOP/s": digits(one.tflops),
+            "of matmul": share(one.tflops, ceilings.matmul_tflops, 1), "FLOP/byte": digits(one.intensity),
             "bound": "memory" if one.intensity < ceilings.ridge else "compute", "floor ms": digits(floor, 4),
             "time / floor": digits(one.ms / floor),
         }  # fmt: skip
