@@ -357,6 +357,68 @@ QKV_ROPE = Kernels(
 )  # fmt: skip
 
 
+def vision_attention_calls(
+    rows: Any = 200, segments: Any = 1, num_heads: int = 2, head_dim: int = 72, width: int = 144, bias: bool = True,
+    needs: tuple[bool, ...] = (True,) * 5, dtype: torch.dtype = HALF,
+) -> Calls:  # fmt: skip
+    """`needs`: gradients of x, both weights and biases that are wanted."""
+    columns = num_heads * head_dim
+    x, dout, packed = (new(rows, size, dtype=dtype) for size in (width, width, 3 * columns))
+    qkv_weight, proj_weight = new(3 * columns, width, dtype=dtype), new(width, columns, dtype=dtype)
+    biases = [new(size, dtype=dtype) if bias else None for size in (3 * columns, width)]
+    cu = new(segments + 1, dtype=torch.int32)
+    kept = packed, new(rows, num_heads, head_dim, dtype=dtype), new(num_heads, rows, dtype=torch.float32)
+    weights = qkv_weight, biases[0], proj_weight, biases[1]
+    return {
+        "_vision_attention": ((x, *weights, cu, num_heads), {}),
+        "_vision_attention_backward": ((dout, x, qkv_weight, proj_weight, cu, *kept, num_heads, *needs), {}),
+    }
+
+
+COLUMN_SUMS = "_column_sums_kernel"
+
+
+def _vision_attention_writes(op: str, variant: str) -> Writes:
+    core = _packed_writes(op, variant)
+    if "backward" not in op or variant == "no_bias":
+        return core
+    if variant == "projection_alone":
+        return [(COLUMN_SUMS, {"second_sums_ptr"})]
+    return [*core, (COLUMN_SUMS, {"first_sums_ptr", "second_sums_ptr"})]
+
+
+VISION_ATTENTION = Kernels(
+    ("_vision_attention", "_vision_attention_backward"), vision_attention_calls,
+    {
+        "plain": {},
+        "no_bias": {"bias": False, "needs": (True, True, False, True, False)},
+        "projection_alone": {"needs": (False, False, False, True, True)},
+        "fp32": {"dtype": torch.float32, "head_dim": 64},
+        "small_segments": {"segments": 4},
+    },
+    _vision_attention_writes,
+    symbolic=(("plain", {"rows": 100, "segments": 3}),),
+    graphs={
+        ("_vision_attention", "plain"):
+            "t addmm view select.int select.int select.int new_empty empty_like KERNEL t view addmm",
+        ("_vision_attention_backward", "plain"):
+            "mm new_empty view select.int select.int select.int empty_like empty_like empty_like view view "
+            "select.int select.int select.int empty_like KERNEL KERNEL stack view new_empty new_empty KERNEL "
+            "mm t mm t view mm",
+    },
+    opaque={
+        "_vision_attention": [],
+        "_vision_attention_backward": [(COLUMN_SUMS, {"first_sums_ptr", "second_sums_ptr"})],
+    },
+    points=(
+        *(Point.of(target, variant, num_heads=16, head_dim=64, width=1024)
+          for target in TARGETS for variant in ("plain", "fp32")),
+        Point.of("sm_90", "projection_alone", num_heads=16, head_dim=64, width=1024),
+    ),
+    built=frozenset({COLUMN_SUMS}),
+)  # fmt: skip
+
+
 def norm_calls(
     op: str, rows: Any = 200, width: Any = 1152, batch: Any = None, dtype: torch.dtype = HALF,
     parameters: torch.dtype | None = HALF, needs_dx: bool = True, needs_parameters: bool = True,
@@ -583,6 +645,6 @@ def _grid(name: str, multiple: int = 0) -> Kernels:
 GRIDS = {"rotary_table": _grid("rotary_table"), "pos_embed_interpolate": _grid("pos_embed_interpolate"),
          "spatial_merge": _grid("spatial_merge", multiple=4)}  # fmt: skip
 EVERY: tuple[Kernels, ...] = (
-    WINDOW_ATTN, ROPE_WINDOW_ATTN, ATTENTION, ATTENTION_DECODE, MLP, QKV_ROPE, *NORMS.values(), KV_CACHE_APPEND,
-    *GRIDS.values(),
+    WINDOW_ATTN, ROPE_WINDOW_ATTN, ATTENTION, ATTENTION_DECODE, MLP, QKV_ROPE, VISION_ATTENTION,
+    *NORMS.values(), KV_CACHE_APPEND, *GRIDS.values(),
 )  # fmt: skip

@@ -94,13 +94,13 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
 def test_every_op_is_in_a_module_of_its_family() -> None:
     for name, op in OPS.items():
         module = sys.modules[op.body.__module__]
-        public = name.removesuffix("_backward")
+        public = name.removesuffix("_backward").removeprefix("_")
         assert public in module.__all__, f"vk::{name} is in {module.__name__}, which has no public {public}"
         assert public.endswith(module.__name__.removeprefix("torch_ops.")), f"vk::{name} is in {module.__name__}"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("op", sorted({name.removesuffix("_backward") for name in OPS}))
+@pytest.mark.parametrize("op", sorted({name.removesuffix("_backward").removeprefix("_") for name in OPS}))
 def test_every_op_has_its_rooms(op: str) -> None:
     """Test files have the op's name or its family's, and `make` and the benchmark find them by the op's name."""
 

@@ -3,6 +3,8 @@
 # First: it refuses pairs of torch and triton that cannot work, before they break.
 from torch_ops._core.versions import __version__  # isort: split
 
+# A private op, which exported programs of `torch_ops.models` call.
+from torch_ops import vision_attention as _vision_attention  # noqa: F401
 from torch_ops._tools.explain import explain, info
 from torch_ops._tools.warmup import warmup
 from torch_ops.attention import attention

@@ -262,14 +262,15 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
     order = order_of(segments, (EVEN if head_dim <= 80 else BY_LENGTH).value)
     tiles = total_q // BLOCK_M + segments + 2
     num_accs = dq_acc_count(together)
-    # Semaphores lie in dq, which is written last, where it has room for them.
+    # Semaphores lie in dq, which is written last, where it has room for them. Between rows of a strided dq lie dk and
+    # dv, which are written before.
     num_semaphores = num_accs * num_heads * tiles + 1
-    semaphores_fit = num_semaphores * 4 <= q.numel() * q.itemsize
+    semaphores_fit = t.dq.is_contiguous() and num_semaphores * 4 <= q.numel() * q.itemsize
     bound_delta = _bind_delta(t, options, ordered, num_accs)
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)
     has_tail = widths[1] > 0
     finalize_constants = {
-        "STRIDE_DQT": num_heads * head_dim, "HEAD_DIM": head_dim, "BLOCK_M": FINALIZED_ROWS, "OVERLAPS": True,
+        "STRIDE_DQT": t.dq.stride(0), "HEAD_DIM": head_dim, "BLOCK_M": FINALIZED_ROWS, "OVERLAPS": True,
         "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     rounded_rows = total_q

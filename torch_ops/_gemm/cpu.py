@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_ops._core.rotation_cpu import rotated
-from torch_ops._gemm.tensors import Linear, Rotary, RotaryBackward
+from torch_ops._gemm.tensors import ColumnSums, Linear, Rotary, RotaryBackward
 
 QUICK = 1.702
 
@@ -110,3 +110,9 @@ def activation_backward_cpu(
     if h.shape[0]:
         activated = _activated(pre, activation)
         h[:, : activated.shape[1]].copy_(activated)
+
+
+def column_sums_cpu(t: ColumnSums) -> None:
+    for matrix, sums in ((t.first, t.first_sums), (t.second, t.second_sums)):
+        if matrix is not None and sums is not None:
+            sums.copy_(matrix.sum(0, dtype=torch.promote_types(matrix.dtype, torch.float32)))

@@ -12,10 +12,12 @@ from triton import cdiv, next_power_of_2
 
 from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
+from csrc_free_ops.gemm.column_sums import _column_sums_kernel
 from csrc_free_ops.gemm.rotary import _qkv_rope_bwd_kernel, _rotate_kernel
 from torch_ops._core.launch import blocks_of, head_strides, readable, row_stride, with_columns
-from torch_ops._core.plan import Bound, Kernels, Plan
+from torch_ops._core.plan import Bound, Kernels, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._gemm.cpu import column_sums_cpu
 from torch_ops._gemm.portable import (
     GATED,
     Rows,
@@ -26,13 +28,15 @@ from torch_ops._gemm.portable import (
     product_size,
     rows_of,
 )
-from torch_ops._gemm.tensors import Rotary, RotaryBackward
+from torch_ops._gemm.tensors import ColumnSums, Rotary, RotaryBackward
 
 Launcher = Callable[..., None]
 
 # Rows of a gradient that one program sums up; as many rows of sums are left as there are such runs. A rotation's are
 # short, since its tiles are wide.
 RUN, ROTATED_RUN = 128, 16
+# Eight loads of 16 bytes in flight for each thread, and as many programs as multiprocessors for 4096 columns.
+COLUMN_SUMS_CONFIG = Config(512, 32, 8, 1)
 
 
 def _count_runs(rows: int, run: int) -> int:
@@ -148,3 +152,25 @@ def _no_larger(launch: Config, pairs: int) -> Config:
 def sum_runs(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of sums, added up in a fixed order."""
     return partial.sum(0).to(dtype)
+
+
+def plan_column_sums(t: ColumnSums) -> Plan:
+    """Plan the sums of matrices with contiguous columns, by one launch; none where no sums are given."""
+    matrices = [
+        (0, 0) if matrix is None or sums is None else (matrix.shape[1], matrix.stride(0))
+        for matrix, sums in ((t.first, t.first_sums), (t.second, t.second_sums))
+    ]
+    given = t.first if matrices[0][0] else t.second
+    (first, first_stride), (second, second_stride) = matrices
+    if given is None or first + second == 0:
+        return Plan(nothing_to_do)
+    if not runs_kernels(given):
+        return reference_plan(column_sums_cpu, given)
+    launch = COLUMN_SUMS_CONFIG
+    constants = {
+        "FIRST_COLUMNS": first, "SECOND_COLUMNS": second, "FIRST_STRIDE": first_stride, "SECOND_STRIDE": second_stride,
+        **blocks_of(launch),
+    }  # fmt: skip
+    grid = (cdiv(first, launch.block_n) + cdiv(second, launch.block_n),)
+    bound = Bound(wrap_triton(_column_sums_kernel), grid, (given.shape[0],), constants)
+    return Plan(lambda t: bound(*t), {"column_sums": (launch, "fixed")})

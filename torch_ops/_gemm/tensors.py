@@ -73,3 +73,12 @@ class RotaryBackward(NamedTuple):
     sin: Tensor
     packed: Tensor
     partial: Tensor
+
+
+class ColumnSums(NamedTuple):
+    """The sums take those of a matrix's columns; a matrix and its sums may be absent. Rows are equally many."""
+
+    first: Tensor | None
+    second: Tensor | None
+    first_sums: Tensor | None
+    second_sums: Tensor | None

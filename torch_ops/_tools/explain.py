@@ -82,7 +82,8 @@ def _name_of(op: Any) -> str:
     public = getattr(sys.modules["torch_ops"], name, None)
     if operator is None or all(each is not inspect.unwrap(op) for each in (public, operator, operator.default)):
         got = ".".join(filter(None, (getattr(op, "__module__", None), name)))
-        raise ValueError(f"explain: op is {got!r}, expected one of {', '.join(names)}")
+        public_names = (each for each in names if not each.startswith("_"))
+        raise ValueError(f"explain: op is {got!r}, expected one of {', '.join(public_names)}")
     return name
 
 

@@ -23,11 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ops._core.checks import check_head_dim, check_matrix, check_num_heads, refuse
 from torch_ops._core.torch_private import children_of
+from torch_ops.models._boundaries import one_segment
 from torch_ops.models._layers import NORMS, RMSNorm, after_sum, chained, norm_of, plain
 from torch_ops.models.families import Family
 from torch_ops.patch_merger import patch_merger
 from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rope_window_attn import rope_window_attn
+from torch_ops.vision_attention import vision_attention
 from torch_ops.window_attn import window_attn
 
 
@@ -50,7 +52,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention of packed images: `qkv_rope`, `window_attn` and the projection.
+    """Attention of packed images: `qkv_rope`, `window_attn` and the projection, or one op for all without rotation.
 
     Args:
         hidden_size: C, the columns of x.
@@ -82,13 +84,18 @@ class VisionAttention(nn.Module):
         if (cos is None) != (sin is None):
             given, other = ("cos", "sin") if sin is None else ("sin", "cos")
             refuse("VisionAttention", given, f"None where {other} is", "a tensor")
+        takes_qkv = plain(self.qkv)
+        if cos is None or not takes_qkv:
+            check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
         if cu_seqlens is None:
-            cu_seqlens = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
-        if cos is not None and sin is not None and plain(self.qkv):
+            cu_seqlens = one_segment(x.shape[0], x.device)
+        if cos is None and takes_qkv and plain(self.proj):
+            qkv, proj = self.qkv, self.proj
+            return vision_attention(x, qkv.weight, qkv.bias, proj.weight, proj.bias, cu_seqlens, self.num_heads)
+        if cos is not None and sin is not None and takes_qkv:
             q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
             out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
         else:
-            check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
             q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
             if cos is None or sin is None:
                 out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)

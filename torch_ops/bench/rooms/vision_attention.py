@@ -2,7 +2,7 @@
 
 Baselines are the module written down in PyTorch, on its own choice of attention, on cuDNN's and on FlashAttention-4's,
 eager and compiled. A reference point attends to ready q, k and v, which is less work: the module is to come within a
-tenth of that.
+tenth of that. `vk_compiled`, our module compiled, stands beside ours.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from torch.nn import functional
 import torch_ops
 from torch_ops.bench.encoder.peers import Attend, Runs, attend_cudnn, attend_flash4
 from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, ours, runs_anywhere, select
+from torch_ops.bench.measure.results import OURS
 from torch_ops.bench.peers.packed import CUDNN, FLASH4
 from torch_ops.bench.rooms.projections import bind, linear_cost, whole_checks
 from torch_ops.models import VisionAttention
@@ -36,8 +37,12 @@ def _shape(case: VisionAttentionCase) -> str:
     return f"{case.rows}x{case.width}, {case.num_heads}x{case.head_dim}{', turned' if case.turned else ''}"
 
 
-def _bind_ours(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call:
-    """Called as a user calls it: without tables and borders where it has defaults."""
+def _bind_ours(case: VisionAttentionCase, inputs: VisionAttentionInputs, compiled: bool = False) -> Call:
+    """Called as a user calls it: without tables and borders where it has defaults.
+
+    The eager module remembers borders. A graph would make them in each call, so it takes ready ones, as the baselines
+    do.
+    """
     with torch.device("meta"):
         module = VisionAttention(case.width, case.num_heads, case.head_dim)
     module.qkv.weight, module.qkv.bias = nn.Parameter(inputs.qkv_weight), nn.Parameter(inputs.qkv_bias)
@@ -46,8 +51,12 @@ def _bind_ours(case: VisionAttentionCase, inputs: VisionAttentionInputs) -> Call
         "x": inputs.x.detach().requires_grad_(),
         **{name.replace(".", "_"): parameter for name, parameter in module.named_parameters()},
     }
-    tables = {} if inputs.cos is None else {"cos": inputs.cos, "sin": inputs.sin}
-    return Call(lambda: module(leaves["x"], **tables), leaves, inputs.dout)
+    given = {} if inputs.cos is None else {"cos": inputs.cos, "sin": inputs.sin}
+    function: Callable[..., Tensor] = module
+    if compiled:
+        given["cu_seqlens"] = _borders(inputs)
+        function = torch.compile(module, fullgraph=True, dynamic=False)
+    return Call(lambda: function(leaves["x"], **given), leaves, inputs.dout)
 
 
 def attend_default(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: Runs) -> Tensor:
@@ -119,6 +128,9 @@ ALONE = Impl(
     "the module, projections and all, is to reach 0.9",
     reference_point="attends to ready q, k and v, without rotation and projections",
 )  # fmt: skip
+COMPILED = Impl(
+    "vk_compiled", partial(_bind_ours, compiled=True), "torch.compile of torch_ops.models.VisionAttention", group=OURS
+)
 BASELINES = (ALONE, *_baselines())
 
 
@@ -157,6 +169,7 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
 BENCH = OpBench(
     op="vision_attention", cases=partial(select, VISION_ATTENTION), profiled="attention_1024_4096", shape=_shape,
     inputs=make_vision_attention_inputs, checks=_checks, cost=_cost, path=_path,
-    ours=ours(_bind_ours, "torch_ops.models.VisionAttention"), baselines=BASELINES,
-    usual={"cuda": tuple(each.name for each in BASELINES), "cpu": ("sdpa_alone", "eager")}, host_calls=_host_calls,
+    ours=ours(_bind_ours, "torch_ops.models.VisionAttention"), baselines=(COMPILED, *BASELINES),
+    usual={"cuda": tuple(each.name for each in (COMPILED, *BASELINES)), "cpu": ("sdpa_alone", "eager")},
+    host_calls=_host_calls,
 )  # fmt: skip
