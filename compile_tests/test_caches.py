@@ -118,6 +118,7 @@ def test_edited_launcher_takes_effect(edited: Installation, before: dict[str, An
         "torch_ops/_grids.py",
         "torch_ops/_kv_cache/append.py",
         "torch_ops/_norms/portable.py",
+        "torch_ops/compat/_handover_rule.py",
         "torch_ops/models/vision.py",
         "torch_ops/window_attn.py",
     ],
@@ -151,5 +152,6 @@ def test_edited_tile_takes_effect(edited: Installation, before: dict[str, Any]) 
     assert after["lse"] == pytest.approx(2 * before["lse"])
 
 
-def test_changed_setting_takes_effect(edited: Installation) -> None:
-    assert edited.run(VK_PATH="portable")["hits"] == 0
+@pytest.mark.parametrize(("variable", "value"), [("VK_PATH", "portable"), ("VK_HAND_OVER", "0")])
+def test_changed_setting_takes_effect(variable: str, value: str, edited: Installation) -> None:
+    assert edited.run(**{variable: value})["hits"] == 0

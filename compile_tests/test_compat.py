@@ -1,5 +1,6 @@
 """Other libraries' signatures under torch.compile: the ops alone in one graph, and nothing copied."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,8 +18,12 @@ from compile_tests.contract.trace import (
     symbolic_size,
     trace_kernels,
 )
-from torch_ops import kv_cache_append
+from csrc_free_ops.configs.handover import HandOver
+from csrc_free_ops.configs.rows import Gpu
+from torch_ops import kv_cache_append, settings
 from torch_ops.compat import (
+    _handover,
+    _handover_rule,
     flash_attn_func,
     flash_attn_kvcache,
     flash_attn_qkvpacked_func,
@@ -212,3 +217,155 @@ def test_no_cache_is_cloned(page_size: int, rotary: bool, monkeypatch: pytest.Mo
         assert left_by(call) == [{"k_cache_ptr", "v_cache_ptr"}, set()]
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert left_by(call) == [set(), set()]
+
+
+# --- calls that PyTorch's own kernels take; tests/compat/test_handover.py has the rule ---
+
+GPU = torch.cuda.is_available()
+ROWS = tuple(HandOver("flash", "forward", "bfloat16", 16, causal, 4, True) for causal in (False, True))
+EAGER_ONLY = tuple(dataclasses.replace(row, every_length=False) for row in ROWS)
+TRAINING = tuple(dataclasses.replace(row, direction="training") for row in ROWS)
+OURS, THEIRS = "vk.attention.default", "_scaled_dot_product_flash_attention"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the rows in force. On a CPU PyTorch's kernel for CPUs stands in for its flash kernel."""
+
+    def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, keeps_lse: bool) -> Any:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def set_rows(*rows: HandOver) -> None:
+        monkeypatch.setattr(_handover_rule, "shipped_hand_over", lambda name: rows)
+        _handover_rule.choices.clear()
+
+    if not GPU:
+        kernel = _handover_rule.Kernel(cpu_kernel, lambda: True, lambda params: True)
+        monkeypatch.setitem(_handover_rule.KERNELS, "flash", kernel)
+        monkeypatch.setattr(_handover, "is_on_gpu", lambda tensor: True)
+        monkeypatch.setattr(sdpa, "runs_kernels", lambda tensor: True)
+        monkeypatch.setattr(_handover_rule, "gpu", lambda: Gpu("any", "cuda", 90, 2**17))
+    return set_rows
+
+
+def _half(rows: int, device: str) -> list[Tensor]:
+    return [torch.randn(2, 4, rows, 16, device=device).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def _assert_close(function: Callable[..., Tensor], eager: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    torch.testing.assert_close(_results(function, tensors), _results(eager, tensors), atol=3e-2, rtol=3e-2)
+
+
+def test_graphs_hold_their_forward_and_our_backward(device: str, measured: Callable[..., None]) -> None:
+    measured(*ROWS)
+    function, graphs = capture_graphs(causal_attention)
+    _assert_close(function, causal_attention, _half(9, device))
+    assert_expected_inline(graphs.dynamo, """vk._attention_or_aten.default\n""")
+    assert THEIRS in graphs.forward and "vk.attention" not in graphs.forward
+    assert THEIRS not in graphs.backward and (GPU or "vk.attention_backward.default" in graphs.backward)
+
+
+def test_graphs_hold_their_backward_where_any_order_is_allowed(device: str, measured: Callable[..., None]) -> None:
+    measured(*TRAINING)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=True)
+        assert isinstance(made, Tensor)
+        return made
+
+    function, graphs = capture_graphs(call)
+    _assert_close(function, call, _half(9, device))
+    assert THEIRS in graphs.forward and THEIRS in graphs.backward and "vk" not in graphs.forward + graphs.backward
+
+
+@pytest.mark.parametrize("rows", [ROWS, EAGER_ONLY], ids=["every_length", "some_lengths"])
+def test_graphs_of_dynamic_lengths_hand_over_by_rows_of_every_length(
+    rows: tuple[HandOver, ...], device: str, measured: Callable[..., None]
+) -> None:
+    measured(*rows)
+    function, graphs = capture_graphs(causal_attention, dynamic=True)
+    with recompiling_fails():
+        for length in (9, 3, 21):
+            _assert_close(function, causal_attention, _half(length, device))
+    assert (THEIRS in graphs.forward) == (rows is ROWS)
+
+
+def test_graphs_of_calls_that_stay_hold_the_op(device: str, measured: Callable[..., None]) -> None:
+    measured()
+    function, graphs = capture_graphs(causal_attention)
+    _assert_close(function, causal_attention, _half(9, device))
+    assert THEIRS not in graphs.forward and (GPU or OURS in graphs.forward)
+
+
+def test_graphs_within_autocast_hand_over(device: str, measured: Callable[..., None]) -> None:
+    measured(*ROWS)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return scaled_dot_product_attention(q, k, v)
+
+    function, graphs = capture_graphs(call)
+    tensors = [tensor.detach().float().requires_grad_() for tensor in _half(9, device)]
+    _assert_close(function, call, tensors)
+    assert THEIRS in graphs.forward
+
+
+def test_the_setting_compiles_graphs_anew(device: str, measured: Callable[..., None]) -> None:
+    measured(*ROWS)
+    function, graphs = capture_graphs(causal_attention)
+    tensors = _half(9, device)
+    function(*tensors)
+    assert THEIRS in graphs.forward
+    with settings(hand_over=False):
+        function(*tensors)
+        assert THEIRS not in graphs.forward and graphs.compiled == 2
+
+
+def test_exported_programs_hold_the_op(device: str, measured: Callable[..., None]) -> None:
+    measured(*ROWS)
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v)
+
+    tensors = tuple(tensor.detach() for tensor in _half(9, device))
+    for strict in (True, False):
+        program = torch.export.export(Module(), tensors, strict=strict)
+        targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        assert OURS in targets and not [target for target in targets if "aten" in target and "attention" in target]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_graphs_of_gpu_tensors_hold_the_kernels_op(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a length that stays a symbol, and results as PyTorch's fake kernels describe them."""
+    rows = [dataclasses.replace(row, kernel=kernel, head_dim=64) for row in ROWS]
+    monkeypatch.setattr(_handover_rule, "shipped_hand_over", lambda gpu: tuple(rows) if gpu == "measured" else ())
+    for gpu, taken in (("measured", True), ("other", False)):
+        with fake_gpu(name=gpu, path="auto") as mode:
+            with mode:
+                rows_of_q = symbolic_size(mode, "rows", 300)
+                q = torch.empty(2, rows_of_q, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            trace = trace_kernels(torch.ops.vk._attention_or_aten.default, (q, q, q, None, True, True))
+        assert (f"_scaled_dot_product_{kernel}_attention" in trace.targets) == taken
+        assert not mode.shape_env.replacements
+        assert not trace.kernels or not taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_inductor_and_cuda_graphs_run_their_kernels(kernel: str, direction: str, measured: Callable[..., None]) -> None:
+    rows = [dataclasses.replace(row, kernel=kernel, head_dim=64, direction=direction) for row in ROWS]
+    measured(*rows)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=True)
+        assert isinstance(made, Tensor)
+        return made
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):
+        tensors = [torch.randn(2, 4, 128, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+        torch.compiler.cudagraph_mark_step_begin()
+        results = [result.clone() for result in _results(compiled, tensors)]
+        torch.testing.assert_close(results, [*_results(call, tensors)], atol=3e-2, rtol=3e-2)

@@ -14,7 +14,7 @@ from torch.library import Library
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from compile_tests.contract.trace import fake_gpu
+from compile_tests.contract.trace import fake_gpu, symbolic_size
 from torch_ops._core import torch_private
 from torch_ops._core.registry import OPS, wrap_triton
 
@@ -240,6 +240,15 @@ def test_kernels_are_launched_directly_within() -> None:
         with torch_private.launch_triton_directly():
             assert torch.library.wrap_triton(_rope_kernel) is _rope_kernel
         assert wrapped is not _rope_kernel
+
+
+def test_what_holds_for_all_sizes_is_known_without_a_guard() -> None:
+    with fake_gpu() as mode:
+        rows, others = symbolic_size(mode, "rows", 16), symbolic_size(mode, "others", 16)
+        holds = torch_private.statically_known_true
+        assert holds(True) and not holds(False)
+        assert holds(rows * 24 % 8 == 0) and holds(rows == rows + 0) and not holds(rows == others)
+        assert not mode.shape_env.guards
 
 
 def test_fake_and_functional_tensors_are_theirs() -> None:

@@ -35,11 +35,13 @@ class _Values:
     path: str = "auto"
     checked: bool = False
     rows: str = ""
+    hand_over: bool = True
 
     def __post_init__(self) -> None:
         _check_path("settings: path", self.path)
-        if not isinstance(self.checked, bool):
-            raise ValueError(f"settings: checked is {self.checked!r}, expected True or False")
+        for name in ("checked", "hand_over"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"settings: {name} is {getattr(self, name)!r}, expected True or False")
         _check_rows("settings: rows", self.rows)
 
 
@@ -63,9 +65,10 @@ def _found_rows() -> str:
 
 
 def _from_environment() -> _Values:
-    checked = os.environ.get("VK_CHECKED", "0")
-    if checked not in ("0", "1"):
-        raise ValueError(f"VK_CHECKED is {checked!r}, expected 0 or 1")
+    switches = {"VK_CHECKED": os.environ.get("VK_CHECKED", "0"), "VK_HAND_OVER": os.environ.get("VK_HAND_OVER", "1")}
+    for variable, value in switches.items():
+        if value not in ("0", "1"):
+            raise ValueError(f"{variable} is {value!r}, expected 0 or 1")
     path = os.environ.get("VK_PATH", "auto")
     _check_path("VK_PATH", path)
     for variable in ("VK_DISABLE_WARP_SPECIALIZE", "AIKF_DISABLE_WARP_SPECIALIZE"):
@@ -78,7 +81,8 @@ def _from_environment() -> _Values:
         _check_rows("VK_ROWS", rows)
     else:
         rows = _found_rows()
-    return _Values(path=path, checked=checked == "1", rows=rows)
+    checked, hand_over = (value == "1" for value in switches.values())
+    return _Values(path=path, checked=checked, rows=rows, hand_over=hand_over)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def source_hash() -> str:
 
 
 class Settings:
-    """Settings in force: `path`, `checked`, `rows`.
+    """Settings in force: `path`, `checked`, `rows`, `hand_over`.
 
         torch_ops.settings.path                          the value in force
         torch_ops.settings(path="portable")              for the rest of the process, as settings.update(...)
@@ -123,12 +127,13 @@ class Settings:
 
     - VK_PATH: auto, hopper or portable.
     - VK_CHECKED: 0 or 1.
+    - VK_HAND_OVER: 0 or 1.
     - VK_ROWS: a JSON file of launch rows, or empty for none. Without it, vk/rows.json in XDG_CACHE_HOME or ~/.cache,
       where `vk bench tune` writes.
     - VK_DISABLE_WARP_SPECIALIZE=1 or AIKF_DISABLE_WARP_SPECIALIZE=1: VK_PATH=portable, whatever VK_PATH says.
 
-    A change of path or rows changes the kernels in graphs. It drops compiled graphs in memory and enters the key of
-    compiled artefacts on disk.
+    A change of path, rows or hand_over changes the kernels in graphs. It drops compiled graphs in memory and enters the
+    key of compiled artefacts on disk.
     """
 
     __slots__ = ("_rows", "_self_test", "_user_tag", "_values", "generation")
@@ -168,8 +173,20 @@ class Settings:
         """
         return self._rows.rows
 
+    @property
+    def hand_over(self) -> bool:
+        """Whether `torch_ops.compat` gives a call to PyTorch's own kernel where that was measured to be faster.
+
+        Calls go over on path "auto" alone.
+        """
+        return self._values.hand_over
+
     def __repr__(self) -> str:
-        return f"settings(path={self.path!r}, checked={self.checked}, rows={self._values.rows!r})"
+        values = self._values
+        return (
+            f"settings(path={values.path!r}, checked={values.checked}, rows={values.rows!r}, "
+            f"hand_over={values.hand_over})"
+        )
 
     def update(self, **changes: Any) -> None:
         """Change settings by name. An unknown name or value is refused, and nothing changes."""
@@ -181,7 +198,7 @@ class Settings:
         self._take(after, _Rows.of(after.rows) if "rows" in changes else self._rows)
 
     def _take(self, values: _Values, rows: _Rows) -> None:
-        changed = (values.path, rows) != (self._values.path, self._rows)
+        changed = (values.path, values.hand_over, rows) != (self._values.path, self._values.hand_over, self._rows)
         self._values, self._rows = values, rows
         if changed:
             self.generation += 1
@@ -214,7 +231,8 @@ class Settings:
             self._take(replace(self._values, **before), rows if "rows" in before else self._rows)
 
     def _key_artefacts(self) -> None:
-        tag = f"vk:{source_hash()}:{self._values.path}:{self._rows.digest}{self._self_test}"
+        kept = "" if self._values.hand_over else ":kept"
+        tag = f"vk:{source_hash()}:{self._values.path}{kept}:{self._rows.digest}{self._self_test}"
         torch.compiler.config.cache_key_tag = f"{self._user_tag}|{tag}" if self._user_tag else tag
 
 

@@ -229,7 +229,10 @@ def test_without_a_home_there_are_no_rows_of_the_users(tmp_path: Path, monkeypat
     assert Settings().rows == ()
 
 
-@pytest.mark.parametrize(("variable", "value"), [("VK_PATH", "fast"), ("VK_ROWS", "/nosuch"), ("VK_CHECKED", "yes")])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("VK_PATH", "fast"), ("VK_ROWS", "/nosuch"), ("VK_CHECKED", "yes"), ("VK_HAND_OVER", "no")],
+)
 def test_a_wrong_variable_is_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=f"{variable} is {value!r}, expected"):
@@ -366,7 +369,7 @@ def test_info_lists_ops_and_rows() -> None:
         info = torch_ops.info()
     assert set(info["ops"]) == set(OPS) > {"window_attn", "window_attn_backward"}
     assert info["versions"]["torch"] == torch.__version__
-    assert info["settings"] == {"path": "portable", "checked": False}
+    assert info["settings"] == {"path": "portable", "checked": False, "hand_over": True}
     assert info["not_run_on_a_gpu"] == not_run_on_a_gpu(torch.__version__)
     assert not_run_on_a_gpu("2.11.0+cu130") == [] and not_run_on_a_gpu("2.14.1") == ["torch 2.14.1"]
     assert json.loads(json.dumps(info)) == info

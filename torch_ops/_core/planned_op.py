@@ -26,9 +26,9 @@ MOST_PLANS = 4096
 
 
 class Planned(NamedTuple):
-    """What `explain` records of one call of an op."""
+    """What `explain` records of one call of an op; `op` is None where the library has no gradient to plan."""
 
-    op: KernelOp
+    op: KernelOp | None
     args: tuple[Any, ...]
     results: Any
     plan: Plan

@@ -217,14 +217,19 @@ def vk_op(
     return register
 
 
-def composed_op(name: str) -> Callable[[Callable[..., Any]], Op]:
-    """Register the decorated function of other ops as `vk::<name>`. Its annotations are the schema."""
+def composed_op(name: str, private: bool = False) -> Callable[[Callable[..., Any]], Op]:
+    """Register the decorated function of other ops as `vk::<name>`. Its annotations are the schema.
+
+    A private op is a detail of one function, and `OPS` does not list it.
+    """
 
     def register(body: Callable[..., Any]) -> Op:
         schema = torch.library.infer_schema(body, mutates_args=())
         _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, body, "CompositeImplicitAutograd")
-        op = OPS[name] = Op(name, getattr(torch.ops.vk, name).default, body)
+        op = Op(name, getattr(torch.ops.vk, name).default, body)
+        if not private:
+            OPS[name] = op
         return op
 
     return register

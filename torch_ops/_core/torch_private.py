@@ -56,6 +56,7 @@ __all__ = [
     "raw_cuda_stream",
     "schema_of",
     "setup_context_of",
+    "statically_known_true",
     "unsaved_buffers_of",
     "without_autocast",
     "zero_all",
@@ -146,6 +147,15 @@ def is_aot_compiling() -> bool:
 def mark_static_address(tensor: Tensor) -> None:
     """Tell CUDA graphs of torch.compile that the tensor stays where it is. Imports Dynamo."""
     torch._dynamo.mark_static_address(tensor)
+
+
+def statically_known_true(condition: bool | torch.SymBool) -> bool:
+    """Return whether a condition holds for all sizes of a graph, without a guard. Plain booleans need no import."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def decomposes_triton_ops() -> bool:

@@ -24,13 +24,27 @@ from torch_ops._core.torch_private import FakeTensor, FakeTensorMode, backward_o
 from torch_ops._core.versions import __version__, not_run_on_a_gpu
 from torch_ops.settings import settings
 
+# Functions of `torch_ops.compat` that `explain` takes, and the op that each is made on.
+_FUNCTIONS: dict[Callable[..., Any], str] = {}
+
+
+def explained_as(op: str) -> Callable[[Any], Any]:
+    """Let `explain` take the decorated function, which is made on `vk::<op>`."""
+
+    def register(function: Any) -> Any:
+        _FUNCTIONS[function] = op
+        return function
+
+    return register
+
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Say how `op(*args, **kwargs)` would run: which path, which launch of each kernel, and where that comes from.
 
-    `op` is a public function or the operator, such as `torch_ops.window_attn` or `torch.ops.vk.window_attn`. Kernels
-    are those of the call and of its gradient. Nothing is launched, and no value of a tensor is looked at, but other bad
-    arguments are refused as by the op itself. The device is the one that it runs on.
+    `op` is a public function or the operator, such as `torch_ops.window_attn` or `torch.ops.vk.window_attn`. It may
+    also be a function of `torch_ops.compat` without a cache. "hand_over" then says which kernel of PyTorch computes, or
+    why none does. Kernels are those of the call and of its gradient. Nothing is launched, and no value of a tensor is
+    looked at, but other bad arguments are refused as by the op itself. The device is the one that it runs on.
 
     Raises:
         ValueError: `op` is none of the library's; or an argument that the op itself refuses.
@@ -76,6 +90,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]
 
 def _name_of(op: Any) -> str:
     """The op's name in `torch.ops.vk`. Other functions of the same name are refused."""
+    if isinstance(op, FunctionType) and op in _FUNCTIONS:
+        return _FUNCTIONS[op]
     name = getattr(op, "__name__", str(op)).removeprefix("vk.").split(".")[0]
     names = sorted(each for each in OPS if not each.endswith("_backward"))
     operator = getattr(torch.ops.vk, name) if name in names else None
@@ -109,6 +125,8 @@ class _Context:
 
 
 def _plan_gradient(call: Planned) -> None:
+    if call.op is None:
+        return
     setup, backward = setup_context_of(call.op.definition), backward_of(call.op.definition)
     if setup is None or backward is None:
         return
@@ -128,7 +146,7 @@ def _report(name: str, device: torch.device, plans: list[Plan], gradients: list[
         "op": f"vk::{name}",
         "device": str(device),
         "path": path,
-        "why": "; ".join(reasons),
+        "why": "; ".join(reasons) if plans else "PyTorch's own function takes the call",
         "kernels": {key: {"launch": launch.entry(), "source": source} for key, (launch, source) in kernels.items()},
         **extra,
     }
@@ -167,7 +185,7 @@ def info() -> dict[str, Any]:
         "not_run_on_a_gpu": not_run_on_a_gpu(torch.__version__),
         "devices": devices,
         "interpreter": INTERPRET,
-        "settings": {"path": settings.path, "checked": settings.checked},
+        "settings": {"path": settings.path, "checked": settings.checked, "hand_over": settings.hand_over},
         "ops": {name: str(schema_of(op.overload)) for name, op in sorted(OPS.items())},
         "paths": paths,
         "rows": rows,

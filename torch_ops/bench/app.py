@@ -13,6 +13,7 @@ from torch_ops.bench.commands import options
 from torch_ops.bench.commands.attention import attention_command
 from torch_ops.bench.commands.encoder import encoder, timeline
 from torch_ops.bench.commands.generate import generate
+from torch_ops.bench.commands.handover import handover
 from torch_ops.bench.commands.options import flag, say
 from torch_ops.bench.commands.run import run_command, show
 from torch_ops.bench.commands.versions import versions_command
@@ -69,6 +70,7 @@ for _family, _ops in FAMILIES.items():
 app.command("encoder")(encoder)
 app.command("generate")(generate)
 app.command("timeline")(timeline)
+app.command("handover")(handover)
 app.command("versions")(versions_command(BENCHES))
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_ops._tools.explain import explained_as
 from torch_ops.attention import attention
 from torch_ops.compat._flash_attn_checks import bounds_of, check_layout, check_softmax_scale, refuse_given
+from torch_ops.compat._handover import hand_over
 from torch_ops.window_attn import window_attn
 
 Attended = Tensor | tuple[Tensor, Tensor, None]
@@ -23,6 +25,7 @@ def _attended(out: Any, transpose: bool, return_attn_probs: bool) -> Attended:
     return out.transpose(1, 2) if transpose else out, lse, None
 
 
+@explained_as("attention")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -48,7 +51,7 @@ def flash_attn_func(
             0.
         softcap: c > 0 replaces a score s by c tanh(s / c). Default: 0, none.
         alibi_slopes: fp32 [H] or [B, H]. They get no gradient. Default: none.
-        deterministic: False lets the backward add dq in any order if that is faster.
+        deterministic: False lets the backward add dq in any order if that is faster, also in PyTorch's own kernel.
         return_attn_probs: whether to return (out, softmax_lse, None). Default: False.
 
     Returns:
@@ -61,14 +64,30 @@ def flash_attn_func(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_layout(op, name, tensor, "[B, S, H, D]")
     check_softmax_scale(op, softmax_scale)
-    out = attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), softmax_scale, causal, *bounds_of(op, window_size),
-        softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic,
-        return_lse=return_attn_probs,
-    )  # fmt: skip
+    bounds = bounds_of(op, window_size)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out: Any = None
+    if _is_plain(dropout_p, bounds, softcap, alibi_slopes, return_attn_probs):
+        out = hand_over(q, k, v, softmax_scale, causal, deterministic)
+    if out is None:
+        out = attention(
+            q, k, v, softmax_scale, causal, *bounds, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            deterministic=deterministic, return_lse=return_attn_probs,
+        )  # fmt: skip
     return _attended(out, True, return_attn_probs)
 
 
+def _is_plain(
+    dropout_p: object, bounds: tuple[int, int], softcap: object, alibi_slopes: object, return_attn_probs: bool
+) -> bool:
+    """Whether PyTorch's kernels have all that a call asks for."""
+    numbers = isinstance(dropout_p, int | float) and isinstance(softcap, int | float)
+    return (
+        numbers and dropout_p == softcap == 0 and bounds == (-1, -1) and alibi_slopes is None and not return_attn_probs
+    )
+
+
+@explained_as("attention")
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -90,6 +109,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@explained_as("attention")
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -110,6 +130,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@explained_as("window_attn")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -161,6 +182,7 @@ def flash_attn_varlen_func(
     return _attended(out, False, return_attn_probs)
 
 
+@explained_as("window_attn")
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -186,6 +208,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@explained_as("window_attn")
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,

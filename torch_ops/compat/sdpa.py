@@ -15,7 +15,9 @@ from torch_ops._attention.checks import can_drop
 from torch_ops._core.checks import FLOATS, is_positive_fp32
 from torch_ops._core.registry import runs_kernels
 from torch_ops._core.torch_private import has_functorch_transforms, has_tangents, is_traceable_wrapper_subclass
+from torch_ops._tools.explain import explained_as
 from torch_ops.attention import attention
+from torch_ops.compat._handover import hand_over
 
 
 def _is_dense(tensor: object) -> bool:
@@ -85,6 +87,7 @@ def _four(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor[(None,) * (4 - tensor.dim())]
 
 
+@explained_as("attention")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -122,8 +125,9 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError, TypeError, ValueError: PyTorch's own.
 
-    `torch.nn.attention.sdpa_kernel` chooses among PyTorch's backends, so it affects only calls that are passed on.
-    Other calls have no second derivative.
+    PyTorch's own kernel computes the forward where that was measured to be faster (docs/compat.md). The gradients are
+    those of `attention`, deterministic and without a second derivative. `torch.nn.attention.sdpa_kernel` chooses among
+    PyTorch's backends, so it affects only calls that PyTorch computes.
     """
     if attn_mask is not None or not _takes(query, key, value, dropout_p, is_causal, scale, enable_gqa):
         return torch_attention(
@@ -131,13 +135,17 @@ def scaled_dot_product_attention(
         )  # fmt: skip
     q, k, v = _four(query), _four(key), _four(value)
     rows, keys = q.shape[2], k.shape[2]
-    causal, window_right = is_causal, -1
+    causal, window_right, bounded = is_causal, -1, False
     if is_causal and rows < keys:
         # No query sees a key beyond the last row of queries.
         k, v = k[:, :, :rows], v[:, :, :rows]
     elif is_causal and rows > keys:
-        causal, window_right = False, rows - keys
-    out = attention(q, k, v, scale, causal, window_right=window_right, dropout_p=dropout_p)
+        causal, window_right, bounded = False, rows - keys, True
+    out: Any = None
+    if dropout_p == 0 and not bounded:
+        out = hand_over(q, k, v, scale, causal, deterministic=True)
+    if out is None:
+        out = attention(q, k, v, scale, causal, window_right=window_right, dropout_p=dropout_p)
     assert isinstance(out, Tensor)
     return out if query.dim() == 4 else out.view(query.shape)
 

@@ -105,7 +105,7 @@ def _command_line() -> str:
     kept, rest = [], iter(arguments)
     for argument in rest:
         option, equals, _ = argument.partition("=")
-        if option not in ("--out", "--json", "--plot", "--trace", "--commit"):
+        if option not in ("--out", "--json", "--plot", "--trace", "--rows-out", "--commit"):
             kept.append(argument)
         elif not equals:
             next(rest, None)
