@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops._core import self_test
 from torch_ops._core.device import gpu
+from torch_ops._core.driver import MOST_DESCRIBED, Address
 
 # Kernels ran on H200 with 3.6, 3.8 and 3.9 (docs/benchmarks.md). 3.7 lies between them and passes the checks of builds
 # alone. Kernels rely on where Triton puts shared memory, see csrc_free_ops/tiles/hopper/warpgroup.py.
@@ -100,25 +101,42 @@ def _begin_context() -> None:
         _of_thread.has_context = True
 
 
+class Described(tuple[TensorDescriptor, ...]):
+    """Descriptors, and the addresses of what they describe."""
+
+    addresses: tuple[int, ...]
+
+
 class Descriptors:
     """Descriptors of the tensors of a plan, each by a function that makes it: all but the addresses is the plan's.
 
-    Making and checking one takes longer than a launch, so the first call's are copied.
+    Making and checking one takes longer than a launch, so descriptors are remembered by address. They do not keep a
+    tensor alive.
     """
 
     def __init__(self, *describe: Callable[[Tensor], TensorDescriptor]) -> None:
         self._describe = describe
         self._fields: tuple[dict[str, Any], ...] = ()
+        self._made: dict[tuple[int, ...], Described] = {}
 
-    def __call__(self, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
+    def __call__(self, *tensors: Tensor) -> Described:
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        made = self._made.get(addresses)
+        if made is None:
+            if len(self._made) >= MOST_DESCRIBED:
+                self._made.clear()
+            made = self._made[addresses] = self._describe_all(tensors)
+            made.addresses = addresses
+        return made
+
+    def _describe_all(self, tensors: tuple[Tensor, ...]) -> Described:
         _begin_context()
         if not self._fields:
-            made = [make(tensor) for tensor, make in zip(tensors, self._describe, strict=True)]
-            # Without the tensor, which the plan must not keep alive.
-            self._fields = tuple({**vars(each), "base": None} for each in made)
+            self._fields = tuple(vars(make(tensor)) for tensor, make in zip(tensors, self._describe, strict=True))
+            self._fields = tuple({**fields, "base": None} for fields in self._fields)
         descriptors = []
         for tensor, fields in zip(tensors, self._fields, strict=True):
             descriptor = object.__new__(TensorDescriptor)
-            vars(descriptor).update(fields, base=tensor)
+            vars(descriptor).update(fields, base=Address(tensor))
             descriptors.append(descriptor)
-        return tuple(descriptors)
+        return Described(descriptors)

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from csrc_free_ops.configs.rows import Config
+from torch_ops._core.driver import DriverLaunch
 from torch_ops._core.registry import Mode, current_mode, recorded_tensor
 
 Kernels = dict[str, tuple[Config, str]]
@@ -97,7 +98,8 @@ class Bound:
     """A kernel bound to everything of its launch but the tensors.
 
     The first launch on aligned tensors is kept as compiled. Triton inspects some forty arguments at each launch, which
-    is most of its host time; a plan fixes them all but the addresses. For a pointer off 16 bytes Triton builds other
+    is most of its host time; a plan fixes them all but the addresses. The driver then launches it directly
+    (`_core/driver.py`), or Triton's launcher where it has hooks to call. For a pointer off 16 bytes Triton builds other
     code, so such a launch takes the long way. Compiler settings in `triton.knobs` therefore count before the first
     call; launch hooks are called each time.
 
@@ -105,7 +107,7 @@ class Bound:
     that enter the key of compiled artefacts.
     """
 
-    __slots__ = ("_constants", "_grid", "_kept", "_launch", "_rest", "_scalars")
+    __slots__ = ("_constants", "_direct", "_grid", "_kept", "_launch", "_rest", "_scalars")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], scalars: Iterable[Any] = (), constants: dict[str, Any] | None = None
@@ -113,10 +115,16 @@ class Bound:
         self._launch, self._scalars, self._constants = kernel[grid], tuple(scalars), constants or {}
         self._grid = (*grid, 1, 1)[:3]
         self._kept: Callable[..., None] | None = None
+        self._direct: DriverLaunch | None = None
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | None, descriptors: tuple[Any, ...] = ()) -> None:
         """Launch on tensors in the order of the kernel's arguments; TMA descriptors, of aligned tensors, come first."""
+        direct = self._direct
+        if direct is not None:
+            addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+            if _are_aligned(addresses) and direct(descriptors, addresses):
+                return
         kept = self._kept
         if kept is not None and _aligned(tensors):
             kept(*descriptors, *tensors, *self._rest)
@@ -127,6 +135,7 @@ class Bound:
             constants = self._constants
             in_order = (constants[name] for name in compiled.src.fn.arg_names if name in constants)
             self._kept, self._rest = compiled[self._grid], (*self._scalars, *in_order)
+            self._direct = DriverLaunch.of(compiled, self._grid, descriptors, tensors, self._rest)
 
     def launch_anew(self, *arguments: Any) -> Any:
         """Launch through Triton, which inspects every argument."""
@@ -134,8 +143,11 @@ class Bound:
 
 
 def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
-    addresses = 0
-    for tensor in tensors:
-        if tensor is not None:
-            addresses |= tensor.data_ptr()
-    return addresses % 16 == 0
+    return _are_aligned([tensor.data_ptr() for tensor in tensors if tensor is not None])
+
+
+def _are_aligned(addresses: list[int]) -> bool:
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % 16 == 0

@@ -6,7 +6,8 @@
 - CUDA tensors decompose under `torch.compile` to the kernels that the body launches through `wrap_triton`. CPU tensors
   and interpreted kernels stay one opaque node, so that fake tensors reach neither the reference nor the interpreter.
 - Eager CUDA calls take a thin path: kernels registered for the CUDA and AutogradCUDA keys call the body directly.
-  Modes, subclasses and fake tensors, which watch dispatch, take the generic path.
+  Modes, subclasses and fake tensors, which watch dispatch, take the generic path. Calls by our functions that were
+  seen before do without the dispatcher (`_core/direct.py`).
 - An op that writes to arguments (`mutates`) says so in its schema. Eager calls bump their version counters, so that
   autograd finds out where a tensor that it saved was written to. It has no gradient, and refuses what requires one.
 - Autocast follows the region's dtype. Forward-mode differentiation raises, where PyTorch would return zeros. So do
@@ -41,6 +42,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_ops._core.autocast import install_autocast
 from torch_ops._core.device import run_where_tensors_are
+from torch_ops._core.direct import Direct, is_watched
 from torch_ops._core.torch_private import (
     FakeTensor,
     FunctionalTensor,
@@ -80,9 +82,28 @@ class Op:
 
 @dataclass(frozen=True)
 class KernelOp(Op):
-    """One whose body launches kernels, with a gradient of its own."""
+    """One whose body launches kernels, with a gradient of its own.
+
+    A call that was seen before runs without the dispatcher (`_core/direct.py`), if the body has a `prepared` that
+    finds what runs it.
+    """
 
     definition: Any
+    apply: Callable[..., Any]
+    direct: Direct | None
+
+    def __call__(self, *args: Any) -> Any:
+        direct = self.direct
+        if torch.compiler.is_compiling() or direct is None or is_watched():
+            return self.overload(*args)
+        found = direct.find(args)
+        if found is None:
+            results = self.overload(*args)
+            direct.remember(args, self.body.prepared)  # type: ignore[attr-defined]
+            return results
+        if found.requires_grad and torch.is_grad_enabled():
+            return self.apply(*args)
+        return found.run(*args)
 
     def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None) -> None:
         self.definition.register_autograd(backward, setup_context=setup_context)
@@ -204,14 +225,15 @@ def vk_op(
                 return body(*args, **kwargs)
 
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
-        _install_eager_path(name, body, definition, mutates)
+        apply = _install_eager_path(name, body, definition, mutates)
         if autocast:
             install_autocast(_library, name, overload, body, keeps_dtype, dtype_argument)
         if flops is not None:
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
             )
-        op = OPS[name] = KernelOp(name, overload, body, definition)
+        direct = Direct() if hasattr(body, "prepared") and not mutates else None
+        op = OPS[name] = KernelOp(name, overload, body, definition, apply, direct)
         return op
 
     return register
@@ -235,7 +257,10 @@ def composed_op(name: str, private: bool = False) -> Callable[[Callable[..., Any
     return register
 
 
-def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]) -> None:
+def _install_eager_path(
+    name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]
+) -> Callable[..., Any]:
+    """Return the function that calls the body and records its gradient."""
     parameters = inspect.signature(body).parameters
     defaults = [parameter.default for parameter in parameters.values()]
     written = [list(parameters).index(argument) for argument in mutates]
@@ -258,7 +283,12 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
             return backward(ctx, *grads)
 
     # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
-    apply = super(torch.autograd.Function, Differentiable).apply
+    record = super(torch.autograd.Function, Differentiable).apply
+
+    def apply(*args: Any) -> Any:
+        if backward_of(definition) is None:
+            return overload_of(definition)(*args)
+        return record(*args, *defaults[len(args) :])
 
     def autograd(keyset: Any, *args: Any) -> Any:
         if has_tangents():
@@ -276,11 +306,12 @@ def _install_eager_path(name: str, body: Callable[..., Any], definition: Any, mu
             return run(*args)
         if backward_of(definition) is None:
             return generic(keyset, *args)
-        return apply(*args, *defaults[len(args) :])
+        return apply(*args)
 
     _library.impl(name, run, "CUDA")
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         _library.impl(name, autograd, key, with_keyset=True)
+    return apply
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._library.triton as _library_triton
 from torch import Tensor, nn
+from torch._C._dynamo import guards as _guards
 from torch._library.autograd import make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -40,11 +41,14 @@ __all__ = [
     "count_dispatch_modes",
     "current_cuda_device",
     "decomposes_triton_ops",
+    "empty_strided_cuda",
     "exclude_key",
+    "has_function_modes",
     "has_functorch_transforms",
     "has_global_hooks",
     "has_tangents",
     "is_aot_compiling",
+    "is_profiling",
     "is_traceable_wrapper_subclass",
     "launch_triton_directly",
     "mark_static_address",
@@ -57,6 +61,7 @@ __all__ = [
     "schema_of",
     "setup_context_of",
     "statically_known_true",
+    "tensor_guards",
     "unsaved_buffers_of",
     "without_autocast",
     "zero_all",
@@ -64,6 +69,10 @@ __all__ = [
 
 # How many modes, such as fake tensors', stand between a call and its kernel.
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+has_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# (sizes, strides, dtype) to memory on the current GPU, as compiled code allocates it.
+empty_strided_cuda: Callable[..., Tensor] | None = getattr(_guards, "_empty_strided_cuda", None)
 # Whether torch.func transforms the call.
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Whether any of the arguments, tensors or not, requires a gradient.
@@ -102,6 +111,24 @@ ORIGINAL_MODULE = "_orig_mod"
 # Fill tensors with zeros, in few launches.
 zero_all: Callable[[list[Tensor]], None] = torch._foreach_zero_
 _CUDA = torch._C.DispatchKey.CUDA
+
+
+# PyTorch crashes where arguments of another version are given.
+_GUARDS_OF_VERSIONS = ((2, 11), (2, 15))
+
+
+def _make_tensor_guards(*tensors: Tensor) -> Any:
+    return _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _has_tensor_guards() -> bool:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return _GUARDS_OF_VERSIONS[0] <= version <= _GUARDS_OF_VERSIONS[1] and hasattr(_guards, "TensorGuards")
+
+
+# An object whose check(*tensors) tells whether others have the types, dispatch keys, requires_grad, dtypes, devices,
+# sizes and strides of these, in this state of the thread. None where PyTorch's is not known.
+tensor_guards: Callable[..., Any] | None = _make_tensor_guards if _has_tensor_guards() else None
 
 
 def autograd_impl(definition: Any) -> Callable[..., Any]:

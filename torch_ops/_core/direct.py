@@ -1,0 +1,126 @@
+"""Eager calls of a signature that was seen before, without PyTorch's dispatcher.
+
+A call of an op passes through the dispatcher twice and through two conversions of all arguments to and from C++, which
+takes longer than the launch. `Direct` remembers the signatures of calls. PyTorch's own guards of compiled code compare
+tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad, and the dispatch keys, which
+tell of autocast, inference mode, transforms, subclasses and tracing. Where anything watches a call, it goes to the
+dispatcher: modes, forward-mode differentiation, a profiler.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ops._core.torch_private import (
+    count_dispatch_modes,
+    current_cuda_device,
+    empty_strided_cuda,
+    has_function_modes,
+    has_functorch_transforms,
+    has_tangents,
+    is_profiling,
+    tensor_guards,
+)
+from torch_ops.settings import settings
+
+# Calls that one op remembers.
+MOST_CALLS = 8
+
+
+def is_watched() -> bool:
+    """Return whether something must see a call of an op, besides what the dispatch keys of its tensors tell."""
+    return bool(count_dispatch_modes() or has_function_modes() or has_tangents() or is_profiling() or settings.checked)
+
+
+def allocator(made: Any) -> Callable[[], Any] | None:
+    """Return what allocates outputs in the layouts of these, if each has memory of its own on a GPU."""
+    outputs = made if isinstance(made, tuple) else (made,)
+    memory = [each.untyped_storage() for each in outputs]
+    own = len({each.data_ptr() for each in memory if each.nbytes()}) == sum(each.nbytes() > 0 for each in memory)
+    whole = all(each.nbytes() == one.nbytes for each, one in zip(memory, outputs, strict=True))
+    if empty_strided_cuda is None or not (own and whole and all(each.is_cuda for each in outputs)):
+        return None
+    empty, layouts = empty_strided_cuda, [(tuple(each.shape), each.stride(), each.dtype) for each in outputs]
+    if not isinstance(made, tuple):
+        return lambda: empty(*layouts[0])
+    return lambda: tuple([empty(*layout) for layout in layouts])
+
+
+class Call:
+    """A remembered call: whether another one is of its signature, and what runs it."""
+
+    __slots__ = (
+        "_check", "_count", "_device", "_generation", "_pick_tensors", "_pick_values", "_values", "requires_grad", "run"
+    )  # fmt: skip
+
+    def __init__(self, args: tuple[Any, ...], run: Callable[..., Any]) -> None:
+        places = [place for place, each in enumerate(args) if isinstance(each, Tensor)]
+        others = [place for place in range(len(args)) if place not in places]
+        self._pick_tensors, self._pick_values = _picker(places), _picker(others)
+        self._values, self._count = self._pick_values(args), len(args)
+        assert tensor_guards is not None
+        self._check = tensor_guards(*self._pick_tensors(args)).check
+        self._generation, self._device = settings.generation, current_cuda_device()
+        self.run, self.requires_grad = run, any([each.requires_grad for each in self._pick_tensors(args)])
+
+    def takes(self, args: tuple[Any, ...]) -> bool:
+        return (
+            len(args) == self._count
+            and self._pick_values(args) == self._values
+            and self._generation == settings.generation
+            and self._check(*self._pick_tensors(args))
+            and self._device == current_cuda_device()
+        )
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+class Direct:
+    """The calls of an op that are remembered, the last used first."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+
+    def find(self, args: tuple[Any, ...]) -> Call | None:
+        calls = self._calls
+        for place, call in enumerate(calls):
+            try:
+                if call.takes(args):
+                    if place:
+                        # Another thread may have changed the list; then nothing is lost but the order.
+                        self._calls = [call, *(each for each in calls if each is not call)]
+                    return call
+            except (TypeError, RuntimeError):
+                # A value has no truth, or something else than a tensor stands in its place: the check refuses it.
+                continue
+        return None
+
+    def remember(self, args: tuple[Any, ...], prepared: Callable[..., Callable[..., Any] | None]) -> None:
+        """Remember a call on real tensors of the current GPU, if `prepared(*args)` finds what runs it."""
+        if tensor_guards is None or not _are_plain(args) or has_functorch_transforms() or torch.jit.is_tracing():
+            return
+        run = prepared(*args)
+        if run is not None:
+            self._calls = [Call(args, run), *self._calls[: MOST_CALLS - 1]]
+
+
+def _are_plain(args: tuple[Any, ...]) -> bool:
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    return (
+        bool(tensors)
+        and all(
+            type(each) in (Tensor, torch.nn.Parameter) and each.is_cuda and each.layout is torch.strided
+            for each in tensors
+        )
+        and len({id(each) for each in tensors}) == len(tensors)
+    )
+
+
+__all__ = ["Call", "Direct", "allocator", "is_watched"]
