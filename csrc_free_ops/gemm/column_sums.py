@@ -24,6 +24,9 @@ def _sum_columns(
     for start in tl.range(0, num_rows, BLOCK_M):
         rows = start + local
         sums += load_block(ptr, rows, cols, (rows < num_rows)[:, None] & valid[None, :], STRIDE)  # [BLOCK_M, BLOCK_N]
+    if sums_ptr.dtype.element_ty == tl.float32:
+        # A thread adds its rows one after the other, which costs more digits than fp32 may lose.
+        sums = sums.to(tl.float64)
     tl.store(sums_ptr + cols, tl.sum(sums, 0).to(sums_ptr.dtype.element_ty), mask=valid)
 
 

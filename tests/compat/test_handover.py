@@ -27,7 +27,7 @@ from csrc_free_ops.configs.handover import (
 )
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops import explain, settings
-from torch_ops._core.registry import Op
+from torch_ops._core.registry import KernelOp, Op
 from torch_ops.compat import (
     _handover,
     _handover_rule,
@@ -445,8 +445,10 @@ def test_an_active_implementation_gets_no_call_back(
     device: str, calls: list[str], came_back: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[str] = []
-    call_op = Op.__call__
-    monkeypatch.setattr(Op, "__call__", lambda op, *args: computed.append(op.name) or call_op(op, *args))
+    for kind in (Op, KernelOp):
+        monkeypatch.setattr(
+            kind, "__call__", lambda op, *args, call=kind.__call__: computed.append(op.name) or call(op, *args)
+        )
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
     tensors = draw(device)
     torch.nn.functional.scaled_dot_product_attention(*tensors)

@@ -3,6 +3,7 @@
 The tests that all projections share come from tests/gemm/verify.py.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,13 @@ pytestmark = pytest.mark.interpret
 def _vision_attention(x: Tensor, *arguments: Any) -> Tensor:
     """The op for arguments of the reference: all rows are one segment, and nothing is rotated."""
     *weights, _, _, num_heads = arguments
-    return vision_attention(x, *weights, cumulative((x.shape[0],), x.device), num_heads)
+    return vision_attention(x, *weights, _one_segment(x.shape[0], x.device), num_heads)
+
+
+@functools.cache
+def _one_segment(rows: int, device: torch.device) -> Tensor:
+    # Made before the calls that must not wait.
+    return cumulative((rows,), device)
 
 
 ONE_SEGMENT = Projection(

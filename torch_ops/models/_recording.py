@@ -177,7 +177,12 @@ class Statics:
                 return None
             rows, unit = pixel_values.shape[0], encoder.sizes.merge_size**2
             outputs = [last[:rows], *(each[: rows // unit] for each in (pooled, *taps))]
-            return [each.clone() for each in outputs] if copies else outputs
+            if not copies:
+                return outputs
+            copied = [torch.empty_like(each) for each in outputs]
+            # In one launch, if their layouts allow it.
+            torch._foreach_copy_(copied, outputs)
+            return copied
 
     def recording(self, encoder: "QwenVisionEncoder", budget: Padding) -> Recording:
         if budget not in self.recordings:
@@ -203,6 +208,9 @@ class Statics:
         if self._done is not None:
             self._done.synchronize()
         del self.recordings[budget]
+        if self.own is not None and not self.recordings:
+            # The pool ended with its last graph.
+            self.own = own_stream(self.pixels.device)
 
     @contextlib.contextmanager
     def _pool_kept(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ from torch_ops._core.torch_private import (
     addresses_equal,
     buffers_of,
     children_of,
-    has_global_hooks,
     parameters_of,
 )
 from torch_ops.models._layers import LAYERS, NORMS
@@ -93,7 +92,7 @@ class Behaviour:
 
     def why_eager(self) -> str:
         """Return why a replay would not do what a call does, or nothing."""
-        if any(self._hooks) or has_global_hooks():
+        if any(self._hooks):
             return "modules of the encoder have hooks"
         return self._obstacle
 

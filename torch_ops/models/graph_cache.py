@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import astuple
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from torch_ops._core.checks import check_int, refuse
 from torch_ops._core.device import out_of_memory
-from torch_ops._core.torch_private import count_dispatch_modes, has_functorch_transforms
+from torch_ops._core.torch_private import count_dispatch_modes, has_functorch_transforms, has_global_hooks
 from torch_ops.models._capture import pool_bytes
 from torch_ops.models._recording import Statics
 from torch_ops.models.budgets import words_of
-from torch_ops.models.vision_metadata import Image, Padding, filled_sizes
+from torch_ops.models.vision_metadata import Image, Padding, VisionSizes, filled_sizes
 from torch_ops.settings import settings
 
 if TYPE_CHECKING:
@@ -125,18 +126,17 @@ class GraphCache:
         self._why = _why_eager(encoder, pixel_values)
         if self._why:
             return None
-        filled = filled_sizes(images, encoder.sizes)
-        if not filled.rows:
+        if not pixel_values.shape[0]:
             self._why = "the batch is empty"
             return None
         with self._lock, torch.cuda.device(encoder.device if encoder.device.type == "cuda" else -1):
-            return self._replayed(encoder, pixel_values, images, filled)
+            return self._replayed(encoder, pixel_values, images)
 
     def _replayed(
-        self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...], filled: Padding
+        self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...]
     ) -> list[Tensor] | None:
-        bucket = bucket_of(filled)
-        budget = self._held(filled, bucket)
+        filled, bucket = _sizes_of(images, encoder.sizes)
+        budget = filled if filled in self._replays else self._held(filled, bucket)
         if budget is None:
             budget = self._met_again(filled, bucket)
             if budget is None or not self._make_room(encoder, budget):
@@ -249,21 +249,34 @@ class GraphCache:
 
 
 def _why_eager(encoder: "QwenVisionEncoder", pixel_values: Tensor) -> str:
-    """Why no graph can do what this call does; asked at each call, so that nothing here is costly."""
+    """Return why no graph can do what this call does, or nothing. Every call asks, and the device waits meanwhile."""
     device = encoder.device
-    for is_so, why in (
-        (device.type not in DEVICES, f"a {device.type} has no graphs"),
-        (torch.is_grad_enabled(), "gradients are enabled; call it under torch.inference_mode() or torch.no_grad()"),
-        (encoder.training, "the encoder is in training mode"),
-        (torch.is_autocast_enabled(device.type), "autocast is on"),
-        (settings.checked, "settings.checked is True, and checks wait for the device"),
-        (type(pixel_values) is not Tensor, f"pixel_values is a {type(pixel_values).__name__}"),
-        (count_dispatch_modes() or has_functorch_transforms() or torch.jit.is_tracing(), "the call is traced"),
-        (device.type == "cuda" and torch.cuda.is_current_stream_capturing(), "the stream is being captured"),
-    ):
-        if is_so:
-            return why
+    if device.type not in DEVICES:
+        return f"a {device.type} has no graphs"
+    if torch.is_grad_enabled():
+        return "gradients are enabled; call it under torch.inference_mode() or torch.no_grad()"
+    if encoder.training:
+        return "the encoder is in training mode"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    if settings.checked:
+        return "settings.checked is True, and checks wait for the device"
+    if type(pixel_values) is not Tensor:
+        return f"pixel_values is a {type(pixel_values).__name__}"
+    if count_dispatch_modes() or has_functorch_transforms() or torch.jit.is_tracing():
+        return "the call is traced"
+    if has_global_hooks():
+        return "hooks of all modules are registered"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the stream is being captured"
     return ""
+
+
+@lru_cache(maxsize=MOST_SIZES)
+def _sizes_of(images: tuple[Image, ...], sizes: VisionSizes) -> tuple[Padding, Padding]:
+    """Return the sizes of a batch and of its bucket."""
+    filled = filled_sizes(images, sizes)
+    return filled, bucket_of(filled)
 
 
 def bucket_of(sizes: Padding) -> Padding:
