@@ -1,7 +1,7 @@
 """Other libraries' signatures under torch.compile: the ops alone in one graph, and nothing copied."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch_ops.compat import (
     scaled_dot_product_attention,
     sdpa,
 )
+from torch_ops.testing import check
 from torch_ops.testing.cases import cumulative
 
 causal_attention = partial(scaled_dot_product_attention, is_causal=True)
@@ -253,7 +254,13 @@ def _half(rows: int, device: str) -> list[Tensor]:
 
 
 def _assert_close(function: Callable[..., Tensor], eager: Callable[..., Tensor], tensors: list[Tensor]) -> None:
-    torch.testing.assert_close(_results(function, tensors), _results(eager, tensors), atol=3e-2, rtol=3e-2)
+    doubles = [each.detach().double().requires_grad_() for each in tensors]
+    _check_results(_results(function, tensors), _results(eager, tensors), _results(eager, doubles))
+
+
+def _check_results(actual: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
+    """The tolerance rule on an output and its gradients."""
+    check(*({str(place): each for place, each in enumerate(results)} for results in (actual, eager, truth)))
 
 
 def test_graphs_hold_their_forward_and_our_backward(device: str, measured: Callable[..., None]) -> None:
@@ -368,4 +375,5 @@ def test_inductor_and_cuda_graphs_run_their_kernels(kernel: str, direction: str,
         tensors = [torch.randn(2, 4, 128, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
         torch.compiler.cudagraph_mark_step_begin()
         results = [result.clone() for result in _results(compiled, tensors)]
-        torch.testing.assert_close(results, [*_results(call, tensors)], atol=3e-2, rtol=3e-2)
+        doubles = [each.detach().double().requires_grad_() for each in tensors]
+        _check_results(results, _results(call, tensors), _results(causal_attention, doubles))
