@@ -1,10 +1,10 @@
 """Eager calls of a signature that was seen before, without PyTorch's dispatcher.
 
-A call of an op passes through the dispatcher twice and through two conversions of all arguments to and from C++, which
-takes longer than the launch. `Direct` remembers the signatures of calls. PyTorch's own guards of compiled code compare
-tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad, and the dispatch keys, which
-tell of autocast, inference mode, transforms, subclasses and tracing. Where anything watches a call, it goes to the
-dispatcher: modes, forward-mode differentiation, a profiler.
+A call of an op passes through the dispatcher twice, and all arguments are converted to C++ and back each time. That
+takes longer than the launch. `Direct` remembers the signatures of calls. PyTorch's guards of compiled code compare
+tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad and dispatch keys. The keys
+tell of autocast, inference mode, transforms, subclasses and tracing. A call that modes, forward-mode differentiation
+or a profiler watch goes to the dispatcher.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,11 +1,10 @@
 """Launches through the CUDA driver with everything prepared but addresses.
 
-Triton's launcher inspects and unpacks every argument, calls its hooks and fills each TMA descriptor anew, which takes
-several times as long as the launch itself. A `DriverLaunch` keeps the arguments of a compiled kernel in memory as
-cuLaunchKernelEx reads them. A call writes the addresses of its tensors there, and TMA descriptors are remembered by
-address.
+Triton's launcher inspects every argument, calls its hooks and fills each TMA descriptor anew. This takes several times
+as long as the launch itself. A `DriverLaunch` keeps the arguments of a compiled kernel in memory as cuLaunchKernelEx
+reads them. A call writes the addresses of its tensors there, and TMA descriptors are remembered by address.
 
-`DriverLaunch.of` compares its arguments with the parameters that the driver knows of the kernel, and gives None where
+`DriverLaunch.of` compares its arguments with the parameters that the driver knows of the kernel. It gives None where
 they differ, or where Triton's launcher would do more.
 """
 
