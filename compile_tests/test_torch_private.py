@@ -1,6 +1,8 @@
 """Each private interface of PyTorch does what the library uses it for."""
 
 import re
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.library import Library
 from torch.nn import functional
+from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_tests.contract.trace import fake_gpu, symbolic_size
@@ -171,6 +174,76 @@ def test_tensors_are_zeroed_together() -> None:
     assert not any(tensor.any() for tensor in tensors)
 
 
+def test_tensors_are_copied_together() -> None:
+    """Also where dtypes and strides differ."""
+    sources = [torch.randn(2), torch.randn(3, 4).T]
+    copies = [torch.ones(2, dtype=torch.float64), torch.ones(4, 3)]
+    torch_private.copy_all(copies, sources)
+    assert torch.equal(copies[0], sources[0].double()) and torch.equal(copies[1], sources[1])
+
+
+def test_function_modes_are_counted() -> None:
+    """Those that are entered, not the default device alone."""
+    assert torch_private.has_function_modes() == 0
+    with BaseTorchFunctionMode():
+        assert torch_private.has_function_modes() == 1
+
+
+def test_a_profiler_is_seen() -> None:
+    assert not torch_private.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.is_profiling()
+    assert not torch_private.is_profiling()
+
+
+# Each differs from one row of x in one thing that guards see.
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "size": lambda x: x.new_zeros(3, 5),
+    "stride": lambda x: x.new_zeros(4, 3).T,
+    "dtype": lambda x: x.double(),
+    "device": lambda x: x.to("meta"),
+    "requires_grad": lambda x: x.clone().requires_grad_(),
+    "dispatch keys": lambda x: torch._neg_view(x),
+    "type": nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_guards_tell_tensors_apart(what: str) -> None:
+    assert torch_private.tensor_guards is not None, "check the arguments of TensorGuards in this version of PyTorch"
+    x, y = torch.zeros(3, 4), torch.zeros(2)
+    check = torch_private.tensor_guards(x, y).check
+    assert check(torch.ones(3, 4), torch.ones(2))
+    assert not check(OTHERS[what](x), y)
+
+
+def test_guards_see_the_state_of_the_thread() -> None:
+    """Autocast, inference mode and transforms are no property of a tensor."""
+    assert torch_private.tensor_guards is not None
+    x = torch.zeros(3)
+    check = torch_private.tensor_guards(x).check
+    seen = []
+
+    def within(y: Tensor) -> Tensor:
+        seen.append(check(x))
+        return y.sum()
+
+    torch.func.grad(within)(torch.ones(2))
+    with torch.autocast("cpu"):
+        seen.append(check(x))
+    with torch.inference_mode():
+        seen.append(check(x))
+    assert seen == [False] * 3 and check(x)
+
+
+def test_guards_keep_no_tensor() -> None:
+    assert torch_private.tensor_guards is not None
+    x = torch.zeros(3)
+    kept, guards = weakref.ref(x), torch_private.tensor_guards(x)
+    del x
+    assert kept() is None and guards.check(torch.ones(3))
+
+
 def test_trees_are_flattened_and_mapped() -> None:
     leaves, structure = torch_private.pytree.tree_flatten({"a": [1, 2], "b": (3,)})
     assert torch_private.pytree.tree_leaves({"a": [1, 2], "b": (3,)}) == leaves == [1, 2, 3]
@@ -267,3 +340,13 @@ def test_device_stream_and_addresses_are_those_of_public_functions() -> None:
     if torch_private.addresses_equal is not None:
         assert torch_private.addresses_equal([tensor], [tensor.data_ptr()], [0])
         assert not torch_private.addresses_equal([tensor], [tensor.data_ptr() + 4], [0])
+
+
+@pytest.mark.gpu
+def test_memory_is_allocated_as_compiled_code_does() -> None:
+    assert torch_private.empty_strided_cuda is not None
+    made = torch_private.empty_strided_cuda((3, 4), (1, 3), torch.float16)
+    assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype is torch.float16
+    assert made.device == torch.ones(1, device="cuda").device and not made.is_inference()
+    with torch.inference_mode():
+        assert torch_private.empty_strided_cuda((3,), (1,), torch.float32).is_inference()

@@ -10,9 +10,9 @@ they differ, or where Triton's launcher would do more.
 
 import ctypes
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class Address:
         return self._address
 
 
+class _OfThread(threading.local):
+    arguments: "_Arguments | None" = None
+
+
 class _Arguments:
     """One thread's memory of a launch."""
 
@@ -99,6 +103,17 @@ class _Arguments:
         self.config_pointer = ctypes.byref(self.config)
 
 
+class _Maps:
+    """TMA descriptors in memory, each a CUtensorMap."""
+
+    def __init__(self, descriptors: Sequence[Any], metas: Sequence[Any]) -> None:
+        self._memory = ctypes.create_string_buffer(_MAP_BYTES * len(descriptors) + _MAP_ALIGNMENT)
+        begin = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        self.pointers = [begin + _MAP_BYTES * place for place in range(len(descriptors))]
+        for pointer, descriptor, meta in zip(self.pointers, descriptors, metas, strict=True):
+            _encode(pointer, descriptor, meta)
+
+
 class DriverLaunch:
     """A compiled kernel with all of its arguments but addresses."""
 
@@ -120,8 +135,8 @@ class DriverLaunch:
         self._count, self._pack = tensors, struct.Struct(f"{tensors}Q").pack_into
         self._device = current_cuda_device()
         self._maps = maps
-        self._described: dict[tuple[int, ...], tuple[Any, tuple[int, ...]]] = {}
-        self._of_thread: dict[int, _Arguments] = {}
+        self._described: dict[tuple[int, ...], _Maps] = {}
+        self._of_thread = _OfThread()
         self._launch = _driver().cuLaunchKernelEx
 
     @staticmethod
@@ -140,13 +155,15 @@ class DriverLaunch:
         runtime = knobs.runtime
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or len(addresses) != self._count:
             return False
-        arguments = self._of_thread.get(get_ident())
+        arguments = self._of_thread.arguments
         if arguments is None:
-            arguments = self._of_thread[get_ident()] = _Arguments(self)
+            arguments = self._of_thread.arguments = _Arguments(self)
         self._pack(arguments.values, 0, *addresses)
         if self._maps:
             places = arguments.places
-            for (place, _), pointer in zip(self._maps, self._pointers_of(descriptors), strict=True):
+            # Another thread may forget the descriptors meanwhile, so their memory is held here.
+            memory = self._memory_of(descriptors)
+            for (place, _), pointer in zip(self._maps, memory.pointers, strict=True):
                 places[place] = pointer
         stream = raw_cuda_stream(self._device)
         if stream != arguments.stream:
@@ -156,7 +173,7 @@ class DriverLaunch:
             _check(code, f"the launch of {self._compiled.name}")
         return True
 
-    def _pointers_of(self, descriptors: Sequence[Any]) -> tuple[int, ...]:
+    def _memory_of(self, descriptors: Sequence[Any]) -> "_Maps":
         key = getattr(descriptors, "addresses", None)
         if key is None:
             key = tuple([each.base.data_ptr() for each in descriptors if each is not None])
@@ -165,13 +182,8 @@ class DriverLaunch:
             if len(self._described) >= MOST_DESCRIBED:
                 self._described.clear()
             there = [each for each in descriptors if each is not None]
-            memory = ctypes.create_string_buffer(_MAP_BYTES * len(there) + _MAP_ALIGNMENT)
-            begin = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-            pointers = tuple(begin + _MAP_BYTES * place for place in range(len(there)))
-            for pointer, descriptor, (_, meta) in zip(pointers, there, self._maps, strict=True):
-                _encode(pointer, descriptor, meta)
-            found = self._described[key] = memory, pointers
-        return found[1]
+            found = self._described[key] = _Maps(there, [meta for _, meta in self._maps])
+        return found
 
 
 def _prepared(

@@ -38,6 +38,7 @@ __all__ = [
     "backward_of",
     "buffers_of",
     "children_of",
+    "copy_all",
     "count_dispatch_modes",
     "current_cuda_device",
     "decomposes_triton_ops",
@@ -108,8 +109,9 @@ MANAGED_BY_FSDP = "_is_fsdp_managed_module"
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 # Where a compiled module keeps the module that it was made of.
 ORIGINAL_MODULE = "_orig_mod"
-# Fill tensors with zeros, in few launches.
+# Fill tensors with zeros, or with what others hold, in few launches.
 zero_all: Callable[[list[Tensor]], None] = torch._foreach_zero_
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 _CUDA = torch._C.DispatchKey.CUDA
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_ops._core.counters import work_counters
 from torch_ops._core.device import out_of_memory
+from torch_ops._core.torch_private import copy_all
 from torch_ops.models._capture import OwnStream, own_stream
 from torch_ops.models._watch import Behaviour, Weights, numeric_flags
 from torch_ops.models.vision_metadata import Image, Padding, VisionMetadata, metadata_of
@@ -181,7 +182,7 @@ class Statics:
                 return outputs
             copied = [torch.empty_like(each) for each in outputs]
             # In one launch, if their layouts allow it.
-            torch._foreach_copy_(copied, outputs)
+            copy_all(copied, outputs)
             return copied
 
     def recording(self, encoder: "QwenVisionEncoder", budget: Padding) -> Recording:
