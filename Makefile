@@ -93,7 +93,7 @@ builds: $(VARIANTS) $(TRITON_VENV)/.installed ## all kernels for all GPUs, built
 
 # A lane is an environment of its own, with another PyTorch or Transformers. It runs the tests that depend on that
 # package, for some minutes. The constraints of the lane replace lines of constraints-cpu.txt.
-TORCH_TESTS = $(patsubst %,compile_tests/test_%.py,registry torch_private compat caches models window_attn kv_cache_append torch_flash) \
+TORCH_TESTS = $(patsubst %,compile_tests/test_%.py,registry torch_private driver direct compat caches models window_attn kv_cache_append torch_flash) \
 	$(patsubst %,tests/models/test_%.py,integrations_transformers models capture)
 TRANSFORMERS_TESTS = $(patsubst %,tests/models/test_%.py,integrations_transformers accelerate)
 # PyPI's wheels of torch pin these; the CPU wheels pin nothing.
