@@ -222,6 +222,15 @@ def test_the_calls_least_recently_used_are_forgotten(norm: Dispatched) -> None:
     assert norm.calls == MOST_CALLS + 2
 
 
+def test_tensors_of_another_gpu_are_dispatched(norm: Dispatched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatched call makes theirs the current one."""
+    current = direct.current_cuda_device() + 1
+    monkeypatch.setattr(direct, "current_cuda_device", lambda: current)
+    for expected in (1, 2):
+        norm(*arguments())
+        assert norm.calls == expected
+
+
 def test_threads_share_what_is_remembered() -> None:
     """More signatures than are remembered, so that threads change the list under each other."""
     calls = [drawn(rows) for rows in range(1, 2 * MOST_CALLS)]

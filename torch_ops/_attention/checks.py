@@ -266,7 +266,7 @@ def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp,
             # It was not made: captured without gradients, in an exported program for one, and run with them.
             with without_autocast():
                 lse, dlse = op(*call._replace(return_lse=True))[1], None
-        dq, dk, dv = backward_op.overload(*pick((dout, dlse, out, lse, *call)))
+        dq, dk, dv = backward_op(*pick((dout, dlse, out, lse, *call)))
         made = {"q": dq, "k": dk, "v": dv}
         if "sinks" in needed:
             if is_packed(call):

@@ -50,13 +50,16 @@ def allocator(made: Any) -> Callable[[], Any] | None:
 
 
 class Call:
-    """A remembered call: whether another one is of its signature, and what runs it."""
+    """A remembered call: whether another one is of its signature, and what runs it.
+
+    `record` runs it and records its gradient; None where no tensor requires one.
+    """
 
     __slots__ = (
-        "_check", "_count", "_device", "_generation", "_pick_tensors", "_pick_values", "_values", "requires_grad", "run"
+        "_check", "_count", "_device", "_generation", "_pick_tensors", "_pick_values", "_values", "record", "run"
     )  # fmt: skip
 
-    def __init__(self, args: tuple[Any, ...], run: Callable[..., Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], run: Callable[..., Any], record: Callable[..., Any] | None) -> None:
         places = [place for place, each in enumerate(args) if isinstance(each, Tensor)]
         others = [place for place in range(len(args)) if place not in places]
         self._pick_tensors, self._pick_values = _picker(places), _picker(others)
@@ -64,7 +67,7 @@ class Call:
         assert tensor_guards is not None
         self._check = tensor_guards(*self._pick_tensors(args)).check
         self._generation, self._device = settings.generation, current_cuda_device()
-        self.run, self.requires_grad = run, any([each.requires_grad for each in self._pick_tensors(args)])
+        self.run, self.record = run, record
 
     def takes(self, args: tuple[Any, ...]) -> bool:
         return (
@@ -102,13 +105,24 @@ class Direct:
                 continue
         return None
 
-    def remember(self, args: tuple[Any, ...], prepared: Callable[..., Callable[..., Any] | None]) -> None:
-        """Remember a call on real tensors of the current GPU, if `prepared(*args)` finds what runs it."""
+    def remember(
+        self,
+        args: tuple[Any, ...],
+        prepared: Callable[..., Callable[..., Any] | None],
+        recorded: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        """Remember a call on real tensors of the current GPU, if `prepared(*args)` finds what runs it.
+
+        `recorded` makes a function that records its gradient of one that runs it.
+        """
         if tensor_guards is None or not _are_plain(args) or has_functorch_transforms() or torch.jit.is_tracing():
             return
         run = prepared(*args)
-        if run is not None:
-            self._calls = [Call(args, run), *self._calls[: MOST_CALLS - 1]]
+        if run is None:
+            return
+        wanted = recorded is not None and any([isinstance(each, Tensor) and each.requires_grad for each in args])
+        record = recorded(run) if recorded is not None and wanted else None
+        self._calls = [Call(args, run, record), *self._calls[: MOST_CALLS - 1]]
 
 
 def _are_plain(args: tuple[Any, ...]) -> bool:
@@ -116,7 +130,10 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
     return (
         bool(tensors)
         and all(
-            type(each) in (Tensor, torch.nn.Parameter) and each.is_cuda and each.layout is torch.strided
+            type(each) in (Tensor, torch.nn.Parameter)
+            and each.is_cuda
+            and each.get_device() == current_cuda_device()
+            and each.layout is torch.strided
             for each in tensors
         )
         and len({id(each) for each in tensors}) == len(tensors)

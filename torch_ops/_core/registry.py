@@ -89,7 +89,7 @@ class KernelOp(Op):
     """
 
     definition: Any
-    apply: Callable[..., Any]
+    recorded: Callable[[Callable[..., Any]], Callable[..., Any]]
     direct: Direct | None
 
     def __call__(self, *args: Any) -> Any:
@@ -99,11 +99,16 @@ class KernelOp(Op):
         found = direct.find(args)
         if found is None:
             results = self.overload(*args)
-            direct.remember(args, self.body.prepared)  # type: ignore[attr-defined]
+            direct.remember(args, self.body.prepared, self._recorded)  # type: ignore[attr-defined]
             return results
-        if found.requires_grad and torch.is_grad_enabled():
-            return self.apply(*args)
+        record = found.record
+        if record is not None and torch.is_grad_enabled():
+            return record(*args)
         return found.run(*args)
+
+    def _recorded(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        # PyTorch refuses the gradient of an op that has none.
+        return self.overload if backward_of(self.definition) is None else self.recorded(run)
 
     def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None) -> None:
         self.definition.register_autograd(backward, setup_context=setup_context)
@@ -225,7 +230,7 @@ def vk_op(
                 return body(*args, **kwargs)
 
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
-        apply = _install_eager_path(name, body, definition, mutates)
+        recorded = _install_eager_path(name, body, definition, mutates)
         if autocast:
             install_autocast(_library, name, overload, body, keeps_dtype, dtype_argument)
         if flops is not None:
@@ -233,7 +238,7 @@ def vk_op(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
             )
         direct = Direct() if hasattr(body, "prepared") and not mutates else None
-        op = OPS[name] = KernelOp(name, overload, body, definition, apply, direct)
+        op = OPS[name] = KernelOp(name, overload, body, definition, recorded, direct)
         return op
 
     return register
@@ -259,36 +264,35 @@ def composed_op(name: str, private: bool = False) -> Callable[[Callable[..., Any
 
 def _install_eager_path(
     name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]
-) -> Callable[..., Any]:
-    """Return the function that calls the body and records its gradient."""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes, of a function that runs a call, one that records its gradient too."""
     parameters = inspect.signature(body).parameters
     defaults = [parameter.default for parameter in parameters.values()]
     written = [list(parameters).index(argument) for argument in mutates]
     generic = autograd_impl(definition)
     run = functools.partial(run_where_tensors_are, body)
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            outputs = run(*args)
-            setup_context = setup_context_of(definition)
-            if setup_context is not None:
-                setup_context(ctx, args, outputs)
-            return outputs
+    def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
+        class Differentiable(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                outputs = run(*args)
+                setup_context = setup_context_of(definition)
+                if setup_context is not None:
+                    setup_context(ctx, args, outputs)
+                return outputs
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            backward = backward_of(definition)
-            assert backward is not None
-            return backward(ctx, *grads)
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                backward = backward_of(definition)
+                assert backward is not None
+                return backward(ctx, *grads)
 
-    # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
-    record = super(torch.autograd.Function, Differentiable).apply
+        # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
+        record = super(torch.autograd.Function, Differentiable).apply
+        return lambda *args: record(*args, *defaults[len(args) :])
 
-    def apply(*args: Any) -> Any:
-        if backward_of(definition) is None:
-            return overload_of(definition)(*args)
-        return record(*args, *defaults[len(args) :])
+    apply = recorded(run)
 
     def autograd(keyset: Any, *args: Any) -> Any:
         if has_tangents():
@@ -311,7 +315,7 @@ def _install_eager_path(
     _library.impl(name, run, "CUDA")
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         _library.impl(name, autograd, key, with_keyset=True)
-    return apply
+    return recorded
 
 
 @contextlib.contextmanager

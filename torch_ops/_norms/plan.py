@@ -122,7 +122,7 @@ def register_norm(norm: Norm, arguments: Any, backward_arguments: Any) -> tuple[
             return dict.fromkeys(inputs, grads[1])
         normed = results[1] if has_residual else call.x
         # Behind the inputs the arguments of both ops are the parameters and eps.
-        made = backward.overload(*grads, normed, *call[len(inputs) :], *wanted_of(needed))
+        made = backward(*grads, normed, *call[len(inputs) :], *wanted_of(needed))
         return dict(zip(differentiated, (made[0], *made) if has_residual else made, strict=True))
 
     saved = parameters if norm.has_residual else ("x", *parameters)
