@@ -89,10 +89,10 @@ class TestMarkdown(expecttest.TestCase):
 
 ### window_attn, host time per call
 
-| call | host microseconds | / raw launch | target |
+| call | host microseconds | / raw launch | at most |
 | --- | --- | --- | --- |
 | raw | 10.0 | 1.00 |  |
-| op | 17.5 | 1.75 | at most 1.8 |
+| op | 17.5 | 1.75 | 20 |
 | launcher | - | - |  |
 
 - launcher: not here

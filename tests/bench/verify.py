@@ -166,7 +166,7 @@ def golden_report() -> Report:
     )  # fmt: skip
     host = (
         HostTime("window_attn", "raw", 10.0, raw=True),
-        HostTime("window_attn", "op", 17.5, target=1.8),
+        HostTime("window_attn", "op", 17.5, most_us=20.0),
         HostTime("window_attn", "launcher", None, note="not here"),
     )
     origin = Provenance(

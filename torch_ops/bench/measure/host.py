@@ -72,6 +72,6 @@ def host_times(op: str, calls: Sequence[HostCall], device: torch.device) -> tupl
             if turn:  # the first turn builds kernels and fills caches
                 least[index] = min(least[index], elapsed / per_turn * 1e6)
     return tuple(
-        HostTime(op, entry.name, None if entry.call is None else us, entry.raw, entry.target, entry.note)
+        HostTime(op, entry.name, None if entry.call is None else us, entry.raw, entry.most_us, entry.note)
         for entry, us in zip(calls, least, strict=True)
     )

@@ -186,6 +186,10 @@ class Cost:
     bytes_moved: int
 
 
+# Microseconds that the host may take for an eager call of one kernel; of packed attention or an MLP; with gradients.
+ONE_KERNEL_US, LAYER_US, GRADIENTS_SHARE = 12.0, 20.0, 1.5
+
+
 @dataclass(frozen=True)
 class HostCall:
     """One kind of call whose host time is taken; see `results.HostTime`."""
@@ -193,22 +197,29 @@ class HostCall:
     name: str
     call: Callable[[], object] | None
     raw: bool = False
-    target: float | None = None
+    most_us: float | None = None
     note: str = ""
 
 
 def op_calls(
-    op: str, bind: Callable[[Any, Tensor], Callable[[], object]], x: Tensor, gradients: bool = True
-) -> list[HostCall]:
+    op: str, bind: Callable[[Any, Tensor], Callable[[], object]], x: Tensor, gradients: bool = True,
+    most_us: float | None = None,
+) -> list[HostCall]:  # fmt: skip
     """The operator and the public function, which `bind(function, x)` makes calls of, without and with gradients."""
     functions = (f"torch.ops.vk.{op}", getattr(torch.ops.vk, op)), (f"torch_ops.{op}", getattr(torch_ops, op))
     leaf = x.detach().clone().requires_grad_(gradients)
-    kinds = [("", x, 1.8), (" with gradients", leaf, 2.5)][: 1 + gradients]
+    kinds = [("", x), (" with gradients", leaf)][: 1 + gradients]
+    # Users call the function. Code that goes by the operator passes the dispatcher besides.
     return [
-        HostCall(name + kind, bind(function, each), target=target)
-        for kind, each, target in kinds
-        for name, function in functions
+        HostCall(name + kind, bind(function, each), most_us=most_us_of(most_us, kind) if place else None)
+        for kind, each in kinds
+        for place, (name, function) in enumerate(functions)
     ]
+
+
+def most_us_of(most_us: float | None, kind: str = "") -> float | None:
+    """Return what a call of this kind may take, of what one without gradients may."""
+    return most_us and most_us * (GRADIENTS_SHARE if kind else 1.0)
 
 
 @dataclass(frozen=True)

@@ -192,14 +192,14 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
 class HostTime:
     """Host time of one kind of call, the least over all repetitions; None where it cannot be made.
 
-    `raw` marks the launch that the others are compared with, `target` is the most they may take of it.
+    `raw` marks the launch that the others are compared with, `most_us` says what the call may take.
     """
 
     op: str
     name: str
     microseconds: float | None
     raw: bool = False
-    target: float | None = None
+    most_us: float | None = None
     note: str = ""
 
 

@@ -146,7 +146,7 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     few = partial(op, inputs.q, inputs.k_cache, inputs.v_cache, inputs.cache_seqlens)
     return [
         raw_launch("raw Triton launch of the kernel", partial(few, num_splits=1), _explained(inputs)["path"]),
-        HostCall("torch.ops.vk.attention_decode in one split", lambda: few(num_splits=1), target=1.8),
+        HostCall("torch.ops.vk.attention_decode in one split", lambda: few(num_splits=1)),
         HostCall("torch.ops.vk.attention_decode in four splits", lambda: few(num_splits=4)),
         HostCall("torch_ops.attention_decode", lambda: inputs.call(torch_ops.attention_decode)),
     ]

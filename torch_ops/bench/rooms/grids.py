@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_ops.bench.measure.opbench import (
+    ONE_KERNEL_US,
     Call,
     Check,
     Cost,
@@ -140,7 +141,9 @@ def make_bench(of: GridOp) -> OpBench:
 
     def host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
         args = of.arguments(_draw(of.with_options(grid_cases("smoke"))[0], dtype, device, 0))
-        return op_calls(op, lambda function, _: partial(function, *args), args[0], gradients=False)
+        return op_calls(
+            op, lambda function, _: partial(function, *args), args[0], gradients=False, most_us=ONE_KERNEL_US
+        )
 
     def tuned(call: GridCall, inputs: CallInputs) -> list[TunedKernel]:
         dtype, width = of.rows(inputs)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_ops import mlp
-from torch_ops.bench.measure.opbench import Impl, select
+from torch_ops.bench.measure.opbench import LAYER_US, Impl, select
 from torch_ops.bench.rooms.projections import bind, impl, make_bench
 from torch_ops.testing import references
 from torch_ops.testing.cases import MLP, MlpCase, make_mlp_inputs
@@ -52,4 +52,5 @@ def _notation(case: MlpCase) -> str:
 BENCH = make_bench(
     mlp, references.mlp, make_mlp_inputs, MlpCase("host", "host time", (128,), 1152, 4304),
     cases=partial(select, MLP), shape=_notation, baselines=(PAIR, EPILOGUE), profiled="mlp_1152_4304_4096",
+    most_us=LAYER_US,
 )  # fmt: skip

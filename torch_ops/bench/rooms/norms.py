@@ -12,7 +12,18 @@ from torch import Tensor
 import torch_ops
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import raw_launch
-from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, op_calls, select
+from torch_ops.bench.measure.opbench import (
+    ONE_KERNEL_US,
+    Call,
+    Check,
+    Cost,
+    HostCall,
+    Impl,
+    OpBench,
+    TunedKernel,
+    op_calls,
+    select,
+)
 from torch_ops.testing import references
 from torch_ops.testing.cases import NORMS, NormCase, NormInputs, make_norm_inputs
 
@@ -131,7 +142,7 @@ def _host_calls(op: str, dtype: torch.dtype, device: torch.device) -> list[HostC
     return [
         HostCall("eager PyTorch", lambda: inputs.call(getattr(references, op))),
         raw_launch("raw Triton launch of the forward kernel", call, _path(op, inputs)),
-        *op_calls(op, lambda function, x: partial(inputs.call, function, x=x), inputs.x),
+        *op_calls(op, lambda function, x: partial(inputs.call, function, x=x), inputs.x, most_us=ONE_KERNEL_US),
     ]
 
 

@@ -11,7 +11,7 @@ import torch_ops
 from csrc_free_ops.configs.rows import PRODUCTS
 from torch_ops._gemm.plan import FEW_ROWS, GELU_WITHIN, NOTHING_FOLLOWS
 from torch_ops.bench.measure.host import recorded_launches
-from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel
+from torch_ops.bench.measure.opbench import Call, Check, Cost, HostCall, Impl, OpBench, TunedKernel, most_us_of
 from torch_ops.bench.measure.results import OURS, VK
 from torch_ops.testing.cases import MergerInputs, MlpInputs, QkvRopeInputs, VisionAttentionInputs, outcome
 
@@ -74,7 +74,7 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     return found
 
 
-def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[HostCall]:
+def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs, most_us: float | None) -> list[HostCall]:
     """From the kernels to the public function with gradients; inputs are so small that no call waits."""
     x = inputs.x.detach().clone().requires_grad_()
     launch, why = None, "there is none on this device"
@@ -88,18 +88,22 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs) -> list[H
     if op is None:
         why = "they are those of its parts"
     name = f"torch.ops.vk.{function.__name__}"
-    of_op = [] if op is None else [HostCall(name, lambda: inputs.call(op), target=1.8)]
+    of_op = [] if op is None else [HostCall(name, lambda: inputs.call(op))]
     return [
         HostCall("raw Triton launches of the forward", launch, raw=True, note=why),
         *of_op,
-        HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), target=1.8),
-        HostCall(f"torch_ops.{function.__name__} with gradients", lambda: inputs.call(function, x=x), target=2.5),
+        HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), most_us=most_us),
+        HostCall(
+            f"torch_ops.{function.__name__} with gradients",
+            lambda: inputs.call(function, x=x),
+            most_us=most_us_of(most_us, " with gradients"),
+        ),
     ]
 
 
 def make_bench(
     function: Callable[..., Any], reference: Callable[..., Any], inputs: Callable[..., Any], host_case: Any,
-    flops: Callable[..., int] | None = None, **rest: Any,
+    flops: Callable[..., int] | None = None, most_us: float | None = None, **rest: Any,
 ) -> OpBench:  # fmt: skip
     """The benchmark of the op whose public function this is; `rest` are fields of `OpBench`.
 
@@ -108,6 +112,7 @@ def make_bench(
     Args:
         host_case: a case so small that the device is never behind.
         flops: counts a call of a function that is no op of its own.
+        most_us: what the host may take for an eager call.
     """
     name = function.__name__
     op = getattr(torch.ops.vk, name) if flops is None else None
@@ -126,6 +131,6 @@ def make_bench(
         path=lambda drawn: str(_explained(function, drawn)["path"]),
         ours=impl(VK, function, f"vk::{name}" if op else f"torch_ops.{name}", group=OURS), baselines=baselines,
         usual={"cuda": names, "cpu": tuple(each for each in names if each != "compiled")},
-        host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device)),
+        host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device), most_us),
         kernels=lambda case, drawn: _kernels(function, drawn, case.rows),
     )  # fmt: skip

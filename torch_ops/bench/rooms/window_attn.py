@@ -7,7 +7,7 @@ import torch
 import torch_ops
 from torch_ops.bench.measure import results
 from torch_ops.bench.measure.host import raw_launch
-from torch_ops.bench.measure.opbench import Call, HostCall, Impl, OpBench, op_calls, ours
+from torch_ops.bench.measure.opbench import LAYER_US, Call, HostCall, Impl, OpBench, op_calls, ours
 from torch_ops.bench.peers.packed import BASELINES, packed_call
 from torch_ops.bench.rooms.packed import attention_cost, attention_path, packed_checks, packed_kernels
 from torch_ops.bench.rooms.packed_cases import find_cases, notation
@@ -38,7 +38,7 @@ def _host_calls(dtype: torch.dtype, device: torch.device) -> list[HostCall]:
     call = partial(torch.ops.vk.window_attn, inputs.q, *rest)
     return [
         raw_launch("raw Triton launch of the forward kernel", call, attention_path(inputs)),
-        *op_calls("window_attn", lambda function, q: partial(function, q, *rest), inputs.q),
+        *op_calls("window_attn", lambda function, q: partial(function, q, *rest), inputs.q, most_us=LAYER_US),
     ]
 
 

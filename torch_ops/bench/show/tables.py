@@ -391,8 +391,8 @@ def _host_table(op: str, times: Sequence[HostTime]) -> Table:
     rows = []
     for time in times:
         share = time.microseconds / raw if time.microseconds is not None and raw else None
-        target = "" if time.target is None or not raw else f"at most {time.target:.1f}"
-        rows.append((time.name, digits(time.microseconds), digits(share), target))
+        most = "" if time.most_us is None else f"{time.most_us:g}"
+        rows.append((time.name, digits(time.microseconds), digits(share), most))
     notes = dict.fromkeys(f"{time.name}: {time.note}" for time in times if time.note)
-    headers = ("call", "host microseconds", "/ raw launch", "target")
+    headers = ("call", "host microseconds", "/ raw launch", "at most")
     return Table(f"{op}, host time per call", headers, tuple(rows), tuple(notes))
