@@ -394,7 +394,8 @@ def test_own_rows_count_for_their_lengths_alone(tmp_path: Path) -> None:
 
 
 def test_every_gpu_with_shipped_rows_is_built_here() -> None:
-    assert {path.stem for path in ROWS_DIR.glob("*.json")} == set(SHIPPED_GPUS)
+    stems = {path.stem for path in ROWS_DIR.glob("*.json")}
+    assert {stem for stem in stems if not stem.startswith("handover_")} == set(SHIPPED_GPUS)
 
 
 def test_spills_are_seen() -> None:
