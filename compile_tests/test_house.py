@@ -30,6 +30,8 @@ ROOMS = (
     ("_norms", r"torch_ops\._norms(\..*)?"),
     ("_kv_cache", r"torch_ops\._kv_cache(\..*)?"),
     ("_grids", r"torch_ops\._grids"),
+    # Plans of two families together.
+    ("_projected_attention", r"torch_ops\._projected_attention"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
     # Ops made of ops, and the caches that an op fills.
     ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.kv_cache(\..*)?"))),
@@ -51,6 +53,7 @@ FLOORS = (
     ("settings",),
     ("_core",),
     ("_attention", "_gemm", "_norms", "_kv_cache", "_grids"),
+    ("_projected_attention",),
     ("ops",),
     ("compositions",),
     ("_tools",),
