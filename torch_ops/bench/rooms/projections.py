@@ -74,7 +74,9 @@ def _kernels(function: Callable[..., Any], inputs: Inputs, rows: int) -> list[Tu
     return found
 
 
-def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs, most_us: float | None) -> list[HostCall]:
+def _host_calls(
+    op: Any, function: Callable[..., Any], reference: Callable[..., Any], inputs: Inputs, most_us: float | None
+) -> list[HostCall]:
     """From the kernels to the public function with gradients; inputs are so small that no call waits."""
     x = inputs.x.detach().clone().requires_grad_()
     launch, why = None, "there is none on this device"
@@ -90,6 +92,8 @@ def _host_calls(op: Any, function: Callable[..., Any], inputs: Inputs, most_us: 
     name = f"torch.ops.vk.{function.__name__}"
     of_op = [] if op is None else [HostCall(name, lambda: inputs.call(op))]
     return [
+        HostCall("eager PyTorch", lambda: inputs.call(reference)),
+        HostCall("eager PyTorch with gradients", lambda: inputs.call(reference, x=x)),
         HostCall("raw Triton launches of the forward", launch, raw=True, note=why),
         *of_op,
         HostCall(f"torch_ops.{function.__name__}", lambda: inputs.call(function), most_us=most_us),
@@ -131,6 +135,8 @@ def make_bench(
         path=lambda drawn: str(_explained(function, drawn)["path"]),
         ours=impl(VK, function, f"vk::{name}" if op else f"torch_ops.{name}", group=OURS), baselines=baselines,
         usual={"cuda": names, "cpu": tuple(each for each in names if each != "compiled")},
-        host_calls=lambda dtype, device: _host_calls(op, function, inputs(host_case, dtype, device), most_us),
+        host_calls=lambda dtype, device: _host_calls(
+            op, function, reference, inputs(host_case, dtype, device), most_us
+        ),
         kernels=lambda case, drawn: _kernels(function, drawn, case.rows),
     )  # fmt: skip
