@@ -459,5 +459,6 @@ def test_commands_run(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bench", [mlp.BENCH, qkv_rope.BENCH], ids=["mlp", "qkv_rope"])
 def test_host_calls_are_there(bench: OpBench) -> None:
     calls = bench.host_calls(torch.float32, CPU)
-    assert [call.raw for call in calls] == [True, False, False, False]
-    assert calls[0].call is None and calls[0].note == "there is none on this device"
+    assert [call.name for call in calls[:2]] == ["eager PyTorch", "eager PyTorch with gradients"]
+    assert [call.raw for call in calls] == [False, False, True, False, False, False]
+    assert calls[2].call is None and calls[2].note == "there is none on this device"
