@@ -108,7 +108,6 @@ def test_another_signature_is_dispatched_anew(what: str, norm: Dispatched) -> No
 
 # States of the thread. Not all of them are a mode that a call must be shown to.
 STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
     "inference": torch.inference_mode,
     "settings": lambda: torch_ops.settings(path="portable"),
 }
@@ -124,6 +123,32 @@ def test_another_state_is_dispatched_anew(state: str, norm: Dispatched) -> None:
                 made = norm(*arguments())
         assert norm.calls == 2
         assert made.is_inference() == (state == "inference")
+
+
+def test_calls_under_autocast_take_the_type_of_the_region() -> None:
+    """Also after calls outside, whose plans are those of other types."""
+    attend = Dispatched("window_attn")
+    tensors = [torch.randn(24, 2, 24, device=DEVICE) for _ in range(3)]
+    cu_seqlens = torch.tensor([0, 24], dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        assert attend(*tensors, cu_seqlens)[0].dtype is torch.float32
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for expected in (2, 3, 4):
+            assert attend(*tensors, cu_seqlens)[0].dtype is torch.bfloat16
+            assert attend.calls == expected
+    assert attend(*tensors, cu_seqlens)[0].dtype is torch.float32
+    assert attend.calls == 4
+
+
+def test_values_of_another_type_are_refused_as_ever() -> None:
+    """Though they are equal to those of a remembered call."""
+    attend = Dispatched("window_attn")
+    tensors = [torch.randn(24, 2, 24, device=DEVICE) for _ in range(3)]
+    given = *tensors, torch.tensor([0, 24], dtype=torch.int32, device=DEVICE), None, None, False
+    for _ in range(2):
+        attend(*given, -1)
+    with pytest.raises(RuntimeError):
+        attend.op(*given, -1.0)
 
 
 class _Seeing(TorchDispatchMode):

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -295,6 +297,40 @@ def test_adapters_are_noticed(change: Callable[[Adapter], None]) -> None:
     assert not replays(encoder)
     call(encoder, times=4)
     assert cache_of(encoder).why_eager == ""
+
+
+def test_another_class_of_a_module_is_noticed() -> None:
+    encoder = accelerated()
+    cache = held(encoder)
+    layer = encoder.blocks[0].attn.proj
+    layer.__class__ = type("Other", (nn.Linear,), {})
+    call(encoder)
+    assert cache.why_eager == "weights, modules or settings changed since the capture"
+
+
+def test_another_module_in_the_memory_of_one_before_is_noticed() -> None:
+    """Modules that were looked at are held, so that no other takes their identity."""
+    encoder = accelerated()
+    cache = held(encoder)
+    before = weakref.ref(encoder.blocks[0].attn.proj)
+    for _ in range(2):
+        encoder.blocks[0].attn.proj = copy.deepcopy(encoder.blocks[0].attn.proj)
+        gc.collect()
+    assert before() is not None
+    call(encoder)
+    assert cache.why_eager == "weights, modules or settings changed since the capture"
+
+
+def test_a_cache_serves_one_encoder() -> None:
+    """A shallow copy has the cache of the original, as replicas of DataParallel have."""
+    encoder, other = accelerated(), accelerated()
+    other.graphs = held(encoder)
+    call(other, times=3)
+    assert cache_of(other).why_eager == "the graphs are those of another encoder"
+    assert replays(encoder)
+    cache_of(other).clear()
+    call(other, times=3)
+    assert cache_of(other).why_eager == "" and not replays(encoder)
 
 
 def test_training_mode_is_eager() -> None:

@@ -56,7 +56,8 @@ class Call:
     """
 
     __slots__ = (
-        "_check", "_count", "_device", "_generation", "_pick_tensors", "_pick_values", "_values", "record", "run"
+        "_check", "_count", "_device", "_generation", "_pick_tensors", "_pick_values", "_types", "_values", "record",
+        "run",
     )  # fmt: skip
 
     def __init__(self, args: tuple[Any, ...], run: Callable[..., Any], record: Callable[..., Any] | None) -> None:
@@ -64,15 +65,20 @@ class Call:
         others = [place for place in range(len(args)) if place not in places]
         self._pick_tensors, self._pick_values = _picker(places), _picker(others)
         self._values, self._count = self._pick_values(args), len(args)
+        # PyTorch refuses 1.0 for an integer, which is equal to 1.
+        self._types = tuple(map(type, self._values))
         assert tensor_guards is not None
         self._check = tensor_guards(*self._pick_tensors(args)).check
         self._generation, self._device = settings.generation, current_cuda_device()
         self.run, self.record = run, record
 
     def takes(self, args: tuple[Any, ...]) -> bool:
+        if len(args) != self._count:
+            return False
+        values = self._pick_values(args)
         return (
-            len(args) == self._count
-            and self._pick_values(args) == self._values
+            tuple(map(type, values)) == self._types
+            and values == self._values
             and self._generation == settings.generation
             and self._check(*self._pick_tensors(args))
             and self._device == current_cuda_device()
@@ -113,9 +119,13 @@ class Direct:
     ) -> None:
         """Remember a call on real tensors of the current GPU, if `prepared(*args)` finds what runs it.
 
+        Calls under autocast are not remembered: what runs them takes other tensors, whose types are the region's.
+
         `recorded` makes a function that records its gradient of one that runs it.
         """
         if tensor_guards is None or not _are_plain(args) or has_functorch_transforms() or torch.jit.is_tracing():
+            return
+        if any(isinstance(each, Tensor) and torch.is_autocast_enabled(each.device.type) for each in args):
             return
         run = prepared(*args)
         if run is None:

@@ -113,6 +113,8 @@ class Statics:
     """
 
     def __init__(self, encoder: "QwenVisionEncoder", rows: int) -> None:
+        # A copy of an encoder may share its cache, as replicas of DataParallel do.
+        self.encoder = weakref.ref(encoder)
         self._inputs = Inputs(encoder, rows)
         self.recordings: dict[Padding, Recording] = {}
         self.weights, self.behaviour = Weights(encoder), Behaviour(encoder)

@@ -46,6 +46,8 @@ class Weights:
         self._mixed = [each for each in held if any(tensor is None for tensor in each.values())]
         self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
         self._found, self._rest = self.tensors(), self._look_at_the_rest()
+        # A module in the place of one that is gone could have its identity.
+        self._modules = modules
         self._addresses, self._places = list(map(_address, self._found)), list(range(len(self._found)))
 
     def tensors(self) -> list[Tensor]:
@@ -79,6 +81,7 @@ class Behaviour:
     def __init__(self, encoder: nn.Module) -> None:
         modules = list(encoder.modules())
         inner = [each for each in modules if each is not encoder]
+        self._modules = modules
         self._attributes = [vars(each) for each in inner]
         self._hooks = [getattr(each, name) for each in inner for name in HOOKS_OF_MODULES]
         foreign = [vars(each) for each in modules if not _is_own(each)]
@@ -99,7 +102,8 @@ class Behaviour:
     def _look(self) -> object:
         values = [tuple([_frozen(each.get(name), _DEPTH) for name in names]) for each, names in self._foreign]
         return (
-            list(map(len, self._attributes)), list(map(len, self._hooks)), list(map(_mode, self._training)), values
+            list(map(type, self._modules)), list(map(len, self._attributes)), list(map(len, self._hooks)),
+            list(map(_mode, self._training)), values,
         )  # fmt: skip
 
 
@@ -151,8 +155,21 @@ def _frozen(value: object, depth: int) -> object:
     if depth and isinstance(value, set | frozenset):
         return frozenset(value)
     if isinstance(value, Tensor):
-        return id(value), value.data_ptr()
-    return id(value)
+        return _Same(value), value.data_ptr()
+    return _Same(value)
+
+
+class _Same:
+    """Equal to what holds the same object, which no other can replace in memory meanwhile."""
+
+    __slots__ = ("_value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
 
 
 def _all(dictionaries: Iterable[dict[str, Any]]) -> Iterator[Any]:

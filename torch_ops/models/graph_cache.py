@@ -123,8 +123,9 @@ class GraphCache:
         self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...]
     ) -> list[Tensor] | None:
         """Return (last_hidden_state, pooler_output, *deepstack features) by a graph, or None for an eager call."""
-        self._why = _why_eager(encoder, pixel_values)
-        if self._why:
+        # Another thread may write its own reason meanwhile.
+        why = self._why = _why_eager(encoder, pixel_values)
+        if why:
             return None
         if not pixel_values.shape[0]:
             self._why = "the batch is empty"
@@ -135,6 +136,9 @@ class GraphCache:
     def _replayed(
         self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...]
     ) -> list[Tensor] | None:
+        if self._statics is not None and self._statics.encoder() is not encoder:
+            self._why = "the graphs are those of another encoder"
+            return None
         filled, bucket = _sizes_of(images, encoder.sizes)
         budget = filled if filled in self._replays else self._held(filled, bucket)
         if budget is None:
@@ -149,7 +153,7 @@ class GraphCache:
             # Another graph may have grown the pool; a replay does not.
             if captured and outputs is not None and not self._fits(budget):
                 return outputs
-        except RuntimeError as error:
+        except Exception as error:
             if not captured:
                 raise
             self._give_up(budget, error)
@@ -190,8 +194,8 @@ class GraphCache:
             statics = None
         if statics is None:
             statics = Statics(encoder, budget.rows or 0)
-        self._why = statics.behaviour.why_eager()
-        if self._why:
+        why = self._why = statics.behaviour.why_eager()
+        if why:
             return False
         self._statics = statics
         # A graph with more room takes the place of the one before.
@@ -229,7 +233,7 @@ class GraphCache:
         self._replays.clear()
         self._statics = None
 
-    def _give_up(self, budget: Padding, error: RuntimeError) -> None:
+    def _give_up(self, budget: Padding, error: Exception) -> None:
         """Stay eager where a graph could not be captured, and say so once."""
         self._drop_all()
         self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
