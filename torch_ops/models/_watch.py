@@ -47,7 +47,7 @@ class Weights:
         self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
         self._found, self._rest = self.tensors(), self._look_at_the_rest()
         # A module in the place of one that is gone could have its identity.
-        self._modules = modules
+        self._walked = modules
         self._addresses, self._places = list(map(_address, self._found)), list(range(len(self._found)))
 
     def tensors(self) -> list[Tensor]:
@@ -81,7 +81,7 @@ class Behaviour:
     def __init__(self, encoder: nn.Module) -> None:
         modules = list(encoder.modules())
         inner = [each for each in modules if each is not encoder]
-        self._modules = modules
+        self._walked = modules
         self._attributes = [vars(each) for each in inner]
         self._hooks = [getattr(each, name) for each in inner for name in HOOKS_OF_MODULES]
         foreign = [vars(each) for each in modules if not _is_own(each)]
@@ -102,7 +102,7 @@ class Behaviour:
     def _look(self) -> object:
         values = [tuple([_frozen(each.get(name), _DEPTH) for name in names]) for each, names in self._foreign]
         return (
-            list(map(type, self._modules)), list(map(len, self._attributes)), list(map(len, self._hooks)),
+            list(map(type, self._walked)), list(map(len, self._attributes)), list(map(len, self._hooks)),
             list(map(_mode, self._training)), values,
         )  # fmt: skip
 
