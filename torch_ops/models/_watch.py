@@ -163,7 +163,6 @@ class _Same:
     """Equal to what holds the same object, which no other can replace in memory meanwhile."""
 
     __slots__ = ("_value",)
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: object) -> None:
         self._value = value
