@@ -1,7 +1,7 @@
 """Eager calls of a signature that was seen before, without PyTorch's dispatcher.
 
 A call of an op passes through the dispatcher twice, and all arguments are converted to C++ and back each time. That
-takes longer than the launch. `Direct` remembers the signatures of calls. PyTorch's guards of compiled code compare
+takes longer than the launch. `Direct` remembers a signature when it comes a second time. PyTorch's guards of compiled code compare
 tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad and dispatch keys. The keys
 tell of autocast, inference mode, transforms, subclasses and tracing. A call that modes, forward-mode differentiation
 or a profiler watch goes to the dispatcher.
@@ -26,17 +26,19 @@ from torch_ops._core.torch_private import (
 )
 from torch_ops.settings import settings
 
-# Calls that one op remembers.
-MOST_CALLS = 8
+# Calls that one op remembers, and those of them whose first tensors have one shape.
+MOST_CALLS, MOST_OF_A_SHAPE = 1024, 8
+# Calls that a full memory turns away before it begins anew.
+MOST_TURNED_AWAY = 4 * MOST_CALLS
 
 
 def is_watched() -> bool:
-    """Return whether something must see a call of an op, besides what the dispatch keys of its tensors tell."""
+    """Return whether a mode, forward-mode differentiation, a profiler or checked mode must see calls of this thread."""
     return bool(count_dispatch_modes() or has_function_modes() or has_tangents() or is_profiling() or settings.checked)
 
 
 def allocator(made: Any) -> Callable[[], Any] | None:
-    """Return what allocates outputs in the layouts of these, if each has memory of its own on a GPU."""
+    """Return a function that allocates outputs in the layouts of these; None unless each has its own memory on a GPU."""
     outputs = made if isinstance(made, tuple) else (made,)
     memory = [each.untyped_storage() for each in outputs]
     own = len({each.data_ptr() for each in memory if each.nbytes()}) == sum(each.nbytes() > 0 for each in memory)
@@ -50,9 +52,9 @@ def allocator(made: Any) -> Callable[[], Any] | None:
 
 
 class Call:
-    """A remembered call: whether another one is of its signature, and what runs it.
+    """A remembered call: `takes` compares another call with it, and `run` runs one.
 
-    `record` runs it and records its gradient; None where no tensor requires one.
+    `record` also records the gradient. It is None if no tensor of the call requires one.
     """
 
     __slots__ = (
@@ -92,19 +94,28 @@ def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
 
 
 class Direct:
-    """The calls of an op that are remembered, the last used first."""
+    """The calls of an op that are remembered, by the shape of their first tensor, and then the last used first."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._calls: dict[Any, list[Call]] = {}
+        self._count = self._turned_away = 0
 
     def find(self, args: tuple[Any, ...]) -> Call | None:
-        calls = self._calls
+        try:
+            shape = _shape_of(args)
+            calls = self._calls.get(shape, ())
+        except (TypeError, RuntimeError):
+            # A shape that has no hash or is not known: that of a nested tensor.
+            return None
         for place, call in enumerate(calls):
             try:
                 if call.takes(args):
                     if place:
                         # Another thread may have changed the list; then nothing is lost but the order.
-                        self._calls = [call, *(each for each in calls if each is not call)]
+                        self._calls[shape] = [call, *(each for each in calls if each is not call)]
                     return call
             except (TypeError, RuntimeError):
                 # A value has no truth, or something else than a tensor stands in its place: the check refuses it.
@@ -117,12 +128,14 @@ class Direct:
         prepared: Callable[..., Callable[..., Any] | None],
         recorded: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
-        """Remember a call on real tensors of the current GPU, if `prepared(*args)` finds what runs it.
+        """Remember a call on real tensors of the current GPU, if `prepared(*args)` returns a function that runs it.
 
-        Calls under autocast are not remembered: what runs them takes other tensors, whose types are the region's.
+        Calls under autocast are not remembered: the function takes tensors of the region's type, and they have another.
 
-        `recorded` makes a function that records its gradient of one that runs it.
+        `recorded` turns the function into one that also records the gradient.
         """
+        if self._count >= MOST_CALLS and not self._begun_anew():
+            return
         if tensor_guards is None or not _are_plain(args) or has_functorch_transforms() or torch.jit.is_tracing():
             return
         if any(isinstance(each, Tensor) and torch.is_autocast_enabled(each.device.type) for each in args):
@@ -132,7 +145,21 @@ class Direct:
             return
         wanted = recorded is not None and any([isinstance(each, Tensor) and each.requires_grad for each in args])
         record = recorded(run) if recorded is not None and wanted else None
-        self._calls = [Call(args, run, record), *self._calls[: MOST_CALLS - 1]]
+        shape = _shape_of(args)
+        self._calls[shape] = [Call(args, run, record), *self._calls.get(shape, ())][:MOST_OF_A_SHAPE]
+        self._count += 1
+
+    def _begun_anew(self) -> bool:
+        """Make room, though rarely: where signatures are more than fit, to replace them costs more than it saves."""
+        self._turned_away += 1
+        if self._turned_away <= MOST_TURNED_AWAY:
+            return False
+        self._begin()
+        return True
+
+
+def _shape_of(args: tuple[Any, ...]) -> Any:
+    return getattr(args[0], "shape", None) if args else None
 
 
 def _are_plain(args: tuple[Any, ...]) -> bool:

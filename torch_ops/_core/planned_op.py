@@ -26,6 +26,15 @@ Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 MOST_PLANS = 4096
 
 
+class Run:
+    """What runs the calls of a signature, and whether it came more than once."""
+
+    __slots__ = ("again", "launch")
+
+    def __init__(self, launch: Callable[[Any], Any]) -> None:
+        self.launch, self.again = launch, False
+
+
 class Planned(NamedTuple):
     """What `explain` records of one call of an op; `op` is None where the library has no gradient to plan."""
 
@@ -76,11 +85,11 @@ def picker(places: Sequence[int]) -> Pick:
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-def remember(plans: dict[Any, Any], signature: Any, launch: Any) -> None:
+def remember(plans: dict[Any, Run], signature: Any, launch: Callable[[Any], Any]) -> None:
     if signature is not None:
         if len(plans) >= MOST_PLANS:
             plans.clear()
-        plans[signature] = launch
+        plans[signature] = Run(launch)
 
 
 def without_tensors(call: Any) -> Any:
@@ -113,7 +122,7 @@ def planned_op(
     flops(call)         counts
     options             those of `vk_op`
     """
-    plans: dict[Any, Callable[[Any], Any]] = {}
+    plans: dict[Any, Run] = {}
     signature_of = signatures(get_type_hints(arguments).values())
     seen = Direct()
 
@@ -137,10 +146,10 @@ def planned_op(
         if check_values is not None and settings.checked and is_eager():
             check_values(call)
         if run is None:
-            run, made = _first_run(call)
-            remember(plans, signature, run)
-        else:
-            made = run(call)
+            launch, made = _first_run(call)
+            remember(plans, signature, launch)
+            return made
+        made, run.again = run.launch(call), True
         if not watched:
             seen.remember(args, prepared)
         return made
@@ -169,7 +178,10 @@ def planned_op(
 
     def prepared(*args: Any) -> Callable[..., Any] | None:
         run = plans.get(signature_of(arguments(*args)))
-        return None if run is None else lambda *args: run(arguments(*args))
+        if run is None or not run.again:
+            return None
+        launch = run.launch
+        return lambda *args: launch(arguments(*args))
 
     body.prepared = prepared  # type: ignore[attr-defined]
     body.__signature__ = _signature(arguments, results)  # type: ignore[attr-defined]
@@ -290,7 +302,7 @@ def opaque_plan(
     Gluon kernels cannot pass through `wrap_triton`, so no compiler looks into the op. Its schema is the fields of two
     NamedTuples: the tensors of a launch and its options. It plans again when it runs, since the call is eager then.
     """
-    plans: dict[Any, Callable[[Any], Any]] = {}
+    plans: dict[Any, Run] = {}
     fields = {**get_type_hints(tensors), **get_type_hints(options)}
     signature_of = signatures(fields.values())
     count = len(tensors._fields)
@@ -302,18 +314,24 @@ def opaque_plan(
             found.run(*args)
             return
         signature = signature_of(args)
-        planned = plans.get(signature)
+        run = plans.get(signature)
         on = tensors(*args[:count])
-        if planned is None:
+        if run is None:
             planned = plan(on, options(*args[count:])).launch
             remember(plans, signature, planned)
-        planned(on)
+            planned(on)
+            return
+        run.launch(on)
+        run.again = True
         if not watched:
             seen.remember(args, prepared)
 
     def prepared(*args: Any) -> Callable[..., Any] | None:
-        planned = plans.get(signature_of(args))
-        return None if planned is None else lambda *args: planned(tensors(*args[:count]))
+        run = plans.get(signature_of(args))
+        if run is None or not run.again:
+            return None
+        planned = run.launch
+        return lambda *args: planned(tensors(*args[:count]))
 
     def body(*args: Any) -> None:
         run_where_tensors_are(launch, *args)

@@ -265,32 +265,37 @@ def composed_op(name: str, private: bool = False) -> Callable[[Callable[..., Any
 def _install_eager_path(
     name: str, body: Callable[..., Any], definition: Any, mutates: tuple[str, ...]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes, of a function that runs a call, one that records its gradient too."""
+    """Return a decorator: it turns a function that runs a call into one that also records the gradient."""
     parameters = inspect.signature(body).parameters
     defaults = [parameter.default for parameter in parameters.values()]
     written = [list(parameters).index(argument) for argument in mutates]
     generic = autograd_impl(definition)
     run = functools.partial(run_where_tensors_are, body)
 
+    class Differentiable(torch.autograd.Function):
+        """Its last argument runs the call, so that the others have the places that they have in the schema."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *given, run = args
+            outputs = run(*given)
+            setup_context = setup_context_of(definition)
+            if setup_context is not None:
+                setup_context(ctx, tuple(given), outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            backward = backward_of(definition)
+            assert backward is not None
+            found = backward(ctx, *grads)
+            return (*found, None) if isinstance(found, tuple) else (found, None)
+
+    # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
+    record = super(torch.autograd.Function, Differentiable).apply
+
     def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
-        class Differentiable(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Any:
-                outputs = run(*args)
-                setup_context = setup_context_of(definition)
-                if setup_context is not None:
-                    setup_context(ctx, args, outputs)
-                return outputs
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                backward = backward_of(definition)
-                assert backward is not None
-                return backward(ctx, *grads)
-
-        # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
-        record = super(torch.autograd.Function, Differentiable).apply
-        return lambda *args: record(*args, *defaults[len(args) :])
+        return lambda *args: record(*args, *defaults[len(args) :], run)
 
     apply = recorded(run)
 
