@@ -135,7 +135,7 @@ def test_another_state_is_dispatched_anew(state: str, norm: Dispatched) -> None:
         with STATES[state]():
             for _ in range(3):
                 made = norm(*arguments())
-        # What was planned in another mode of inference holds, but not with other settings.
+        # A plan holds with and without inference mode, but not with other settings.
         assert norm.calls == (3 if state == "inference" else 4)
         assert made.is_inference() == (state == "inference")
 

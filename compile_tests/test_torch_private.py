@@ -168,6 +168,14 @@ def test_a_compiled_module_keeps_the_original() -> None:
     assert getattr(torch.compile(module), torch_private.ORIGINAL_MODULE) is module
 
 
+def test_the_order_of_attention_kernels_is_told() -> None:
+    before = torch_private.sdpa_priorities()
+    kernels = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
+    with torch.nn.attention.sdpa_kernel(kernels, set_priority=True):
+        assert torch_private.sdpa_priorities() != before
+    assert torch_private.sdpa_priorities() == before
+
+
 def test_tensors_are_zeroed_together() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     torch_private.zero_all(tensors)

@@ -1,10 +1,10 @@
 """Eager calls of a signature that was seen before, without PyTorch's dispatcher.
 
 A call of an op passes through the dispatcher twice, and all arguments are converted to C++ and back each time. That
-takes longer than the launch. `Direct` remembers a signature when it comes a second time. PyTorch's guards of compiled code compare
-tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad and dispatch keys. The keys
-tell of autocast, inference mode, transforms, subclasses and tracing. A call that modes, forward-mode differentiation
-or a profiler watch goes to the dispatcher.
+takes longer than the launch. `Direct` remembers a signature when it comes a second time. PyTorch's guards of compiled
+code compare tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad and dispatch keys.
+The keys tell of autocast, inference mode, transforms, subclasses and tracing. A call that modes, forward-mode
+differentiation or a profiler watch goes to the dispatcher; observers of `torch.profiler`'s execution traces see none.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def is_watched() -> bool:
 
 
 def allocator(made: Any) -> Callable[[], Any] | None:
-    """Return a function that allocates outputs in the layouts of these; None unless each has its own memory on a GPU."""
+    """Return a function that allocates outputs of these layouts; None unless each has memory of its own on a GPU."""
     outputs = made if isinstance(made, tuple) else (made,)
     memory = [each.untyped_storage() for each in outputs]
     own = len({each.data_ptr() for each in memory if each.nbytes()}) == sum(each.nbytes() > 0 for each in memory)

@@ -27,7 +27,7 @@ MOST_PLANS = 4096
 
 
 class Run:
-    """What runs the calls of a signature, and whether it came more than once."""
+    """A function that runs the calls of a signature, and whether one came again."""
 
     __slots__ = ("again", "launch")
 
@@ -85,11 +85,11 @@ def picker(places: Sequence[int]) -> Pick:
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-def remember(plans: dict[Any, Run], signature: Any, launch: Callable[[Any], Any]) -> None:
+def remember(plans: dict[Any, Any], signature: Any, planned: Any) -> None:
     if signature is not None:
         if len(plans) >= MOST_PLANS:
             plans.clear()
-        plans[signature] = Run(launch)
+        plans[signature] = planned
 
 
 def without_tensors(call: Any) -> Any:
@@ -147,7 +147,7 @@ def planned_op(
             check_values(call)
         if run is None:
             launch, made = _first_run(call)
-            remember(plans, signature, launch)
+            remember(plans, signature, Run(launch))
             return made
         made, run.again = run.launch(call), True
         if not watched:
@@ -318,7 +318,7 @@ def opaque_plan(
         on = tensors(*args[:count])
         if run is None:
             planned = plan(on, options(*args[count:])).launch
-            remember(plans, signature, planned)
+            remember(plans, signature, Run(planned))
             planned(on)
             return
         run.launch(on)

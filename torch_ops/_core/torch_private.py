@@ -60,6 +60,7 @@ __all__ = [
     "pytree",
     "raw_cuda_stream",
     "schema_of",
+    "sdpa_priorities",
     "setup_context_of",
     "statically_known_true",
     "tensor_guards",
@@ -85,6 +86,8 @@ raw_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 addresses_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", None
 )
+# The order in which scaled_dot_product_attention tries its kernels.
+sdpa_priorities: Callable[[], tuple[int, ...]] = getattr(torch._C, "_get_sdp_priority_order", tuple)
 without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 # Within, `torch.library.wrap_triton` gives the kernel itself.
 launch_triton_directly = functools.partial(_library_triton.set_wrap_triton_enabled, False)

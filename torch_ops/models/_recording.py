@@ -1,6 +1,8 @@
 """The packed call of an encoder on static tensors: CUDA graphs, or on the CPU what stands in for them."""
 
 import contextlib
+import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -53,13 +55,11 @@ class Recording:
         self.metadata = metadata = metadata_of((), encoder.sizes, pixels.device, budget).clone()
         self._filled: VisionMetadata | None = None
 
-        def encode() -> Outputs:
-            return encoder.encode_packed(pixels, metadata)
-
+        encode = functools.partial(encoder.encode_packed, pixels, metadata)
         self.replay = _captured(encode, statics) if pixels.is_cuda else _repeated(encode)
 
     def fill(self, metadata: VisionMetadata) -> None:
-        """With what is there already, if the batch before had the same grid: then its metadata is the same object."""
+        """Copy the metadata of a batch. That of the same grid as before is the same object, and is there already."""
         if metadata is not self._filled:
             self._filled = None
             self.metadata.copy_(metadata)
@@ -151,7 +151,7 @@ class Statics:
         return (*pixels, *(tensor for each in recordings for _, tensor in each.metadata.tensors()))
 
     def current(self) -> bool:
-        """Whether graphs still compute what the encoder would."""
+        """Return whether graphs still compute what the encoder would."""
         return (
             self._generation == settings.generation
             and self.weights.unchanged()
@@ -160,7 +160,7 @@ class Statics:
         )
 
     def usable(self) -> bool:
-        """Whether graphs may be replayed, if only to find that they are not current: they read weights in place."""
+        """Return whether a replay reads valid memory. Its results may still be out of date; `current` tells."""
         return self._generation == settings.generation and self.weights.in_place()
 
     def replayed(
@@ -170,7 +170,7 @@ class Statics:
         """Return the outputs of a batch, cut to its rows; None where graphs are no longer what the encoder computes."""
         with self.in_order():
             self.inputs(encoder, budget).fill(pixel_values)
-            # Looked at while the pixels are on their way, and the rest of it while the device computes.
+            # Addresses are compared while pixels are copied; everything else while the device computes.
             if not (self.usable() if budget in self.recordings else self.current()):
                 return None
             recording = self.recording(encoder, budget)
@@ -190,7 +190,7 @@ class Statics:
     def recording(self, encoder: "QwenVisionEncoder", budget: Padding) -> Recording:
         if budget not in self.recordings:
             # Tensors made in inference mode could not be filled outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), _no_collection():
                 self.recordings[budget] = self._recorded(encoder, budget)
         return self.recordings[budget]
 
@@ -217,7 +217,7 @@ class Statics:
 
     @contextlib.contextmanager
     def _pool_kept(self) -> Iterator[None]:
-        """A pool takes no more graphs once its last is gone, be it the first, whose capture failed."""
+        """Make another pool if the first capture in this one fails: a pool without graphs takes no more."""
         try:
             yield
         except BaseException:
@@ -236,6 +236,18 @@ class Statics:
             yield
         finally:
             self._done.record()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage within: another encoder's graphs may be among it, whose end no capture may wait for."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _settle(done: torch.cuda.Event, counters: list[Tensor], device: torch.device) -> None:

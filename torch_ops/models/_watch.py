@@ -7,6 +7,7 @@ Python for each entry.
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from torch_ops._core.torch_private import (
     buffers_of,
     children_of,
     parameters_of,
+    sdpa_priorities,
 )
 from torch_ops.models._layers import LAYERS, NORMS
 
-# Levels of lists and dictionaries that are compared by their entries, such as PEFT's scalings by name of the adapter.
+# Levels of lists, dictionaries and objects that are compared by their entries, such as PEFT's scalings by adapter.
 _DEPTH = 3
+_NOT_LOOKED_INTO = nn.Module, type, ModuleType, FunctionType, MethodType
 
 
 class Weights:
@@ -39,7 +42,7 @@ class Weights:
         modules = list(module.modules())
         children = [children_of(each) for each in modules]
         held = [tensors for each in modules for tensors in (parameters_of(each), buffers_of(each))]
-        # Most are empty: of those it is enough to look at the size.
+        # Most dictionaries are empty, so their sizes are compared first.
         self._sized: list[dict[str, Any]] = [*children, *held]
         self._children = [each for each in children if each]
         # Those that hold None, such as a bias that is not there, are few.
@@ -121,7 +124,10 @@ def numeric_flags() -> tuple[object, ...]:
         attention.mem_efficient_sdp_enabled(),
         attention.math_sdp_enabled(),
         attention.cudnn_sdp_enabled(),
+        sdpa_priorities(),
         cudnn.enabled,
+        cudnn.deterministic,
+        cudnn.benchmark,
         cudnn.conv.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -145,7 +151,7 @@ def _why_eager(module: nn.Module, is_root: bool) -> str:
 
 
 def _frozen(value: object, depth: int) -> object:
-    """Return a value to compare later: that of a number, text or collection, and for other objects the identity."""
+    """Return what a later look is compared with: numbers and text by value, other objects by identity and entries."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth and isinstance(value, dict):
@@ -156,6 +162,8 @@ def _frozen(value: object, depth: int) -> object:
         return frozenset(value)
     if isinstance(value, Tensor):
         return _Same(value), value.data_ptr()
+    if depth and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO):
+        return _Same(value), _frozen(vars(value), depth)
     return _Same(value)
 
 

@@ -78,6 +78,8 @@ class GraphCache:
         self._meetings = MEETINGS
         # Rows of the smallest batch whose graph memory did not suffice for.
         self._too_large: int | None = None
+        # Buckets whose capture failed for another reason, which is said to every call of them.
+        self._failed: dict[Padding, str] = {}
         self._why = ""
         self._warned = False
 
@@ -113,11 +115,16 @@ class GraphCache:
         with self._lock:
             self._drop_all()
             self._met.clear()
+            self._failed.clear()
             self._too_large, self._meetings = None, MEETINGS
 
     def __repr__(self) -> str:
         held = "; ".join(map(words_of, self.captured)) or "none"
         return f"GraphCache(max_graphs={self.max_graphs}, max_bytes={self.max_bytes}, held: {held})"
+
+    def stay_eager(self, why: str) -> None:
+        """Say why a call does not ask for a graph."""
+        self._why = why
 
     def replayed(
         self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...]
@@ -160,6 +167,9 @@ class GraphCache:
             return None
         if outputs is None:
             self._drop_all()
+            if captured:
+                # A call that changes its own modules will do so again.
+                self._back_off()
             self._why = "weights, modules or settings changed since the capture"
             return None
         self._replays[budget] = self._replays.get(budget, -1) + 1
@@ -178,7 +188,9 @@ class GraphCache:
         while len(self._met) > MOST_SIZES:
             self._met.popitem(last=False)
         rows = filled.rows or 0
-        if self._too_large is not None and rows >= self._too_large:
+        if bucket in self._failed:
+            self._why = self._failed[bucket]
+        elif self._too_large is not None and rows >= self._too_large:
             self._why = f"memory does not suffice for a graph of {self._too_large} patches"
         elif count + 1 < self._meetings:
             self._why = f"the size was met {count + 1} of {self._meetings} times"
@@ -202,7 +214,11 @@ class GraphCache:
         for each in self._of_bucket(bucket_of(budget)):
             self._drop(each)
         while len(self._replays) >= self.max_graphs:
-            self._drop(next(iter(self._replays)))
+            oldest, replays = next(iter(self._replays.items()))
+            if replays < PAID:
+                self._meetings = self._more_meetings()
+            self._met.pop(bucket_of(oldest), None)
+            self._drop(oldest)
         return True
 
     def _of_bucket(self, bucket: Padding) -> list[Padding]:
@@ -216,6 +232,7 @@ class GraphCache:
         self._drop_all()
         if alone:
             self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
+            self._say(f"a graph of {budget.rows} patches takes more than max_bytes = {self.max_bytes}")
         return False
 
     def _drop(self, budget: Padding) -> None:
@@ -227,21 +244,41 @@ class GraphCache:
         """Drop the graphs. If they did not pay, sizes are to come more often before they are captured again."""
         if self._replays:
             paid = sum(self._replays.values()) >= PAID * len(self._replays)
-            self._meetings = MEETINGS if paid else min(2 * self._meetings, MOST_MEETINGS)
+            self._replays.clear()
+            self._meetings = MEETINGS if paid else self._more_meetings()
             # Sizes are to be met anew.
             self._met.clear()
-        self._replays.clear()
         self._statics = None
+
+    def _more_meetings(self) -> int:
+        return min(2 * self._meetings, MOST_MEETINGS)
+
+    def _back_off(self) -> None:
+        """After a capture in vain: sizes are to be met anew, and more often."""
+        self._met.clear()
+        self._meetings = self._more_meetings()
 
     def _give_up(self, budget: Padding, error: Exception) -> None:
         """Stay eager where a graph could not be captured, and say so once."""
         self._drop_all()
-        self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
-        reason = "memory does not suffice" if out_of_memory(error) else str(error).partition("\n")[0]
-        self._why = f"no graph of {budget.rows} patches could be captured: {reason}"
+        lacking = out_of_memory(error)
+        reason = "memory does not suffice" if lacking else str(error).partition("\n")[0]
+        why = f"no graph of {budget.rows} patches could be captured: {reason}"
+        if lacking:
+            self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
+        else:
+            # Other sizes may do without what failed, but are not all tried at once.
+            self._back_off()
+            if len(self._failed) >= MOST_SIZES:
+                self._failed.clear()
+            self._failed[bucket_of(budget)] = why
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        self._why = why
         if not self._warned:
             self._warned = True
-            warnings.warn(f"the vision encoder stays eager: {self._why}", stacklevel=2)
+            warnings.warn(f"the vision encoder stays eager: {why}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         """State of copies and pickles, which have no graphs yet."""

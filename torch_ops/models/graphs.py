@@ -181,7 +181,7 @@ class EncoderGraphs:
 
     def _images(self, grid_thw: Tensor | None, metadata: VisionMetadata | None) -> tuple[Image, ...] | None:
         if metadata is not None:
-            return metadata.images
+            return metadata.made_of
         return None if grid_thw is None else images_of("EncoderGraphs", grid_thw, self.encoder.sizes.merge_size)
 
     def _budget(self, images: tuple[Image, ...]) -> Padding | None:

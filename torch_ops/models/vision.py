@@ -125,8 +125,10 @@ class QwenVisionEncoder(nn.Module):
         images: tuple[Image, ...] | None = ()
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         given = any([kwargs.get(name) is not None for name in PRECOMPUTED])
-        if not torch.compiler.is_compiling() and self.graphs is not None and not (keep or given or chunk_tokens):
-            outputs, metadata = self._replayed(self.graphs, hidden_states, grid_thw, metadata)
+        if not torch.compiler.is_compiling() and self.graphs is not None:
+            why = "output_hidden_states is given" if keep else "chunk_tokens is given" if chunk_tokens else ""
+            why = why or ("tensors of Transformers' helpers are given" if given else "")
+            outputs, metadata = self._replayed(self.graphs, hidden_states, grid_thw, metadata, why)
             if outputs is not None:
                 last, pooled, *features = outputs
                 return self._returned(self.output_of(last, pooled, features), return_dict)
@@ -137,7 +139,7 @@ class QwenVisionEncoder(nn.Module):
             learned = self.pos_embed is not None
             metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, self.device, learned)
         if metadata is not None:
-            images = metadata.images
+            images = metadata.made_of
             self.check_pixels(hidden_states, metadata.cos.shape[0])
         if chunk_tokens is None:
             assert metadata is not None
@@ -153,14 +155,23 @@ class QwenVisionEncoder(nn.Module):
         return output if self._asked("return_dict", return_dict, True) else output.to_tuple()
 
     def _replayed(
-        self, graphs: GraphCache, pixel_values: Tensor, grid_thw: Tensor | None, metadata: VisionMetadata | None
-    ) -> tuple[list[Tensor] | None, VisionMetadata | None]:
+        self, graphs: GraphCache, pixel_values: Tensor, grid_thw: Tensor | None, metadata: VisionMetadata | None,
+        why_eager: str,
+    ) -> tuple[list[Tensor] | None, VisionMetadata | None]:  # fmt: skip
         """Outputs by a graph, or metadata for an eager call; a grid on the device is read back once for both."""
-        images = None if metadata is None else metadata.images
-        if metadata is None and grid_thw is not None:
-            images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
-        # Padded metadata has more rows than its images.
-        if images is None or (metadata is not None and metadata.cos.shape[0] != patches_of(images)):
+        images = None
+        if not why_eager and metadata is not None:
+            images = metadata.made_of
+            why_eager = "" if images is not None else "metadata has tensors that do not follow from its images"
+            # It has more rows than its images.
+            if images is not None and metadata.cos.shape[0] != patches_of(images):
+                why_eager = "metadata is padded"
+        elif not why_eager:
+            if grid_thw is not None:
+                images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
+            why_eager = "" if images is not None else "there is no grid"
+        if images is None or why_eager:
+            graphs.stay_eager(why_eager)
             return None, metadata
         self.check_pixels(pixel_values, patches_of(images))
         outputs = graphs.replayed(self, pixel_values, images)

@@ -88,6 +88,11 @@ class VisionMetadata:
     sizes: VisionSizes | None = None
 
     @property
+    def made_of(self) -> tuple[Image, ...] | None:
+        """Images that all tensors follow from; None if the host does not know them, or a tensor was replaced."""
+        return self.images if getattr(self, "_is_made", False) else None
+
+    @property
     def total(self) -> int:
         """Patches in all, without padding."""
         return patches_of(self._known())
@@ -257,7 +262,7 @@ def _cached_metadata(
         window_index, reverse_index = sent(index, device), sent(index.argsort(), device)
         # Compilers guard on what a tensor is a view of; a clone is none.
         cos, sin = (gather_cells(table, window_index, sizes).clone() for table in (cos, sin))
-    return VisionMetadata(
+    made = VisionMetadata(
         grid=grid,
         cu_seqlens=sent(_cu_seqlens("segments", frames, padding.segments), device),
         cos=cos,
@@ -268,6 +273,9 @@ def _cached_metadata(
         images=images,
         sizes=sizes,
     )
+    # No field, so that `dataclasses.replace` does not take it along.
+    object.__setattr__(made, "_is_made", True)
+    return made
 
 
 def _at_least(name: str, wanted: int | None, count: int) -> int:
@@ -348,6 +356,8 @@ def precomputed_metadata(
             names = ", ".join(name for name, lacking in missing.items() if lacking)
             refuse("vision encoder", "grid_thw", f"a grid, unless metadata or {names} are given", None)
         base = vision_metadata(grid_thw, sizes, device)
+    if not used:
+        return base
     if position_ids is not None:
         cos, sin = _angles(position_ids, sizes)
     elif ordered:
@@ -379,7 +389,6 @@ def precomputed_metadata(
         cu_window_seqlens=cu_window_seqlens,
         interp_indices=indices if interpolated else None,
         interp_weights=weights if interpolated else None,
-        images=None if used else base.images,
         sizes=sizes,
     )
 
