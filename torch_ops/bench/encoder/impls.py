@@ -153,10 +153,15 @@ def _spoil(result: Features) -> None:
 # Ours.
 
 # torch.compile takes a mode or options; reduce-overhead is `triton.cudagraphs`.
+_WHOLE: dict[str, Any] = {"fullgraph": True, "dynamic": True}
 OUR_COMPILERS: dict[str, dict[str, Any]] = {
-    "vk_compiled": {"options": {"size_asserts": False}},
-    "vk_reduced": {"mode": "reduce-overhead"},
-    "vk_reduced_frozen": {"options": {**torch._inductor.list_mode_options("reduce-overhead"), "freezing": True}},
+    "vk_compiled_plain": {},
+    "vk_compiled": {**_WHOLE, "options": {"size_asserts": False}},
+    "vk_reduced": {**_WHOLE, "mode": "reduce-overhead"},
+    "vk_reduced_frozen": {
+        **_WHOLE,
+        "options": {**torch._inductor.list_mode_options("reduce-overhead"), "freezing": True},
+    },
 }
 
 
@@ -175,12 +180,12 @@ def _bind_ours_compiled(name: str, scene: Scene) -> Bound:
     compiler = OUR_COMPILERS[name]
 
     def compile_it() -> Any:
-        return torch.compile(scene.session.encoder.encode_packed, fullgraph=True, dynamic=True, **compiler)
+        return torch.compile(scene.session.encoder.encode_packed, **compiler)
 
     encode, metadata = scene.session.once(f"ours compiled, {name}", compile_it), scene.metadata()
     held = tuple(tensor for _, tensor in metadata.tensors())
     bound = _stepped(
-        lambda: encode(scene.pixels, metadata), None if name == "vk_compiled" else "reduce-overhead", held
+        lambda: encode(scene.pixels, metadata), "reduce-overhead" if "reduced" in name else None, held
     )  # fmt: skip
     if compiler.get("options", {}).get("freezing"):
         # Dynamo, which takes the weights for constants, looks at the configuration of the process.
@@ -332,6 +337,10 @@ IMPLS = (
     ),
     encoder_impl(
         "vk_ready", OURS, "our encoder, eager, of metadata made before the call", _bind_ours_ready
+    ),
+    encoder_impl(
+        "vk_compiled_plain", OURS, "torch.compile(encoder.encode_packed)",
+        partial(_bind_ours_compiled, "vk_compiled_plain"), _needs_gpu,
     ),
     encoder_impl(
         "vk_compiled", OURS,
