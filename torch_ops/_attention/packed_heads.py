@@ -37,7 +37,7 @@ def heads_of(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def default_options(num_heads: int, columns: int, has_lse: bool = True) -> AttentionOptions:
-    """Return those of `window_attn` by default, for so many columns of q."""
+    """Return the options that `window_attn` has by default, for queries of so many columns."""
     return AttentionOptions((columns // num_heads) ** -0.5, has_lse=has_lse)
 
 

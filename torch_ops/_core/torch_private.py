@@ -131,8 +131,8 @@ def _has_tensor_guards() -> bool:
     return _GUARDS_OF_VERSIONS[0] <= version <= _GUARDS_OF_VERSIONS[1] and hasattr(_guards, "TensorGuards")
 
 
-# An object whose check(*tensors) tells whether others have the types, dispatch keys, requires_grad, dtypes, devices,
-# sizes and strides of these, in this state of the thread. None where PyTorch's is not known.
+# Returns an object for these tensors. Its `check(*others)` compares types, dispatch keys, requires_grad, dtypes,
+# devices, sizes, strides and the state of the thread. None where PyTorch's guards are of an unknown version.
 tensor_guards: Callable[..., Any] | None = _make_tensor_guards if _has_tensor_guards() else None
 
 

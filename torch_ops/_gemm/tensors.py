@@ -76,7 +76,7 @@ class RotaryBackward(NamedTuple):
 
 
 class ColumnSums(NamedTuple):
-    """The sums take those of a matrix's columns; a matrix and its sums may be absent. Rows are equally many."""
+    """Two matrices of equally many rows, and where the sums of their columns go. One of the pairs may be absent."""
 
     first: Tensor | None
     second: Tensor | None

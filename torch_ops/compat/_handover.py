@@ -107,7 +107,7 @@ def hand_over(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     """Return attention by PyTorch's own kernel, or None if `attention` is to compute it.
 
     Args:
-        q, k, v, scale, causal: those of `attention`, which gets the call, and refuses it, after None.
+        q, k, v, scale, causal: those of `attention`. After None the caller calls it, and it refuses bad arguments.
         deterministic: whether gradients must have the same bits for the same inputs.
 
     Under torch.compile the choice is made when AOTAutograd traces: Dynamo sees one op, and no guard is added. Exported

@@ -43,13 +43,14 @@ class GraphCache:
 
     Args:
         max_graphs: number of graphs. The least recently used one goes. Default: 8.
-        max_bytes: bytes of GPU memory that all graphs may hold. If a graph alone takes more, calls of its size stay
-            eager. Default: 1 GiB.
+        max_bytes: bytes of GPU memory that all graphs may hold. If a graph alone takes more, calls of its size and of
+            larger ones stay eager, with a warning. Default: 1 GiB.
         copy_outputs: whether outputs are copies. If not, they are views that the next call overwrites. Default: True.
 
-    A size that comes again and again gets a graph of just that size. Where sizes differ, a graph has room for an
-    eighth of a doubling. Graphs share one memory pool. They read weights in place, so a weight changed in place counts
-    from the next call on.
+    A size is the number of patches, images, frames and windows of a batch. If two batches of one size follow each
+    other, the graph is of just that size. If sizes differ, it has room up to the next eighth of a doubling. Graphs
+    share one memory pool, whose bytes are checked after each capture. They read weights in place, so a weight changed
+    in place counts from the next call on.
 
     Calls are eager with gradients, in training mode, under autocast, `torch.compile` or a mode of PyTorch, while a
     graph is captured, and with `settings(checked=True)`. So are they where modules have hooks, FSDP, tensor parallelism
@@ -73,10 +74,10 @@ class GraphCache:
         self._statics: Statics | None = None
         # Replays of each graph, the least recently used first.
         self._replays: OrderedDict[Padding, int] = OrderedDict()
-        # Calls of each bucket so far, and the sizes of the last one.
+        # For each bucket, the number of calls so far and the sizes of the last one.
         self._met: OrderedDict[Padding, tuple[int, Padding]] = OrderedDict()
         self._meetings = MEETINGS
-        # Rows of the smallest batch whose graph memory did not suffice for.
+        # Rows of the smallest batch whose graph did not fit into memory.
         self._too_large: int | None = None
         # Buckets whose capture failed for another reason, which is said to every call of them.
         self._failed: dict[Padding, str] = {}
