@@ -254,8 +254,19 @@ def _half(rows: int, device: str) -> list[Tensor]:
 
 
 def _assert_close(function: Callable[..., Tensor], eager: Callable[..., Tensor], tensors: list[Tensor]) -> None:
-    doubles = [each.detach().double().requires_grad_() for each in tensors]
-    _check_results(_results(function, tensors), _results(eager, tensors), _results(eager, doubles))
+    """`eager` takes doubles too, which PyTorch itself computes."""
+    _check_results(_results(function, tensors), _results(eager, tensors), _results(eager, _doubles(tensors)))
+
+
+def _doubles(tensors: list[Tensor]) -> list[Tensor]:
+    return [each.detach().double().requires_grad_() for each in tensors]
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`flash_attn_func` of tensors [B, H, S, D]."""
+    made = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=True)
+    assert isinstance(made, Tensor)
+    return made.transpose(1, 2)
 
 
 def _check_results(actual: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
@@ -274,14 +285,10 @@ def test_graphs_hold_their_forward_and_our_backward(device: str, measured: Calla
 
 def test_graphs_hold_their_backward_where_any_order_is_allowed(device: str, measured: Callable[..., None]) -> None:
     measured(*TRAINING)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=True)
-        assert isinstance(made, Tensor)
-        return made
-
-    function, graphs = capture_graphs(call)
-    _assert_close(function, call, _half(9, device))
+    function, graphs = capture_graphs(_flash_attn)
+    tensors = _half(9, device)
+    truth = _results(causal_attention, _doubles(tensors))
+    _check_results(_results(function, tensors), _results(_flash_attn, tensors), truth)
     assert THEIRS in graphs.forward and THEIRS in graphs.backward and "vk" not in graphs.forward + graphs.backward
 
 
@@ -364,16 +371,9 @@ def test_graphs_of_gpu_tensors_hold_the_kernels_op(kernel: str, monkeypatch: pyt
 def test_inductor_and_cuda_graphs_run_their_kernels(kernel: str, direction: str, measured: Callable[..., None]) -> None:
     rows = [dataclasses.replace(row, kernel=kernel, head_dim=64, direction=direction) for row in ROWS]
     measured(*rows)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (q, k, v)), causal=True)
-        assert isinstance(made, Tensor)
-        return made
-
-    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    compiled = torch.compile(_flash_attn, fullgraph=True, mode="reduce-overhead")
     for _ in range(3):
         tensors = [torch.randn(2, 4, 128, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
         torch.compiler.cudagraph_mark_step_begin()
         results = [result.clone() for result in _results(compiled, tensors)]
-        doubles = [each.detach().double().requires_grad_() for each in tensors]
-        _check_results(results, _results(call, tensors), _results(causal_attention, doubles))
+        _check_results(results, _results(_flash_attn, tensors), _results(causal_attention, _doubles(tensors)))

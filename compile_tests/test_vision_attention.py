@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from compile_tests.contract.graph import DEVICE, Call, GraphContract, Subject
-from compile_tests.contract.trace import cloned_tensors, fake_gpu
+from compile_tests.contract.trace import cloned_tensors, fake_gpu, symbolic_size
 from compile_tests.kernels import VISION_ATTENTION, vision_attention_calls
+from torch_ops._attention.packed_heads import default_options
 from torch_ops.testing import references
 from torch_ops.testing.cases import VisionAttentionCase, make_vision_attention_inputs
 from torch_ops.vision_attention import vision_attention
@@ -61,6 +62,12 @@ class TestGraphs(GraphContract):
             casts=LEAVES,
         ),
     )  # fmt: skip
+
+
+def test_the_scale_of_a_symbolic_number_of_heads_is_a_number() -> None:
+    """PyTorch 2.11 takes an expression for an integer argument of a kernel."""
+    with fake_gpu() as mode:
+        assert type(default_options(symbolic_size(mode, "heads", 2), 48).scale) is float
 
 
 @pytest.mark.parametrize("path", ("portable", "hopper"))

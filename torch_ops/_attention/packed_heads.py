@@ -38,7 +38,8 @@ def heads_of(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def default_options(num_heads: int, columns: int, has_lse: bool = True) -> AttentionOptions:
     """Return the options that `window_attn` has by default, for queries of so many columns."""
-    return AttentionOptions((columns // num_heads) ** -0.5, has_lse=has_lse)
+    # Graphs of dynamic shape specialise on the head dimension, as kernels do.
+    return AttentionOptions(int(columns // num_heads) ** -0.5, has_lse=has_lse)
 
 
 def _tensors(t: PackedBackward, num_heads: int, gradients: tuple[Tensor, ...]) -> Backward:
