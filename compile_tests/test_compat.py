@@ -21,6 +21,7 @@ from compile_tests.contract.trace import (
 from csrc_free_ops.configs.handover import HandOver
 from csrc_free_ops.configs.rows import Gpu
 from torch_ops import kv_cache_append, settings
+from torch_ops._core import device as _device
 from torch_ops.compat import (
     _handover,
     _handover_rule,
@@ -246,6 +247,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(_handover, "is_on_gpu", lambda tensor: True)
         monkeypatch.setattr(sdpa, "runs_kernels", lambda tensor: True)
         monkeypatch.setattr(_handover_rule, "gpu", lambda: Gpu("any", "cuda", 90, 2**17))
+        # PyTorch's builds for CUDA ask a driver.
+        monkeypatch.setattr(_device, "current_cuda_device", lambda: -1)
     return set_rows
 
 

@@ -168,6 +168,19 @@ def test_a_compiled_module_keeps_the_original() -> None:
     assert getattr(torch.compile(module), torch_private.ORIGINAL_MODULE) is module
 
 
+def test_graphs_and_exports_are_told_apart() -> None:
+    class Telling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if torch_private.is_exporting() else x - 1
+
+    x = torch.zeros(2)
+    for _ in range(2):
+        assert torch.equal(torch.compile(Telling(), backend="eager", fullgraph=True)(x), x - 1)
+        for strict in (True, False):
+            assert torch.equal(torch.export.export(Telling(), (x,), strict=strict).module()(x), x + 1)
+    assert not torch_private.is_exporting()
+
+
 def test_the_order_of_attention_kernels_is_told() -> None:
     before = torch_private.sdpa_priorities()
     kernels = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]

@@ -49,6 +49,7 @@ __all__ = [
     "has_global_hooks",
     "has_tangents",
     "is_aot_compiling",
+    "is_exporting",
     "is_profiling",
     "is_traceable_wrapper_subclass",
     "launch_triton_directly",
@@ -174,6 +175,11 @@ def is_aot_compiling() -> bool:
     """Return whether AOTInductor is making a package."""
     inductor = sys.modules.get("torch._inductor.virtualized")
     return inductor is not None and bool(inductor.V.aot_compilation)
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export traces. Dynamo of PyTorch 2.11 takes `torch.compiler.is_exporting()` for True."""
+    return torch.compiler._is_exporting_flag
 
 
 def mark_static_address(tensor: Tensor) -> None:

@@ -15,7 +15,12 @@ from torch_ops._core.launch import dense_like
 from torch_ops._core.plan import Plan, has_tma_addresses
 from torch_ops._core.planned_op import Planned
 from torch_ops._core.registry import Mode, composed_op, current_mode, is_eager, record
-from torch_ops._core.torch_private import has_functorch_transforms, has_tangents, is_traceable_wrapper_subclass
+from torch_ops._core.torch_private import (
+    has_functorch_transforms,
+    has_tangents,
+    is_exporting,
+    is_traceable_wrapper_subclass,
+)
 from torch_ops.attention import Attention, AttentionBackward, attention, attention_backward_op, attention_op
 from torch_ops.compat._handover_rule import KERNELS, AttentionCall, Choice, chosen, switches
 from torch_ops.settings import settings
@@ -124,7 +129,7 @@ def hand_over(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     if has_tangents() or any([is_traceable_wrapper_subclass(tensor) for tensor in (q, k, v)]):
         return None
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return None
         made: Tensor = _attention_or_aten(q, k, v, scale, causal, deterministic)
         return made

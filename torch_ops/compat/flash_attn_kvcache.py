@@ -9,6 +9,7 @@ from torch_ops._attention.decode_checks import MOST_QUERIES
 from torch_ops._core.checks import check_matrix, refuse
 from torch_ops._core.plan import Plan
 from torch_ops._core.planned_op import opaque_plan
+from torch_ops._core.torch_private import is_exporting
 from torch_ops.attention_decode import attention_decode
 from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
 from torch_ops.kv_cache_append import kv_cache_append
@@ -165,7 +166,7 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     queries = q.transpose(1, 2)
     if k is not None and v is not None:
-        is_graph = q.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        is_graph = q.is_cuda and torch.compiler.is_compiling() and not is_exporting()
         append = _append_compiled if is_graph else _append
         turning = None if rotary_cos is None else q
         tensors = NewKeys(k, v, k_cache, v_cache, cache_seqlens, block_table, turning, rotary_cos, rotary_sin)
