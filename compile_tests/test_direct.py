@@ -31,7 +31,7 @@ class Dispatched:
     """An op that has seen no call, and how many calls of it went through the dispatcher."""
 
     def __init__(self, name: str) -> None:
-        # Plans of other tests are not found.
+        # A new generation hides the plans of other tests.
         torch_ops.settings.generation += 1
         op = OPS[name]
         assert isinstance(op, KernelOp)
@@ -86,7 +86,7 @@ def test_calls_of_a_signature_are_dispatched_twice(norm: Dispatched) -> None:
     norm(*arguments())
 
 
-def test_what_comes_once_is_not_remembered(norm: Dispatched) -> None:
+def test_a_signature_seen_once_is_not_remembered(norm: Dispatched) -> None:
     """Neither shapes that keep changing nor values that do."""
     for step in range(2 * MOST_OF_A_SHAPE):
         norm.op(*arguments(x=drawn(1 + step)))
@@ -227,6 +227,23 @@ def test_gradients_are_those_of_dispatched_calls(norm: Dispatched) -> None:
         assert norm.calls == 2
 
 
+def test_batched_gradients_are_dispatched(norm: Dispatched) -> None:
+    """PyTorch's older vmap, which batches tensors without a transform of torch.func."""
+    x, dout = drawn(dtype=torch.float32).requires_grad_(), drawn(3 * 37, dtype=torch.float32).view(3, 37, COLUMNS)
+    expected = [torch.autograd.grad(torch_ops.layer_norm(x), x, each)[0] for each in dout]
+    for _ in range(3):
+        (found,) = torch.autograd.grad(norm.op(x), x, dout, is_grads_batched=True)
+        torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_tensors_that_are_not_what_memory_holds_are_dispatched(norm: Dispatched) -> None:
+    for expected in (1, 2, 3):
+        x = torch.randn(37, COLUMNS, dtype=torch.complex64, device=DEVICE).conj().imag
+        assert x.is_neg()
+        norm(x)
+        assert norm.calls == expected
+
+
 def test_a_wrong_call_is_refused_as_ever(norm: Dispatched) -> None:
     for _ in range(3):
         norm(*arguments())
@@ -267,6 +284,17 @@ def test_the_calls_least_recently_used_of_a_shape_are_forgotten(norm: Dispatched
     assert norm.calls == 2 * MOST_OF_A_SHAPE + 2
     call(1)
     assert norm.calls == 2 * MOST_OF_A_SHAPE + 3
+
+
+def test_forgotten_calls_take_no_room(norm: Dispatched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "MOST_CALLS", 2 * MOST_OF_A_SHAPE)
+    for step in range(4 * MOST_OF_A_SHAPE):
+        for _ in range(2):
+            norm(*arguments(eps=1e-6 * (1 + step)))
+    calls = norm.calls
+    for expected in (1, 2, 2):
+        norm(*arguments(x=drawn(38)))
+        assert norm.calls == calls + expected
 
 
 def test_a_full_memory_begins_anew_once_it_turned_many_away(norm: Dispatched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,19 @@ def test_a_compiled_module_keeps_the_original() -> None:
     assert getattr(torch.compile(module), torch_private.ORIGINAL_MODULE) is module
 
 
+def test_tensors_whose_memory_holds_other_values_are_told() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with torch.inference_mode():
+        inferred = torch.randn(3)
+    assert all(map(torch_private.has_plain_keys, (x, x.detach(), inferred, nn.Parameter(x.detach()))))
+    turned = torch.randn(3, dtype=torch.complex64).conj()
+    assert not torch_private.has_plain_keys(turned) and not torch_private.has_plain_keys(turned.imag)
+    seen: list[bool] = []
+    x.register_hook(lambda grad: seen.append(torch_private.has_plain_keys(grad)))
+    torch.autograd.grad(x * 2, x, torch.ones(2, 3), is_grads_batched=True)
+    assert seen == [False]
+
+
 def test_graphs_and_exports_are_told_apart() -> None:
     class Telling(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -214,6 +214,12 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.captured == () and cache._too_large is None, "both go, since memory is shared"
     call(encoder, OTHER, times=4)
     assert [each.rows for each in cache.captured] == [600]
+    cache.clear()
+    for _ in range(3):
+        for grid in (ONE, OTHER):
+            call(encoder, grid, times=8)
+            # One graph at a time from now on, which is captured once in such a row.
+            assert not cache.why_eager and len(cache.captured) == 1
     large = torch.tensor([[1, 30, 40]])
     cache.clear()
     call(encoder, large)
@@ -302,10 +308,11 @@ def test_more_sizes_than_graphs_are_captured_less_and_less(captures: list[int]) 
         for batch in batches:
             encoder(*batch)
     assert len(captures) <= 14
-    # One that comes alone is captured at last, and then pays.
+    in_turn = cache_of(encoder)._meetings
+    # One that comes alone is captured at last. It pays, and then others are captured earlier again.
     for _ in range(80):
         encoder(*batches[0])
-    assert cache_of(encoder).why_eager == ""
+    assert cache_of(encoder).why_eager == "" and cache_of(encoder)._meetings < in_turn
 
 
 def test_objects_of_other_layers_are_looked_into() -> None:
@@ -326,6 +333,15 @@ def test_objects_of_other_layers_are_looked_into() -> None:
     held(encoder)
     layer.settings.scale = 2.0
     assert not replays(encoder)
+
+
+def test_layers_with_too_many_attributes_stay_eager() -> None:
+    encoder = accelerated()
+    layer = encoder.blocks[0].attn.proj
+    layer.__class__ = type("Large", (nn.Linear,), {})
+    layer.table = [[0] * 10 for _ in range(2000)]
+    call(encoder, times=3)
+    assert "too many attributes" in cache_of(encoder).why_eager
 
 
 class Adapter(nn.Module):
@@ -412,6 +428,19 @@ def test_a_cache_serves_one_encoder() -> None:
     cache_of(other).clear()
     call(other, times=3)
     assert cache_of(other).why_eager == "" and not replays(encoder)
+
+
+def test_a_copy_that_captured_first_gives_the_cache_back() -> None:
+    encoder = accelerated()
+    twin = copy.copy(encoder)
+    held(twin)
+    del twin
+    gc.collect()
+    held(encoder)
+    replica = encoder._replicate_for_data_parallel()
+    replica(pixels_of(encoder, ONE), ONE)
+    assert cache_of(encoder).why_eager == "the encoder is a replica of DataParallel"
+    assert replays(encoder)
 
 
 def test_training_mode_is_eager() -> None:
@@ -595,6 +624,16 @@ def test_a_size_that_cannot_be_captured_stops_no_other(monkeypatch: pytest.Monke
     assert replays(encoder, OTHER)
 
 
+def test_garbage_is_collected_again_after_the_last_of_several_captures() -> None:
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(_recording._no_collection)
+    second.enter_context(_recording._no_collection)
+    first.close()
+    assert not gc.isenabled()
+    second.close()
+    assert gc.isenabled()
+
+
 def test_no_garbage_is_collected_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its finalizers may wait for the device."""
     encoder, seen, record = accelerated(), [], Recording.__init__
@@ -740,12 +779,14 @@ def test_metadata_with_other_tensors_than_those_of_its_images_counts() -> None:
     cache = held(encoder)
     pixels = pixels_of(encoder, ONE)
     metadata = torch_ops.models.vision_metadata(ONE, encoder.sizes, DEVICE)
-    changed = dataclasses.replace(metadata, cos=metadata.cos.flip(0))
-    output = encoder(pixels, metadata=changed)
-    assert cache.why_eager == "metadata has tensors that do not follow from its images"
-    expected = encoder.encode_packed(pixels, changed)
-    assert torch.equal(output.pooler_output, expected[1])
-    assert not torch.allclose(output.pooler_output, eagerly(encoder, pixels, ONE).pooler_output)
+    copied = copy.deepcopy(metadata)
+    copied.cos.copy_(metadata.cos.flip(0))
+    for changed in (dataclasses.replace(metadata, cos=metadata.cos.flip(0)), copied, by_pickle(copied)):
+        output = encoder(pixels, metadata=changed)
+        assert cache.why_eager == "metadata has tensors that do not follow from its images"
+        expected = encoder.encode_packed(pixels, changed)
+        assert torch.equal(output.pooler_output, expected[1])
+        assert not torch.allclose(output.pooler_output, eagerly(encoder, pixels, ONE).pooler_output)
 
 
 def test_gradients_are_eager() -> None:

@@ -20,13 +20,14 @@ from torch_ops._core.torch_private import (
     empty_strided_cuda,
     has_function_modes,
     has_functorch_transforms,
+    has_plain_keys,
     has_tangents,
     is_profiling,
     tensor_guards,
 )
 from torch_ops.settings import settings
 
-# Calls that one op remembers, and those of them whose first tensors have one shape.
+# Most calls that an op remembers, and most of them with one shape of the first tensor.
 MOST_CALLS, MOST_OF_A_SHAPE = 1024, 8
 # Calls that a full memory turns away before it begins anew.
 MOST_TURNED_AWAY = 4 * MOST_CALLS
@@ -130,7 +131,7 @@ class Direct:
     ) -> None:
         """Remember a call on real tensors of the current GPU, if `prepared(*args)` returns a function that runs it.
 
-        Calls under autocast are not remembered: the function takes tensors of the region's type, and they have another.
+        Calls under autocast are not remembered: the function would get tensors that were not cast.
 
         `recorded` turns the function into one that also records the gradient.
         """
@@ -146,11 +147,12 @@ class Direct:
         wanted = recorded is not None and any([isinstance(each, Tensor) and each.requires_grad for each in args])
         record = recorded(run) if recorded is not None and wanted else None
         shape = _shape_of(args)
-        self._calls[shape] = [Call(args, run, record), *self._calls.get(shape, ())][:MOST_OF_A_SHAPE]
-        self._count += 1
+        before = self._calls.get(shape, [])
+        after = self._calls[shape] = [Call(args, run, record), *before][:MOST_OF_A_SHAPE]
+        self._count += len(after) - len(before)
 
     def _begun_anew(self) -> bool:
-        """Make room, though rarely: where signatures are more than fit, to replace them costs more than it saves."""
+        """Make room, though rarely: if there are more signatures than places, replacing costs more than it saves."""
         self._turned_away += 1
         if self._turned_away <= MOST_TURNED_AWAY:
             return False
@@ -171,6 +173,7 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
             and each.is_cuda
             and each.get_device() == current_cuda_device()
             and each.layout is torch.strided
+            and has_plain_keys(each)
             for each in tensors
         )
         and len({id(each) for each in tensors}) == len(tensors)

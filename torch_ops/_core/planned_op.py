@@ -27,7 +27,7 @@ MOST_PLANS = 4096
 
 
 class Run:
-    """A function that runs the calls of a signature, and whether one came again."""
+    """A function that runs the calls of a signature, and whether the signature came a second time."""
 
     __slots__ = ("again", "launch")
 

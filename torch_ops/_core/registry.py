@@ -291,7 +291,7 @@ def _install_eager_path(
             found = backward(ctx, *grads)
             return (*found, None) if isinstance(found, tuple) else (found, None)
 
-    # Without what torch.autograd.Function does first for torch.func, whose calls do not come here.
+    # Without the checks of Function.apply for torch.func, whose calls take the generic path.
     record = super(torch.autograd.Function, Differentiable).apply
 
     def recorded(run: Callable[..., Any]) -> Callable[..., Any]:

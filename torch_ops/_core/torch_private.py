@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "FIELDS_OF_MODULES",
     "HOOKS_OF_MODULES",
+    "IS_REPLICA",
     "MANAGED_BY_FSDP",
     "ORIGINAL_MODULE",
     "FakeTensor",
@@ -47,6 +48,7 @@ __all__ = [
     "has_function_modes",
     "has_functorch_transforms",
     "has_global_hooks",
+    "has_plain_keys",
     "has_tangents",
     "is_aot_compiling",
     "is_exporting",
@@ -109,6 +111,8 @@ HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 # Both versions of FSDP mark the modules whose weights they gather.
 MANAGED_BY_FSDP = "_is_fsdp_managed_module"
+# What DataParallel marks the replicas of a module with.
+IS_REPLICA = "_is_replica"
 # A product with bias and ReLU or GELU in cuBLAS's epilogue.
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 # Where a compiled module keeps the module that it was made of.
@@ -141,6 +145,15 @@ def autograd_impl(definition: Any) -> Callable[..., Any]:
     """Return the kernel for Autograd keys that `register_autograd` gives a custom op."""
     implementation: Callable[..., Any] = make_autograd_impl(overload_of(definition), definition)
     return implementation
+
+
+_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0)) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
+def has_plain_keys(tensor: Tensor) -> bool:
+    """Return whether memory holds the tensor's values as they are: no batching, negation or conjugation is pending."""
+    others = torch._C._dispatch_keys(tensor) - _PLAIN_KEYS
+    return others.highestPriorityTypeId() == torch._C.DispatchKey.Undefined
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -76,7 +76,7 @@ class RotaryBackward(NamedTuple):
 
 
 class ColumnSums(NamedTuple):
-    """Two matrices of equally many rows, and where the sums of their columns go. One of the pairs may be absent."""
+    """Two matrices of as many rows, and where the sums of their columns go. One matrix and its sums may be absent."""
 
     first: Tensor | None
     second: Tensor | None

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class Recording:
         self.replay = _captured(encode, statics) if pixels.is_cuda else _repeated(encode)
 
     def fill(self, metadata: VisionMetadata) -> None:
-        """Copy the metadata of a batch. That of the same grid as before is the same object, and is there already."""
+        """Copy the metadata of a batch. Metadata of the last grid is the same object, so nothing is copied."""
         if metadata is not self._filled:
             self._filled = None
             self.metadata.copy_(metadata)
@@ -190,7 +191,7 @@ class Statics:
     def recording(self, encoder: "QwenVisionEncoder", budget: Padding) -> Recording:
         if budget not in self.recordings:
             # Tensors made in inference mode could not be filled outside of it.
-            with torch.inference_mode(False), torch.no_grad(), _no_collection():
+            with torch.inference_mode(False), torch.no_grad(), _no_collection:
                 self.recordings[budget] = self._recorded(encoder, budget)
         return self.recordings[budget]
 
@@ -238,16 +239,30 @@ class Statics:
             self._done.record()
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage within: another encoder's graphs may be among it, whose end no capture may wait for."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+class _NoCollection:
+    """Within it no garbage is collected, because freeing another encoder's graphs waits for the device.
+
+    A capture may not do so. Several threads may capture at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._captures, self._was_enabled = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._captures:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._captures += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._captures -= 1
+            if not self._captures and self._was_enabled:
+                gc.enable()
+
+
+_no_collection = _NoCollection()
 
 
 def _settle(done: torch.cuda.Event, counters: list[Tensor], device: torch.device) -> None:

@@ -4,6 +4,7 @@ Every replay asks, so a module is walked once. Later its dictionaries are compar
 Python for each entry.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -27,6 +28,8 @@ from torch_ops.models._layers import LAYERS, NORMS
 
 # Levels of lists, dictionaries and objects that are compared by their entries, such as PEFT's scalings by adapter.
 _DEPTH = 3
+# Entries that are compared in every replay.
+_MOST_ENTRIES = 16384
 _NOT_LOOKED_INTO = nn.Module, type, ModuleType, FunctionType, MethodType
 
 
@@ -49,8 +52,8 @@ class Weights:
         self._mixed = [each for each in held if any(tensor is None for tensor in each.values())]
         self._full = [each for each in held if each and all(tensor is not None for tensor in each.values())]
         self._found, self._rest = self.tensors(), self._look_at_the_rest()
-        # A module in the place of one that is gone could have its identity.
-        self._walked = modules
+        # A module in the place of one that is gone could have its identity. The outermost one may go.
+        self._walked = modules[1:]
         self._addresses, self._places = list(map(_address, self._found)), list(range(len(self._found)))
 
     def tensors(self) -> list[Tensor]:
@@ -84,7 +87,7 @@ class Behaviour:
     def __init__(self, encoder: nn.Module) -> None:
         modules = list(encoder.modules())
         inner = [each for each in modules if each is not encoder]
-        self._walked = modules
+        self._root, self._walked = weakref.ref(encoder), inner
         self._attributes = [vars(each) for each in inner]
         self._hooks = [getattr(each, name) for each in inner for name in HOOKS_OF_MODULES]
         foreign = [vars(each) for each in modules if not _is_own(each)]
@@ -92,6 +95,8 @@ class Behaviour:
         self._foreign = [(each, tuple(name for name in each if name not in FIELDS_OF_MODULES)) for each in foreign]
         self._found = self._look()
         self._obstacle = next(filter(None, (_why_eager(each, each is encoder) for each in modules)), "")
+        if _count(self._found) > _MOST_ENTRIES:
+            self._obstacle = "layers of the encoder have too many attributes to compare in every call"
 
     def unchanged(self) -> bool:
         return self._look() == self._found
@@ -105,7 +110,7 @@ class Behaviour:
     def _look(self) -> object:
         values = [tuple([_frozen(each.get(name), _DEPTH) for name in names]) for each, names in self._foreign]
         return (
-            list(map(type, self._walked)), list(map(len, self._attributes)), list(map(len, self._hooks)),
+            type(self._root()), list(map(type, self._walked)), list(map(len, self._attributes)), list(map(len, self._hooks)),
             list(map(_mode, self._training)), values,
         )  # fmt: skip
 
@@ -165,6 +170,10 @@ def _frozen(value: object, depth: int) -> object:
     if depth and hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO):
         return _Same(value), _frozen(vars(value), depth)
     return _Same(value)
+
+
+def _count(found: object) -> int:
+    return 1 + sum(map(_count, found)) if isinstance(found, list | tuple) else 1
 
 
 class _Same:

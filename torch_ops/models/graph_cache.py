@@ -1,7 +1,7 @@
 """CUDA graphs that a vision encoder captures by itself, for sizes that come again.
 
-`accelerate` gives an encoder a `GraphCache`. The first call of a size runs eagerly, the second one captures a graph,
-and later calls replay it for every batch that fits. `EncoderGraphs` is for budgets that are known ahead.
+`accelerate` gives an encoder a `GraphCache`. The first call of a size runs eagerly, the second one captures a graph.
+Later calls replay it for every batch of about that size. `EncoderGraphs` is for budgets that are known ahead.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_ops._core.checks import check_int, refuse
 from torch_ops._core.device import out_of_memory
-from torch_ops._core.torch_private import count_dispatch_modes, has_functorch_transforms, has_global_hooks
+from torch_ops._core.torch_private import IS_REPLICA, count_dispatch_modes, has_functorch_transforms, has_global_hooks
 from torch_ops.models._capture import pool_bytes
 from torch_ops.models._recording import Statics
 from torch_ops.models.budgets import words_of
@@ -34,8 +34,8 @@ PER_DOUBLING = 8
 MOST_SIZES = 256
 # Calls of a size until it is captured: the first number, and the largest where graphs are dropped before they pay.
 MEETINGS, MOST_MEETINGS = 2, 64
-# Replays after which the capture of a graph has paid.
-PAID = 4
+# Replays after which the capture of a graph has paid, and after which sizes may be captured earlier again.
+PAID, WELL_PAID = 4, 16
 
 
 class GraphCache:
@@ -79,8 +79,10 @@ class GraphCache:
         self._meetings = MEETINGS
         # Rows of the smallest batch whose graph did not fit into memory.
         self._too_large: int | None = None
-        # Buckets whose capture failed for another reason, which is said to every call of them.
+        # Reason of a failed capture, by bucket; `why_eager` repeats it.
         self._failed: dict[Padding, str] = {}
+        # Number of graphs that may be tried, once memory did not suffice for more.
+        self._most: int | None = None
         self._why = ""
         self._warned = False
 
@@ -91,7 +93,7 @@ class GraphCache:
 
     @property
     def why_eager(self) -> str:
-        """Why the last call was eager; empty if it replayed a graph."""
+        """Why the last call outside of `torch.compile` was eager; empty if it replayed a graph."""
         return self._why
 
     @property
@@ -117,7 +119,7 @@ class GraphCache:
             self._drop_all()
             self._met.clear()
             self._failed.clear()
-            self._too_large, self._meetings = None, MEETINGS
+            self._too_large, self._meetings, self._most = None, MEETINGS, None
 
     def __repr__(self) -> str:
         held = "; ".join(map(words_of, self.captured)) or "none"
@@ -144,7 +146,10 @@ class GraphCache:
     def _replayed(
         self, encoder: "QwenVisionEncoder", pixel_values: Tensor, images: tuple[Image, ...]
     ) -> list[Tensor] | None:
-        if self._statics is not None and self._statics.encoder() is not encoder:
+        owner = encoder if self._statics is None else self._statics.encoder()
+        if owner is None:
+            self.clear()
+        elif owner is not encoder:
             self._why = "the graphs are those of another encoder"
             return None
         filled, bucket = _sizes_of(images, encoder.sizes)
@@ -173,8 +178,10 @@ class GraphCache:
                 self._back_off()
             self._why = "weights, modules or settings changed since the capture"
             return None
-        self._replays[budget] = self._replays.get(budget, -1) + 1
+        replays = self._replays[budget] = self._replays.get(budget, -1) + 1
         self._replays.move_to_end(budget)
+        if replays == WELL_PAID:
+            self._meetings = max(MEETINGS, self._meetings // 2)
         return outputs
 
     def _held(self, filled: Padding, bucket: Padding) -> Padding | None:
@@ -214,7 +221,7 @@ class GraphCache:
         # A graph with more room takes the place of the one before.
         for each in self._of_bucket(bucket_of(budget)):
             self._drop(each)
-        while len(self._replays) >= self.max_graphs:
+        while len(self._replays) >= min(self.max_graphs, self._most or self.max_graphs):
             oldest, replays = next(iter(self._replays.items()))
             if replays < PAID:
                 self._meetings = self._more_meetings()
@@ -226,12 +233,13 @@ class GraphCache:
         return [each for each in self._replays if bucket_of(each) == bucket]
 
     def _fits(self, budget: Padding) -> bool:
-        """Whether memory is within its bound. If it is not, graphs are dropped, and this size too if it is alone."""
+        """Return whether memory is within its bound. If it is not, all graphs are dropped, and fewer are held later."""
         if self.bytes <= self.max_bytes:
             return True
-        alone = not self._replays
+        others = len(self._replays)
         self._drop_all()
-        if alone:
+        self._most = max(1, others // 2)
+        if not others:
             self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
             self._say(f"a graph of {budget.rows} patches takes more than max_bytes = {self.max_bytes}")
         return False
@@ -268,7 +276,7 @@ class GraphCache:
         if lacking:
             self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
         else:
-            # Other sizes may do without what failed, but are not all tried at once.
+            # Other sizes may still be captured. They are not all tried at once.
             self._back_off()
             if len(self._failed) >= MOST_SIZES:
                 self._failed.clear()
@@ -297,6 +305,8 @@ def _why_eager(encoder: "QwenVisionEncoder", pixel_values: Tensor) -> str:
         return f"a {device.type} has no graphs"
     if torch.is_grad_enabled():
         return "gradients are enabled; call it under torch.inference_mode() or torch.no_grad()"
+    if getattr(encoder, IS_REPLICA, False):
+        return "the encoder is a replica of DataParallel"
     if encoder.training:
         return "the encoder is in training mode"
     if torch.is_autocast_enabled(device.type):

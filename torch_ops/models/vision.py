@@ -126,8 +126,12 @@ class QwenVisionEncoder(nn.Module):
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         given = any([kwargs.get(name) is not None for name in PRECOMPUTED])
         if not torch.compiler.is_compiling() and self.graphs is not None:
-            why = "output_hidden_states is given" if keep else "chunk_tokens is given" if chunk_tokens else ""
-            why = why or ("tensors of Transformers' helpers are given" if given else "")
+            asked = {
+                "output_hidden_states is": keep,
+                "chunk_tokens is": chunk_tokens is not None,
+                "tensors of Transformers' helpers are": given,
+            }
+            why = next((f"{name} given" for name, is_asked in asked.items() if is_asked), "")
             outputs, metadata = self._replayed(self.graphs, hidden_states, grid_thw, metadata, why)
             if outputs is not None:
                 last, pooled, *features = outputs
@@ -163,7 +167,7 @@ class QwenVisionEncoder(nn.Module):
         if not why_eager and metadata is not None:
             images = metadata.made_of
             why_eager = "" if images is not None else "metadata has tensors that do not follow from its images"
-            # It has more rows than its images.
+            # Padded metadata has more rows than its images.
             if images is not None and metadata.cos.shape[0] != patches_of(images):
                 why_eager = "metadata is padded"
         elif not why_eager:

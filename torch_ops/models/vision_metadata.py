@@ -122,6 +122,10 @@ class VisionMetadata:
             refuse("VisionMetadata", "images", "known to the host", "known to the device alone")
         return self.images or ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State of copies and pickles. Their tensors are their owner's, who may change them."""
+        return {name: value for name, value in vars(self).items() if name != "_is_made"}
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in _TENSORS:
             if getattr(self, name) is not None:
@@ -273,7 +277,7 @@ def _cached_metadata(
         images=images,
         sizes=sizes,
     )
-    # No field, so that `dataclasses.replace` does not take it along.
+    # Not a field, because `dataclasses.replace` copies fields.
     object.__setattr__(made, "_is_made", True)
     return made
 
