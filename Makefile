@@ -164,7 +164,6 @@ STEP = attention --decode --batch 16 --heads 32 --kv-heads 8 --seqlen 8192 --hea
 RUNS = figures-vision figures-dense figures-attention figures-decode figures-vision-cold figures-dense-cold figures-encoder
 .PHONY: $(RUNS)
 figures: $(RUNS) ## the runs behind docs/results; make -j4 figures GPUS='0 1 2 3' gives each a GPU of its own
-	$(call FIGURES,host,1,host)
 $(RUNS): | needs-gpu
 figures-vision:
 	$(call FIGURES,window_attn,1,window_attn --shapes $(VISION) $(NEXT_TO_PEERS))
@@ -211,7 +210,19 @@ figures-rope:
 	$(call FIGURES,grids,3,grids --shapes $(GRIDS) --rounds 6)
 figures-vision-attention:
 	$(call FIGURES,vision_attention,4,vision_attention --backward --rounds 6)
-	$(call FIGURES,host_ops,4,host qkv_rope mlp patch_merger norms rope_window_attn vision_attention grids)
+	$(call FIGURES,host,4,host window_attn qkv_rope mlp patch_merger norms rope_window_attn vision_attention grids)
+
+# What users call, beside the fastest set-up of Transformers. It wants the host to itself.
+PLAIN = --contenders 'vk_default,vk_default_eager,vk_graph,hf,hf_cudnn_blocks'
+COMPILED = --contenders 'vk_compiled,vk_compiled_plain'
+LARGER = --rows '896,1504x640,mixed,video16x448'
+TRAINED = --contenders 'vk_ready,vk_default,hf_cudnn_blocks'
+.PHONY: figures-accelerate
+figures-accelerate: | needs-gpu ## the runs of the encoder after accelerate(model)
+	$(call FIGURES,accelerate,1,encoder --rows 448 $(PLAIN) $(COMPILED))
+	$(call FIGURES,accelerate_sizes,1,encoder $(LARGER) $(PLAIN))
+	$(call FIGURES,train_448_peers,1,encoder --rows train_448 $(TRAINED))
+	$(call FIGURES,generate,1,generate)
 
 tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
 	$(BIN)/python docs/refresh.py $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))

@@ -111,7 +111,7 @@ HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 # Both versions of FSDP mark the modules whose weights they gather.
 MANAGED_BY_FSDP = "_is_fsdp_managed_module"
-# What DataParallel marks the replicas of a module with.
+# DataParallel marks the replicas of a module.
 IS_REPLICA = "_is_replica"
 # A product with bias and ReLU or GELU in cuBLAS's epilogue.
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
