@@ -110,8 +110,8 @@ class Behaviour:
     def _look(self) -> object:
         values = [tuple([_frozen(each.get(name), _DEPTH) for name in names]) for each, names in self._foreign]
         return (
-            type(self._root()), list(map(type, self._walked)), list(map(len, self._attributes)), list(map(len, self._hooks)),
-            list(map(_mode, self._training)), values,
+            type(self._root()), list(map(type, self._walked)), list(map(len, self._attributes)),
+            list(map(len, self._hooks)), list(map(_mode, self._training)), values,
         )  # fmt: skip
 
 
