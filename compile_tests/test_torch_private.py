@@ -163,6 +163,12 @@ def test_a_module_tells_what_it_holds() -> None:
     assert "unsaved" not in module.state_dict()
 
 
+def test_a_replica_is_marked() -> None:
+    module = nn.Linear(1, 1)
+    assert getattr(module._replicate_for_data_parallel(), torch_private.IS_REPLICA)
+    assert not hasattr(module, torch_private.IS_REPLICA)
+
+
 def test_a_compiled_module_keeps_the_original() -> None:
     module = nn.Linear(1, 1)
     assert getattr(torch.compile(module), torch_private.ORIGINAL_MODULE) is module

@@ -211,7 +211,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = encoder.graphs = GraphCache(max_bytes=700)
     call(encoder, ONE, times=3)
     call(encoder, OTHER, times=2)
-    assert cache.captured == () and cache._too_large is None, "both go, since memory is shared"
+    assert cache.captured == () and cache._admission.too_large is None, "both go, since memory is shared"
     call(encoder, OTHER, times=4)
     assert [each.rows for each in cache.captured] == [600]
     cache.clear()
@@ -228,6 +228,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     call(encoder, large)
     assert cache.captured == () and cache.why_eager == "memory does not suffice for a graph of 1200 patches"
     assert not replays(encoder, large) and not replays(encoder, ONE) and replays(encoder, ONE)
+    small = torch.tensor([[1, 4, 4]])
+    call(encoder, small, times=3)
+    assert [each.rows for each in cache.captured] == [192, 16], "one that was too large says nothing of several"
 
 
 def replace(encoder: Any) -> None:
@@ -308,11 +311,11 @@ def test_more_sizes_than_graphs_are_captured_less_and_less(captures: list[int]) 
         for batch in batches:
             encoder(*batch)
     assert len(captures) <= 14
-    in_turn = cache_of(encoder)._meetings
+    in_turn = cache_of(encoder)._admission.meetings
     # One that comes alone is captured at last. It pays, and then others are captured earlier again.
     for _ in range(80):
         encoder(*batches[0])
-    assert cache_of(encoder).why_eager == "" and cache_of(encoder)._meetings < in_turn
+    assert cache_of(encoder).why_eager == "" and cache_of(encoder)._admission.meetings < in_turn
 
 
 def test_objects_of_other_layers_are_looked_into() -> None:

@@ -4,7 +4,7 @@ A call of an op passes through the dispatcher twice, and all arguments are conve
 takes longer than the launch. `Direct` remembers a signature when it comes a second time. PyTorch's guards of compiled
 code compare tensors with a remembered call in one step: sizes, strides, dtype, device, requires_grad and dispatch keys.
 The keys tell of autocast, inference mode, transforms, subclasses and tracing. A call that modes, forward-mode
-differentiation or a profiler watch goes to the dispatcher; observers of `torch.profiler`'s execution traces see none.
+differentiation or a profiler watch goes to the dispatcher. An `ExecutionTraceObserver` sees no remembered call.
 """
 
 from collections.abc import Callable, Sequence

@@ -92,6 +92,21 @@ def remember(plans: dict[Any, Any], signature: Any, planned: Any) -> None:
         plans[signature] = planned
 
 
+def _prepared(
+    plans: dict[Any, Run], signature_of: Callable[[tuple[Any, ...]], Any], value_of: Callable[..., Any]
+) -> Callable[..., Callable[..., Any] | None]:
+    """Return the function that finds, for a call whose signature came again, what runs others on their `value_of`."""
+
+    def prepared(*args: Any) -> Callable[..., Any] | None:
+        run = plans.get(signature_of(args))
+        if run is None or not run.again:
+            return None
+        launch = run.launch
+        return lambda *args: launch(value_of(*args))
+
+    return prepared
+
+
 def without_tensors(call: Any) -> Any:
     """Return the call with None for its tensors: what a plan or autograd may keep of it."""
     return type(call)(*(None if isinstance(value, Tensor) else value for value in call))
@@ -176,13 +191,7 @@ def planned_op(
 
         return run, made
 
-    def prepared(*args: Any) -> Callable[..., Any] | None:
-        run = plans.get(signature_of(arguments(*args)))
-        if run is None or not run.again:
-            return None
-        launch = run.launch
-        return lambda *args: launch(arguments(*args))
-
+    prepared = _prepared(plans, lambda args: signature_of(arguments(*args)), arguments)
     body.prepared = prepared  # type: ignore[attr-defined]
     body.__signature__ = _signature(arguments, results)  # type: ignore[attr-defined]
     # Where torch looks for the kernels that enter the key of compiled artefacts.
@@ -326,12 +335,7 @@ def opaque_plan(
         if not watched:
             seen.remember(args, prepared)
 
-    def prepared(*args: Any) -> Callable[..., Any] | None:
-        run = plans.get(signature_of(args))
-        if run is None or not run.again:
-            return None
-        planned = run.launch
-        return lambda *args: planned(tensors(*args[:count]))
+    prepared = _prepared(plans, signature_of, lambda *args: tensors(*args[:count]))
 
     def body(*args: Any) -> None:
         run_where_tensors_are(launch, *args)

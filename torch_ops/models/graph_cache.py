@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_ops._core.checks import check_int, refuse
 from torch_ops._core.device import out_of_memory
 from torch_ops._core.torch_private import IS_REPLICA, count_dispatch_modes, has_functorch_transforms, has_global_hooks
+from torch_ops.models._admission import MOST_SIZES, Admission
 from torch_ops.models._capture import pool_bytes
 from torch_ops.models._recording import Statics
 from torch_ops.models.budgets import words_of
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 DEVICES = ("cuda",)
 # Buckets for each doubling of a size: the largest share of padding is a ninth.
 PER_DOUBLING = 8
-# Sizes that are remembered though they have no graph.
-MOST_SIZES = 256
-# Calls of a size until it is captured: the first number, and the largest where graphs are dropped before they pay.
-MEETINGS, MOST_MEETINGS = 2, 64
-# Replays after which the capture of a graph has paid, and after which sizes may be captured earlier again.
-PAID, WELL_PAID = 4, 16
 
 
 class GraphCache:
@@ -74,15 +69,7 @@ class GraphCache:
         self._statics: Statics | None = None
         # Replays of each graph, the least recently used first.
         self._replays: OrderedDict[Padding, int] = OrderedDict()
-        # For each bucket, the number of calls so far and the sizes of the last one.
-        self._met: OrderedDict[Padding, tuple[int, Padding]] = OrderedDict()
-        self._meetings = MEETINGS
-        # Rows of the smallest batch whose graph did not fit into memory.
-        self._too_large: int | None = None
-        # Reason of a failed capture, by bucket; `why_eager` repeats it.
-        self._failed: dict[Padding, str] = {}
-        # Number of graphs that may be tried, once memory did not suffice for more.
-        self._most: int | None = None
+        self._admission = Admission()
         self._why = ""
         self._warned = False
 
@@ -117,9 +104,7 @@ class GraphCache:
         """Drop all graphs once none is in use, and forget sizes."""
         with self._lock:
             self._drop_all()
-            self._met.clear()
-            self._failed.clear()
-            self._too_large, self._meetings, self._most = None, MEETINGS, None
+            self._admission = Admission()
 
     def __repr__(self) -> str:
         held = "; ".join(map(words_of, self.captured)) or "none"
@@ -155,8 +140,11 @@ class GraphCache:
         filled, bucket = _sizes_of(images, encoder.sizes)
         budget = filled if filled in self._replays else self._held(filled, bucket)
         if budget is None:
-            budget = self._met_again(filled, bucket)
-            if budget is None or not self._make_room(encoder, budget):
+            repeated, self._why = self._admission.meet(filled, bucket)
+            if self._why:
+                return None
+            budget = filled if repeated and not self._of_bucket(bucket) else bucket
+            if not self._make_room(encoder, budget):
                 return None
         statics = self._statics
         assert statics is not None
@@ -175,36 +163,18 @@ class GraphCache:
             self._drop_all()
             if captured:
                 # A call that changes its own modules will do so again.
-                self._back_off()
+                self._admission.dropped(())
             self._why = "weights, modules or settings changed since the capture"
             return None
-        replays = self._replays[budget] = self._replays.get(budget, -1) + 1
+        self._replays[budget] = self._replays.get(budget, -1) + 1
         self._replays.move_to_end(budget)
-        if replays == WELL_PAID:
-            self._meetings = max(MEETINGS, self._meetings // 2)
+        self._admission.replayed(self._replays[budget])
         return outputs
 
     def _held(self, filled: Padding, bucket: Padding) -> Padding | None:
         """Return the smallest graph that holds the batch, if it is no larger than the bucket's."""
         held = (each for each in self._replays if each.holds(filled) and bucket.holds(each))
         return min(held, key=lambda each: (each.rows or 0, astuple(each)), default=None)
-
-    def _met_again(self, filled: Padding, bucket: Padding) -> Padding | None:
-        """Return the sizes to capture, if the bucket was met often enough: those of the batch, if they came before."""
-        count, before = self._met.pop(bucket, (0, filled))
-        self._met[bucket] = count + 1, filled
-        while len(self._met) > MOST_SIZES:
-            self._met.popitem(last=False)
-        rows = filled.rows or 0
-        if bucket in self._failed:
-            self._why = self._failed[bucket]
-        elif self._too_large is not None and rows >= self._too_large:
-            self._why = f"memory does not suffice for a graph of {self._too_large} patches"
-        elif count + 1 < self._meetings:
-            self._why = f"the size was met {count + 1} of {self._meetings} times"
-        else:
-            return filled if before == filled and not self._of_bucket(bucket) else bucket
-        return None
 
     def _make_room(self, encoder: "QwenVisionEncoder", budget: Padding) -> bool:
         """Prepare the capture of one more graph; False if there is to be none."""
@@ -221,11 +191,9 @@ class GraphCache:
         # A graph with more room takes the place of the one before.
         for each in self._of_bucket(bucket_of(budget)):
             self._drop(each)
-        while len(self._replays) >= min(self.max_graphs, self._most or self.max_graphs):
+        while len(self._replays) >= self._admission.most_graphs(self.max_graphs):
             oldest, replays = next(iter(self._replays.items()))
-            if replays < PAID:
-                self._meetings = self._more_meetings()
-            self._met.pop(bucket_of(oldest), None)
+            self._admission.made_way(bucket_of(oldest), replays)
             self._drop(oldest)
         return True
 
@@ -238,9 +206,10 @@ class GraphCache:
             return True
         others = len(self._replays)
         self._drop_all()
-        self._most = max(1, others // 2)
-        if not others:
-            self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
+        if others:
+            self._admission.refuse_so_many(others)
+        else:
+            self._admission.refuse_larger(budget.rows or 0)
             self._say(f"a graph of {budget.rows} patches takes more than max_bytes = {self.max_bytes}")
         return False
 
@@ -250,22 +219,10 @@ class GraphCache:
         self._statics.drop(budget)
 
     def _drop_all(self) -> None:
-        """Drop the graphs. If they did not pay, sizes are to come more often before they are captured again."""
         if self._replays:
-            paid = sum(self._replays.values()) >= PAID * len(self._replays)
-            self._replays.clear()
-            self._meetings = MEETINGS if paid else self._more_meetings()
-            # Sizes are to be met anew.
-            self._met.clear()
+            self._admission.dropped(self._replays.values())
+        self._replays.clear()
         self._statics = None
-
-    def _more_meetings(self) -> int:
-        return min(2 * self._meetings, MOST_MEETINGS)
-
-    def _back_off(self) -> None:
-        """After a capture in vain: sizes are to be met anew, and more often."""
-        self._met.clear()
-        self._meetings = self._more_meetings()
 
     def _give_up(self, budget: Padding, error: Exception) -> None:
         """Stay eager where a graph could not be captured, and say so once."""
@@ -274,13 +231,9 @@ class GraphCache:
         reason = "memory does not suffice" if lacking else str(error).partition("\n")[0]
         why = f"no graph of {budget.rows} patches could be captured: {reason}"
         if lacking:
-            self._too_large = min(budget.rows or 0, self._too_large or budget.rows or 0)
+            self._admission.refuse_larger(budget.rows or 0)
         else:
-            # Other sizes may still be captured. They are not all tried at once.
-            self._back_off()
-            if len(self._failed) >= MOST_SIZES:
-                self._failed.clear()
-            self._failed[bucket_of(budget)] = why
+            self._admission.refuse_bucket(bucket_of(budget), why)
         self._say(why)
 
     def _say(self, why: str) -> None:

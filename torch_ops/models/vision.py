@@ -131,8 +131,11 @@ class QwenVisionEncoder(nn.Module):
                 "chunk_tokens is": chunk_tokens is not None,
                 "tensors of Transformers' helpers are": given,
             }
-            why = next((f"{name} given" for name, is_asked in asked.items() if is_asked), "")
-            outputs, metadata = self._replayed(self.graphs, hidden_states, grid_thw, metadata, why)
+            outputs = None
+            if why := next((f"{name} given" for name, is_asked in asked.items() if is_asked), ""):
+                self.graphs.stay_eager(why)
+            else:
+                outputs, metadata = self._replayed(self.graphs, hidden_states, grid_thw, metadata)
             if outputs is not None:
                 last, pooled, *features = outputs
                 return self._returned(self.output_of(last, pooled, features), return_dict)
@@ -159,29 +162,32 @@ class QwenVisionEncoder(nn.Module):
         return output if self._asked("return_dict", return_dict, True) else output.to_tuple()
 
     def _replayed(
-        self, graphs: GraphCache, pixel_values: Tensor, grid_thw: Tensor | None, metadata: VisionMetadata | None,
-        why_eager: str,
-    ) -> tuple[list[Tensor] | None, VisionMetadata | None]:  # fmt: skip
+        self, graphs: GraphCache, pixel_values: Tensor, grid_thw: Tensor | None, metadata: VisionMetadata | None
+    ) -> tuple[list[Tensor] | None, VisionMetadata | None]:
         """Outputs by a graph, or metadata for an eager call; a grid on the device is read back once for both."""
-        images = None
-        if not why_eager and metadata is not None:
-            images = metadata.made_of
-            why_eager = "" if images is not None else "metadata has tensors that do not follow from its images"
-            # Padded metadata has more rows than its images.
-            if images is not None and metadata.cos.shape[0] != patches_of(images):
-                why_eager = "metadata is padded"
-        elif not why_eager:
-            if grid_thw is not None:
-                images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
-            why_eager = "" if images is not None else "there is no grid"
-        if images is None or why_eager:
-            graphs.stay_eager(why_eager)
+        images, why = self._images_of(grid_thw, metadata)
+        if images is None:
+            graphs.stay_eager(why)
             return None, metadata
         self.check_pixels(pixel_values, patches_of(images))
         outputs = graphs.replayed(self, pixel_values, images)
         if outputs is None and metadata is None:
             metadata = metadata_of(images, self.sizes, self.device)
         return outputs, metadata
+
+    def _images_of(
+        self, grid_thw: Tensor | None, metadata: VisionMetadata | None
+    ) -> tuple[tuple[Image, ...] | None, str]:
+        """Return the images that a batch is made of, or why they do not tell all of it."""
+        if metadata is None:
+            if grid_thw is None:
+                return None, "there is no grid"
+            return images_of("vision_metadata", grid_thw, self.sizes.merge_size), ""
+        images = metadata.made_of
+        if images is None:
+            return None, "metadata has tensors that do not follow from its images"
+        # Padded metadata has more rows than its images.
+        return (None, "metadata is padded") if metadata.cos.shape[0] != patches_of(images) else (images, "")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Drop graphs before the encoder is moved or cast, so that their memory is free for it."""
