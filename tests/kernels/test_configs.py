@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import torch_ops
-from csrc_free_ops.attention.portable.bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable.bwd import _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable.bwd_dkdv import _attention_bwd_dkdv_kernel
 from csrc_free_ops.attention.portable.fwd import _attention_fwd_kernel
 from csrc_free_ops.configs.attention import covered_width, split_head_dim
 from csrc_free_ops.configs.norms import norm_programs, norm_tail, parameters_early

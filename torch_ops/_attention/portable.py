@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from csrc_free_ops.attention.portable.bwd import (
-    _attention_bwd_dkdv_dense_kernel,
-    _attention_bwd_dkdv_kernel,
-    _attention_bwd_dq_dense_kernel,
-    _attention_bwd_dq_kernel,
-)
+from csrc_free_ops.attention.portable.bwd import _attention_bwd_dq_dense_kernel, _attention_bwd_dq_kernel
+from csrc_free_ops.attention.portable.bwd_dkdv import _attention_bwd_dkdv_dense_kernel, _attention_bwd_dkdv_kernel
 from csrc_free_ops.attention.portable.fwd import _attention_fwd_dense_kernel, _attention_fwd_kernel
 from csrc_free_ops.configs.rows import Config
 from torch_ops._attention.choose import choose, constants_of, planned_by_precision, slopes_stride

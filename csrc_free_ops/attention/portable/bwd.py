@@ -12,22 +12,21 @@ P_ij = exp(s_ij - lse_i) is recomputed from q, k and the saved lse. For upstream
 With dropout and keep_ij = 0 or 1 / (1 - p), P_ij keep_ij replaces P_ij in dv, and dout_i . v_j keep_ij replaces
 dout_i . v_j in ds_ij.
 
-The dq kernel owns query rows and stores delta. The dkdv kernel owns keys, reads delta and runs second. `bwd_small.py`
-computes both in one kernel. In a batch either kernel may store split sums, which `bwd_split.py` adds up. Accumulators
-are fp32; P and ds are rounded to the input dtype for the products, as in the forward. SCORE_MODS has no bit for sinks
-here.
+The dq kernel owns query rows and stores delta. The dkdv kernel of `bwd_dkdv.py` owns keys, reads delta and runs second.
+`bwd_small.py` computes both in one kernel. In a batch either kernel may store split sums, which `bwd_split.py` adds up.
+Accumulators are fp32; P and ds are rounded to the input dtype for the products, as in the forward. SCORE_MODS has no
+bit for sinks here.
 """
 
 import triton
 import triton.language as tl
 
 from csrc_free_ops.attention.portable.fwd import COUNTS, DENSE_SIZES, SIZES
-from csrc_free_ops.tiles.dropout import drop_weights, dropout_mask
+from csrc_free_ops.tiles.dropout import drop_weights
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
-    add_rows,
     batch_base,
     column_starts,
     delta_of_rows,
@@ -254,239 +253,4 @@ def _attention_bwd_dq_dense_kernel(
         q_length, scale, score_mod, window_left, window_right,
         STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _accumulate_dkdv(
-    dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
-    scale, score_mod, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask."""
-    NATURAL: tl.constexpr = k[0].dtype == tl.float32
-    factor = exponent_factor(scale, SCORE_MODS, NATURAL)
-    shift = k_length - q_length
-    dropout_scale = dropout_factor(score_mod, SCORE_MODS)
-    local = tl.arange(0, BLOCK_M)
-    q_base += tl.cast(low, tl.int64) * STRIDE_QT
-    dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
-    # With several heads in a group the registers do not hold loop invariants as well. Masked loops have few blocks, so
-    # that computing the invariants in each of them is cheap.
-    for start in tl.range(low, high, BLOCK_M, disable_licm=MASKED and GROUP > 1):
-        remaining = q_length - start
-        q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
-        dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
-        if MASKED:
-            lse = tl.load(lse_base + start + local, mask=local < remaining, other=0.0)
-            delta = tl.load(delta_base + start + local, mask=local < remaining, other=0.0)
-        else:
-            lse = tl.load(lse_base + start + local)
-            delta = tl.load(delta_base + start + local)
-        products = dot_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
-        scores, steepness = modify_scores(
-            products, start + local[None, :], cols[:, None], shift, scale, score_mod, SCORE_MODS
-        )
-        p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
-        if MASKED:
-            seen = within_bounds(
-                (local < remaining)[None, :], local[None, :], cols[:, None],
-                start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-            p = tl.where(seen, p, 0.0)
-        # Combine both factors of ds now, because registers do not hold two during the next product.
-        slopes = p
-        if SOFTCAP & SCORE_MODS:
-            slopes = p * steepness
-        dp = dot_rows(v, dout, PRECISION)  # [BLOCK_N, BLOCK_M]
-        weights = p
-        if DROPOUT & SCORE_MODS:
-            mask = tl.trans(dropout_mask(start + local, first, score_mod, cols.shape[0]))
-            weights = tl.where(mask, p, 0.0) * dropout_scale
-            dp = tl.where(mask, dp, 0.0) * dropout_scale
-        dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)  # [BLOCK_N, D]
-        ds = slopes * (dp - delta[None, :])
-        dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)  # [BLOCK_N, D]
-        q_base += BLOCK_M * STRIDE_QT
-        dout_base += BLOCK_M * STRIDE_DOT
-    return dk, dv
-
-
-@triton.jit
-def differentiate_keys(
-    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-    k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, score_mod,
-    stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh, total_q, scale, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
-):  # fmt: skip
-    """Store dk and dv of BLOCK_N keys of a segment, from key `first` on, summed over the GROUP query heads in order.
-
-    With SPLITS > 1 a program passes over its share of the query rows and stores split sums, as in
-    `differentiate_queries`.
-    """
-    scale = tl.cast(scale, tl.float32)
-    first_row = k_start + first
-    k_base = row_base(k_ptr, first_row, k_head, stride_kh, STRIDE_KT, STRIDE_UNIT)
-    v_base = row_base(v_ptr, first_row, k_head, stride_vh, STRIDE_VT, STRIDE_UNIT)
-
-    starts = column_starts(k_head, HEAD_DIM, MAIN)
-    local = tl.arange(0, BLOCK_N)
-    cols = first + local
-    remaining = k_length - first
-    k = load_rows(k_base, starts, local, remaining, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
-    v = load_rows(v_base, starts, local, remaining, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
-    dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-    dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-
-    last = tl.minimum(first + BLOCK_N, k_length) - 1
-    low, full_low, full_high, high = block_span(
-        first,
-        last,
-        q_length - k_length,
-        window_right,
-        window_left,
-        q_length,
-        HAS_RIGHT,
-        HAS_LEFT,
-        BLOCK_M,
-    )
-    split_head = k_head
-    if SPLITS > 1:
-        low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_M)
-        split_head = k_head * SPLITS + split
-    # In fp32 each query head has its own accumulators: a shorter chain of additions rounds less.
-    SUM_PER_HEAD: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
-    # Loop invariants stay in the loop, because hoisted ones would spill.
-    for index in tl.range(0, GROUP, disable_licm=True):
-        if SUM_PER_HEAD:
-            dk_before, dv_before = dk, dv
-            dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-            dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-        head = k_head * GROUP + index
-        q_score_mod = head_score_mod(score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS)
-        q_base = row_base(q_ptr, q_start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
-        dout_base = row_base(dout_ptr, q_start, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
-        lse_base = lse_ptr + head * total_q + q_start
-        delta_base = delta_ptr + head * total_q + q_start
-        if HAS_RIGHT:
-            dk, dv = _accumulate_dkdv(
-                dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
-                q_length, k_length, scale, q_score_mod, window_left, window_right,
-                STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
-                GROUP, BLOCK_M, True,
-            )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
-            q_length, k_length, scale, q_score_mod, window_left, window_right,
-            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
-            GROUP, BLOCK_M, False,
-        )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
-            q_length, k_length, scale, q_score_mod, window_left, window_right,
-            STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
-            GROUP, BLOCK_M, True,
-        )  # fmt: skip
-        if SUM_PER_HEAD:
-            dk = add_rows(dk_before, dk)
-            dv = add_rows(dv_before, dv)
-    dk_base = row_base(dk_ptr, first_row, split_head, stride_dkh, STRIDE_DKT, STRIDE_UNIT)
-    dv_base = row_base(dv_ptr, first_row, split_head, stride_dvh, STRIDE_DVT, STRIDE_UNIT)
-    store_rows(
-        dk_base,
-        starts,
-        local,
-        remaining,
-        scale_rows(dk, scale),
-        STRIDE_DKT,
-        HEAD_DIM,
-        MAIN,
-        TAIL,
-    )
-    store_rows(dv_base, starts, local, remaining, dv, STRIDE_DVT, HEAD_DIM, MAIN, TAIL)
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
-def _attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, seed_ptr, dk_ptr, dv_ptr,
-    stride_qh, stride_kh, stride_vh, stride_doh, stride_slopes,
-    total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys, key heads): dk and dv."""
-    k_head = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    # The kernel's body loads from cu_k itself: torch's mutation analysis treats a pointer that enters a function as
-    # written, and torch.compile would clone cu_k (`tiles/segments.py`).
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, distance = probe_segments(segment, beyond)
-        cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_k, tile, BLOCK_N)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
-    k_start, k_length, first, q_start, q_length = locate_tile(
-        tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
-        tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
-    )  # fmt: skip
-    if first >= k_length:
-        return
-    sequence = tl.minimum(before, num_segments - 1)
-    score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, SCORE_MODS)
-    differentiate_keys(
-        q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
-        k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, score_mod,
-        stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // STRIDE_UNIT, HEAD_DIM // STRIDE_UNIT,
-        total_q, scale, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=DENSE_SIZES)
-def _attention_bwd_dkdv_dense_kernel(
-    q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, slopes_ptr, seed_ptr, dk_ptr, dv_ptr,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
-    q_length, k_length, scale, softcap, dropout, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv for sequences of equal length.
-
-    With OVERLAPS the kernel starts while the previous one, which stores delta, ends.
-    """
-    await_before(OVERLAPS)
-    k_head = tl.program_id(1).to(tl.int64)
-    heads = tl.num_programs(1) * GROUP
-    # Under a causal mask the first keys are seen by the most queries, so their programs start first.
-    sequence, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
-    score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
-    statistics = sequence.to(tl.int64) * heads * q_length
-    differentiate_keys(
-        batch_base(q_ptr, sequence, stride_qb, STRIDE_UNIT), batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
-        batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), lse_ptr + statistics,
-        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT),
-        delta_ptr + statistics,
-        batch_base(dk_ptr, sequence, stride_dkb, STRIDE_UNIT), batch_base(dv_ptr, sequence, stride_dvb, STRIDE_UNIT),
-        k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, sequence, stride_slopes, score_mod,
-        stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
-        q_length, scale, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip

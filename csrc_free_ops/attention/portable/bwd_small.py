@@ -7,7 +7,8 @@ and a second one computes dq, dk and dv side by side (`bwd.py` has the maths).
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.portable.bwd import differentiate_keys, differentiate_queries
+from csrc_free_ops.attention.portable.bwd import differentiate_queries
+from csrc_free_ops.attention.portable.bwd_dkdv import differentiate_keys
 from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base

@@ -8,7 +8,8 @@ weights serve dq as well as dk and dv. Every tensor is read once, and no sum cro
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.portable.bwd import differentiate_keys, differentiate_queries
+from csrc_free_ops.attention.portable.bwd import differentiate_queries
+from csrc_free_ops.attention.portable.bwd_dkdv import differentiate_keys
 from csrc_free_ops.attention.portable.fwd import COUNTS
 from csrc_free_ops.attention.portable.small_segments_fwd import SMALL_SEGMENTS_SIZES
 from csrc_free_ops.tiles.masks import within_bounds
