@@ -767,6 +767,8 @@ def test_called_with_everything_that_an_eager_call_takes() -> None:
     assert cache.why_eager == "output_hidden_states is given"
     encoder(pixels, ONE, chunk_tokens=64)
     assert cache.why_eager == "chunk_tokens is given"
+    with pytest.raises(ValueError, match="chunk_tokens is 0, expected 1 or more"):
+        encoder(pixels, ONE, chunk_tokens=0)
     encoder(pixels, ONE, cu_seqlens=metadata.cu_seqlens)
     assert cache.why_eager == "tensors of Transformers' helpers are given"
     encoder(pixels, metadata=metadata.clone())
