@@ -6,6 +6,7 @@ op takes, and nothing in here.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,13 @@ class _Segment(NamedTuple):
 
 
 def _segments(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> Iterator[_Segment]:
-    q_bounds = [min(max(bound, 0), total_q) for bound in cu_q.tolist()]
-    k_bounds = [min(max(bound, 0), total_k) for bound in cu_k.tolist()]
-    spans = zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False)
-    for index, (q_start, q_end, k_start, k_end) in enumerate(spans):
+    # A boundary that falls counts as the largest before it: its segment is empty.
+    q_bounds = accumulate((min(max(bound, 0), total_q) for bound in cu_q.tolist()), max)
+    k_bounds = accumulate((min(max(bound, 0), total_k) for bound in cu_k.tolist()), max)
+    spans = zip(pairwise(q_bounds), pairwise(k_bounds), strict=True)
+    for index, ((q_start, q_end), (k_start, k_end)) in enumerate(spans):
         if q_start < q_end:
-            yield _Segment(index, slice(q_start, q_end), slice(k_start, max(k_start, k_end)))
+            yield _Segment(index, slice(q_start, q_end), slice(k_start, k_end))
 
 
 def _blocks(queries: slice, keys: slice) -> Iterator[tuple[slice, int]]:

@@ -173,8 +173,9 @@ class LaunchNumbers:
     Q_SPAN: gl.constexpr
     # Dense tensors: the bits of the scale.
     SCALE: gl.constexpr
-    # Tiles of all heads. The producer writes it, because it lacks a register for it.
+    # Tiles of all heads, and what `survey_segments` returns. The producer writes both, because it lacks registers.
     NUM_TILES: gl.constexpr
+    SEGMENTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self):
@@ -183,7 +184,7 @@ class LaunchNumbers:
         self.TOTAL_K, self.TOTAL_Q, self.NUM_SEGMENTS, self.WINDOW_RIGHT, self.WINDOW_LEFT = slots[:5]
         self.K_SPAN, self.Q_SPAN = LAYOUT[0], LAYOUT[2]
         self.SCALE = LAYOUT[0]
-        self.NUM_TILES = slots[9]
+        self.NUM_TILES, self.SEGMENTS = slots[9:11]
 
 
 NAMED, MBAR = NamedBarriers(), MemoryBarriers()
