@@ -6,7 +6,7 @@ and compilers that it measures. Nothing here imports Dynamo or Inductor, which t
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -39,6 +39,7 @@ __all__ = [
     "backward_of",
     "buffers_of",
     "children_of",
+    "clamp_all",
     "copy_all",
     "count_dispatch_modes",
     "current_cuda_device",
@@ -117,9 +118,10 @@ IS_REPLICA = "_is_replica"
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 # Where a compiled module keeps the module that it was made of.
 ORIGINAL_MODULE = "_orig_mod"
-# Fill tensors with zeros, or with what others hold, in few launches.
+# Fill tensors with zeros, or with what others hold, in few launches; and the smaller of both, in new tensors.
 zero_all: Callable[[list[Tensor]], None] = torch._foreach_zero_
 copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+clamp_all: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]] = torch._foreach_clamp_max
 _CUDA = torch._C.DispatchKey.CUDA
 
 

@@ -1,4 +1,8 @@
-"""Tensors and counts of each layer, and the methods that fill them: the base of contiguous and paged KV caches."""
+"""Tensors and counts of each layer, and the methods that fill them: the base of contiguous and paged KV caches.
+
+A method computes the new state beside the old one, in new memory, and then lets `publish` copy it in one step. If
+anything fails before, such as an allocation, the cache is as it was.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +20,7 @@ from torch_ops._core.checks import (
     refuse,
 )
 from torch_ops._core.registry import is_eager
-from torch_ops._core.torch_private import mark_static_address, zero_all
+from torch_ops._core.torch_private import clamp_all, copy_all, mark_static_address, zero_all
 from torch_ops._kv_cache.append import check_sizes
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
@@ -36,6 +40,14 @@ def static(tensor: Tensor) -> Tensor:
     """Mark the tensor as static, so that CUDA graphs of torch.compile may write to it."""
     mark_static_address(tensor)
     return tensor
+
+
+def publish(live: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Copy a new state into tensors that stay where they are: the last step of a method, which allocates nothing.
+
+    All tensors have rows of whole words. As int32 they have one dtype, and one launch copies them.
+    """
+    copy_all(*([tensor.view(torch.int32) for tensor in tensors] for tensors in (live, new)))
 
 
 class Cache:
@@ -75,6 +87,7 @@ class Cache:
         out = kv_cache_append(
             k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
         )
+        # Keys that were written count from here on.
         self.seqlens[layer].add_(k.shape[2] if lengths is None else lengths.clamp(0, k.shape[2]))
         return out
 
@@ -112,34 +125,37 @@ class Cache:
         # Numbers beyond int32 are beyond any room too.
         return values.clamp(max=torch.iinfo(torch.int32).max).to(dtype)
 
-    def _keep(self, op: str, lengths: Lengths) -> None:
+    def _kept(self, op: str, lengths: Lengths) -> Sequence[Tensor]:
+        """The counts of each layer, cut to these lengths."""
         if isinstance(lengths, Tensor):
             lengths = self._on_device(op, "lengths", lengths, torch.int32)
             if settings.checked and is_eager():
                 self._on_host(op, "lengths", lengths.tolist(), 0, None)
         else:
             lengths = self._send(self._on_host(op, "lengths", lengths, 0, None), torch.int32)
-        for seqlens in self.seqlens:
-            seqlens.clamp_(max=lengths)
+        return clamp_all(self.seqlens, [lengths] * self.num_layers)
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         """Without waiting: memory that is not pinned is taken over before the call returns."""
         return torch.tensor(values, dtype=dtype).to(self.k[0].device, non_blocking=True)
 
-    def _grown(self, tensor: Tensor, dimension: int, size: int) -> Tensor:
-        shape = list(tensor.shape)
-        shape[dimension] = size
-        with torch.inference_mode(False):
-            grown = static(tensor.new_zeros(shape))
-            grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
-        return grown
+    def _reordered(self, places: Tensor) -> Sequence[Tensor]:
+        """The counts of each layer, with sequence i the former places[i]."""
+        return torch.stack(self.seqlens).index_select(1, places).unbind(0)
 
-    def _grow(self, dimension: int, size: int) -> None:
-        """One tensor at a time, so that no second whole cache is needed."""
-        for tensors in (self.k, self.v):
-            for layer in range(self.num_layers):
-                tensors[layer] = self._grown(tensors[layer], dimension, size)
+    def _grown(self, dimension: int, size: int) -> list[list[Tensor]]:
+        """k and v of all layers in new memory, with their contents."""
+        with torch.inference_mode(False):
+            return [[_grown(tensor, dimension, size) for tensor in tensors] for tensors in (self.k, self.v)]
 
     def reset(self) -> None:
         """Remove all keys of every sequence."""
         zero_all(self.seqlens)
+
+
+def _grown(tensor: Tensor, dimension: int, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dimension] = size
+    grown = static(tensor.new_zeros(shape))
+    grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
+    return grown
