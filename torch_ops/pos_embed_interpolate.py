@@ -96,7 +96,7 @@ def _taps(places: Places, entries: int, align_corners: bool, dtype: torch.dtype)
 def _interpolate_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dtype = torch.promote_types(t.x.dtype, torch.float32)
     places = locate_rows(t.grid, t.out.shape[0], merge_size)
-    total = torch.zeros(t.out.shape, dtype=dtype)
+    total = torch.zeros_like(t.out, dtype=dtype)
     for entry, weight in _taps(places, t.x.shape[0], align_corners, dtype):
         total += t.x[entry] * weight[:, None]
     t.out.copy_(total.masked_fill_(~places.inside[:, None], 0))
@@ -149,7 +149,7 @@ def _check_backward(call: PosEmbedInterpolateBackward) -> None:
 def _gather_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dout, dtype = t.x, torch.promote_types(t.x.dtype, torch.float32)
     places = locate_rows(t.grid, dout.shape[0], merge_size)
-    total = torch.zeros(t.out.shape, dtype=dtype)
+    total = torch.zeros_like(t.out, dtype=dtype)
     for entry, weight in _taps(places, t.out.shape[0], align_corners, dtype):
         taken = places.inside & (weight > 0)
         total.index_add_(0, entry[taken], dout[taken] * weight[taken, None])

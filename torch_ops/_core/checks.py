@@ -1,12 +1,16 @@
 """The shared refusals: `<op>: <argument> is <got>, expected <wanted>`."""
 
+import operator
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def refuse(op: str, argument: str, wanted: str, got: object) -> None:
+def refuse(op: str, argument: str, wanted: str, got: object) -> NoReturn:
     """Raise "<op>: <argument> is <got>, expected <wanted>".
 
     The verb is "has" where `wanted` begins with "of", whose list is a shape, and for shapes and strides.
@@ -41,16 +45,34 @@ def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: T
         refuse(op, argument, f"on {like.device} as {like_name} is", tensor.device)
 
 
+def as_int(op: str, argument: str, value: Any) -> int:
+    """Return an integer of Python, or of a trace. NumPy's count too; a bool, a float or a tensor does not."""
+    # Dynamo answers these questions where the value is a symbol.
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, bool | Tensor):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    refuse(op, argument, "an integer", repr(value))
+
+
 def check_int(op: str, argument: str, value: object) -> None:
-    """Also what a trace has for one, and numpy's; a bool is none."""
-    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
-        refuse(op, argument, "an integer", repr(value))
+    as_int(op, argument, value)
 
 
 def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
     if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         got = "None" if tensor is None else "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
         refuse(op, argument, "a dense tensor", got)
+
+
+def check_all_dense(op: str, arguments: Iterable[tuple[str, object]]) -> None:
+    """Refuse tensors of another layout, and nested ones, by the names of the arguments."""
+    for argument, value in arguments:
+        if isinstance(value, Tensor):
+            check_dense(op, argument, value)
 
 
 def check_packed(op: str, argument: str, tensor: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch._library.autograd import make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -32,6 +33,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "NestedTensor",
     "addmm_activation",
     "addresses_equal",
     "any_requires_grad",
@@ -149,7 +151,9 @@ def autograd_impl(definition: Any) -> Callable[..., Any]:
     return implementation
 
 
-_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0)) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0, device="cpu")) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 def has_plain_keys(tensor: Tensor) -> bool:

@@ -6,10 +6,12 @@ anything fails before, such as an allocation, the cache is as it was.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_ops._core.checks import (
+    as_int,
     check_dense,
     check_device,
     check_float,
@@ -19,9 +21,10 @@ from torch_ops._core.checks import (
     dtype_name,
     refuse,
 )
+from torch_ops._core.device import host_tensor
 from torch_ops._core.registry import is_eager
 from torch_ops._core.torch_private import clamp_all, copy_all, mark_static_address, zero_all
-from torch_ops._kv_cache.append import check_sizes
+from torch_ops._kv_cache.append import check_shape
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
 
@@ -30,10 +33,14 @@ Lengths = int | Sequence[int] | Tensor
 
 
 def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
-    check_int(op, argument, value)
-    if value < least:
-        refuse(op, argument, f"{least} or more", value)
-    return int(value)
+    size = as_int(op, argument, value)
+    if size < least:
+        refuse(op, argument, f"{least} or more", size)
+    return size
+
+
+def check_sizes(op: str, sizes: dict[str, int]) -> list[int]:
+    return [check_size(op, argument, size) for argument, size in sizes.items()]
 
 
 def static(tensor: Tensor) -> Tensor:
@@ -82,7 +89,7 @@ class Cache:
         refuses them.
         """
         self._check_layer(layer)
-        check_sizes(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
+        check_shape(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
         self._check_room(k, lengths)
         out = kv_cache_append(
             k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
@@ -104,17 +111,19 @@ class Cache:
         """Check the room that the host knows of."""
 
     def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
-        if not isinstance(values, int | Sequence):
+        several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
+        if not several and (isinstance(values, Tensor) or not hasattr(values, "__index__")):
             refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
-        each = list(values) if isinstance(values, Sequence) else [values] * self.batch
-        if len(each) != self.batch:
-            refuse(op, argument, f"of one for each of {self.batch} sequences", len(each))
-        for place, value in enumerate(each):
-            name = f"{argument}[{place}]" if isinstance(values, Sequence) else argument
-            check_size(op, name, value, least)
-            if most is not None and value > most:
-                refuse(op, name, f"at most {most}", value)
-        return [int(value) for value in each]
+        given = list(values) if several else [values] * self.batch  # type: ignore[arg-type]
+        if len(given) != self.batch:
+            refuse(op, argument, f"of one for each of {self.batch} sequences", len(given))
+        each = []
+        for place, value in enumerate(given):
+            name = f"{argument}[{place}]" if several else argument
+            each.append(check_size(op, name, value, least))
+            if most is not None and each[-1] > most:
+                refuse(op, name, f"at most {most}", each[-1])
+        return each
 
     def _on_device(self, op: str, argument: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         check_dense(op, argument, values)
@@ -137,7 +146,7 @@ class Cache:
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         """Without waiting: memory that is not pinned is taken over before the call returns."""
-        return torch.tensor(values, dtype=dtype).to(self.k[0].device, non_blocking=True)
+        return host_tensor(values, dtype).to(self.k[0].device, non_blocking=True)
 
     def _reordered(self, places: Tensor) -> Sequence[Tensor]:
         """The counts of each layer, with sequence i the former places[i]."""

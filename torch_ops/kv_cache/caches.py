@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import refuse
-from torch_ops.kv_cache.base import Cache, Lengths, check_size, publish, static
+from torch_ops.kv_cache.base import Cache, Lengths, check_size, check_sizes, publish, static
 from torch_ops.kv_cache.pages import Copies, Pages
 
 
@@ -33,8 +33,7 @@ class KVCache(Cache):
     ) -> None:  # fmt: skip
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity,
                  "head_dim": head_dim}  # fmt: skip
-        for argument, size in sizes.items():
-            check_size("KVCache", argument, size)
+        num_layers, batch, num_kv_heads, capacity, head_dim = check_sizes("KVCache", sizes)
         super().__init__(num_layers, batch, (batch, num_kv_heads, capacity, head_dim), dtype, device)
 
     @property
@@ -102,8 +101,7 @@ class PagedKVCache(Cache):
         max_pages = num_pages if max_pages is None else max_pages
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "num_pages": num_pages,
                  "page_size": page_size, "head_dim": head_dim, "max_pages": max_pages}  # fmt: skip
-        for argument, size in sizes.items():
-            check_size("PagedKVCache", argument, size)
+        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim, max_pages = check_sizes("PagedKVCache", sizes)
         super().__init__(num_layers, batch, (num_pages, num_kv_heads, page_size, head_dim), dtype, device)
         self.page_size = page_size
         with torch.inference_mode(False):
@@ -196,6 +194,9 @@ class PagedKVCache(Cache):
             fewest, most = torch.stack([counts.amin(0), counts.amax(0)]).tolist()
         else:
             fewest = most = self._on_host(op, "lengths", lengths, 0, None)
+            for place, (length, reserved) in enumerate(zip(most, self.reserved, strict=True)):
+                if length > reserved:
+                    refuse(op, f"lengths[{place}]", f"at most {reserved}, for which the sequence has pages", length)
         full = [length // self.page_size for length in fewest]
         held = [-(-length // self.page_size) for length in most]
         pages, copies = self._pages.reordered(chosen, full, held)
