@@ -346,7 +346,8 @@ CHANGES: list[tuple[str, str, Any, Any]] = [
     ("reorder on the device", "contiguous", lambda c: c.reorder(_counts(2, 2, 0)),
      lambda keys: [keys[b] for b in (2, 2, 0)]),
     ("reorder", "paged", lambda c: c.reorder([2, 2, 0]), lambda keys: [keys[b] for b in (2, 2, 0)]),
-    ("reorder of known lengths", "shared", lambda c: c.reorder([1, 0, 1], 7), lambda keys: [keys[b] for b in (1, 0, 1)]),
+    ("reorder of known lengths", "shared", lambda c: c.reorder([1, 0, 1], 7),
+     lambda keys: [keys[b] for b in (1, 0, 1)]),
     ("reserve", "paged", lambda c: c.reserve([12, 8, 10]), lambda keys: keys),
     ("grow", "contiguous", lambda c: c.grow(20), lambda keys: keys),
     ("grow", "paged", lambda c: c.grow(19, 25), lambda keys: keys),
@@ -402,7 +403,7 @@ class AnyOrder(RuleBasedStateMachine):
             cache.reserve(lengths)
 
     @rule(
-        tokens=st.integers(1, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), step=STEPS, data=st.data()
+        tokens=st.integers(0, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), step=STEPS, data=st.data()
     )
     def append(self, tokens: int, layers: tuple[int, ...], step: int, data: Any) -> None:
         lengths = data.draw(st.none() | st.lists(st.integers(0, tokens), min_size=BATCH, max_size=BATCH))
@@ -482,6 +483,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("contiguous", lambda c: c.reorder(torch.tensor([0], device=DEVICE)),
      r"KVCache.reorder: indices has shape \[1\], expected shape \[3\]"),
     ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] is -1, expected 0 or more"),
+    ("paged", lambda c: (c.reserve([0, 17, 0]), c.reorder([0, 0, 0], 18)),
+     r"PagedKVCache.reorder: lengths\[0\] is 18, expected at most 16, for which the sequence has pages"),
     ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths is 57, expected at most 56"),
     ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] is 1.5, expected an integer"),
     ("paged", lambda c: c.append(0, *new(17)),

@@ -32,8 +32,8 @@ def check_decode(op: str, call: Any) -> None:
     batch, num_heads, queries, head_dim = q.shape
     check_num_heads(op, "q", num_heads)
     check_head_dim(op, "q", head_dim)
-    if not 1 <= queries <= MOST_QUERIES:
-        refuse(op, "the number of queries of q", f"from 1 to {MOST_QUERIES}", queries)
+    if not 0 <= queries <= MOST_QUERIES:
+        refuse(op, "the number of queries of q", f"from 0 to {MOST_QUERIES}", queries)
     layout = "[B, Hk, S, D]" if block_table is None else "[pages, Hk, page size, D]"
     _check_keys(op, q, "k_cache", k_cache, "v_cache", v_cache, layout)
     _check_lengths(op, "cache_seqlens", cache_seqlens, batch, q)

@@ -27,6 +27,7 @@ from torch_ops._core.checks import (
 from torch_ops._core.launch import blocks_of, contiguous_like, current_gpu, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._core.torch_private import statically_known_true
 from torch_ops._kv_cache.cpu import append_cpu, rotary_dim
 from torch_ops.settings import settings
 
@@ -46,10 +47,14 @@ def check_shape(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple
         refuse(op, argument, f"of shape {named} = [{wanted}]", list(tensor.shape))
 
 
-def check_count(op: str, argument: str, count: int, most: int) -> None:
+def _has_no_tokens(k: Tensor) -> bool:
+    return statically_known_true(k.shape[0] * k.shape[2] == 0)
+
+
+def check_count(op: str, argument: str, count: int, most: int, least: int = 0) -> None:
     """A graph of dynamic shape may not branch on a count; none that it has is 0."""
-    if not isinstance(count, torch.SymInt) and not 1 <= count <= most:
-        refuse(op, argument, f"from 1 to {most}", count)
+    if not isinstance(count, torch.SymInt) and not least <= count <= most:
+        refuse(op, argument, f"from {least} to {most}", count)
 
 
 def check_counts(op: str, argument: str, counts: Tensor, size: int, like_name: str, like: Tensor) -> None:
@@ -112,7 +117,7 @@ def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, si
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
         refuse(op, "sin", f"{list(cos.shape)} in {dtype_name(cos.dtype)} as cos is", got)
-    check_count(op, "the number of rows of cos", cos.shape[0], MOST_ROWS)
+    check_count(op, "the number of rows of cos", cos.shape[0], MOST_ROWS, least=0 if _has_no_tokens(k) else 1)
     if q is not None:
         check_shape(op, "q", q, "[B, H, Sn, D]", (batch, None, tokens, head_dim))
         check_like(op, "q", q, "k", k)
@@ -185,6 +190,8 @@ class Append(NamedTuple):
 
 def plan_append(t: Append, interleaved: bool) -> Plan:
     k, q, cos, sin, block_table = t.k, t.q, t.cos, t.sin, t.block_table
+    if _has_no_tokens(k):
+        return Plan(lambda t: None, why="there are no tokens")
     # The interpreter has neither bf16 nor fp64, in k or in its cache.
     if not (runs_kernels(k) and runs_kernels(t.k_cache)):
         return reference_plan(partial(append_cpu, interleaved), k)
