@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ops
 from tests import verify as every_op
@@ -238,16 +239,28 @@ def test_lse_comes_when_asked_for(device: str) -> None:
     assert torch.equal(out, again) and lse.shape == out.shape[:3]
 
 
+class _Seeing(TorchDispatchMode):
+    """Where the tensors of a call lie when it reaches the op."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is OP.default:
+            self.addresses = {each.data_ptr() for each in args if isinstance(each, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_autocast_casts_queries_and_no_cache(dtype: torch.dtype, cache_dtype: torch.dtype, device: str) -> None:
     inputs = make_decode_inputs(_case("cache_fp32"), torch.float32, device)
     caches = {name: getattr(inputs, name).to(cache_dtype) for name in CACHES}
-    prefix = {name: cache[:1, :, :6] for name, cache in zip(PREFIXES, caches.values(), strict=True)}
+    caches |= {name: cache[:1, :, :6] for name, cache in zip(PREFIXES, caches.values(), strict=True)}
     with torch.autocast(device, dtype=dtype):
-        out = inputs.call(attention_decode, **caches, **prefix)
+        out = inputs.call(attention_decode, **caches)
+        with _Seeing() as seeing:
+            inputs.call(attention_decode, **caches)
     assert out.dtype == dtype
-    assert torch.equal(out, inputs.call(attention_decode, q=inputs.q.to(dtype), **caches, **prefix))
+    assert torch.equal(out, inputs.call(attention_decode, q=inputs.q.to(dtype), **caches))
+    assert {cache.data_ptr() for cache in caches.values()} <= seeing.addresses, "a cache was copied"
 
 
 @pytest.mark.parametrize("empty", ["sequences", "queries", "keys", "pages"])
