@@ -20,6 +20,8 @@ from compile_tests.contract.graph import DEVICE, DTYPE, as_tuple
 from torch_ops import KVCache, PagedKVCache
 from torch_ops._core.registry import OPS, Op
 from torch_ops.distributed import spread_images
+from torch_ops.models import GraphCache, Padding, VisionSizes, token_budgets
+from torch_ops.models.vision_metadata import vision_metadata
 from torch_ops.vision_attention import vision_attention
 
 ROOT = Path(torch_ops.__file__).parent
@@ -244,6 +246,36 @@ def test_caches_take_numpy_s_integers() -> None:
             if not (isinstance(bad, Tensor) and call == cache.truncate):
                 with pytest.raises(ValueError, match=r"^KVCache.* (is|has) .*, expected "):
                     call(bad)
+
+
+def _host_calls() -> dict[str, Callable[[Any], Any]]:
+    """Functions of one integer that no op checks. Each takes 4."""
+    q, encoder = torch.ones(1, 4, 3, 8), {"head_dim": 8, "window": None}
+    grid, sizes = torch.tensor([[1, 4, 4]]), VisionSizes(**encoder)
+    return {
+        "reshape_for_gqa": lambda value: torch_ops.compat.reshape_for_gqa(q, value),
+        "flash_attn_func": lambda value: torch_ops.compat.flash_attn_func(q, q, q, window_size=(value, value)),
+        "spread_images": lambda value: spread_images([(1, 4, 4)], value),
+        "spread_images: grid_thw": lambda value: spread_images([(1, value, 4)], 2),
+        "token_budgets: max_tokens": token_budgets,
+        "token_budgets: min_tokens": lambda value: token_budgets(1024, value, 2),
+        "token_budgets: per_doubling": lambda value: token_budgets(1024, None, value),
+        "GraphCache": lambda value: GraphCache(max_graphs=value).max_graphs,
+        "vision_metadata": lambda value: vision_metadata(grid, sizes, padding=Padding(images=value)).cu_seqlens,
+    }
+
+
+@pytest.mark.parametrize("name", _host_calls())
+def test_functions_of_the_host_take_numpy_s_integers(name: str) -> None:
+    """uint8 too, in which 1024 and 2 * 128 have no place."""
+    call = _host_calls()[name]
+    expected = call(4)
+    for kind in (np.int64, np.uint8, np.array):
+        found = call(kind(4))
+        assert torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
+    for bad in NO_INTEGERS:
+        with pytest.raises(ValueError, match=f"^{name}.* is .*, expected (an|three) integer"):
+            call(bad)
 
 
 def _undense(kind: str) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
-from torch_ops._core.checks import check_dense, check_float, refuse
+from torch_ops._core.checks import check_dense, check_float, integers, refuse
 from torch_ops._core.launch import blocks_of, row_stride, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op
@@ -212,6 +212,7 @@ def pos_embed_interpolate(
     Differentiable in `table`. The gradient is gathered entry by entry in a fixed order, without atomics: the same bits
     every time.
     """
+    total, merge_size = integers("pos_embed_interpolate", total=total, merge_size=merge_size)
     if isinstance(table, Tensor):
         grid = send_grid(
             "pos_embed_interpolate", grid, table.device, merge_size,

@@ -13,7 +13,6 @@ from torch_ops._core.checks import (
     check_device,
     check_float,
     check_head_dim,
-    check_int,
     check_num_heads,
     check_vector,
     dtype_name,
@@ -54,7 +53,6 @@ def check_decode(op: str, call: Any) -> None:
     check_score_tensors(op, call, batch)
     _check_prefix(op, q, k_cache, call.prefix_k, call.prefix_v, call.prefix_seqlens)
     num_splits = call.num_splits
-    check_int(op, "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
         refuse(op, "num_splits", f"0 (chosen) or up to {MOST_SPLITS}", num_splits)
     if call.batch_invariant and num_splits:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from torch_ops._core.checks import as_int, check_all_dense
+from torch_ops._core.checks import check_all_dense, check_int
 from torch_ops._core.torch_private import NestedTensor
 
 # Places and names of arguments.
@@ -27,7 +27,7 @@ def with_integers(op: str, integers: Places, args: tuple[Any, ...]) -> tuple[Any
         if place < len(args):
             value = args[place]
             if type(value) is not int and value is not None:
-                args = (*args[:place], as_int(op, argument, value), *args[place + 1 :])
+                args = (*args[:place], check_int(op, argument, value), *args[place + 1 :])
     return args
 
 

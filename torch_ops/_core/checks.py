@@ -45,8 +45,8 @@ def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: T
         refuse(op, argument, f"on {like.device} as {like_name} is", tensor.device)
 
 
-def as_int(op: str, argument: str, value: Any) -> int:
-    """Return an integer of Python, or of a trace. NumPy's count too; a bool, a float or a tensor does not."""
+def check_int(op: str, argument: str, value: Any) -> int:
+    """Return an integer as Python's, or as a trace's symbol. NumPy's are taken; bools, floats and tensors are not."""
     # Dynamo answers these questions where the value is a symbol.
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return value
@@ -58,8 +58,9 @@ def as_int(op: str, argument: str, value: Any) -> int:
     refuse(op, argument, "an integer", repr(value))
 
 
-def check_int(op: str, argument: str, value: object) -> None:
-    as_int(op, argument, value)
+def integers(op: str, **values: Any) -> list[int]:
+    """Return arguments, given by name, as integers."""
+    return [check_int(op, argument, value) for argument, value in values.items()]
 
 
 def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
@@ -124,13 +125,15 @@ def check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, l
 
 
 def check_num_heads(op: str, argument: str, num_heads: int) -> None:
-    if not 1 <= num_heads <= 65535:
-        refuse(op, f"the number of heads of {argument}", "from 1 to 65535", num_heads)
+    name = f"the number of heads of {argument}"
+    if not 1 <= check_int(op, name, num_heads) <= 65535:
+        refuse(op, name, "from 1 to 65535", num_heads)
 
 
 def check_head_dim(op: str, argument: str, head_dim: int) -> None:
-    if not (8 <= head_dim <= 256 and head_dim % 8 == 0):
-        refuse(op, f"the head dimension of {argument}", "a multiple of 8 from 8 to 256", head_dim)
+    name = f"the head dimension of {argument}"
+    if not (8 <= check_int(op, name, head_dim) <= 256 and head_dim % 8 == 0):
+        refuse(op, name, "a multiple of 8 from 8 to 256", head_dim)
 
 
 def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str, like: Tensor) -> None:

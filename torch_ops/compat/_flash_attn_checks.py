@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torch_ops._core.checks import as_int, check_dense, check_number, refuse
+from torch_ops._core.checks import check_dense, check_int, check_number, refuse
 
 
 def check_layout(op: str, argument: str, tensor: Tensor, layout: str, packed: int | None = None) -> None:
@@ -21,7 +21,7 @@ def check_softmax_scale(op: str, softmax_scale: float | None) -> None:
 def bounds_of(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         refuse(op, "window_size", "a pair (left, right)", window_size)
-    left, right = [as_int(op, "window_size", width) for width in window_size]
+    left, right = [check_int(op, "window_size", width) for width in window_size]
     # In flash-attn every negative width is unbounded.
     return max(left, -1), max(right, -1)
 

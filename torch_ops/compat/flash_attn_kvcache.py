@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention.decode_checks import MOST_QUERIES
-from torch_ops._core.checks import as_int, check_matrix, refuse
+from torch_ops._core.checks import check_int, check_matrix, refuse
 from torch_ops._core.plan import Plan
 from torch_ops._core.planned_op import opaque_plan
 from torch_ops._core.torch_private import is_exporting
@@ -96,7 +96,7 @@ def _check_new_keys(
 
 def _check_length(op: str, cache_seqlens: int, capacity: int, k: Tensor | None, cos: Tensor | None) -> int:
     """Check a length that the host knows: the keys, with the new ones, fit the cache and have angles."""
-    length = as_int(op, "cache_seqlens", cache_seqlens)
+    length = check_int(op, "cache_seqlens", cache_seqlens)
     added = 0 if k is None else k.shape[1]
     if is_exporting():
         # The sizes that a program will run with are not known.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import (
-    as_int,
     check_dense,
     check_device,
     check_float,
@@ -33,7 +32,7 @@ Lengths = int | Sequence[int] | Tensor
 
 
 def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
-    size = as_int(op, argument, value)
+    size = check_int(op, argument, value)
     if size < least:
         refuse(op, argument, f"{least} or more", size)
     return size
@@ -103,8 +102,7 @@ class Cache:
         return None
 
     def _check_layer(self, layer: int) -> None:
-        check_int(self._name, "layer", layer)
-        if not 0 <= layer < self.num_layers:
+        if not 0 <= check_int(self._name, "layer", layer) < self.num_layers:
             refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
 
     def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
