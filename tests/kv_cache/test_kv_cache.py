@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -402,9 +403,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not step or fails(cache, lambda: cache.reserve(lengths), step):
             cache.reserve(lengths)
 
-    @rule(
-        tokens=st.integers(0, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), step=STEPS, data=st.data()
-    )
+    @rule(tokens=st.integers(0, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), step=STEPS, data=st.data())
     def append(self, tokens: int, layers: tuple[int, ...], step: int, data: Any) -> None:
         lengths = data.draw(st.none() | st.lists(st.integers(0, tokens), min_size=BATCH, max_size=BATCH))
         counts = lengths or [tokens] * BATCH
@@ -414,7 +413,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.reserve([max(rows[b].shape[1] for rows in self.rows) + counts[b] for b in range(BATCH)], step)
         for layer in layers:
             k, _ = new(tokens)
-            self.change(step, lambda cache: cache.append(layer, k, k, lengths=given))
+            self.change(step, methodcaller("append", layer, k, k, lengths=given))
             rows = self.rows[layer]
             self.rows[layer] = [torch.cat([rows[b], k[b, :, : counts[b]]], 1) for b in range(BATCH)]
 

@@ -27,7 +27,7 @@ def install_autocast(
     """
     arguments = list(inspect.signature(body).parameters)
     halves = torch.float16, torch.bfloat16
-    castable = dict.fromkeys(range(len(arguments)), (*halves, torch.float32))
+    castable: dict[int, tuple[torch.dtype, ...]] = dict.fromkeys(range(len(arguments)), (*halves, torch.float32))
     castable.update(dict.fromkeys(map(arguments.index, keeps_dtype), halves))
     castable.update(dict.fromkeys(map(arguments.index, reads_any), ()))
     says = arguments.index(dtype_argument) if dtype_argument else len(arguments)

@@ -49,7 +49,7 @@ def check_int(op: str, argument: str, value: Any) -> int:
     """Return an integer as Python's, or as a trace's symbol. NumPy's are taken; bools, floats and tensors are not."""
     # Dynamo answers these questions where the value is a symbol.
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-        return value
+        return value  # type: ignore[return-value]
     if not isinstance(value, bool | Tensor):
         try:
             return operator.index(value)

@@ -5,6 +5,7 @@ anything fails before, such as an allocation, the cache is as it was.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class Cache:
         several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
         if not several and (isinstance(values, Tensor) or not hasattr(values, "__index__")):
             refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
-        given = list(values) if several else [values] * self.batch  # type: ignore[arg-type]
+        given: list[Any] = list(values) if several else [values] * self.batch  # type: ignore[arg-type]
         if len(given) != self.batch:
             refuse(op, argument, f"of one for each of {self.batch} sequences", len(given))
         each = []

@@ -78,9 +78,7 @@ class Pages:
             copies.append((source, target))
         return copies
 
-    def reordered(
-        self, indices: Sequence[int], full: Sequence[int], held: Sequence[int]
-    ) -> tuple["Pages", Copies]:
+    def reordered(self, indices: Sequence[int], full: Sequence[int], held: Sequence[int]) -> tuple["Pages", Copies]:
         """Make sequence i a continuation of the former indices[i].
 
         The first `full` pages of a former sequence are never written to again, and the first `held` hold something. Its

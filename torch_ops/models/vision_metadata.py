@@ -61,7 +61,9 @@ class Padding:
     def with_integers(self, op: str, name: str) -> "Padding":
         """Refuse sizes that are no integers; NumPy's become Python's."""
         sizes = vars(self).items()
-        return Padding(**{field: size if size is None else check_int(op, f"{name}.{field}", size) for field, size in sizes})
+        return Padding(
+            **{field: size if size is None else check_int(op, f"{name}.{field}", size) for field, size in sizes}
+        )
 
     def holds(self, sizes: "Padding") -> bool:
         """Return whether a batch of these sizes can be padded to it."""
