@@ -230,6 +230,30 @@ def test_a_model_s_step(kind: str, way: str) -> None:
             ))  # fmt: skip
 
 
+@pytest.mark.no_interpret
+def test_graphs_hold_one_copy_for_each_tensor() -> None:
+    """Inductor lets a group of copies read what it has already overwritten."""
+    order, lengths = [2, 0, 0], [1, 4, 2]
+    cache, (k, v) = make("contiguous"), new(5)
+    for layer in range(LAYERS):
+        cache.append(layer, k, v)
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def change() -> None:
+        cache.reorder(order)
+        cache.truncate(lengths)
+
+    with torch.no_grad():
+        torch.compile(change, fullgraph=True, backend=backend)()
+    assert found.count("copy_") == 4 * LAYERS and not any("foreach_copy" in target for target in found)
+    for layer in range(LAYERS):
+        assert_holds(cache, layer, *([each[b, :, :n] for b, n in zip(order, lengths, strict=True)] for each in (k, v)))
+
+
 @pytest.mark.gpu
 @KINDS
 def test_cuda_graph_replays_go_on(kind: str) -> None:
