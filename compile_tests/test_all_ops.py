@@ -192,7 +192,7 @@ def recorded() -> dict[str, tuple[Any, ...]]:
     calls["patch_merger"] = tuple(merger.get(name) for name in ("x", "norm_weight", "norm_bias")) + tuple(
         merger.get(name) for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     )
-    assert calls.keys() == OPS.keys()
+    assert calls.keys() >= OPS.keys()
     filled = {}
     for name, op in OPS.items():
         parameters = list(inspect.signature(op.body).parameters.values())

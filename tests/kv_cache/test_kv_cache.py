@@ -373,6 +373,7 @@ CHANGES: list[tuple[str, str, Any, Any]] = [
     ("reorder", "paged", lambda c: c.reorder([2, 2, 0]), lambda keys: [keys[b] for b in (2, 2, 0)]),
     ("reorder of known lengths", "shared", lambda c: c.reorder([1, 0, 1], 7),
      lambda keys: [keys[b] for b in (1, 0, 1)]),
+    ("reorder to pages that become free", "tight", lambda c: c.reorder([1, 1, 1]), lambda keys: [keys[1]] * BATCH),
     ("reserve", "paged", lambda c: c.reserve([12, 8, 10]), lambda keys: keys),
     ("grow", "contiguous", lambda c: c.grow(20), lambda keys: keys),
     ("grow", "paged", lambda c: c.grow(19, 25), lambda keys: keys),
@@ -386,7 +387,7 @@ CHANGES: list[tuple[str, str, Any, Any]] = [
 )
 def test_what_fails_at_any_step_changes_nothing(kind: str, change: Any, left: Any) -> None:
     """The call is repeated on one cache, and fails one operation later each time, until it does what it should."""
-    cache = make(kind if kind == "contiguous" else "paged", 8)
+    cache = make(kind if kind == "contiguous" else "paged", 8, pages=6 if kind == "tight" else 14)
     k, v = new(7)
     for layer in range(LAYERS):
         cache.append(layer, k, v)
