@@ -222,6 +222,13 @@ def test_tensors_are_copied_together() -> None:
     assert torch.equal(copies[0], sources[0].double()) and torch.equal(copies[1], sources[1])
 
 
+def test_tensors_are_clamped_together() -> None:
+    tensors = [torch.tensor([1, 5]), torch.tensor([7, 0])]
+    smaller = torch_private.clamp_all(tensors, [torch.tensor([3, 3])] * 2)
+    assert [each.tolist() for each in smaller] == [[1, 3], [3, 0]]
+    assert [each.tolist() for each in tensors] == [[1, 5], [7, 0]]
+
+
 def test_function_modes_are_counted() -> None:
     """Those that are entered, not the default device alone."""
     assert torch_private.has_function_modes() == 0

@@ -57,11 +57,12 @@ class GraphCache:
     """
 
     def __init__(self, *, max_graphs: int = 8, max_bytes: int = 2**30, copy_outputs: bool = True) -> None:
-        for name, number in (("max_graphs", max_graphs), ("max_bytes", max_bytes)):
-            check_int("GraphCache", name, number)
-            if number < 1:
-                refuse("GraphCache", name, "1 or more", number)
-        self.max_graphs, self.max_bytes, self.copy_outputs = max_graphs, max_bytes, copy_outputs
+        bounds = {"max_graphs": max_graphs, "max_bytes": max_bytes}
+        self.max_graphs, self.max_bytes = (check_int("GraphCache", name, number) for name, number in bounds.items())
+        for name in bounds:
+            if getattr(self, name) < 1:
+                refuse("GraphCache", name, "1 or more", getattr(self, name))
+        self.copy_outputs = copy_outputs
         self._begin()
 
     def _begin(self) -> None:

@@ -338,7 +338,7 @@ def _filled_tower(
 def _seeded(name: str, like: nn.Parameter, seed: int, depth: int) -> torch.Tensor:
     # A generator per tensor: the values do not depend on the order of a model's parameters.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    values = torch.randn(like.shape, generator=generator)
+    values = torch.randn(like.shape, generator=generator, device="cpu", dtype=torch.float32)
     if name.endswith("bias"):
         return values.mul_(0.02)
     if like.dim() == 1:

@@ -58,6 +58,13 @@ class Padding:
     segments: int | None = None
     windows: int | None = None
 
+    def with_integers(self, op: str, name: str) -> "Padding":
+        """Refuse sizes that are no integers; NumPy's become Python's."""
+        sizes = vars(self).items()
+        return Padding(
+            **{field: size if size is None else check_int(op, f"{name}.{field}", size) for field, size in sizes}
+        )
+
     def holds(self, sizes: "Padding") -> bool:
         """Return whether a batch of these sizes can be padded to it."""
         bounds = (self.rows, self.images, self.segments, self.windows)
@@ -173,9 +180,7 @@ def vision_metadata(
         refuse("vision_metadata", "sizes", "VisionSizes, as encoder.sizes", type(sizes).__name__)
     if not isinstance(padding, Padding | None):
         refuse("vision_metadata", "padding", "a Padding or None", type(padding).__name__)
-    for name, size in vars(padding or Padding()).items():
-        if size is not None:
-            check_int("vision_metadata", f"padding.{name}", size)
+    padding = padding and padding.with_integers("vision_metadata", "padding")
     images = images_of("vision_metadata", grid_thw, sizes.merge_size)
     return metadata_of(images, sizes, device, padding)
 
