@@ -168,7 +168,7 @@ def test_checkpoint_of_other_patches(checkpoint: Path, tmp_path: Path, monkeypat
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 14}')
     said = refused("encode", STREET, "--model", tmp_path, *CPU)
-    assert "preprocessor_config.json and config.json do not match" in said
+    assert "preprocessor_config.json has patch_size 14, and patch_size of the tower in " in said
 
 
 def test_features_that_are_not_finite(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
