@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 import torch_ops
 from torch_ops.command.encode import encode
 from torch_ops.command.errors import OneLineErrors
-from torch_ops.command.report import as_it_is, stdout_console
+from torch_ops.command.report import lines_as_they_are, stdout_console
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -59,7 +58,7 @@ def info(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for section, value in report.items():
-        table.add_row(section.replace("_", " "), Text("\n").join(map(as_it_is, _cell(value).split("\n"))))
+        table.add_row(section.replace("_", " "), lines_as_they_are(_cell(value)))
     console.print(table)
 
 

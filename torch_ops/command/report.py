@@ -106,6 +106,10 @@ def as_it_is(text: object) -> Text:
     return Text(on_one_line(text))
 
 
+def lines_as_they_are(text: str) -> Text:
+    return Text("\n").join(map(as_it_is, text.split("\n")))
+
+
 def print_report(report: dict[str, Any]) -> None:
     """The report of ``vk encode`` as a table and a few lines on stdout."""
     console = stdout_console(110)
