@@ -1,24 +1,41 @@
 """Pixels of image files are those of Transformers' processor on the same file, whatever Pillow opens."""
 
-import io
 import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image, ImageOps, ImageSequence
 
+from tests.command.verify import draw_mode, stored
 from torch_ops.command.inputs import read_frames, read_images
 from torch_ops.models.qwen_vl import image_processor, open_frames, open_image, preprocess
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.filterwarnings("ignore::DeprecationWarning:PIL")]
 
-MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F")
+MODES = (
+    "1",
+    "L",
+    "LA",
+    "La",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBa",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "LAB",
+    "HSV",
+    "I",
+    "I;16",
+    "F",
+)
 ORIENTATION = 0x0112
 composites = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
@@ -26,40 +43,15 @@ composites = pytest.mark.skipif(
 )
 
 
-def draw(mode: str, seed: int = 0, size: tuple[int, int] = (12, 10)) -> Image.Image:
-    """Random values of all bits; in halves of an image that is transparent nothing shows."""
-    generator = np.random.default_rng(seed)
-    width, height = size
-    if mode == "F":
-        return Image.fromarray(generator.uniform(-50, 400, (height, width)).astype(np.float32))
-    if mode in ("I", "I;16"):
-        levels = generator.integers(0, 600, (height, width))
-        return Image.fromarray(levels.astype(np.int32 if mode == "I" else np.uint16))
-    raw = Image.new(mode, size).tobytes()
-    return Image.frombytes(mode, size, generator.integers(0, 256, len(raw), dtype=np.uint8).tobytes())
-
-
 def transparent() -> Iterator[tuple[str, Image.Image, dict[str, Any]]]:
     """Images whose transparency is an entry beside their pixels, and how they are stored."""
-    yield "PNG", draw("P"), {"transparency": bytes(range(0, 250, 2))}
-    yield "PNG", draw("P"), {"transparency": draw("P").getpixel((0, 0))}
-    yield "GIF", draw("P"), {"transparency": draw("P").getpixel((3, 0))}
-    yield "PNG", draw("RGB"), {"transparency": draw("RGB").getpixel((2, 1))}
-    yield "PNG", draw("L"), {"transparency": draw("L").getpixel((2, 1))}
-    yield "PNG", draw("1"), {"transparency": 0}
-    yield "PNG", draw("I;16"), {"transparency": draw("I;16").getpixel((0, 0))}
-
-
-def stored(image: Image.Image, kind: str, **options: Any) -> bytes | None:
-    """The file of an image; None for a format that Pillow cannot write it in, or cannot open again."""
-    file = io.BytesIO()
-    try:
-        image.save(file, kind, **options)
-        with Image.open(io.BytesIO(file.getvalue())) as again:
-            again.load()
-    except Exception:  # a format's plugin may refuse a mode in any way
-        return None
-    return file.getvalue()
+    yield "PNG", draw_mode("P"), {"transparency": bytes(range(0, 250, 2))}
+    yield "PNG", draw_mode("P"), {"transparency": draw_mode("P").getpixel((0, 0))}
+    yield "GIF", draw_mode("P"), {"transparency": draw_mode("P").getpixel((3, 0))}
+    yield "PNG", draw_mode("RGB"), {"transparency": draw_mode("RGB").getpixel((2, 1))}
+    yield "PNG", draw_mode("L"), {"transparency": draw_mode("L").getpixel((2, 1))}
+    yield "PNG", draw_mode("1"), {"transparency": 0}
+    yield "PNG", draw_mode("I;16"), {"transparency": draw_mode("I;16").getpixel((0, 0))}
 
 
 def files() -> Iterator[tuple[str, bytes]]:
@@ -67,7 +59,7 @@ def files() -> Iterator[tuple[str, bytes]]:
     Image.init()
     # Icons of a Mac are written in a dozen sizes, which takes a second.
     for kind, mode in itertools.product(sorted((Image.SAVE.keys() & Image.OPEN.keys()) - {"ICNS"}), MODES):
-        if found := stored(draw(mode), kind):
+        if found := stored(draw_mode(mode), kind):
             yield f"{mode} {kind}", found
     for number, (kind, image, options) in enumerate(transparent()):
         found = stored(image, kind, **options)
@@ -76,7 +68,7 @@ def files() -> Iterator[tuple[str, bytes]]:
     for kind, mode, turn in itertools.product(("PNG", "WEBP", "TIFF", "JPEG"), ("RGBA", "RGB", "P"), range(10)):
         exif = Image.Exif()
         exif[ORIENTATION] = turn
-        if found := stored(draw(mode), kind, exif=exif):
+        if found := stored(draw_mode(mode), kind, exif=exif):
             yield f"{mode} {kind} turned {turn}", found
 
 
@@ -130,12 +122,16 @@ def test_transparency_lies_on_white(tmp_path: Path) -> None:
 def animations() -> Iterator[tuple[str, dict[str, Any], list[Image.Image]]]:
     """Frames that cover a part, replace or restore what is below, and show it through."""
     for mode, disposal in itertools.product(("P", "RGBA", "L"), range(4)):
-        yield "GIF", {"disposal": disposal, "transparency": 3}, [draw(mode, seed) for seed in range(4)]
+        yield "GIF", {"disposal": disposal, "transparency": 3}, [draw_mode(mode, seed) for seed in range(4)]
     for mode, disposal, blend in itertools.product(("RGBA", "RGB"), range(3), range(2)):
-        yield "PNG", {"disposal": disposal, "blend": blend}, [draw(mode, seed) for seed in range(4)]
+        yield "PNG", {"disposal": disposal, "blend": blend}, [draw_mode(mode, seed) for seed in range(4)]
     for mode in ("RGBA", "RGB"):
-        yield "WEBP", {"lossless": True, "background": (9, 9, 9, 9)}, [draw(mode, seed) for seed in range(3)]
-    yield "TIFF", {}, [draw(mode, 1, (12 + place, 9)) for place, mode in enumerate(MODES) if mode not in ("La", "RGBa", "HSV")]
+        yield "WEBP", {"lossless": True, "background": (9, 9, 9, 9)}, [draw_mode(mode, seed) for seed in range(3)]
+    yield (
+        "TIFF",
+        {},
+        [draw_mode(mode, 1, (12 + place, 9)) for place, mode in enumerate(MODES) if mode not in ("La", "RGBa", "HSV")],
+    )
 
 
 def test_frames_are_those_of_transformers(tmp_path: Path, small: Any) -> None:

@@ -13,7 +13,7 @@ def on_one_line(text: object) -> str:
 
     These characters are shown as Python would write them: a file's name may hold any.
     """
-    return re.sub("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", _escaped, str(text))
+    return re.sub("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", _escaped, str(text))
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -39,18 +39,26 @@ def input_errors() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
+@dataclass
+class _Current:
+    """The image that is being processed."""
+
+    path: Path
+    size: tuple[int, int] = (0, 0)
+
+
 @contextmanager
-def _encodable(image: Callable[[], tuple[Path, tuple[int, int]]]) -> Iterator[None]:
-    """Blame the image of this path and size for whatever a processor raises: its sizes fit no array, or no memory."""
+def _encodable(image: _Current) -> Iterator[None]:
+    """Blame an image for whatever the processor raises: its sizes fit no array, or no memory."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        path, size = image()
+        width, height = image.size
         # Transformers refuses images that are longer.
-        fix = "; crop it first" if max(size) > 200 * min(size) else ""
-        said = f"{path} ({size[0]} x {size[1]} pixels) cannot be encoded: {' '.join(str(error).split())}{fix}"
+        fix = "; crop it first" if max(width, height) > 200 * min(width, height) else ""
+        said = f"{image.path} ({width} x {height} pixels) cannot be encoded: {' '.join(str(error).split())}{fix}"
         raise InputError(said) from error
 
 
@@ -75,7 +83,7 @@ def read_images(paths: list[Path], model: Path | None, step: Step) -> Inputs:
     for done, path in enumerate(paths, start=1):
         with input_errors():
             image = open_image(path)
-        with _encodable(lambda path=path, size=image.size: (path, size)):
+        with _encodable(_Current(path, image.size)):
             batches.append(preprocess([image], processor))
         sizes.append(image.size)
         advance(done, len(paths))
@@ -92,21 +100,21 @@ def read_frames(paths: list[Path], model: Path | None, step: Step) -> Inputs:
     with input_errors():
         files = [file for path in paths for file in frame_files(path)]
         processor = image_processor(model)
-    current, size, count = files[0], (0, 0), 0
+    current, count = _Current(files[0]), 0
 
     def frames() -> Iterator[Image.Image]:
-        nonlocal current, size, count
-        for done, current in enumerate(files):
+        nonlocal count
+        for done, current.path in enumerate(files):
             advance(done, len(files))
             with input_errors():
-                for image in open_frames(current):
-                    size, count = image.size, count + 1
+                for image in open_frames(current.path):
+                    current.size, count = image.size, count + 1
                     yield image
 
-    with _encodable(lambda: (current, size)):
+    with _encodable(current):
         pixel_values, grid = preprocess_video(frames(), processor)
     name = str(files[0]) if len(files) == 1 else f"{files[0]} .. {files[-1].name}"
-    return Inputs(pixel_values, grid, [name], [size], count)
+    return Inputs(pixel_values, grid, [name], [current.size], count)
 
 
 def frame_files(path: Path) -> list[Path]:

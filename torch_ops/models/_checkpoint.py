@@ -1,5 +1,6 @@
 """The vision part of a local Transformers checkpoint, read without loading anything else."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ _RULES = {
     "patch_size": whole(1, 1024), "spatial_merge_size": whole(1, 64), "temporal_patch_size": whole(1, 64),
     "num_position_embeddings": whole(1), "window_size": whole(1), "fullatt_block_indexes": _INDEXES,
     "deepstack_visual_indexes": _INDEXES, "tokens_per_second": NUMBER, "initializer_range": NUMBER,
-    "rope_theta": POSITIVE,
+    "rope_theta": POSITIVE, "rope_type": one_of("axial", "default"),
 }  # fmt: skip
 
 # Where the vision tensors of a checkpoint live; the last one is a tower saved on its own.
@@ -91,13 +92,15 @@ def _tower_config(file: Path, key: str, values: dict[str, Any], within: str) -> 
     family = FAMILIES[key]
     kind = family.tower_class().config_class
     check_values(file, values, _RULES, within)
-    rope = values.get("rope_parameters")
-    if not isinstance(rope, dict | None):
-        refuse_value(file, f"{within}rope_parameters", rope, "a JSON object")
-    check_values(file, rope or {}, _RULES, f"{within}rope_parameters.")
     known = (*kind.__annotations__, *kind.attribute_map, "rope_theta")
+    own = {name: value for name, value in values.items() if name in known}
+    if (rope := own.pop("rope_parameters", None)) is not None:
+        if not isinstance(rope, dict):
+            refuse_value(file, f"{within}rope_parameters", rope, "an object")
+        check_values(file, rope, _RULES, f"{within}rope_parameters.")
+        own["rope_parameters"] = {name: rope[name] for name in ("rope_theta", "rope_type") if name in rope}
     with parsing(file):
-        config = kind(**{name: value for name, value in values.items() if name in known})
+        config = kind(**own)
     if (width := getattr(config, family.width)) % config.num_heads:
         refuse_value(file, f"{within}{family.width}", width, f"a multiple of num_heads, {config.num_heads}")
     with parsing(file):
@@ -190,6 +193,7 @@ def _stored(directory: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict):
         refuse_value(index, "weight_map", weight_map, "an object of tensors and the files that hold them")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            refuse_value(index, f"weight_map.{name}", file, "the name of a file in its folder")
+        # Another folder's file is no part of the checkpoint.
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]{1,240}\.safetensors", file):
+            refuse_value(index, f"weight_map.{name}", file, "the name of a safetensors file in its folder")
     return {name: directory / file for name, file in weight_map.items()}

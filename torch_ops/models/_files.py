@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # No encoder is larger. A larger number would only keep the host busy until it runs out of memory.
 MOST = 2**20
@@ -95,7 +95,7 @@ def check_values(file: Path, values: Mapping[str, Any], rules: Mapping[str, Rule
             refuse_value(file, f"{within}{key}", values[key], rule.wanted)
 
 
-def refuse_value(file: Path, key: str, value: Any, wanted: str) -> None:
+def refuse_value(file: Path, key: str, value: Any, wanted: str) -> NoReturn:
     raise ValueError(f"{file}: {key} is {_shown(value)}, expected {wanted}")
 
 

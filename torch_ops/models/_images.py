@@ -98,7 +98,8 @@ def open_frames(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
 
 def _upright(image: Image.Image) -> Image.Image:
     # Transformers turns an image where it opens a file, and its processor turns pixels into RGB.
-    return Image.fromarray(np.asarray(image_processor().convert_to_rgb(ImageOps.exif_transpose(image))))
+    processor: Any = image_processor()
+    return Image.fromarray(np.asarray(processor.convert_to_rgb(ImageOps.exif_transpose(image))))
 
 
 @contextmanager

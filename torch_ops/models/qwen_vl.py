@@ -48,6 +48,7 @@ computes_ahead = hasattr(vision_utils, "get_vision_interpolation_indices_and_wei
 
 Progress = Callable[[int, int], None]
 
+
 @dataclass(frozen=True)
 class Tower:
     """Sizes of a vision tower; ``out_hidden_size`` is the projector's width in ``used_by``."""
