@@ -21,7 +21,7 @@ from tests.bench.verify import CPU, ROOT, bench, by_case, golden_report, refused
 from torch_ops.bench.commands.options import file_errors
 from torch_ops.bench.measure import machine, results
 from torch_ops.bench.measure.results import Report, read_report
-from torch_ops.bench.show.tables import markdown, tables
+from torch_ops.bench.show.tables import markdown, print_tables, tables
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
@@ -250,6 +250,15 @@ def test_any_value_in_a_stored_document(tmp_path: Path) -> None:
     assert "schema 2.records[0].name is true" in "".join(outcomes)
     line = refused("table", file)
     assert str(file) in line
+
+
+def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    name, report = "[/b] [red]x :smile:", golden_report()
+    records = tuple(dataclasses.replace(one, case=f"{name} {one.case}") for one in report.records)
+    origin = dataclasses.replace(report.provenance, device=name, driver="1")
+    print_tables(dataclasses.replace(report, records=records, provenance=origin))
+    shown = capsys.readouterr().out
+    assert f"{name}, driver" in shown and f"{name} {report.records[0].case}" in shown
 
 
 def test_files_that_are_no_documents(tmp_path: Path) -> None:

@@ -216,6 +216,11 @@ def test_info() -> None:
     assert json.loads(vk("info", "--json").stdout) == torch_ops.info()
 
 
+def test_info_shows_paths_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "info", lambda: {"rows": {"source": "/a [/b]:smile:\x1b[2J"}, "ops": {}})
+    assert "/a [/b]:smile:\\x1b[2J" in vk("info", "--all").stdout
+
+
 @pytest.mark.parametrize("columns", ["0", "5", "80"])
 def test_info_of_a_pipe_has_whole_lines(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
