@@ -153,7 +153,7 @@ def broken(content: bytes, draws: st.DataObject, reach: int) -> bytes:
 
 
 @given(st.data())
-@fuzz
+@settings(fuzz, max_examples=40)
 def test_damaged_safetensors(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, draws: st.DataObject) -> None:
     directory = tmp_path_factory.getbasetemp() / "damaged"
     directory.mkdir(exist_ok=True)
