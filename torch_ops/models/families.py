@@ -11,7 +11,7 @@ from torch_ops._core.checks import refuse
 from torch_ops.models.vision_metadata import VisionSizes
 
 # Transformers' names of activations, and those of `vk::mlp`.
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
 
 # The layers of an MLP in order, as parameters are called; of three the first two are gate and up.
 _FC = ("linear_fc1", "linear_fc2")
@@ -55,10 +55,10 @@ class Family:
 
     def activation(self, config: Any) -> str:
         """The activation of a block's MLP, by its name in `vk::mlp`."""
-        if config.hidden_act not in _ACTIVATIONS or (self.gated and config.hidden_act != "silu"):
-            wanted = "silu" if self.gated else f"one of {', '.join(_ACTIVATIONS)}"
+        if config.hidden_act not in ACTIVATIONS or (self.gated and config.hidden_act != "silu"):
+            wanted = "silu" if self.gated else f"one of {', '.join(ACTIVATIONS)}"
             refuse("vision encoder", "hidden_act", wanted, repr(config.hidden_act))
-        return "swiglu" if self.gated else _ACTIVATIONS[config.hidden_act]
+        return "swiglu" if self.gated else ACTIVATIONS[config.hidden_act]
 
     @property
     def gated(self) -> bool:
@@ -124,4 +124,4 @@ def vision_config_of(config: Any) -> Any:
     )  # fmt: skip
 
 
-__all__ = ["FAMILIES", "Family", "family_key", "vision_config_of"]
+__all__ = ["ACTIVATIONS", "FAMILIES", "Family", "family_key", "vision_config_of"]
