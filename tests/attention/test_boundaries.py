@@ -29,8 +29,10 @@ FALLING = {
     "late and overlong": (20, 10, 50, 100),
     "only falling": (64, 40, 20),
     "outside": (-5, 30, 2**27, 10, -(2**25), 48),
+    "again and again": (0, 2**20, -3, 16) * 12,
     "many": (0, 16, *(40, 0) * 20, 50),
 }
+PATHS = ["hopper", "portable"] if GPU else ["auto"]
 WIDE = [40, 72, 80, 128, 256] if GPU else [40]
 
 
@@ -50,7 +52,7 @@ def _inputs(
     return replace(inputs, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
 
 
-@pytest.fixture(params=["auto", "portable"] if GPU else ["auto"])
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest):
     with settings(path=request.param):
         yield
@@ -104,7 +106,7 @@ def malformed(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...] | None]
 @given(malformed(), st.sampled_from(WIDE), st.booleans())
 @hypothesis_settings(max_examples=60 if GPU else 4 if INTERPRET else 12)
 def test_any_boundaries(call: tuple[tuple[int, ...], tuple[int, ...] | None], head_dim: int, causal: bool) -> None:
-    for path in ("auto", "portable") if GPU else ("auto",):
+    for path in PATHS:
         with settings(path=path):
             verify(_inputs(*call, head_dim=head_dim, causal=causal))
 
