@@ -28,7 +28,7 @@ from torch_ops._core.registry import INTERPRET, Mode, current_mode, runs_kernels
 from torch_ops.settings import settings
 
 # A Hopper tile has 128 query rows; shorter segments would leave it half empty. With more than MANY_SEGMENTS, whose
-# programs outnumber those that run at once, that is still faster from 64 rows on: 1000 segments of 100 rows, 16 heads of
+# programs outnumber those that run at once, that is still faster beyond 64 rows: 1000 segments of 100 rows, 16 heads of
 # 80, take 427 us on an H200 and 517 on the portable path.
 HOPPER_ROWS, SMALL_ROWS, MANY_SEGMENTS = 128, 64, 256
 UNALIGNED = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
@@ -47,7 +47,7 @@ def why_not_hopper(options: AttentionOptions, length: int | None, segments: int 
     if settings.path == "portable":
         return "settings.path is 'portable'"
     if settings.path == "auto" and length is not None:
-        least = HOPPER_ROWS if segments <= MANY_SEGMENTS else SMALL_ROWS
+        least = HOPPER_ROWS if segments <= MANY_SEGMENTS else SMALL_ROWS + 1
         if length < least:
             return f"segments have {length} rows on average, and under {least} the portable path is faster"
     return why_unsupported(gpu(), options, **tensors)
