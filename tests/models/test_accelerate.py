@@ -29,8 +29,8 @@ from torch_ops.integrations.transformers import (
     use_window_attn,
 )
 from torch_ops.models import QwenVisionEncoder, _layers, vision_metadata
-from torch_ops.models._blocks import VisionBlock
 from torch_ops.models._layers import LayerNorm, RMSNorm
+from torch_ops.models.vision_block import VisionBlock
 from torch_ops.testing import assert_close_to_reference, check, check_draws
 
 pytestmark = pytest.mark.no_interpret
@@ -244,8 +244,8 @@ def test_mode_frozen_parameters_and_checkpointing(monkeypatch: pytest.MonkeyPatc
     assert not any(p.requires_grad for p in model.model.visual.blocks[0].parameters())
     model.train()
     runs: list[VisionBlock] = []
-    compute = VisionBlock._compute
-    monkeypatch.setattr(VisionBlock, "_compute", lambda self, *args: runs.append(self) or compute(self, *args))
+    step = VisionBlock.step
+    monkeypatch.setattr(VisionBlock, "step", lambda self, *args: runs.append(self) or step(self, *args))
     for enabled in (False, True, False):
         (model.gradient_checkpointing_enable if enabled else model.gradient_checkpointing_disable)()
         assert model.model.visual.is_gradient_checkpointing is enabled

@@ -4,6 +4,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +32,9 @@ from torch_ops.models import (
     qwen_vl,
     vision_metadata,
 )
-from torch_ops.models._blocks import VisionBlock
 from torch_ops.models._chunks import split_images
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
+from torch_ops.models.vision_block import VisionBlock
 from torch_ops.models.vision_metadata import CACHE_SIZE, precomputed_metadata
 from torch_ops.testing import assert_close_to_reference, check, check_draws
 from torch_ops.testing.tolerance import Draw
@@ -181,8 +182,8 @@ def test_checkpointing_gives_the_same_gradients(
     pixels = draw_pixels(encoder, IMAGES)
     expected = run(encoder, pixels)
     computed: list[VisionBlock] = []
-    compute = VisionBlock._compute
-    monkeypatch.setattr(VisionBlock, "_compute", lambda self, *args: computed.append(self) or compute(self, *args))
+    step = VisionBlock.step
+    monkeypatch.setattr(VisionBlock, "step", lambda self, *args: computed.append(self) or step(self, *args))
     encoder.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         # autograd.grad does not pass through it.
@@ -580,15 +581,15 @@ def test_what_entered_a_block_is_let_go_of_before_its_mlp(model_type: str) -> No
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_may_be_wrapped(reentrant: bool) -> None:
-    """As FSDP's checkpoints are, which see only tensors that are arguments themselves."""
+    """As FSDP's checkpoints are. A reentrant one sees gradients only of tensors that are arguments themselves."""
 
     class Wrapped(nn.Module):
         def __init__(self, block: nn.Module) -> None:
             super().__init__()
             self.block = block
 
-        def forward(self, *args: Any) -> Any:
-            return checkpoint(self.block, *args, use_reentrant=reentrant)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(self.block, **kwargs), *args, use_reentrant=reentrant)
 
     encoder = from_transformers(tiny_tower("qwen3_vl_vision", torch.float64)).train()
     pixels = draw_pixels(encoder, IMAGES).double().requires_grad_()
@@ -603,7 +604,7 @@ def test_blocks_may_be_wrapped(reentrant: bool) -> None:
     seen: list[int] = []
     for layer, block in enumerate(encoder.blocks):
         encoder.blocks[layer] = Wrapped(block)
-        block.register_full_backward_hook(lambda block, inputs, outputs: seen.append(len(inputs)))
+        block.register_full_backward_hook(lambda block, inputs, outputs: seen.append(len(inputs + outputs)))
     actual = gradients()
     assert len(seen) == len(encoder.blocks) and min(seen) >= 2
     for name, tensor in expected.items():

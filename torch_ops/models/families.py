@@ -27,6 +27,7 @@ class Family:
     mlp: tuple[str, ...] = _FC
     merger: tuple[str, str, str] = ("norm", *_FC)  # norm, first and second layer
     taps: str | None = None  # the list of mergers of intermediate layers
+    taps_first: bool = False  # of all modules, which state dicts and optimizers have in order
     width: str = "hidden_size"  # of the configuration
     out_width: str = "out_hidden_size"
     rms_norm: bool = False
@@ -92,7 +93,7 @@ FAMILIES = {
     "qwen3_vl_vision": Family("qwen3_vl", "Qwen3VLVisionModel", taps="deepstack_merger_list"),
     "qwen3_vl_moe_vision": Family("qwen3_vl_moe", "Qwen3VLMoeVisionModel", taps="deepstack_merger_list"),
     "qwen3_omni_moe_vision_encoder": Family(
-        "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", merger=_LN_Q, taps="merger_list"
+        "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", merger=_LN_Q, taps="merger_list", taps_first=True
     ),
     "qwen3_5_vision": Family("qwen3_5", "Qwen3_5VisionModel"),
     "qwen3_5_moe_vision": Family("qwen3_5_moe", "Qwen3_5MoeVisionModel"),

@@ -147,6 +147,7 @@ class EncoderGraphs:
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = getattr(self.encoder.config, "output_hidden_states", None)
         self.encoder.check_metadata(metadata)
+        hidden_states = self.encoder.rows_of(hidden_states)
         images = self._images(grid_thw, metadata)
         budget = None if images is None else self._budget(images)
         if (obstacle := self._obstacle(images, budget, kwargs)) is not None:

@@ -3,7 +3,7 @@
     patches -> + learned positions -> blocks of (norm, attention, norm, MLP) -> merger
 
 Modules and parameters are named as in Transformers (`Qwen3VLVisionModel` and its relatives), so state dicts load both
-ways. `_blocks` computes a block, `_chunks` cuts long batches.
+ways. `vision_block` is a block, `_chunks` cuts long batches.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops._core.checks import check_device, dtype_name, refuse
-from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionBlock
+from torch_ops._core.checks import check_device, check_int, dtype_name, refuse
+from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
 from torch_ops.models._chunks import Outputs, chunks_of, joined
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
@@ -42,6 +42,9 @@ class QwenVisionEncoder(nn.Module):
     """
 
     def __init__(self, config: Any) -> None:
+        # Without Transformers there is no configuration, but the ops and `VisionAttention` work.
+        from torch_ops.models.vision_block import VisionBlock
+
         super().__init__()
         config = vision_config_of(config)
         family = FAMILIES[family_key(config)]
@@ -55,16 +58,24 @@ class QwenVisionEncoder(nn.Module):
         self._full_layers = frozenset(config.fullatt_block_indexes) if family.windows else None
         self._taps = tuple(config.deepstack_visual_indexes) if family.taps else ()
 
+        taps = [PatchMerger(family, config, True) for _ in self._taps]
+        if family.taps and family.taps_first:
+            self.add_module(family.taps, nn.ModuleList(taps))
         self.patch_embed = PatchEmbed(family, config)
         self.pos_embed: Any = None
         if family.learned_positions:
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks: Any = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
+        self._kind = VisionBlock
         self.merger = PatchMerger(family, config)
-        if family.taps:
-            self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
-        # Whatever takes their place later has the same name.
+        if family.taps and not family.taps_first:
+            self.add_module(family.taps, nn.ModuleList(taps))
+        # Whatever takes their place later has the same name, and is called with the arguments that Transformers gives.
         self.layer_names = tuple(name for name, module in self.named_modules() if plain(module, LAYERS + NORMS))
+        parts = (PatchEmbed, VisionMLP, PatchMerger)
+        self.places = tuple(
+            name for name, module in self.named_modules() if name in self.layer_names or type(module) in parts
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,19 +86,34 @@ class QwenVisionEncoder(nn.Module):
         return self.patch_embed.proj.weight.device
 
     @property
-    def is_gradient_checkpointing(self) -> bool:
-        return any(block.gradient_checkpointing for block in self.blocks)
+    def is_activation_checkpointing(self) -> bool:
+        return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keep only the input of each block in training, and compute the block again for its gradient."""
-        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        for block in self.blocks:
-            block.gradient_checkpointing = True
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
+    ) -> None:
+        """Keep only the input of every n-th block in training, and compute the block again for its gradient."""
+        check_int("vision encoder", "every_n_layers", every_n_layers)
+        if every_n_layers < 1:
+            refuse("vision encoder", "every_n_layers", "1 or more", every_n_layers)
+        options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+        for layer, block in enumerate(self.blocks):
+            block.gradient_checkpointing = layer % every_n_layers == 0
             block._gradient_checkpointing_func = partial(checkpoint, **options)
 
-    def gradient_checkpointing_disable(self) -> None:
+    def activation_checkpointing_disable(self) -> None:
         for block in self.blocks:
             block.gradient_checkpointing = False
+
+    # The names of Transformers up to version 5.
+    is_gradient_checkpointing = is_activation_checkpointing
+    gradient_checkpointing_disable = activation_checkpointing_disable
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
+    ) -> None:
+        """Do the same as `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers)
 
     def forward(
         self,
@@ -103,7 +129,8 @@ class QwenVisionEncoder(nn.Module):
         """Encode all images or videos of a batch, packed.
 
         Args:
-            hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them.
+            hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them. Batches of
+                such rows, as collators make them, [B, T / B, P], and patches that are not flattened are taken too.
             grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. A grid on the encoder's
                 device is read back once, which costs a synchronisation; one on the CPU costs none.
             metadata: result of `vision_metadata`, instead of the grid.
@@ -122,6 +149,7 @@ class QwenVisionEncoder(nn.Module):
             ValueError: for a bad argument. The message names it, what was expected and what came.
         """
         self.check_metadata(metadata)
+        hidden_states = self.rows_of(hidden_states)
         images: tuple[Image, ...] | None = ()
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         given = any([kwargs.get(name) is not None for name in PRECOMPUTED])
@@ -230,6 +258,17 @@ class QwenVisionEncoder(nn.Module):
         if metadata.sizes not in (None, self.sizes):
             refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"made for {metadata.sizes}")
 
+    def rows_of(self, pixel_values: Tensor) -> Tensor:
+        """Return pixel values with a row for each patch, where their shape tells which patches there are."""
+        if not isinstance(pixel_values, Tensor) or pixel_values.dim() == 2:
+            return pixel_values
+        patch = self.patch_embed.proj.weight.shape[1:]
+        if pixel_values.shape[1:] == patch:
+            return pixel_values.flatten(1)
+        if pixel_values.dim() > 2 and pixel_values.shape[-1] == patch.numel():
+            return pixel_values.flatten(0, -2)
+        return pixel_values
+
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
         """With `sent`, who calls sends pixel values of the host."""
         if not isinstance(pixel_values, Tensor):
@@ -260,6 +299,8 @@ class QwenVisionEncoder(nn.Module):
             table = self.pos_embed.weight
         else:
             table = self.pos_embed(torch.arange(self.config.num_position_embeddings, device=patches.device))
+        # A narrow table would round the sum of its rows once more.
+        table = table.to(torch.promote_types(table.dtype, patches.dtype))
         rows, merge_size = patches.shape[0], self.spatial_merge_size
         return pos_embed_interpolate(table, metadata.grid, rows, merge_size).to(patches.dtype)
 
@@ -272,14 +313,18 @@ class QwenVisionEncoder(nn.Module):
             residual = self._positions(branch, metadata)
         if metadata.window_index is not None:
             branch = gather_cells(branch, metadata.window_index, self.sizes)
+        rotation = metadata.cos, metadata.sin
         taps, kept = [], []
         for layer, block in enumerate(self.blocks):
             full = self._full_layers is None or layer in self._full_layers
-            cu_seqlens = metadata.cu_seqlens if full else metadata.cu_window_seqlens
+            cu_seqlens: Any = metadata.cu_seqlens if full else metadata.cu_window_seqlens
             tapped = layer > 0 and layer - 1 in self._taps
-            branch, residual, entered = block(
-                branch, residual, metadata.cos, metadata.sin, cu_seqlens, tapped or keep
-            )  # fmt: skip
+            if in_pairs(block, self._kind):
+                branch, residual, entered = block.step(branch, residual, cu_seqlens, rotation, tapped or keep)
+            else:
+                entered = branch if residual is None else branch + residual
+                branch = called(block, self._kind, entered, cu_seqlens, rotation, self.sizes.head_dim)
+                residual = None
             if tapped:
                 taps.append(self._tap(layer - 1, entered))
             if keep:
