@@ -103,9 +103,6 @@ def unregister_encoders() -> None:
 class BuiltEncoder(QwenVisionEncoder):
     """The encoder, with the constructor that Transformers' models call for their vision class."""
 
-    # A device_map gives it to one device.
-    _no_split_modules = ("BuiltEncoder",)
-
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> "BuiltEncoder":
         dtype = kwargs.get("dtype", config.dtype)

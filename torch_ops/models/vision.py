@@ -19,6 +19,7 @@ from torch_ops._core.checks import check_device, dtype_name, refuse
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionBlock
 from torch_ops.models._chunks import Outputs, chunks_of, joined
 from torch_ops.models._layers import LAYERS, NORMS, plain
+from torch_ops.models._named import name_classes
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision_metadata import (
@@ -32,6 +33,8 @@ from torch_ops.models.vision_metadata import (
     precomputed_metadata,
 )
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
+
+_BLOCKS = name_classes(VisionBlock, [family.block_class for family in FAMILIES.values()])
 
 
 class QwenVisionEncoder(nn.Module):
@@ -50,6 +53,7 @@ class QwenVisionEncoder(nn.Module):
         self.sizes = family.sizes(config)
         self.spatial_merge_size = config.spatial_merge_size
         self.graphs: GraphCache | None = None
+        self._no_split_modules = {family.block_class}
         self._output = family.output_class()
         # Layers without windows; None where no layer has any.
         self._full_layers = frozenset(config.fullatt_block_indexes) if family.windows else None
@@ -59,7 +63,7 @@ class QwenVisionEncoder(nn.Module):
         self.pos_embed: Any = None
         if family.learned_positions:
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks: Any = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
+        self.blocks: Any = nn.ModuleList([_BLOCKS[family.block_class](family, config) for _ in range(config.depth)])
         self.merger = PatchMerger(family, config)
         if family.taps:
             self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
