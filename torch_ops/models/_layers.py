@@ -25,14 +25,21 @@ LAYERS = (nn.Linear, nn.Conv3d, nn.Embedding)
 def plain(layer: Any, kinds: tuple[type, ...] = LAYERS) -> bool:
     """Whether calling this layer, of one of these kinds, is no more than its weight and bias on the input."""
     return (
-        type(layer) in kinds
-        # Some adapters replace the forward of the instance.
-        and "forward" not in layer.__dict__
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and not (layer._backward_hooks or layer._backward_pre_hooks)
+        untouched(layer, kinds)
         # Asked by name: a loop over the parameters makes torch.compile's guards walk their dictionary in each call.
         and type(layer.weight) in _TENSORS
         and type(getattr(layer, "bias", None)) in _TENSORS_OR_NONE
+    )
+
+
+def untouched(module: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a call of this module, of one of these kinds, is its class's forward and nothing else."""
+    return (
+        type(module) in kinds
+        # Some adapters replace the forward of the instance, and so do Accelerate's hooks.
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
     )
 
 
@@ -107,4 +114,6 @@ def chained(x: Tensor, layers: list[Any], activation: str) -> Tensor:
     return mlp(x, gate.weight, gate.bias, last.weight, last.bias, activation, False, *up)
 
 
-__all__ = ["LAYERS", "NORMS", "LayerNorm", "RMSNorm", "after_sum", "chained", "norm_of", "plain"]
+__all__ = [
+    "LAYERS", "NORMS", "LayerNorm", "RMSNorm", "after_sum", "chained", "norm_of", "plain", "untouched",
+]  # fmt: skip

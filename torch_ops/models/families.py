@@ -7,6 +7,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from torch_ops._core.checks import refuse
 from torch_ops.models.vision_metadata import VisionSizes
 
@@ -27,6 +29,7 @@ class Family:
     block_class: str
     mlp: tuple[str, ...] = _FC
     merger: tuple[str, str, str] = ("norm", *_FC)  # norm, first and second layer
+    layers: type[nn.Sequential] | type[nn.ModuleList] = nn.Sequential  # what holds them, with their activation
     taps: str | None = None  # the list of mergers of intermediate layers
     width: str = "hidden_size"  # of the configuration
     out_width: str = "out_hidden_size"
@@ -99,6 +102,7 @@ FAMILIES = {
     ),
     "qwen3_omni_moe_vision_encoder": Family(
         "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionBlock", merger=_LN_Q, taps="merger_list",
+        layers=nn.ModuleList,
     ),
     "qwen3_5_vision": Family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionBlock"),
     "qwen3_5_moe_vision": Family("qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionBlock"),
