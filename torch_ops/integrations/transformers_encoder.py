@@ -14,6 +14,7 @@ from torch_ops._core.checks import refuse
 from torch_ops._core.torch_private import ORIGINAL_MODULE, children_of
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
+    check_in_place,
     copy_modes,
     from_transformers,
     is_vision_model,
@@ -54,7 +55,7 @@ def accelerate(model: ModelT, *, graphs: bool = True) -> ModelT:
 
     Raises TypeError for a model without an encoder of a supported family, or with a separately compiled one (compile it
     afterwards). Raises ValueError for an encoder with other parameters or modules than its family's, or with parameters
-    that are offloaded or on several devices. Nothing is replaced then.
+    that are sharded, offloaded or on several devices. Nothing is replaced then.
     """
     towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
@@ -161,14 +162,11 @@ def _made(tower: nn.Module) -> QwenVisionEncoder:
 
 def _hook_of_device(tower: nn.Module) -> Any:
     """Accelerate's hook of the tower; those inside do nothing more, where all is on one device and stays there."""
+    check_in_place("accelerate", tower, "accelerate", "accelerate the model first, then offload")
     devices = sorted({str(parameter.device) for parameter in tower.parameters()})
     if len(devices) > 1:
         wanted = "on one device; name it whole in device_map"
         refuse("accelerate", "the vision encoder", wanted, f"on {', '.join(devices)}")
-    for name, module in tower.named_modules():
-        hook = getattr(module, "_hf_hook", None)
-        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            refuse("accelerate", name or "the vision encoder", "on a device", "offloaded")
     return getattr(tower, "_hf_hook", None)
 
 
@@ -182,8 +180,10 @@ def _after(hook: Any, module: nn.Module, args: Any, output: Any) -> Any:
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
+    check_in_place("restore", encoder, "restore", "remove Accelerate's hooks first (remove_hook_from_submodules)")
     _check_structure(encoder)
     called = _called(encoder, tower)
+    _check_dispatched(encoder, called)
     share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
@@ -213,6 +213,14 @@ def _check_structure(encoder: QwenVisionEncoder) -> None:
     for name in modules:
         if name not in made and not name.startswith(inside):
             refuse("restore", name, "no module, as Transformers' encoder has none there", type(modules[name]).__name__)
+
+
+def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
+    """Refuses hooks of Accelerate on modules that the tower has others for: it would lack them."""
+    for name, module in encoder.named_modules():
+        if name not in called and hasattr(module, "_hf_hook"):
+            wanted = "one without; remove Accelerate's hooks first (remove_hook_from_submodules)"
+            refuse("restore", name or "the vision encoder", wanted, "a module with a hook")
 
 
 def _called(encoder: QwenVisionEncoder, tower: nn.Module) -> list[str]:
