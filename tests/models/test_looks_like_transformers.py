@@ -75,8 +75,7 @@ def test_modules_are_of_the_classes_that_others_look_for(model_type: str) -> Non
     found = {name: [isinstance(module, kind) for kind in kinds] for name, module in tower.named_modules()}
     encoder = accelerate(tower)
     for name, module in encoder.named_modules():
-        # Qwen3-Omni's mergers have a list, whose layers are in an unnamed module here.
-        assert [isinstance(module, kind) for kind in kinds] == found[name] or type(module) is nn.Module, name
+        assert [isinstance(module, kind) for kind in kinds] == found[name], name
     for name, module in tower.named_modules():
         for eps in ("eps", "variance_epsilon"):
             if hasattr(module, eps) and name in encoder.layer_names:

@@ -14,6 +14,7 @@ from torch_ops._core.checks import refuse
 from torch_ops._core.torch_private import ORIGINAL_MODULE, children_of
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
+    check_in_place,
     copy_modes,
     from_transformers,
     is_inside,
@@ -54,8 +55,8 @@ def accelerate(model: ModelT, *, graphs: bool = True) -> ModelT:
 
     Raises TypeError for a model without an encoder of a supported family, or with a separately compiled one (compile it
     afterwards). Raises ValueError for an encoder with other parameters or modules than its family's, or with parameters
-    that are offloaded or on several devices. Raises ValueError for hooks on its rotary embedding, which ours does not
-    have. Nothing is replaced then.
+    that are sharded, offloaded or on several devices. Raises ValueError for hooks on its rotary embedding, which ours
+    does not have. Nothing is replaced then.
     """
     towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
@@ -103,9 +104,6 @@ def unregister_encoders() -> None:
 
 class BuiltEncoder(QwenVisionEncoder):
     """The encoder, with the constructor that Transformers' models call for their vision class."""
-
-    # A device_map gives it to one device.
-    _no_split_modules = ("BuiltEncoder",)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> "BuiltEncoder":
@@ -165,14 +163,11 @@ def _made(tower: nn.Module) -> QwenVisionEncoder:
 
 def _hook_of_device(tower: nn.Module) -> Any:
     """Accelerate's hook of the tower; those inside do nothing more, where all is on one device and stays there."""
+    check_in_place("accelerate", tower, "accelerate", "accelerate the model first, then offload")
     devices = sorted({str(parameter.device) for parameter in tower.parameters()})
     if len(devices) > 1:
         wanted = "on one device; name it whole in device_map"
         refuse("accelerate", "the vision encoder", wanted, f"on {', '.join(devices)}")
-    for name, module in tower.named_modules():
-        hook = getattr(module, "_hf_hook", None)
-        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            refuse("accelerate", name or "the vision encoder", "on a device", "offloaded")
     return getattr(tower, "_hf_hook", None)
 
 
@@ -183,10 +178,12 @@ def _within(hook: Any, encoder: QwenVisionEncoder, *args: Any, **kwargs: Any) ->
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
+    check_in_place("restore", encoder, "restore", "remove Accelerate's hooks first (remove_hook_from_submodules)")
     with torch.device("meta"):
         made = dict(QwenVisionEncoder(encoder.config).named_modules())
     called = _called(encoder, tower, made)
     _check_structure(encoder, made, called)
+    _check_dispatched(encoder, called)
     share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
@@ -233,6 +230,14 @@ def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], cal
     for name in modules:
         if name not in made and not is_inside(name, called):
             refuse("restore", name, "no module, as Transformers' encoder has none there", type(modules[name]).__name__)
+
+
+def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
+    """Refuses hooks of Accelerate on modules that the tower has others for: it would lack them."""
+    for name, module in encoder.named_modules():
+        if hasattr(module, "_hf_hook") and not is_inside(name, called):
+            wanted = "one without; remove Accelerate's hooks first (remove_hook_from_submodules)"
+            refuse("restore", name or "the vision encoder", wanted, "a module with a hook")
 
 
 def _copy_checkpointing(source: Any, target: Any) -> None:

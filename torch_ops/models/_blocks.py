@@ -141,16 +141,25 @@ class PatchMerger(nn.Module):
         self.width = patch * self.merge_size**2
         norm, first, second = self._names
         self.add_module(norm, norm_of(family, self.width if after_shuffle else patch))
-        for name, out_width in ((first, self.width), (second, getattr(config, family.out_width))):
-            owner, _, leaf = name.rpartition(".")
-            if owner and not hasattr(self, owner):
-                self.add_module(owner, nn.Module())
-            self.get_submodule(owner).add_module(leaf, nn.Linear(self.width, out_width))
+        layers = [nn.Linear(self.width, width) for width in (self.width, getattr(config, family.out_width))]
+        self._inner = first.rpartition(".")[0]
+        if self._inner:
+            held: list[nn.Module] = [layers[0], nn.GELU(), layers[1]]
+            listed = family.layers is nn.ModuleList
+            self.add_module(self._inner, nn.ModuleList(held) if listed else nn.Sequential(*held))
+        else:
+            self.add_module(first, layers[0])
+            self.add_module(second, layers[1])
 
     def forward(self, x: Tensor) -> Tensor:
         modules: list[Any] = [self.get_submodule(name) for name in self._names]
         norm, *layers = modules
-        if plain(norm, NORMS) and all([plain(layer) for layer in layers]):
+        # FSDP, by a policy of sizes, and offloading bring a sequence the weights of its layers when it is called.
+        inner: Any = getattr(self, self._inner) if self._inner else None
+        called = not (
+            inner is None or untouched(inner, (nn.Sequential, nn.ModuleList)) and untouched(inner[1], (nn.GELU,))
+        )
+        if not called and plain(norm, NORMS) and all([plain(layer) for layer in layers]):
             first, second = layers
             weight, is_rms = norm.weight, isinstance(norm, RMSNorm)
             if is_rms:
@@ -160,7 +169,11 @@ class PatchMerger(nn.Module):
                 self.merge_size, self.after_shuffle, 1e-6, is_rms,
             )  # fmt: skip
         x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
-        return chained(x, layers, "gelu")
+        if not called:
+            return chained(x, layers, "gelu")
+        for module in inner if isinstance(inner, nn.ModuleList) else (inner,):
+            x = module(x)
+        return x
 
 
 def in_pairs(block: Any, kind: type) -> bool:

@@ -27,7 +27,7 @@ def untouched(module: Any, kinds: tuple[type, ...]) -> bool:
     """Whether calling this module, of one of these kinds, is no more than the forward of its class."""
     return (
         type(module) in kinds
-        # Some adapters replace the forward of the instance.
+        # Some adapters replace the forward of the instance, and so do Accelerate's hooks.
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)

@@ -12,12 +12,14 @@ from torch_ops._core.checks import refuse
 from torch_ops._core.torch_private import (
     COMPILED_CALL,
     FIELDS_OF_HOOKS,
+    HOOKS_OF_MODULES,
     buffers_of,
     children_of,
     parameters_of,
     unsaved_buffers_of,
 )
 from torch_ops.models._layers import plain
+from torch_ops.models._watch import OFFLOADED, who_moves_weights
 from torch_ops.models.families import FAMILIES, family_key
 from torch_ops.models.vision import QwenVisionEncoder
 
@@ -34,7 +36,8 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     forward or activation. Hooks are shared too, and run in both.
 
     Raises TypeError if `model` has no vision encoder of a supported family. Raises ValueError if it has parameters or
-    modules that its class does not have, or hooks on a module that is never called here.
+    modules that its class does not have, or hooks on a module that is never called here. So it does if the encoder is
+    sharded or offloaded.
     """
     found = [module for module in modules_of(model) if is_vision_model(module)]
     if len(found) != 1:
@@ -45,6 +48,7 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     (source,) = found
     if isinstance(source, QwenVisionEncoder):
         return source
+    check_in_place("from_transformers", source, "accelerate", "accelerate the model first, then offload")
     with torch.device("meta"):
         encoder = QwenVisionEncoder(source.config)
     called = _check_modules(source, encoder)
@@ -52,6 +56,24 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     share(source, encoder, called)
     copy_modes(source, encoder)
     return encoder
+
+
+def check_in_place(op: str, model: nn.Module, first: str, then: str) -> None:
+    """Refuse weights that hooks bring to modules of `model` for each call: other modules would not get them.
+
+    `first` is what the caller should do before sharding, `then` what to do about offloading.
+    """
+    flat = next(model.parameters(), None) is None
+    for name, module in model.named_modules():
+        place, who, own = name or "the vision encoder", who_moves_weights(module), parameters_of(module).values()
+        if who == OFFLOADED:
+            refuse(op, place, f"on a device; {then}", "offloaded")
+        # Modules without parameters are FSDP's even if it was told to ignore all that is inside.
+        sharded = bool(who) and (bool(own) or flat)
+        # Hooks of tensor parallelism belong to the layer, and both encoders call it.
+        hooked = any(getattr(module, hooks) for hooks in HOOKS_OF_MODULES)
+        if sharded or not hooked and any(hasattr(tensor, "device_mesh") for tensor in own):
+            refuse(op, place, f"whole; {first} the model first, then shard it", "sharded")
 
 
 def kinds_of(encoder: QwenVisionEncoder) -> dict[str, nn.Module]:
@@ -111,7 +133,7 @@ def _difference(name: str, theirs: nn.Module | None, made: nn.Module, ours: nn.M
     if theirs is None:
         return place, f"{kind.__name__}, by the config", "none"
     # Nobody calls a list; the encoder calls its parts itself, as it does with a sequence.
-    if (ours is None or type(ours) is nn.Module) and hooks_of_user(theirs):
+    if (ours is None or type(ours) in (nn.Sequential, nn.GELU)) and hooks_of_user(theirs):
         return place, "without hooks; the encoder has no such module, so put them on another one", "hooked"
     if kind is nn.ModuleList:
         return None
@@ -256,6 +278,6 @@ def vision_classes() -> str:
 
 
 __all__ = [
-    "copy_modes", "from_transformers", "is_inside", "is_vision_model", "kinds_of", "modules_of", "rotary_like", "share",
-    "vision_classes",
+    "check_in_place", "copy_modes", "from_transformers", "is_inside", "is_vision_model", "kinds_of", "modules_of",
+    "rotary_like", "share", "vision_classes",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ Modules and parameters are named as in Transformers (`Qwen3VLVisionModel` and it
 ways. `vision_block` is a block, `_chunks` cuts long batches.
 """
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_ops._core.checks import check_device, check_int, dtype_name, refuse
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
 from torch_ops.models._chunks import Outputs, chunks_of, joined
-from torch_ops.models._layers import LAYERS, NORMS, plain
+from torch_ops.models._layers import LAYERS, NORMS, plain, untouched
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision_metadata import (
@@ -43,7 +44,7 @@ class QwenVisionEncoder(nn.Module):
 
     def __init__(self, config: Any) -> None:
         # Without Transformers there is no configuration, but the ops and `VisionAttention` work.
-        from torch_ops.models.vision_block import VisionBlock
+        from torch_ops.models.vision_block import BLOCKS
 
         super().__init__()
         config = vision_config_of(config)
@@ -53,6 +54,7 @@ class QwenVisionEncoder(nn.Module):
         self.sizes = family.sizes(config)
         self.spatial_merge_size = config.spatial_merge_size
         self.graphs: GraphCache | None = None
+        self._no_split_modules = {family.block_class}
         self._output = family.output_class()
         # Layers without windows; None where no layer has any.
         self._full_layers = frozenset(config.fullatt_block_indexes) if family.windows else None
@@ -62,11 +64,12 @@ class QwenVisionEncoder(nn.Module):
         if family.taps and family.taps_first:
             self.add_module(family.taps, nn.ModuleList(taps))
         self.patch_embed = PatchEmbed(family, config)
+        self.patch = self.patch_embed.patch
         self.pos_embed: Any = None
         if family.learned_positions:
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks: Any = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
-        self._kind = VisionBlock
+        self._kind = BLOCKS[family.block_class]
+        self.blocks: Any = nn.ModuleList([self._kind(family, config) for _ in range(config.depth)])
         self.merger = PatchMerger(family, config)
         if family.taps and not family.taps_first:
             self.add_module(family.taps, nn.ModuleList(taps))
@@ -98,12 +101,15 @@ class QwenVisionEncoder(nn.Module):
             refuse("vision encoder", "every_n_layers", "1 or more", every_n_layers)
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         for layer, block in enumerate(self.blocks):
-            block.gradient_checkpointing = layer % every_n_layers == 0
-            block._gradient_checkpointing_func = partial(checkpoint, **options)
+            # A wrapper looks like the block that it holds, but does not pass on what is set.
+            for each in (block, *(module for module in block.modules() if isinstance(module, self._kind))):
+                each.gradient_checkpointing = layer % every_n_layers == 0
+                each._gradient_checkpointing_func = partial(checkpoint, **options)
 
     def activation_checkpointing_disable(self) -> None:
         for block in self.blocks:
-            block.gradient_checkpointing = False
+            for each in (block, *(module for module in block.modules() if isinstance(module, self._kind))):
+                each.gradient_checkpointing = False
 
     # The names of Transformers up to version 5.
     is_gradient_checkpointing = is_activation_checkpointing
@@ -149,6 +155,7 @@ class QwenVisionEncoder(nn.Module):
             ValueError: for a bad argument. The message names it, what was expected and what came.
         """
         self.check_metadata(metadata)
+        _check_is_tensor(hidden_states)
         hidden_states = self.rows_of(hidden_states)
         images: tuple[Image, ...] | None = ()
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
@@ -172,7 +179,7 @@ class QwenVisionEncoder(nn.Module):
             images, metadata = self._read(hidden_states, grid_thw, chunk_tokens is None)
         elif metadata is None:
             learned = self.pos_embed is not None
-            metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, self.device, learned)
+            metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, hidden_states.device, learned)
         if metadata is not None:
             images = metadata.made_of
             self.check_pixels(hidden_states, metadata.cos.shape[0])
@@ -200,7 +207,7 @@ class QwenVisionEncoder(nn.Module):
         self.check_pixels(pixel_values, patches_of(images))
         outputs = graphs.replayed(self, pixel_values, images)
         if outputs is None and metadata is None:
-            metadata = metadata_of(images, self.sizes, self.device)
+            metadata = metadata_of(images, self.sizes, pixel_values.device)
         return outputs, metadata
 
     def _images_of(
@@ -231,7 +238,7 @@ class QwenVisionEncoder(nn.Module):
         images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
         # A wrong grid may be of more patches than there is memory for their tables.
         self.check_pixels(pixel_values, patches_of(images))
-        return images, metadata_of(images, self.sizes, self.device) if whole else None
+        return images, metadata_of(images, self.sizes, pixel_values.device) if whole else None
 
     def encode_packed(
         self, pixel_values: Tensor, metadata: VisionMetadata
@@ -262,23 +269,23 @@ class QwenVisionEncoder(nn.Module):
         """Return pixel values with a row for each patch, where their shape tells which patches there are."""
         if not isinstance(pixel_values, Tensor) or pixel_values.dim() == 2:
             return pixel_values
-        patch = self.patch_embed.proj.weight.shape[1:]
-        if pixel_values.shape[1:] == patch:
+        if pixel_values.shape[1:] == self.patch:
             return pixel_values.flatten(1)
-        if pixel_values.dim() > 2 and pixel_values.shape[-1] == patch.numel():
+        if pixel_values.dim() > 2 and pixel_values.shape[-1] == math.prod(self.patch):
             return pixel_values.flatten(0, -2)
         return pixel_values
 
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
         """With `sent`, who calls sends pixel values of the host."""
-        if not isinstance(pixel_values, Tensor):
-            refuse("vision encoder", "pixel_values", "a tensor", type(pixel_values).__name__)
+        _check_is_tensor(pixel_values)
         if pixel_values.is_complex():
             refuse("vision encoder", "pixel_values", "of a real dtype", dtype_name(pixel_values.dtype))
-        weight = self.patch_embed.proj.weight
-        if not (sent and pixel_values.device.type == "cpu"):
-            check_device("vision encoder", "pixel_values", pixel_values, "the encoder", weight)
-        columns = weight.shape[1:].numel()
+        embed = self.patch_embed
+        # FSDP and offloading bring weights and pixels together when a module is called, and weights may be in shards.
+        in_place = untouched(embed, (PatchEmbed,)) and plain(embed.proj)
+        if in_place and not (sent and pixel_values.device.type == "cpu"):
+            check_device("vision encoder", "pixel_values", pixel_values, "the encoder", embed.proj.weight)
+        columns = math.prod(self.patch)
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
             refuse("vision encoder", "pixel_values", f"of shape [T, {columns}], a row for each patch", got)
@@ -309,6 +316,9 @@ class QwenVisionEncoder(nn.Module):
             wanted, got = ("with", "without") if metadata.window_index is None else ("without", "with")
             refuse("vision encoder", "metadata", f"{wanted} windows, as the encoder is", f"{got} windows")
         branch, residual = self.patch_embed(pixel_values), None
+        if branch.device != pixel_values.device:
+            # Offloaded weights are brought to the device that computes, and the pixels too.
+            metadata = metadata.to(branch.device)
         if self.pos_embed is not None:
             residual = self._positions(branch, metadata)
         if metadata.window_index is not None:
@@ -336,12 +346,12 @@ class QwenVisionEncoder(nn.Module):
             taps.append(self._tap(len(self.blocks) - 1, hidden))
         pooled = self.merger(hidden)
         if metadata.reverse_index is not None:
-            pooled = pooled[metadata.reverse_index]
+            pooled = pooled[metadata.reverse_index.to(pooled.device)]
         return hidden, pooled, tuple(taps), tuple(kept)
 
     def _encode_chunks(self, pixel_values: Tensor, images: tuple[Image, ...] | None, most: int, keep: bool) -> Outputs:
         def encode(pixels: Tensor, run: tuple[Image, ...]) -> Outputs:
-            return self._encode(pixels, metadata_of(run, self.sizes, self.device), keep)
+            return self._encode(pixels, metadata_of(run, self.sizes, pixels.device), keep)
 
         made = (encode(*chunk) for chunk in chunks_of(pixel_values, images, most))
         # Without a patch there is no chunk.
@@ -350,6 +360,11 @@ class QwenVisionEncoder(nn.Module):
     def _tap(self, layer: int, hidden: Tensor) -> Tensor:
         assert self.family.taps is not None
         return getattr(self, self.family.taps)[self._taps.index(layer)](hidden)
+
+
+def _check_is_tensor(pixel_values: object) -> None:
+    if not isinstance(pixel_values, Tensor):
+        refuse("vision encoder", "pixel_values", "a tensor", type(pixel_values).__name__)
 
 
 def _check_is_metadata(metadata: Any) -> None:

@@ -20,7 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torch_ops.models._blocks import Rotation, VisionAttention, VisionMLP, attend, whole
 from torch_ops.models._layers import after_sum, norm_of, untouched
-from torch_ops.models.families import Family
+from torch_ops.models._named import name_classes
+from torch_ops.models.families import FAMILIES, Family
 
 
 class BlockAttention(VisionAttention):
@@ -76,4 +77,6 @@ class VisionBlock(GradientCheckpointingLayer):
         return self.mlp(normed), total, kept
 
 
-__all__ = ["BlockAttention", "VisionBlock"]
+BLOCKS = name_classes(VisionBlock, [family.block_class for family in FAMILIES.values()])
+
+__all__ = ["BLOCKS", "BlockAttention", "VisionBlock"]
