@@ -124,6 +124,18 @@ def test_shards_on_a_gpu(one_rank: None) -> None:
         body(DEVICE)
 
 
+def test_checkpoints_reach_blocks_inside_wrappers(one_rank: None) -> None:
+    encoder = accelerated("qwen3_vl_vision").train()
+    model_type, shard = shards.shardings(DEVICE)["FSDP 1"]
+    sharded = shard(encoder)
+    blocks = [each for each in encoder.modules() if type(each).__name__ == "Qwen3VLVisionBlock"]
+    for enabled in (True, False):
+        (encoder.gradient_checkpointing_enable if enabled else encoder.gradient_checkpointing_disable)()
+        assert [each.gradient_checkpointing for each in blocks] == [enabled] * 3
+        assert encoder.is_gradient_checkpointing is enabled
+        check_results(model_type, results(sharded, expected(model_type)[0]))
+
+
 def _fully_sharded(*names: str) -> Callable[[Any], Any]:
     def shard(model: Any) -> Any:
         for name in names:
