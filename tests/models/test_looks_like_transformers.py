@@ -301,7 +301,10 @@ def test_hooks_that_nobody_would_call_are_refused_or_their_module_is_kept(model_
 
 
 def test_hooks_of_transformers_itself_do_not_stop_pairs_and_come_back() -> None:
-    """It sets some to record hidden states; the encoder returns them without hooks."""
+    """It sets some to record hidden states, and to let gradients enter; the encoder does both without hooks."""
+    checkpointed = tower_of("qwen2_5_vl_vision")
+    checkpointed.enable_input_require_grads()
+    assert checkpointed.patch_embed._forward_hooks and not accelerate(checkpointed).patch_embed._forward_hooks
     tower = tower_of("qwen3_vl_vision")
     pixels = draw_pixels(tower, IMAGES)
     expected = tower(pixels, grid_thw=IMAGES, output_hidden_states=True).hidden_states

@@ -85,6 +85,9 @@ def kinds_of(encoder: QwenVisionEncoder) -> dict[str, nn.Module]:
         return dict(encoder.family.tower_class()(config).named_modules())
 
 
+# Where Transformers has hooks that record hidden states, and hooks that let gradients enter.
+_DO_WITHOUT = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+
 # An argument, what was expected and what came.
 Difference = tuple[str, str, object]
 
@@ -237,7 +240,7 @@ def hooks_of_user(module: nn.Module) -> list[Any]:
     """The hooks of a module, but for those that Transformers sets itself, whose task the encoder does without them."""
     held = [vars(module)[name] for name in FIELDS_OF_HOOKS]
     hooks = [hook for each in held if isinstance(each, dict) for hook in each.values() if callable(hook)]
-    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) not in _DO_WITHOUT]
 
 
 def _share_hooks(source: nn.Module, target: nn.Module) -> None:
