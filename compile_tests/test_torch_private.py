@@ -55,6 +55,39 @@ def test_hooks_of_modules_have_these_names() -> None:
     assert vars(nn.Module()).keys() == torch_private.FIELDS_OF_MODULES
 
 
+def test_fields_of_hooks_are_all_that_two_modules_need_to_share_hooks() -> None:
+    seen: list[nn.Module] = []
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    handles = [
+        first.register_forward_pre_hook(lambda module, args, kwargs: seen.append(module), with_kwargs=True),
+        first.register_forward_hook(lambda module, args, kwargs, output: seen.append(module), with_kwargs=True),
+        first.register_full_backward_pre_hook(lambda module, grads: seen.append(module)),
+        first.register_full_backward_hook(lambda module, grads, others: seen.append(module)),
+        first.register_state_dict_pre_hook(lambda module, prefix, keep: seen.append(module)),
+        first.register_state_dict_post_hook(lambda module, *rest: seen.append(module)),
+    ]
+    for name in torch_private.FIELDS_OF_HOOKS:
+        vars(second)[name] = vars(first)[name]
+
+    def called() -> list[nn.Module]:
+        seen.clear()
+        second(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        second.state_dict()
+        return list(seen)
+
+    assert called() == [second] * 6
+    for handle in handles:
+        handle.remove()
+    assert called() == []
+
+
+def test_a_compiled_call_is_seen() -> None:
+    layer = nn.Linear(2, 2)
+    assert torch_private.COMPILED_CALL not in vars(layer)
+    layer.compile(backend="eager")
+    assert torch_private.COMPILED_CALL in vars(layer)
+
+
 def test_hooks_of_all_modules_are_seen() -> None:
     assert not torch_private.has_global_hooks()
     handle = nn.modules.module.register_module_forward_pre_hook(lambda *args: None)

@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "COMPILED_CALL",
+    "FIELDS_OF_HOOKS",
     "FIELDS_OF_MODULES",
     "HOOKS_OF_MODULES",
     "IS_REPLICA",
@@ -107,9 +109,12 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # The names of buffers that a state dict leaves out.
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-# The attributes that every module has, and those of them that hold hooks of its call.
+# The attributes that every module has, those of them that hold hooks of its call, and all that have to do with hooks.
 FIELDS_OF_MODULES = frozenset(vars(nn.Module()))
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FIELDS_OF_HOOKS = tuple(sorted(name for name in FIELDS_OF_MODULES if "hook" in name))
+# The attribute that `module.compile()` sets.
+COMPILED_CALL = "_compiled_call_impl"
 # Whether there are hooks of all modules.
 has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 # Both versions of FSDP mark the modules whose weights they gather.

@@ -20,6 +20,7 @@ from torch_ops._core.torch_private import IS_REPLICA, count_dispatch_modes, has_
 from torch_ops.models._admission import MOST_SIZES, Admission
 from torch_ops.models._capture import pool_bytes
 from torch_ops.models._recording import Statics
+from torch_ops.models._watch import obstacle_of
 from torch_ops.models.budgets import words_of
 from torch_ops.models.vision_metadata import Image, Padding, VisionSizes, filled_sizes
 from torch_ops.settings import settings
@@ -184,6 +185,10 @@ class GraphCache:
             self._drop_all()
             statics = None
         if statics is None:
+            # A look at all of FSDP's state takes long, and weights in shards are not those that a graph reads.
+            why = self._why = obstacle_of(encoder)
+            if why:
+                return False
             statics = Statics(encoder, budget.rows or 0)
         why = self._why = statics.behaviour.why_eager()
         if why:

@@ -109,6 +109,11 @@ class VisionMetadata:
         tensors: Any = {name: tensor.clone() for name, tensor in self.tensors()}
         return dataclasses.replace(self, images=None, **tensors)
 
+    def to(self, device: torch.device) -> "VisionMetadata":
+        """Return a copy on another device."""
+        tensors: Any = {name: sent(tensor, device) for name, tensor in self.tensors()}
+        return dataclasses.replace(self, **tensors)
+
     def copy_(self, other: "VisionMetadata") -> "VisionMetadata":
         """Fill the tensors of a `clone` with another batch's, of the same shapes; never waits.
 
