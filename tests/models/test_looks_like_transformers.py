@@ -341,6 +341,26 @@ def test_hooks_are_called_with_automatic_graphs_on(name: str, graphs_on_the_cpu:
     assert bool(encoder.graphs.captured) == (not name)
 
 
+def test_hooks_of_all_modules_see_blocks() -> None:
+    tower, seen = tower_of("qwen2_5_vl_vision"), []
+    pixels = draw_pixels(tower, IMAGES)
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, GradientCheckpointingLayer):
+            seen.append((shapes(args), shapes(output)))
+
+    eager, truth = tower(pixels, grid_thw=IMAGES), doubled(tower)(pixels.double(), grid_thw=IMAGES)
+    encoder = accelerate(tower)
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        check_outputs(encoder(pixels, IMAGES), eager, truth)
+        assert len(seen) == 3
+        tower(pixels, grid_thw=IMAGES)
+    finally:
+        handle.remove()
+    assert seen[:3] == seen[3:]
+
+
 class Experts(nn.Module):
     """Two MLPs of Transformers, as a user may put them in the place of one."""
 

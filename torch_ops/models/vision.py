@@ -17,6 +17,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 from torch_ops._core.checks import check_device, check_int, dtype_name, refuse
+from torch_ops._core.torch_private import has_global_hooks
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
 from torch_ops.models._chunks import Outputs, chunks_of, joined
 from torch_ops.models._layers import LAYERS, NORMS, plain, untouched
@@ -324,12 +325,14 @@ class QwenVisionEncoder(nn.Module):
         if metadata.window_index is not None:
             branch = gather_cells(branch, metadata.window_index, self.sizes)
         rotation = metadata.cos, metadata.sin
+        # Hooks of all modules see blocks only where they are called.
+        alone = torch.compiler.is_compiling() or not has_global_hooks()
         taps, kept = [], []
         for layer, block in enumerate(self.blocks):
             full = self._full_layers is None or layer in self._full_layers
             cu_seqlens: Any = metadata.cu_seqlens if full else metadata.cu_window_seqlens
             tapped = layer > 0 and layer - 1 in self._taps
-            if in_pairs(block, self._kind):
+            if alone and in_pairs(block, self._kind):
                 branch, residual, entered = block.step(branch, residual, cu_seqlens, rotation, tapped or keep)
             else:
                 entered = branch if residual is None else branch + residual
