@@ -43,7 +43,7 @@ def hopper_launches(
     launches: dict[str, Config], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
     deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
-    cut: str = "",
+    cut: str = "", skipped_rows: int | None = None,
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """The launches of the Hopper path by kernel name, with `launches` by the names of the rows.
 
@@ -91,6 +91,6 @@ def hopper_launches(
         ):
             chosen = launches[kernel], "this test"
             stack.enter_context(mock.patch.object(module, name, lambda *_, chosen=chosen, **__: chosen))
-        attention_hopper.plan_forward_hopper(forward, options).launch(forward)
+        attention_hopper.plan_forward_hopper(forward, options, skipped_rows).launch(forward)
         attention_hopper_backward.plan_backward_hopper(backward, options).launch(backward)
     return {launch.name: launch for launch in launched}

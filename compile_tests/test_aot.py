@@ -179,6 +179,7 @@ HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "one": {"segments": 1},
     "few": {"segments": 4, "dlse": True, "deterministic": False},
     "many": {"segments": 100},
+    "hidden": {"segments": 300, "skipped_rows": 64},
     "causal": {"right": 0},
     "window": {"left": 64, "right": 64, "num_k_heads": 4},
     "fp16": {"dtype": torch.float16},
@@ -208,7 +209,7 @@ def _hopper_build(head_dim: int, variant: str, place: str) -> Build:
 
 # At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
 HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
-    (head_dim, variant) for head_dim in HEAD_DIMS for variant in ("one", "many", "window", "apart") if head_dim != 72
+    (head_dim, variant) for head_dim in HEAD_DIMS for variant in ("one", "many", "hidden", "window", "apart") if head_dim != 72
 ]
 PLACES = ("forward", "delta", "backward", "round")
 
@@ -219,8 +220,8 @@ PLACES = ("forward", "delta", "backward", "round")
     [
         (head_dim, variant, place)
         for head_dim, variant in sampled(HOPPER_POINTS)
-        # Apart there is nothing to round, and the forward is not what it is there for.
-        for place in (PLACES[1:3] if variant == "apart" else PLACES)
+        # Apart there is nothing to round, and the forward is not what it is there for. Only the forward skips rows.
+        for place in {"apart": PLACES[1:3], "hidden": PLACES[:1]}.get(variant, PLACES)
     ],
 )
 def test_hopper_path_fits_and_overlaps(head_dim: int, variant: str, place: str) -> None:
