@@ -13,6 +13,9 @@ E[x^2] - E[x]^2 cancels. Everything is fp32, and out is rounded once.
 fp32 rows also subtract the mean of x - mean. If all values of a row are equal, only the rounding error of the mean
 would be left, and rstd would multiply it by 1000. Equal values of a half type add up exactly.
 
+Squares of values above 2^63 overflow, and squares of values below 2^-63 underflow. Such a row is scaled by a power of
+two before it is squared, which changes no bits of out. The sum of squares alone tells, so other rows pay one branch.
+
 Backward, for upstream gradients dout of out and dsum of the residual sum, with g = dout weight:
 
     dx      = rstd (g - xhat mean_c(g xhat) - mean_c(g)) + dsum      RMSNorm: without mean_c(g)
@@ -39,6 +42,13 @@ from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import add_rows, load_chunk, load_rows, scale_rows, store_chunk, store_rows, zero_rows
 
 SIZES = ("num_rows", "num_programs")
+# Of a row in registers.
+MOST_COLUMNS = tl.constexpr(16384.0)
+# Below the first, fp32 holds the sum of squares of any row and the next one. Above the second, squares too small for
+# fp32 are no part of the sum. If eps is above the third, a sum below the second is no part of their sum.
+LARGEST_SQUARES = tl.constexpr(2.0**126)
+SMALLEST_SQUARES = tl.constexpr(2.0**-100)
+SMALLEST_EPS = tl.constexpr(2.0**-70)
 
 
 @triton.jit
@@ -68,8 +78,17 @@ def _row_sums(chunks, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _row_maxima(chunks, BLOCK_M: tl.constexpr):
+    """The largest magnitude of each row, as `_row_sums`."""
+    most = tl.abs(chunks[0].to(tl.float32))
+    for index in tl.static_range(1, len(chunks)):
+        most = tl.maximum(most, tl.abs(chunks[index].to(tl.float32)))
+    return tl.max(most) if BLOCK_M == 1 else tl.max(most, 1)
+
+
+@triton.jit
 def _along_rows(value, BLOCK_M: tl.constexpr):
-    """A result of `_row_sums` as a factor of chunks."""
+    """A number of each row as a factor of chunks."""
     return value if BLOCK_M == 1 else value[:, None]
 
 
@@ -94,13 +113,29 @@ def _center(chunks, mean, WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.
 
 @triton.jit
 def _mean_of_rows(chunks, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
-    return _along_rows(tl.div_rn(_row_sums(chunks, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+    """Values are divided by a power of two before they are added, so that their sum stays in fp32."""
+    total = _row_sums(scale_rows(chunks, tl.full((1, 1), 1.0 / MOST_COLUMNS, tl.float32)), BLOCK_M)
+    return _along_rows(tl.div_rn(total, WIDTH / MOST_COLUMNS), BLOCK_M)
 
 
 @triton.jit
 def _reciprocal_deviation(squares, eps, WIDTH: tl.constexpr):
     """1 / sqrt(squares / WIDTH + eps), correctly rounded at each step, because its error would reach every column."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * WIDTH) + eps))
+
+
+@triton.jit
+def _out_of_range(squares, eps):
+    """Whether a sum of squares overflowed, or lost bits to underflow that eps does not hide. NaN counts as well."""
+    smallest = tl.where(eps < SMALLEST_EPS, SMALLEST_SQUARES, 0.0)
+    return tl.where(squares < LARGEST_SQUARES, squares, -1.0) < smallest
+
+
+@triton.jit
+def _power_of_two(most, eps):
+    """The power of two that brings the larger of `most` and sqrt(eps) near 1, so that no square leaves fp32."""
+    exponent = tl.maximum(most, tl.sqrt_rn(eps)).to(tl.int32, bitcast=True) >> 23
+    return (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,7 +150,16 @@ def _standardize(
     centered = _center(x, mean, WIDTH, MAIN, HAS_MEAN)
     if HAS_MEAN and x[0].dtype == tl.float32:
         centered = _center(centered, _mean_of_rows(centered, WIDTH, BLOCK_M), WIDTH, MAIN, True)
-    rstd = _reciprocal_deviation(_row_sums(_multiply(centered, centered), BLOCK_M), eps, WIDTH)
+    squares = _row_sums(_multiply(centered, centered), BLOCK_M)
+    scale = tl.cast(1.0, tl.float32) if BLOCK_M == 1 else tl.full((BLOCK_M,), 1.0, tl.float32)
+    if x[0].dtype != tl.float16:
+        unfit = _out_of_range(squares, eps)
+        if unfit if BLOCK_M == 1 else tl.max(unfit.to(tl.int32), 0) > 0:
+            # Bits of a row must not depend on other rows of its tile, so fit rows are scaled by 1.
+            scale = tl.where(unfit, _power_of_two(_row_maxima(centered, BLOCK_M), eps), scale)
+            scaled = scale_rows(centered, _along_rows(scale, BLOCK_M))
+            squares = _row_sums(_multiply(scaled, scaled), BLOCK_M)
+    rstd = _reciprocal_deviation(squares, eps * scale * scale, WIDTH) * scale
     if BLOCK_M > 1:
         rstd = tl.where(rows < num_rows, rstd, 0.0)
     return centered, _along_rows(rstd, BLOCK_M)
@@ -300,30 +344,57 @@ def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.c
 
 
 @triton.jit
+def _center_block(x, mean, scale):
+    """x times `scale` minus both parts of its mean, which one number would round."""
+    return x * scale - mean[0] - mean[1]
+
+
+@triton.jit
+def _wide_deviations(
+    x_ptr, residual_ptr, scale,
+    WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(both parts of the mean, the sum of squared differences from it) of one row times `scale`."""
+    local = tl.arange(0, BLOCK_N)
+    mean = 0.0
+    correction = 0.0
+    if HAS_MEAN:
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK_N):
+            total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) * scale
+        mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+        if x_ptr.dtype.element_ty == tl.float32:
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for start in tl.range(0, WIDTH, BLOCK_N):
+                x = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
+                total += tl.where(start + local < WIDTH, x * scale - mean, 0.0)
+            correction = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_N):
+        x = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
+        centered = tl.where(start + local < WIDTH, _center_block(x, (mean, correction), scale), 0.0)
+        squares += centered * centered
+    return (mean, correction), tl.sum(squares)
+
+
+@triton.jit
 def _wide_statistics(
     x_ptr, residual_ptr, eps,
     WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(mean, rstd) of one row, of x plus the residual if there is one."""
-    local = tl.arange(0, BLOCK_N)
-    mean = 0.0
-    if HAS_MEAN:
-        total = tl.zeros((BLOCK_N,), tl.float32)
-        for start in tl.range(0, WIDTH, BLOCK_N):
-            total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
-        mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
-        if x_ptr.dtype.element_ty == tl.float32:
-            correction = tl.zeros((BLOCK_N,), tl.float32)
+    """(mean, scale, the factor that makes xhat of centered blocks, rstd) of one row, of x plus any residual."""
+    scale = tl.cast(1.0, tl.float32)
+    mean, squares = _wide_deviations(x_ptr, residual_ptr, scale, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    if x_ptr.dtype.element_ty != tl.float16:
+        if _out_of_range(squares, eps):
+            most = tl.zeros((BLOCK_N,), tl.float32)
             for start in tl.range(0, WIDTH, BLOCK_N):
-                centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
-                correction += tl.where(start + local < WIDTH, centered, 0.0)
-            mean += tl.div_rn(tl.sum(correction), 1.0 * WIDTH)
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK_N):
-        centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
-        centered = tl.where(start + local < WIDTH, centered, 0.0)
-        squares += centered * centered
-    return mean, _reciprocal_deviation(tl.sum(squares), eps, WIDTH)
+                x = _load_sum(x_ptr, residual_ptr, start + tl.arange(0, BLOCK_N), WIDTH, HAS_RESIDUAL)
+                most = tl.maximum(most, tl.abs(x))
+            scale = _power_of_two(tl.max(most), eps)
+            mean, squares = _wide_deviations(x_ptr, residual_ptr, scale, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    factor = _reciprocal_deviation(squares, eps * scale * scale, WIDTH)
+    return mean, scale, factor, factor * scale
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -339,13 +410,13 @@ def _norm_fwd_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * STRIDE_X
     residual_ptr += row * STRIDE_R
-    mean, rstd = _wide_statistics(x_ptr, residual_ptr, eps, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    mean, scale, factor, _ = _wide_statistics(x_ptr, residual_ptr, eps, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
     for start in tl.range(0, WIDTH, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = _load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(sum_ptr + row * WIDTH + cols, x.to(sum_ptr.dtype.element_ty), mask=cols < WIDTH)
-        out = (x - mean) * rstd
+        out = _center_block(x, mean, scale) * factor
         if HAS_WEIGHT:
             out *= _load_block(weight_ptr, cols, WIDTH)
         if HAS_BIAS:
@@ -385,7 +456,7 @@ def _norm_bwd_wide_kernel(
         # Another thread may have added to a column for the previous row.
         tl.debug_barrier()
         if NEEDS_DX or NEEDS_DWEIGHT:
-            mean, rstd = _wide_statistics(x_row, x_row, eps, WIDTH, HAS_MEAN, False, BLOCK_N)
+            mean, scale, factor, rstd = _wide_statistics(x_row, x_row, eps, WIDTH, HAS_MEAN, False, BLOCK_N)
         if NEEDS_DX:
             products = tl.zeros((BLOCK_N,), tl.float32)
             total = tl.zeros((BLOCK_N,), tl.float32)
@@ -393,7 +464,8 @@ def _norm_bwd_wide_kernel(
                 g = _load_block(dout_row, start + local, WIDTH)
                 if HAS_WEIGHT:
                     g *= _load_block(weight_ptr, start + local, WIDTH)
-                products += g * ((_load_block(x_row, start + local, WIDTH) - mean) * rstd)
+                x = _load_block(x_row, start + local, WIDTH)
+                products += g * (_center_block(x, mean, scale) * factor)
                 total += g
             mean_gx = tl.div_rn(tl.sum(products), 1.0 * WIDTH)
             mean_g = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
@@ -401,7 +473,7 @@ def _norm_bwd_wide_kernel(
             cols = start + local
             dout = _load_block(dout_row, cols, WIDTH)
             if NEEDS_DX or NEEDS_DWEIGHT:
-                xhat = (_load_block(x_row, cols, WIDTH) - mean) * rstd
+                xhat = _center_block(_load_block(x_row, cols, WIDTH), mean, scale) * factor
             if NEEDS_DWEIGHT:
                 _add_to_block(dweight_ptr, cols, dout * xhat, False, WIDTH)
             if NEEDS_DBIAS:
