@@ -39,9 +39,18 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import add_rows, load_chunk, load_rows, scale_rows, store_chunk, store_rows, zero_rows
+from csrc_free_ops.tiles.rows import (
+    add_rows,
+    load_chunk,
+    load_rows,
+    row_step,
+    scale_rows,
+    store_chunk,
+    store_rows,
+    zero_rows,
+)
 
-SIZES = ("num_rows", "num_programs")
+SIZES = ("num_rows", "num_programs", "stride_x", "stride_r", "stride_do", "stride_ds")
 # Of a row in registers.
 MOST_COLUMNS = tl.constexpr(16384.0)
 # Below the first, fp32 holds the sum of squares of any row and the next one. Above the second, squares too small for
@@ -180,8 +189,9 @@ def _parameter_chunk(
 
 @triton.jit(do_not_specialize=SIZES)
 def _norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
-    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps, stride_x, stride_r,
+    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -192,11 +202,13 @@ def _norm_fwd_kernel(
     """
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
+    step_r = row_step(stride_r, STRIDE_R, STRIDE_UNIT)
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
     remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
-    x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+    x = load_rows(x_ptr + first * step_x, starts, rows, remaining, step_x, WIDTH, MAIN, TAIL, BLOCK_M > 1)
     weight = x
     bias = x
     if EARLY and HAS_WEIGHT:
@@ -205,7 +217,7 @@ def _norm_fwd_kernel(
         bias = load_rows(bias_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
     if HAS_RESIDUAL:
         residual = load_rows(
-            residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
+            residual_ptr + first * step_r, starts, rows, remaining, step_r, WIDTH, MAIN, TAIL, BLOCK_M > 1
         )
         x = _add_rounded(x, residual)
         store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
@@ -241,7 +253,8 @@ def _sum_rows(chunks):
 @triton.jit(do_not_specialize=SIZES)
 def _norm_bwd_kernel(
     dout_ptr, dsum_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, eps,
-    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr,
+    stride_do, stride_ds, stride_x,
+    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -250,6 +263,9 @@ def _norm_bwd_kernel(
     """Grid (programs), any number. dweight and dbias are [programs, WIDTH] in fp32: the column sums of each program."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    step_do = row_step(stride_do, STRIDE_DO, STRIDE_UNIT)
+    step_ds = row_step(stride_ds, STRIDE_DS, STRIDE_UNIT)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
     program = tl.program_id(0)
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
@@ -263,10 +279,10 @@ def _norm_bwd_kernel(
         first = tl.cast(tile, tl.int64) * BLOCK_M
         remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
         dout = load_rows(
-            dout_ptr + first * STRIDE_DO, starts, rows, remaining, STRIDE_DO, WIDTH, MAIN, TAIL, BLOCK_M > 1
+            dout_ptr + first * step_do, starts, rows, remaining, step_do, WIDTH, MAIN, TAIL, BLOCK_M > 1
         )
         if NEEDS_DX or NEEDS_DWEIGHT:
-            x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+            x = load_rows(x_ptr + first * step_x, starts, rows, remaining, step_x, WIDTH, MAIN, TAIL, BLOCK_M > 1)
         if NEEDS_DBIAS:
             dbias = add_rows(dbias, dout)
         if NEEDS_DX or NEEDS_DWEIGHT:
@@ -289,7 +305,7 @@ def _norm_bwd_kernel(
             if HAS_DSUM:
                 # Added last, so that registers need not hold it before; the pipeline has prefetched it.
                 dsum = load_rows(
-                    dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
+                    dsum_ptr + first * step_ds, starts, rows, remaining, step_ds, WIDTH, MAIN, TAIL, BLOCK_M > 1
                 )
                 dx = add_rows(dx, dsum)
             store_rows(dx_ptr + first * WIDTH, starts, rows, remaining, dx, WIDTH, WIDTH, MAIN, TAIL)
@@ -399,17 +415,19 @@ def _wide_statistics(
 
 @triton.jit(do_not_specialize=SIZES)
 def _norm_fwd_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
-    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps, stride_x, stride_r,
+    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_UNIT: tl.constexpr, WIDTH: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows)."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
+    step_r = row_step(stride_r, STRIDE_R, STRIDE_UNIT)
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * STRIDE_X
-    residual_ptr += row * STRIDE_R
+    x_ptr += row * step_x
+    residual_ptr += row * step_r
     mean, scale, factor, _ = _wide_statistics(x_ptr, residual_ptr, eps, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
     for start in tl.range(0, WIDTH, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -434,12 +452,17 @@ def _add_to_block(ptr, cols, values, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def _norm_bwd_wide_kernel(
     dout_ptr, dsum_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, eps,
-    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, WIDTH: tl.constexpr,
+    stride_do, stride_ds, stride_x,
+    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), any number, as `_norm_bwd_kernel`; a program keeps its column sums in its own row of memory."""
     eps = tl.cast(eps, tl.float32)
+    step_do = row_step(stride_do, STRIDE_DO, STRIDE_UNIT)
+    step_ds = row_step(stride_ds, STRIDE_DS, STRIDE_UNIT)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
     program = tl.program_id(0)
     local = tl.arange(0, BLOCK_N)
     dweight_ptr += program.to(tl.int64) * WIDTH
@@ -451,8 +474,8 @@ def _norm_bwd_wide_kernel(
             _add_to_block(dbias_ptr, start + local, tl.zeros((BLOCK_N,), tl.float32), True, WIDTH)
     for index in tl.range(program, num_rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
-        dout_row = dout_ptr + row * STRIDE_DO
-        x_row = x_ptr + row * STRIDE_X
+        dout_row = dout_ptr + row * step_do
+        x_row = x_ptr + row * step_x
         # Another thread may have added to a column for the previous row.
         tl.debug_barrier()
         if NEEDS_DX or NEEDS_DWEIGHT:
@@ -487,5 +510,5 @@ def _norm_bwd_wide_kernel(
                     dx -= mean_g
                 dx *= rstd
                 if HAS_DSUM:
-                    dx += _load_block(dsum_ptr + row * STRIDE_DS, cols, WIDTH)
+                    dx += _load_block(dsum_ptr + row * step_ds, cols, WIDTH)
                 tl.store(dx_ptr + row * WIDTH + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < WIDTH)

@@ -1,7 +1,7 @@
 """How kernels are launched: on rows they can read, into new outputs, again without a look at each argument, early."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,22 @@ def blocks_of(launch: Config) -> dict[str, int]:
 def can_overlap() -> bool:
     """Whether kernels may be launched to begin while the one before ends (`launch_pdl`): by eager calls alone."""
     return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
+
+
+# Larger strides need 64 bits: offsets within a tile of rows may pass 2^31 elements.
+_WIDE_STRIDE = 2**22
+
+
+def row_constants(strides: Sequence[int], settled: bool, unit: int) -> tuple[list[int], list[int]]:
+    """Row strides as constants of a kernel, and as its arguments at run time (`row_step` of csrc_free_ops/tiles/rows.py).
+
+    Strides that a model settles are constants. Others follow from a batch or a length, and as constants each would cost
+    a build. Either all are constants or none, so that few builds serve all sizes.
+    """
+    if settled:
+        return list(strides), [0] * len(strides)
+    wide = any(stride > _WIDE_STRIDE for stride in strides)
+    return [-1 if wide else 0] * len(strides), [stride // unit for stride in strides]
 
 
 def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
