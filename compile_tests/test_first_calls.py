@@ -1,6 +1,5 @@
 """The first call of every op in a process that has only imported the library."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,12 @@ import torch
 import torch_ops
 from compile_tests.contract.graph import DEVICE, DTYPE, Call, backends_of
 from compile_tests.contract.process import run_forked
+from compile_tests.small_calls import DRAWN
 from torch_ops._core.registry import OPS
-from torch_ops.testing import cases
 
 GRID = torch.tensor([[1, 4, 6], [2, 2, 2]], device=DEVICE)
-NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 # Ops that write to an argument or have no inputs with a gradient are called without one.
 WITHOUT_GRADIENT = ("attention_decode", "kv_cache_append", "rotary_table")
-DRAWN = {
-    "window_attn": (cases.make_inputs, cases.window_attn_cases),
-    "rope_window_attn": (cases.make_rope_inputs, cases.rope_window_attn_cases),
-    "attention": (cases.make_dense_inputs, cases.dense_cases),
-    "attention_decode": (cases.make_decode_inputs, cases.decode_cases),
-    "kv_cache_append": (cases.make_kv_cache_inputs, cases.kv_cache_cases),
-    "mlp": (cases.make_mlp_inputs, cases.mlp_cases),
-    "qkv_rope": (cases.make_qkv_rope_inputs, cases.qkv_rope_cases),
-    "patch_merger": (cases.make_merger_inputs, cases.merger_cases),
-    **{op: (partial(cases.make_norm_inputs, op), cases.norm_cases) for op in NORMS},
-}
 # Calls each op of a file and compares with the results that the file holds.
 FIRST_CALLS = """
 import torch, torch_ops
@@ -68,7 +55,7 @@ def _calls() -> dict[str, tuple[dict[str, Any], str]]:
 def test_first_calls_of_a_process_work(how: str, tmp_path: Path) -> None:
     public = {op for op in OPS if not op.startswith("_")}
     missing = {op for op in public if not op.endswith("_backward")} - _calls().keys()
-    assert not missing, f"no small call of {sorted(missing)}; add one to DRAWN, from cases with the tag smoke"
+    assert not missing, f"no small call of {sorted(missing)}; add one to DRAWN of small_calls.py, from cases with the tag smoke"
     calls = {}
     for op, (args, leaf) in _calls().items():
         cloned = {name: arg.clone() if isinstance(arg, torch.Tensor) else arg for name, arg in args.items()}

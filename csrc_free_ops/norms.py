@@ -51,7 +51,7 @@ from csrc_free_ops.tiles.rows import (
 )
 
 SIZES = ("num_rows", "num_programs", "stride_x", "stride_r", "stride_do", "stride_ds")
-# Of a row in registers.
+# A row in registers has no more.
 MOST_COLUMNS = tl.constexpr(16384.0)
 # Below the first, fp32 holds the sum of squares of any row and the next one. Above the second, squares too small for
 # fp32 are no part of the sum. If eps is above the third, a sum below the second is no part of their sum.
