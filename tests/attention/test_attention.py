@@ -586,3 +586,20 @@ def test_more_than_two_billion_elements(path: str, device: str) -> None:
     assert (batch - 1) * heads * length * head_dim >= 2**31
     for whole, one in zip((out, lse, *grads), (own_out, own_lse, *own_grads), strict=True):
         assert_close_to_reference(whole[-1:], one, one.double())
+
+
+@pytest.mark.parametrize("row", [2**22 + 8, 5000], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_row_stride_that_no_model_settles_changes_no_bits(row: int, dtype: torch.dtype, device: str) -> None:
+    """It is a number at run time, of 64 bits where offsets within a tile may need them."""
+    compact = [torch.randn(1, 2, 5, 16, device=device, dtype=dtype) for _ in range(4)]
+    apart = []
+    for tensor in compact:
+        memory = torch.empty(4 * row + 32, device=device, dtype=dtype)
+        apart.append(memory.as_strided(tensor.shape, (4 * row + 32, 16, row, 1)).copy_(tensor))
+    found = []
+    for *leaves, dout in (compact, apart):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        out = attention(*leaves, causal=True)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(map(torch.equal, *found))

@@ -128,12 +128,12 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, n
     }  # fmt: skip
     if is_dense:
         batch, heads, length, _ = t.q.shape
-        stride_unit, outer, rows = dense_strides(t.out, t.dout, t.dq)
+        stride_unit, outer, rows, numbers = dense_strides(t.out, t.dout, t.dq)
         constants |= {
             **dict(zip(("STRIDE_OT", "STRIDE_DOT", "STRIDE_DQT"), rows, strict=True)),
             "STRIDE_UNIT": stride_unit,
         }
-        scalars = (*outer, heads, length, t.k.shape[2], *options.bounds())
+        scalars = (*outer, *numbers, heads, length, t.k.shape[2], *options.bounds())
         return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // BLOCK_M)), scalars, constants)
     segments, total_q = num_segments(t), t.q.shape[0]
     stride_unit, head_stride = head_strides(t.out, t.dout)

@@ -1,8 +1,8 @@
 """How kernels are launched: on rows they can read, into new outputs, again without a look at each argument, early."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,27 +62,44 @@ def can_overlap() -> bool:
 _WIDE_STRIDE = 2**22
 
 
-def row_constants(strides: Sequence[int], settled: bool, unit: int) -> tuple[list[int], list[int]]:
-    """Row strides as constants of a kernel, and as its arguments at run time (`row_step` of csrc_free_ops/tiles/rows.py).
+class DenseStrides(NamedTuple):
+    """Strides of dense tensors, one tensor after the other, as kernels take them.
 
-    Strides that a model settles are constants. Others follow from a batch or a length, and as constants each would cost
-    a build. Either all are constants or none, so that few builds serve all sizes.
+    unit: STRIDE_UNIT, in which strides that are arguments at run time count.
+    outer: strides between batches and between heads, at run time.
+    constants, rows: strides between rows as constants, or as arguments at run time (`row_step` of tiles/rows.py).
     """
-    if settled:
-        return list(strides), [0] * len(strides)
-    wide = any(stride > _WIDE_STRIDE for stride in strides)
-    return [-1 if wide else 0] * len(strides), [stride // unit for stride in strides]
+
+    unit: int
+    outer: list[int]
+    constants: list[int]
+    rows: list[int]
 
 
-def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """STRIDE_UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
+def dense_strides(*tensors: Tensor, settled: bool = False) -> DenseStrides:
+    """Strides of [B, H, S, D] tensors; one without contiguous columns has those of its copy.
 
-    A tensor without contiguous columns has the strides of its copy.
+    Rows that a model's sizes place are a constant number of heads apart: one, all heads, or those of a packed
+    projection. Any other row stride follows from a batch or a length, as in [S, B, H, D]. As a constant it would cost a
+    build for each size. Either all row strides of a launch are constants or none, so that few builds serve all.
+
+    A kernel that takes constants alone says that strides are `settled`.
     """
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
-    stride_unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
-    return stride_unit, [stride // stride_unit for stride in outer], [row for _, _, row, _ in strides]
+    rows = [row for _, _, row, _ in strides]
+    heads = [tensor.shape[1] for tensor in tensors]
+    packed, head_dim = max(heads) + 2 * min(heads), tensors[0].shape[3]
+    if settled or all(
+        not isinstance(row, torch.SymInt) and row in (head_dim, each * head_dim, 2 * each * head_dim, packed * head_dim)
+        for row, each in zip(rows, heads, strict=True)
+    ):
+        unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
+        return DenseStrides(unit, [stride // unit for stride in outer], rows, [0] * len(rows))
+    unit = 8 if all(stride % 8 == 0 for stride in (*outer, *rows)) else 1
+    wide = any(isinstance(row, torch.SymInt) or row > _WIDE_STRIDE for row in rows)
+    constants = [-1 if wide else 0] * len(rows)
+    return DenseStrides(unit, [stride // unit for stride in outer], constants, [row // unit for row in rows])
 
 
 def current_gpu() -> Gpu:
