@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from compile_tests import kernels
+from compile_tests.attention import hopper_launches
 from compile_tests.contract.build import _stand_in
 from compile_tests.contract.kernels import Calls, Kernels
 from compile_tests.contract.trace import KernelLaunch, fake_gpu, record_launches
+from csrc_free_ops.configs.rows import Config
 from torch_ops._core.registry import OPS
 
 pytestmark = pytest.mark.no_interpret
@@ -125,6 +127,23 @@ def assert_few_builds(launched: Kernels, calls_of: Callable[[int], Calls], path:
             f"{size} {({name: constants.get(name) for name in apart})}" for size, constants in builds.values()
         )
     assert found
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("rows", [300, 2000], ids=["short", "long"])
+def test_few_builds_of_hopper_kernels_serve_all_batches(rows: int, head_dim: int) -> None:
+    """[S, B, H, D]: TMA takes any strides, but rows of results are stored by addresses."""
+    chosen = {name: Config(128, 128, 8, 2) for name in ("attention_fwd_hopper", "attention_bwd_hopper")}
+    found: dict[str, set[str]] = defaultdict(set)
+    for batch in SIZES:
+        launches = hopper_launches(chosen, head_dim, batch=batch, rows=rows, num_heads=8, num_k_heads=4, batch_inside=True)
+        with fake_gpu():
+            for name, launch in launches.items():
+                constants = {key: value for key, value in launch.arguments.items() if "SPLIT" in key or key == "ORDER"}
+                found[f"{name} {constants}"].add(build_of(launch))
+    assert len(found) > 2 and all(len(builds) <= MOST for builds in found.values()), {
+        name: len(builds) for name, builds in found.items()
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

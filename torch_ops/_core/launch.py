@@ -59,7 +59,7 @@ def can_overlap() -> bool:
 
 
 # Larger strides need 64 bits: offsets within a tile of rows may pass 2^31 elements.
-_WIDE_STRIDE = 2**22
+WIDE_STRIDE = 2**22
 
 
 class DenseStrides(NamedTuple):
@@ -76,6 +76,15 @@ class DenseStrides(NamedTuple):
     rows: list[int]
 
 
+def are_settled(rows: list[int], heads: list[int], head_dim: int) -> bool:
+    """Return whether sizes of a model place rows of dense tensors, of so many heads each, and no batch or length."""
+    packed = max(heads) + 2 * min(heads)
+    return all(
+        not isinstance(row, torch.SymInt) and row in (head_dim, each * head_dim, 2 * each * head_dim, packed * head_dim)
+        for row, each in zip(rows, heads, strict=True)
+    )
+
+
 def dense_strides(*tensors: Tensor, settled: bool = False) -> DenseStrides:
     """Strides of [B, H, S, D] tensors; one without contiguous columns has those of its copy.
 
@@ -89,15 +98,11 @@ def dense_strides(*tensors: Tensor, settled: bool = False) -> DenseStrides:
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
     rows = [row for _, _, row, _ in strides]
     heads = [tensor.shape[1] for tensor in tensors]
-    packed, head_dim = max(heads) + 2 * min(heads), tensors[0].shape[3]
-    if settled or all(
-        not isinstance(row, torch.SymInt) and row in (head_dim, each * head_dim, 2 * each * head_dim, packed * head_dim)
-        for row, each in zip(rows, heads, strict=True)
-    ):
+    if settled or are_settled(rows, heads, tensors[0].shape[3]):
         unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
         return DenseStrides(unit, [stride // unit for stride in outer], rows, [0] * len(rows))
     unit = 8 if all(stride % 8 == 0 for stride in (*outer, *rows)) else 1
-    wide = any(isinstance(row, torch.SymInt) or row > _WIDE_STRIDE for row in rows)
+    wide = any(isinstance(row, torch.SymInt) or row > WIDE_STRIDE for row in rows)
     constants = [-1 if wide else 0] * len(rows)
     return DenseStrides(unit, [stride // unit for stride in outer], constants, [row // unit for row in rows])
 
