@@ -25,15 +25,20 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 24, 31, 32, 33, 48, 64, 100, 129
 MOST = 4
 
 
-def of_tensors(calls: Calls, change: Callable[[Tensor], Tensor]) -> Calls:
-    """The calls with their tensors in another layout."""
+def of_tensors(calls: Calls, change: Callable[[Tensor], Tensor], place: int | None = None) -> Calls:
+    """The calls with their tensors, or the one at that place, in another layout."""
     return {
-        op: (tuple(change(arg) if isinstance(arg, Tensor) else arg for arg in args), options)
+        op: (
+            tuple(
+                change(arg) if isinstance(arg, Tensor) and place in (None, at) else arg for at, arg in enumerate(args)
+            ),
+            options,
+        )
         for op, (args, options) in calls.items()
     }
 
 
-def last_rows(length: int, calls: Calls) -> Calls:
+def last_rows(length: int, calls: Calls, place: int | None = None) -> Calls:
     """Matrices that are the last row of each sequence, as h[:, -1] is."""
 
     def change(tensor: Tensor) -> Tensor:
@@ -42,7 +47,7 @@ def last_rows(length: int, calls: Calls) -> Calls:
         rows, columns = tensor.shape
         return kernels.new(rows, length, columns, dtype=tensor.dtype).select(1, length - 1)
 
-    return of_tensors(calls, change)
+    return of_tensors(calls, change, place)
 
 
 def batch_inside(calls: Calls) -> Calls:
@@ -90,6 +95,9 @@ LAYOUTS: dict[str, tuple[Kernels, Callable[[int], Calls]]] = {
         lambda n: kernels.kv_cache_append_calls(batch=n, tokens=n, capacity=100 * n),
     ),
     "mlp": (kernels.MLP, lambda n: kernels.gemm_calls(rows=n)),
+    "mlp_last_rows": (kernels.MLP, lambda n: last_rows(n, kernels.gemm_calls(rows=8), 0)),
+    "swiglu_last_rows": (kernels.MLP, lambda n: last_rows(n, kernels.gemm_calls(rows=8, activation="swiglu"), 0)),
+    "qkv_rope_last_rows": (kernels.QKV_ROPE, lambda n: last_rows(n, kernels.gemm_calls(rows=8), 0)),
     "qkv_rope": (kernels.QKV_ROPE, lambda n: kernels.gemm_calls(rows=n, needs_tables=True)),
     "vision_attention": (
         kernels.VISION_ATTENTION,
