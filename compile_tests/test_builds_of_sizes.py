@@ -90,6 +90,14 @@ LAYOUTS: dict[str, tuple[Kernels, Callable[[int], Calls]]] = {
         lambda n: kernels.rope_window_attn_calls(rows=100 * n, segments=n, needs_tables=True),
     ),
     "attention_decode": (kernels.ATTENTION_DECODE, lambda n: kernels.attention_decode_calls(batch=n, capacity=64 * n)),
+    "attention_decode_batch_inside": (
+        kernels.ATTENTION_DECODE,
+        lambda n: batch_inside(kernels.attention_decode_calls(batch=n, capacity=100)),
+    ),
+    "kv_cache_append_batch_inside": (
+        kernels.KV_CACHE_APPEND,
+        lambda n: batch_inside(kernels.kv_cache_append_calls(batch=n, tokens=3)),
+    ),
     "kv_cache_append": (
         kernels.KV_CACHE_APPEND,
         lambda n: kernels.kv_cache_append_calls(batch=n, tokens=n, capacity=100 * n),
