@@ -48,7 +48,8 @@ def hopper_launches(
     """The launches of the Hopper path by kernel name, with `launches` by the names of the rows.
 
     With a `batch` tensors are [B, H, S, D] of `rows` rows. TMA takes those of q, k and v that `cut` names in four
-    dimensions. With `batch_inside` they lie as [S, B, H, D]. fp32 ones are what the forward casts to bf16, and have no backward.
+    dimensions. With `batch_inside` they lie as [S, B, H, D]. fp32 ones are what the forward casts to bf16, and have no
+    backward.
     """
 
     def tensor(name: str, heads: int) -> Tensor:

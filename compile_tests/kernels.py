@@ -119,8 +119,8 @@ ROPE_WINDOW_ATTN = Kernels(
     graphs={
         ("rope_window_attn", "plain"): "empty_like new_empty empty_like empty_like KERNEL KERNEL",
         ("rope_window_attn_backward", "plain"):
-            "empty_like empty_like empty_like new_empty new_empty empty_like empty_like KERNEL empty_like KERNEL KERNEL "
-            "KERNEL",
+            "empty_like empty_like empty_like new_empty new_empty empty_like empty_like KERNEL empty_like KERNEL "
+            "KERNEL KERNEL",
     },
     opaque={"rope_window_attn": [_ROTATION], "rope_window_attn_backward": [_ROTATION] * 2},
     points=tuple(Point.of(target, variant, num_heads=16, **changes) for target, variant, changes in (

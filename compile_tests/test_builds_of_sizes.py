@@ -3,6 +3,7 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -65,7 +66,8 @@ def batch_inside(calls: Calls) -> Calls:
 def _norms() -> Iterator[tuple[str, Kernels, Callable[[int], Calls]]]:
     for op, each in kernels.NORMS.items():
         for width in (1152, 20000):
-            yield f"{op}_{width}_last_rows", each, lambda n, each=each, w=width: last_rows(n, each.calls(rows=4, width=w))
+            calls = partial(each.calls, rows=4, width=width)
+            yield f"{op}_{width}_last_rows", each, lambda n, calls=calls: last_rows(n, calls())
         yield f"{op}_rows", each, lambda n, each=each: each.calls(rows=n)
 
 
@@ -152,7 +154,9 @@ def test_few_builds_of_hopper_kernels_serve_all_batches(rows: int, head_dim: int
     chosen = {name: Config(128, 128, 8, 2) for name in ("attention_fwd_hopper", "attention_bwd_hopper")}
     found: dict[str, set[str]] = defaultdict(set)
     for batch in SIZES:
-        launches = hopper_launches(chosen, head_dim, batch=batch, rows=rows, num_heads=8, num_k_heads=4, batch_inside=True)
+        launches = hopper_launches(
+            chosen, head_dim, batch=batch, rows=rows, num_heads=8, num_k_heads=4, batch_inside=True
+        )
         with fake_gpu():
             for name, launch in launches.items():
                 constants = {key: value for key, value in launch.arguments.items() if "SPLIT" in key or key == "ORDER"}

@@ -55,7 +55,7 @@ def _calls() -> dict[str, tuple[dict[str, Any], str]]:
 def test_first_calls_of_a_process_work(how: str, tmp_path: Path) -> None:
     public = {op for op in OPS if not op.startswith("_")}
     missing = {op for op in public if not op.endswith("_backward")} - _calls().keys()
-    assert not missing, f"no small call of {sorted(missing)}; add one to DRAWN of small_calls.py, from cases with the tag smoke"
+    assert not missing, f"no small call of {sorted(missing)}; add one to DRAWN of small_calls.py"
     calls = {}
     for op, (args, leaf) in _calls().items():
         cloned = {name: arg.clone() if isinstance(arg, torch.Tensor) else arg for name, arg in args.items()}

@@ -178,14 +178,15 @@ def _kv_cache_append_kernel(
             _move_rows(
                 _rows_of(k_ptr, sequence, head, token, stride_kb, stride_kh, stride_ks, STRIDE_KS, STRIDE_UNIT),
                 cos_ptr + angle * STRIDE_CS, sin_ptr + angle * STRIDE_SS,
-                _rows_of(k_cache_ptr, page, head, row, stride_kcb, stride_kch, stride_kcs, STRIDE_KCS, STRIDE_UNIT), inside,
-                HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
+                _rows_of(k_cache_ptr, page, head, row, stride_kcb, stride_kch, stride_kcs, STRIDE_KCS, STRIDE_UNIT),
+                inside, HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
             )  # fmt: skip
         else:
             _move_rows(
-                _rows_of(v_ptr, sequence, head, token, stride_vb, stride_vh, stride_vs, STRIDE_VS, STRIDE_UNIT), None, None,
-                _rows_of(v_cache_ptr, page, head, row, stride_vcb, stride_vch, stride_vcs, STRIDE_VCS, STRIDE_UNIT), inside,
-                HEAD_DIM, 0, True, False, BLOCK_N,
+                _rows_of(v_ptr, sequence, head, token, stride_vb, stride_vh, stride_vs, STRIDE_VS, STRIDE_UNIT),
+                None, None,
+                _rows_of(v_cache_ptr, page, head, row, stride_vcb, stride_vch, stride_vcs, STRIDE_VCS, STRIDE_UNIT),
+                inside, HEAD_DIM, 0, True, False, BLOCK_N,
             )  # fmt: skip
     elif NUM_HEADS > 0:
         token, head, inside = _locate_rows(tile - 2 * k_tiles, num_tokens, NUM_HEADS, BLOCK_M)

@@ -7,8 +7,8 @@ With (da', db') the gradients of a pair after its rotation, and sums over all he
 
 Tables of D/2 columns get the sum of both halves. Sums are fp32, over heads in a fixed order, and are rounded once.
 
-A program owns BLOCK_N pairs, counted over rows as in rope.py, and passes over all heads, BLOCK_M at a time. Rows outside
-all segments add nothing, whatever they hold.
+A program owns BLOCK_N pairs, counted over rows as in rope.py, and passes over all heads, BLOCK_M at a time. Rows
+outside all segments add nothing, whatever they hold.
 """
 
 import triton

@@ -309,7 +309,8 @@ def qkv_rope(
     cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). Sums and rotation are fp32. In half types sums are rounded
     before they are rotated, except in the stock Triton kernels, which round once (docs/gemm.md). fp32 inputs use tf32
     only if `torch.backends.cuda.matmul` allows it. Only gradients that are required are computed: with a frozen weight
-    x is not kept. Gradients of tables are summed in fp32 and rounded once. Forward and backward give the same bits for the same inputs. RoFormer, arXiv 2104.09864.
+    x is not kept. Gradients of tables are summed in fp32 and rounded once. Forward and backward give the same bits for
+    the same inputs. RoFormer, arXiv 2104.09864.
     """
     return qkv_rope_op(x, weight, bias, cos, sin, num_heads, num_k_heads)
 

@@ -252,8 +252,9 @@ def rope_window_attn(
         RuntimeError: from PyTorch, for an argument of another type.
 
     Rotated q and k take as much memory as q and k during a call, and the backward makes them again. It keeps q, k, v,
-    out, lse and the tables. Gradients of tables are summed in fp32 and rounded once. Forward and backward give the same bits for the same inputs, unless `deterministic` is
-    False. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv 2307.08691.
+    out, lse and the tables. Gradients of tables are summed in fp32 and rounded once. Forward and backward give the same
+    bits for the same inputs, unless `deterministic` is False. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv
+    2307.08691.
     """
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number("rope_window_attn", name, number)

@@ -140,7 +140,8 @@ def _add_bias(acc, bias_ptr, cols, valid):
 def _gemm_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, pre_ptr, num_rows, stride_xm,
     N: tl.constexpr, K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr, STRIDE_OM: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
+    STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr, STRIDE_OM: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +166,8 @@ def _gemm_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gemm_pair_kernel(
-    x_ptr, a_ptr, b_ptr, a_bias_ptr, b_bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr, num_rows, stride_xm,
+    x_ptr, a_ptr, b_ptr, a_bias_ptr, b_bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr,
+    num_rows, stride_xm,
     HALF: tl.constexpr, PARTNER: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, K: tl.constexpr,
     STRIDE_XM: tl.constexpr, STRIDE_UNIT: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
     STRIDE_OM: tl.constexpr, STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,

@@ -73,7 +73,8 @@ def test_tables_of_attention(tables: str, dtype: torch.dtype, device: str) -> No
 
 @pytest.mark.parametrize("layout", ("odd_strides",) if INTERPRET else LAYOUTS)
 def test_tables_of_attention_in_any_layout(layout: str, device: str) -> None:
-    case = replace(PACKED, layout=layout, num_heads=4, num_k_heads=2, k_lengths=PACKED.lengths[::-1], options={"causal": True})
+    heads: dict[str, Any] = {"num_heads": 4, "num_k_heads": 2, "options": {"causal": True}}
+    case = replace(PACKED, layout=layout, k_lengths=PACKED.lengths[::-1], **heads)
     verify("rope_window_attn", make_rope_inputs(case, HALVES[0], device))
     verify("rope_window_attn", make_projected_rope_inputs(case, HALVES[0], device))
 

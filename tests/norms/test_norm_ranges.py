@@ -63,7 +63,9 @@ def assert_magnitude_changes_no_bits(op: str, case: NormCase, dtype: torch.dtype
 @pytest.mark.parametrize(("op", "width"), POINTS)
 def test_magnitude_changes_no_bits(op: str, width: int, dtype: torch.dtype) -> None:
     """Rows of about 1e20 and 1e-30 and one of 1; a row is normed as if it were alone in its tile."""
-    case = NormCase("magnitude", "squares out of range", (3,), width, eps=0.0, offset=2.0)
+    # The interpreter takes a second to add up the gradients of so many parameters.
+    parameters = "none" if INTERPRET and width > 1000 else "same"
+    case = NormCase("magnitude", "squares out of range", (3,), width, parameters=parameters, eps=0.0, offset=2.0)
     assert_magnitude_changes_no_bits(op, case, dtype, [66, 0, -100])
 
 
@@ -98,22 +100,21 @@ def test_small_values_are_scaled_no_further_than_their_eps(op: str, eps: float, 
     check(actual, differentiate(reference, inputs), differentiate(reference, inputs.exact))
 
 
-def centered_twice(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def centered_twice(x: Tensor, eps: float) -> Tensor:
     """layer_norm in eager PyTorch, without the rounding of the mean."""
     for _ in range(2):
         x = x - x.mean(-1, keepdim=True)
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def add_centered_twice(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return centered_twice(x + residual, weight, bias, eps), x + residual
+def add_centered_twice(x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return centered_twice(x + residual, eps), x + residual
 
 
 @pytest.mark.parametrize(("op", "width"), MEANS)
 def test_small_differences_beside_a_large_mean(op: str, width: int, device: str) -> None:
-    inputs = make_norm_inputs(op, NormCase("mean", "a mean of 100", (5,), width, eps=0.0), torch.float32, device)
+    case = NormCase("mean", "a mean of 100", (5,), width, parameters="none", eps=0.0)
+    inputs = make_norm_inputs(op, case, torch.float32, device)
     inputs = scaled(inputs, 1e-3)
     inputs = dataclasses.replace(inputs, x=inputs.x + 100.0)
     eager = add_centered_twice if inputs.residual is not None else centered_twice

@@ -228,7 +228,8 @@ def plan_rotary_portable(chosen: Chosen, t: Rotary) -> Plan:
     grid = (cdiv(rows.count, launch.block_m) * pair_tiles(angles, launch), 1)
 
     def plan(precision: str) -> Plan:
-        bound = Bound(wrap_triton(_gemm_pair_kernel), grid, (rows.count, rows.step), {"PRECISION": precision, **constants})
+        scalars = rows.count, rows.step
+        bound = Bound(wrap_triton(_gemm_pair_kernel), grid, scalars, {"PRECISION": precision, **constants})
 
         def launch_rotary(t: Rotary) -> None:
             x, weight, bias, cos, sin, q, k, v = t

@@ -117,7 +117,8 @@ def _round_block(INDEX: gl.constexpr, shared, head, m_row, num_rows, acc_row, co
     scale = info.number(NUMBER.SCALE).to(gl.float32, bitcast=True)
     round_rows(first_at, dq, num_rows, scale, BLOCK_M, FIRST, True, gradient_stride(info, config.STRIDE_DQT, 2))
     if SECOND > 0:
-        round_rows(second_at, dq + FIRST, num_rows, scale, BLOCK_M, SECOND, False, gradient_stride(info, config.STRIDE_DQT, 2))
+        stride = gradient_stride(info, config.STRIDE_DQT, 2)
+        round_rows(second_at, dq + FIRST, num_rows, scale, BLOCK_M, SECOND, False, stride)
     meet_in_warp()
     if SECOND == 0:
         # The barrier goes through two phases each time, so that its phase need not be remembered.

@@ -90,7 +90,8 @@ def _attention_bwd_small_kernel(
                 q_length, scale, window_left, window_right,
                 step_q, step_k, step_v, step_do,
                 row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT),
-                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+                HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
             )  # fmt: skip
     else:
         sequence, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
@@ -109,5 +110,6 @@ def _attention_bwd_small_kernel(
                 stride_qh, stride_kh, stride_vh, 0, stride_doh, stride_dqh,
                 q_length, scale, score_mod, window_left, window_right,
                 step_q, step_k, step_v, step_do, step_do, row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
-                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP, False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+                False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
             )  # fmt: skip

@@ -45,7 +45,8 @@ from csrc_free_ops.tiles.softmax import update
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
 DECODE_SIZES = (
-    "stride_ks", "stride_vs", "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
+    "stride_ks", "stride_vs", "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows",
+    "window_left", "window_right",
 )  # fmt: skip
 COMBINE_SIZES = ("total_rows", "num_splits")
 # Bound of row offsets, where rows are given by their offset in memory. A row that does not exist has this offset.

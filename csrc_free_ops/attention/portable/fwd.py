@@ -205,6 +205,7 @@ def _attention_fwd_dense_kernel(
         lse_ptr + sequence.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
         stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, score_mod, window_left, window_right,
         row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
-        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT), STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
+        STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
