@@ -95,7 +95,7 @@ builds: $(VARIANTS) $(TRITON_VENV)/.installed ## all kernels for all GPUs, built
 # package, for some minutes. The constraints of the lane replace lines of constraints-cpu.txt.
 TORCH_TESTS = $(patsubst %,compile_tests/test_%.py,registry torch_private driver direct compat caches models window_attn kv_cache_append torch_flash) \
 	$(patsubst %,tests/models/test_%.py,integrations_transformers models capture graph_cache)
-TRANSFORMERS_TESTS = $(patsubst %,tests/models/test_%.py,integrations_transformers accelerate)
+TRANSFORMERS_TESTS = $(patsubst %,tests/models/test_%.py,integrations_transformers accelerate looks_like_transformers sharding)
 # PyPI's wheels of torch pin these; the CPU wheels pin nothing.
 TRITON_2.11.0 = 3.6.0
 TRITON_2.13.0 = 3.7.1

@@ -163,7 +163,7 @@ def test_values_of_another_type_are_refused_as_ever() -> None:
     for _ in range(3):
         attend(*given, -1)
     assert attend.calls == 2
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"^window_attn: window_left is -1\.0, expected an integer"):
         attend.op(*given, -1.0)
 
 

@@ -1,20 +1,16 @@
 """The first call of every op in a process that has only imported the library."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import torch_ops
-from compile_tests.contract.graph import DEVICE, DTYPE, Call, backends_of
+from compile_tests.contract.calls import small_calls
+from compile_tests.contract.graph import backends_of
 from compile_tests.contract.process import run_forked
-from compile_tests.small_calls import DRAWN
 from torch_ops._core.registry import OPS
 
-GRID = torch.tensor([[1, 4, 6], [2, 2, 2]], device=DEVICE)
-# Ops that write to an argument or have no inputs with a gradient are called without one.
-WITHOUT_GRADIENT = ("attention_decode", "kv_cache_append", "rotary_table")
 # Calls each op of a file and compares with the results that the file holds.
 FIRST_CALLS = """
 import torch, torch_ops
@@ -37,27 +33,13 @@ print("right")
 """
 
 
-def _calls() -> dict[str, tuple[dict[str, Any], str]]:
-    """The arguments of a small call of each op, and the name of one with a gradient."""
-    x, table = (torch.randn(32, 8, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    found: dict[str, tuple[dict[str, Any], str]] = {
-        "rotary_table": ({"grid": GRID, "total": 32, "dim": 16}, ""),
-        "pos_embed_interpolate": ({"table": table[:9], "grid": GRID, "total": 32}, "table"),
-        "spatial_merge": ({"x": x, "grid": GRID, "total": 32}, "x"),
-    }
-    for op, (make, cases_of) in DRAWN.items():
-        call = Call.of(getattr(torch_ops, op), make(cases_of("smoke")[0], DTYPE, DEVICE), (), grads={})
-        found[op] = call.args, "" if op in WITHOUT_GRADIENT else next(iter(call.args))
-    return found
-
-
 @pytest.mark.parametrize("how", ("eager", "compiled", "compiled_with_backward"))
 def test_first_calls_of_a_process_work(how: str, tmp_path: Path) -> None:
     public = {op for op in OPS if not op.startswith("_")}
-    missing = {op for op in public if not op.endswith("_backward")} - _calls().keys()
-    assert not missing, f"no small call of {sorted(missing)}; add one to DRAWN of small_calls.py"
+    missing = {op for op in public if not op.endswith("_backward")} - small_calls().keys()
+    assert not missing, f"no small call of {sorted(missing)}; add one to DRAWN, from cases with the tag smoke"
     calls = {}
-    for op, (args, leaf) in _calls().items():
+    for op, (args, leaf) in small_calls().items():
         cloned = {name: arg.clone() if isinstance(arg, torch.Tensor) else arg for name, arg in args.items()}
         results = getattr(torch_ops, op)(**cloned)
         calls[op] = args, results if isinstance(results, tuple) else (results,), leaf, backends_of(op)[-1]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_tests.contract.calls import DRAWN
 from compile_tests.contract.graph import Call
-from compile_tests.small_calls import DRAWN
 from torch_ops._core.registry import OPS
 
 pytestmark = pytest.mark.no_interpret

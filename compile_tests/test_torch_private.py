@@ -55,6 +55,39 @@ def test_hooks_of_modules_have_these_names() -> None:
     assert vars(nn.Module()).keys() == torch_private.FIELDS_OF_MODULES
 
 
+def test_fields_of_hooks_are_all_that_two_modules_need_to_share_hooks() -> None:
+    seen: list[nn.Module] = []
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    handles = [
+        first.register_forward_pre_hook(lambda module, args, kwargs: seen.append(module), with_kwargs=True),
+        first.register_forward_hook(lambda module, args, kwargs, output: seen.append(module), with_kwargs=True),
+        first.register_full_backward_pre_hook(lambda module, grads: seen.append(module)),
+        first.register_full_backward_hook(lambda module, grads, others: seen.append(module)),
+        first.register_state_dict_pre_hook(lambda module, prefix, keep: seen.append(module)),
+        first.register_state_dict_post_hook(lambda module, *rest: seen.append(module)),
+    ]
+    for name in torch_private.FIELDS_OF_HOOKS:
+        vars(second)[name] = vars(first)[name]
+
+    def called() -> list[nn.Module]:
+        seen.clear()
+        second(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        second.state_dict()
+        return list(seen)
+
+    assert called() == [second] * 6
+    for handle in handles:
+        handle.remove()
+    assert called() == []
+
+
+def test_a_compiled_call_is_seen() -> None:
+    layer = nn.Linear(2, 2)
+    assert torch_private.COMPILED_CALL not in vars(layer)
+    layer.compile(backend="eager")
+    assert torch_private.COMPILED_CALL in vars(layer)
+
+
 def test_hooks_of_all_modules_are_seen() -> None:
     assert not torch_private.has_global_hooks()
     handle = nn.modules.module.register_module_forward_pre_hook(lambda *args: None)
@@ -220,6 +253,13 @@ def test_tensors_are_copied_together() -> None:
     copies = [torch.ones(2, dtype=torch.float64), torch.ones(4, 3)]
     torch_private.copy_all(copies, sources)
     assert torch.equal(copies[0], sources[0].double()) and torch.equal(copies[1], sources[1])
+
+
+def test_tensors_are_clamped_together() -> None:
+    tensors = [torch.tensor([1, 5]), torch.tensor([7, 0])]
+    smaller = torch_private.clamp_all(tensors, [torch.tensor([3, 3])] * 2)
+    assert [each.tolist() for each in smaller] == [[1, 3], [3, 0]]
+    assert [each.tolist() for each in tensors] == [[1, 5], [7, 0]]
 
 
 def test_function_modes_are_counted() -> None:

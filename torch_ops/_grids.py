@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Config
-from torch_ops._core.checks import check_dense, check_device, check_int, dtype_name, refuse
+from torch_ops._core.checks import check_dense, check_device, dtype_name, refuse
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.registry import KernelOp, Mode, current_mode
 from torch_ops.settings import settings
@@ -44,13 +44,11 @@ def check_grid(
     if like is not None:
         check_device(op, "grid", grid, like_name, like)
     check_rows(op, "total", total)
-    check_int(op, "merge_size", merge_size)
     if not 1 <= merge_size <= MOST_MERGED:
         refuse(op, "merge_size", f"from 1 to {MOST_MERGED}", merge_size)
 
 
 def check_rows(op: str, argument: str, rows: int) -> None:
-    check_int(op, argument, rows)
     # A graph of dynamic shape may not branch on a number of rows, of which none is negative.
     if not isinstance(rows, torch.SymInt) and not 0 <= rows <= MOST_ROWS:
         refuse(op, argument, f"from 0 to {MOST_ROWS}", rows)

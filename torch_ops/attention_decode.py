@@ -54,7 +54,8 @@ attention_decode_op = planned_op(
     check_values=partial(check_decode_values, "attention_decode"),
     flops=_flops,
     autocast=True,
-    keeps_dtype=("k_cache", "v_cache", "alibi_slopes", "sinks", "prefix_k", "prefix_v"),
+    keeps_dtype=("alibi_slopes", "sinks"),
+    reads_any=("k_cache", "v_cache", "prefix_k", "prefix_v"),
 )
 attention_decode_op.refuse_autograd("it is for inference")
 
@@ -85,8 +86,8 @@ def attention_decode(
     key gives out 0 and lse -inf, or lse the sink. The op is for inference: it has no gradient and refuses to give one.
 
     Args:
-        q: [B, H, Sq, D], fp16, bf16 or fp32, on the CPU also fp64. 1 to 16 queries of each sequence, D a multiple of 8
-            up to 256. Any strides; columns that are not contiguous are copied.
+        q: [B, H, Sq, D], fp16, bf16 or fp32, on the CPU also fp64. Up to 16 queries of each sequence, D a multiple of
+            8 up to 256. Any strides; columns that are not contiguous are copied.
         k_cache, v_cache: [B, Hk, S, D] in any strides with contiguous columns, such as a transposed [B, S, Hk, D]. With
             `block_table` [pages, Hk, page size, D], page size a multiple of 16. fp16, bf16 or fp32; another dtype than
             q's is converted to q's when read. H is a multiple of Hk: each key head is read once for its H / Hk query

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
-from torch_ops._core.checks import check_dense, check_float, refuse
+from torch_ops._core.checks import check_dense, check_float, integers, refuse
 from torch_ops._core.launch import blocks_of, row_stride, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op
@@ -96,7 +96,7 @@ def _taps(places: Places, entries: int, align_corners: bool, dtype: torch.dtype)
 def _interpolate_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dtype = torch.promote_types(t.x.dtype, torch.float32)
     places = locate_rows(t.grid, t.out.shape[0], merge_size)
-    total = torch.zeros(t.out.shape, dtype=dtype)
+    total = torch.zeros_like(t.out, dtype=dtype)
     for entry, weight in _taps(places, t.x.shape[0], align_corners, dtype):
         total += t.x[entry] * weight[:, None]
     t.out.copy_(total.masked_fill_(~places.inside[:, None], 0))
@@ -149,7 +149,7 @@ def _check_backward(call: PosEmbedInterpolateBackward) -> None:
 def _gather_cpu(merge_size: int, align_corners: bool, t: OnGrid) -> None:
     dout, dtype = t.x, torch.promote_types(t.x.dtype, torch.float32)
     places = locate_rows(t.grid, dout.shape[0], merge_size)
-    total = torch.zeros(t.out.shape, dtype=dtype)
+    total = torch.zeros_like(t.out, dtype=dtype)
     for entry, weight in _taps(places, t.out.shape[0], align_corners, dtype):
         taken = places.inside & (weight > 0)
         total.index_add_(0, entry[taken], dout[taken] * weight[taken, None])
@@ -212,6 +212,7 @@ def pos_embed_interpolate(
     Differentiable in `table`. The gradient is gathered entry by entry in a fixed order, without atomics: the same bits
     every time.
     """
+    total, merge_size = integers("pos_embed_interpolate", total=total, merge_size=merge_size)
     if isinstance(table, Tensor):
         grid = send_grid(
             "pos_embed_interpolate", grid, table.device, merge_size,

@@ -235,8 +235,9 @@ def rope_window_attn(
         k, v: [T, Hk, D], dtype and device of q. H is a multiple of Hk: each key head serves H / Hk query heads.
         cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; fp32 or q's
             dtype. q and k use the same row. Autocast leaves fp32 tables.
-        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1].
-            Values of any tensor outside all segments reach neither results nor gradients.
+        cu_seqlens: int32 [n + 1] on q's device: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1]. A boundary that
+            falls counts as the largest before it. Values of any tensor outside all segments reach neither results nor
+            gradients.
         cu_seqlens_k: boundaries of the keys, shape of `cu_seqlens`; k still has as many rows as q. Default: those of
             the queries.
         scale, causal, window_left, window_right, softcap, deterministic: as in `window_attn`.

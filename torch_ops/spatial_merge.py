@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
-from torch_ops._core.checks import check_dense, check_float, refuse
+from torch_ops._core.checks import check_dense, check_float, integers, refuse
 from torch_ops._core.launch import blocks_of, row_stride, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op, without_tensors
@@ -226,6 +226,7 @@ def spatial_merge(
 
     Differentiable in `x`. The gradient is gathered and has the same bits every time.
     """
+    total, merge_size = integers("spatial_merge", total=total, merge_size=merge_size)
     if isinstance(x, Tensor):
         grid = send_grid(
             "spatial_merge", grid, x.device, merge_size,

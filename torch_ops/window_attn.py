@@ -139,16 +139,16 @@ def window_attn(
     """Compute softmax(scale q k^T) v within each segment of packed tensors.
 
     Query row i of a segment with Lq queries and Lk keys stands at key position i + Lk - Lq (aligned bottom-right). A
-    row that sees no key gives out 0 and lse -inf, and so do rows before `cu_seqlens[0]` and past `cu_seqlens[-1]`. Such
-    rows have zero gradient, provided the incoming gradient is finite.
+    row that sees no key gives out 0 and lse -inf, and so does a row in no segment, before the first boundary or past the
+    largest. Such rows have zero gradient, provided the incoming gradient is finite.
 
     Args:
         q: [Tq, H, D], fp16, bf16 or fp32, on the CPU also fp64; D is a multiple of 8 up to 256. Any strides; columns
             that are not contiguous are copied.
         k, v: [Tk, Hk, D], dtype and device of q. H is a multiple of Hk: each key head serves H / Hk query heads.
-        cu_seqlens: int32 [n + 1] on q's device, never falling: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1].
-            Empty segments are allowed. Values are never copied to the host. Values out of range are clamped, and
-            `torch_ops.settings(checked=True)` refuses them by name.
+        cu_seqlens: int32 [n + 1] on q's device: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1]. Empty segments
+            are allowed. Values are never copied to the host. They are clamped to the tensor, and a boundary that falls
+            counts as the largest before it. `torch_ops.settings(checked=True)` refuses such values by name.
         cu_seqlens_k: boundaries of the keys, shape of `cu_seqlens`. Default: those of the queries.
         scale: positive number that multiplies q k^T; it gets no gradient. Default: 1 / sqrt(D).
         causal: whether a query sees only keys up to its own position. Default: False.

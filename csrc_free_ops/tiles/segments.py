@@ -2,47 +2,68 @@
 
 n segments own the rows from cu[0] to cu[n] of the packed tensors. The rows before and after them form two more segments
 that attend to nothing: segment s = 1 .. n has rows cu[s-1] .. cu[s]-1, segment 0 begins at row 0, segment n+1 ends at
-`total`.
+`total`. Boundaries are clamped to the tensor, and a boundary that falls counts as the largest one before it: its segment
+is empty. So every row has one segment, whatever cu holds.
 
 The grid is an upper bound from shapes alone: `total // BLOCK + n + 2` tiles. A segment that starts at row r gets tiles
 from r // BLOCK + s on. That number grows strictly with s, and every segment gets the ceil(length / BLOCK) tiles that it
-needs and at most one more. Values are clamped to the tensor, so that a malformed cu cannot address memory outside it.
+needs and at most one more.
 
-A kernel finds the last segment whose first tile is not past its own by SEARCH_WIDTH-ary search. The kernel's body must
-load from cu itself. torch's mutation analysis treats a pointer that enters a function as written if a stored-to address
-depends on the function's result; torch.compile would then clone cu and call it mutated.
+If no boundary falls, the segment of a tile is the number of segments behind the first that begin with the tile or
+before. Otherwise it is the first s whose next segment begins behind the tile. Boundary j alone puts that at
+s >= tile - cu[j] // BLOCK, for the s from j on; so s is the least max(j, tile - cu[j] // BLOCK). A program reads the
+boundaries LOOK at a time, up to its own segment. The kernel's body must load from cu itself. torch's
+mutation analysis treats a pointer that enters a function as written if a stored-to address depends on the function's
+result; torch.compile would then clone cu and call it mutated.
 """
 
 import triton
 import triton.language as tl
 
-SEARCH_WIDTH = tl.constexpr(128)
-# Segments whose lengths a program loads at once.
-LOOK = tl.constexpr(1024)
+# Boundaries that a program loads at once: one of many programs, and one of few. NO_BOUNDARY stands for those behind the
+# last.
+LOOK, LOOK_FAR = tl.constexpr(256), tl.constexpr(1024)
+NO_BOUNDARY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def probe_segments(low, high):
-    """(segments to probe between low and high, the distance between probes)."""
-    step = (high - low + SEARCH_WIDTH - 1) // SEARCH_WIDTH
-    return low + tl.arange(0, SEARCH_WIDTH) * step, step
+def clamp_rows(cu, total):
+    """Boundaries clamped to the tensor."""
+    return tl.minimum(tl.maximum(cu, 0), total)
 
 
 @triton.jit
-def narrow_segments(cu, probe, step, low, high, total, tile, BLOCK: tl.constexpr):
-    """The narrower (low, high), given the first rows cu of the probed segments."""
-    first_tile = tl.minimum(tl.maximum(cu, 0), total) // BLOCK + probe
-    count = tl.sum(((probe < high) & (first_tile <= tile)).to(tl.int32), 0)
-    low += tl.maximum(count - 1, 0) * step
-    return low, tl.minimum(high, low + step)
+def count_segments(cu, behind, streamed_cu, streamed_behind, at, total, tile, BLOCK: tl.constexpr):
+    """(segments behind the first that begin with `tile` or before, whether a boundary falls) of LOOK boundaries.
+
+    The boundaries have indices `at`, and `behind` are those one further. One sum gives both, so that this takes no
+    longer than a count.
+    """
+    FALL: tl.constexpr = 2 * LOOK
+    begins = clamp_rows(cu, total) // BLOCK + at < tile
+    falls = (behind < cu) | (streamed_behind < streamed_cu)
+    found = tl.sum(begins.to(tl.int32) + falls.to(tl.int32) * FALL, 0)
+    return found % FALL, found // FALL
+
+
+@triton.jit
+def narrow_segment(cu, at, segment, total, tile, BLOCK: tl.constexpr):
+    """The least segment that `segment` and the boundaries cu, of indices `at`, allow for `tile`."""
+    return tl.minimum(segment, tl.min(tl.maximum(at, tile - clamp_rows(cu, total) // BLOCK), 0))
+
+
+@triton.jit
+def advance_start(cu, at, segment, start, total):
+    """The first row of `segment`: the largest of `start` and the boundaries cu, of indices `at`, before it."""
+    return tl.maximum(start, tl.max(tl.where(at < segment, clamp_rows(cu, total), 0), 0))
 
 
 @triton.jit
 def find_one(begin, end, total, tile, BLOCK: tl.constexpr):
     """(segment, its first row, its end) if there is a single segment of rows begin .. end-1; needs no search."""
-    first_tile = tl.minimum(tl.maximum(begin, 0), total) // BLOCK + 1
-    end_tile = tl.minimum(tl.maximum(end, 0), total) // BLOCK + 2
-    segment = (first_tile <= tile).to(tl.int32) + (end_tile <= tile).to(tl.int32)
+    begin = clamp_rows(begin, total)
+    end = tl.maximum(clamp_rows(end, total), begin)
+    segment = (begin // BLOCK + 1 <= tile).to(tl.int32) + (end // BLOCK + 2 <= tile).to(tl.int32)
     start = tl.where(segment == 0, 0, tl.where(segment == 1, begin, end))
     return segment, start, tl.where(segment == 0, begin, tl.where(segment == 1, end, total))
 
@@ -50,41 +71,42 @@ def find_one(begin, end, total, tile, BLOCK: tl.constexpr):
 @triton.jit
 def clamp_span(start, end, total):
     """(start, length) of the rows start .. end-1, clamped to the tensor."""
-    start = tl.minimum(tl.maximum(start, 0), total)
-    end = tl.minimum(tl.maximum(end, 0), total)
-    return start, tl.maximum(end - start, 0)
-
-
-@triton.jit
-def _load_bounds(cu_ptr, index, num_segments):
-    """(starts, ends) of LOOK segments from `index` on; both are 0 past the last."""
-    segments = index + tl.arange(0, LOOK)
-    inside = segments < num_segments
-    start = tl.load(cu_ptr + segments, mask=inside, other=0)
-    return start, tl.load(cu_ptr + segments + 1, mask=inside, other=0)
+    start = clamp_rows(start, total)
+    return start, tl.maximum(clamp_rows(end, total) - start, 0)
 
 
 @triton.jit
 def longest_segment(cu_ptr, num_segments, total):
-    """The rows of the longest segment.
-
-    A function may load from cu_ptr here, because no address depends on the result (see the module's docstring).
-    """
+    """The rows of the longest segment, or NO_BOUNDARY if a boundary falls; loads from cu_ptr like `survey`."""
     longest = 0
-    for index in range(0, num_segments, LOOK):
-        start, end = _load_bounds(cu_ptr, index, num_segments)
-        longest = tl.maximum(longest, tl.max(clamp_span(start, end, total)[1], 0))
+    for index in range(0, num_segments, LOOK_FAR):
+        at = index + tl.arange(0, LOOK_FAR)
+        inside = at < num_segments
+        start = clamp_rows(tl.load(cu_ptr + at, mask=inside, other=0), total)
+        length = clamp_rows(tl.load(cu_ptr + at + 1, mask=inside, other=0), total) - start
+        longest = tl.maximum(longest, tl.max(tl.where(length < 0, NO_BOUNDARY, length), 0))
     return longest
 
 
 @triton.jit
-def falls(cu_ptr, num_segments):
-    """1 if cu decreases somewhere, which callers must not pass, else 0; loads from cu_ptr like `longest_segment`."""
-    decreases = 0
-    for index in range(0, num_segments, LOOK):
-        start, end = _load_bounds(cu_ptr, index, num_segments)
-        decreases = tl.maximum(decreases, tl.max((end < start).to(tl.int32), 0))
-    return decreases
+def survey(cu_ptr, num_segments, total):
+    """(rows of the longest segment, number of the last that has rows, whether a boundary falls before it).
+
+    Boundaries behind that segment may fall to anything, since no later one is larger. A function may load from cu_ptr
+    here, because no address depends on the result (see the module's docstring).
+    """
+    longest, most, last = 0, 0, 0
+    fall = num_segments
+    for index in range(0, num_segments + 1, LOOK_FAR):
+        at = index + tl.arange(0, LOOK_FAR)
+        start = clamp_rows(tl.load(cu_ptr + at, mask=at <= num_segments, other=0), total)
+        end = clamp_rows(tl.load(cu_ptr + at + 1, mask=at < num_segments, other=0), total)
+        longest = tl.maximum(longest, tl.max(tl.where(at < num_segments, end - start, 0), 0))
+        fall = tl.minimum(fall, tl.min(tl.where(end < start, at, num_segments), 0))
+        highest = tl.max(start, 0)
+        last = tl.where(highest > most, tl.min(tl.where(start == highest, at, num_segments), 0), last)
+        most = tl.maximum(most, highest)
+    return longest, last, fall < last
 
 
 @triton.jit
@@ -113,8 +135,8 @@ def locate_outside(tile, begin, end, total, BLOCK: tl.constexpr):
 
     Returns (number of such tiles, start, length, first); the last three describe `tile` as in `locate_rows`.
     """
-    begin = tl.minimum(tl.maximum(begin, 0), total)
-    end = tl.minimum(tl.maximum(end, begin), total)
+    begin = clamp_rows(begin, total)
+    end = tl.maximum(clamp_rows(end, total), begin)
     before = (begin + BLOCK - 1) // BLOCK
     count = before + (total - end + BLOCK - 1) // BLOCK
     is_before = tile < before

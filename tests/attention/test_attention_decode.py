@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ops
 from tests import verify as every_op
 from tests.attention.verify import verify_decode
 from tests.testing.interpreter import with_dtypes
-from tests.verify import DTYPES, GPU, INTERPRET, flops_of, misaligned
+from tests.verify import DTYPES, GPU, HALVES, INTERPRET, flops_of, misaligned
 from torch_ops import attention_decode, rms_norm, window_attn
 from torch_ops.testing import check_draws, references
 from torch_ops.testing.cases import (
@@ -31,6 +32,7 @@ from torch_ops.testing.tolerance import Draw
 
 CASES = decode_cases("edge")
 OP = torch.ops.vk.attention_decode
+CACHES, PREFIXES = ("k_cache", "v_cache"), ("prefix_k", "prefix_v")
 
 pytestmark = pytest.mark.interpret
 
@@ -237,13 +239,44 @@ def test_lse_comes_when_asked_for(device: str) -> None:
     assert torch.equal(out, again) and lse.shape == out.shape[:3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRET else [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_casts_queries_and_no_cache(dtype: torch.dtype, device: str) -> None:
+class _Seeing(TorchDispatchMode):
+    """Where the tensors of a call lie when it reaches the op."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is OP.default:
+            self.addresses = {each.data_ptr() for each in args if isinstance(each, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_autocast_casts_queries_and_no_cache(dtype: torch.dtype, cache_dtype: torch.dtype, device: str) -> None:
     inputs = make_decode_inputs(_case("cache_fp32"), torch.float32, device)
+    caches = {name: getattr(inputs, name).to(cache_dtype) for name in CACHES}
+    caches |= {name: cache[:1, :, :6] for name, cache in zip(PREFIXES, caches.values(), strict=True)}
     with torch.autocast(device, dtype=dtype):
-        out = inputs.call(attention_decode)
+        out = inputs.call(attention_decode, **caches)
+        with _Seeing() as seeing:
+            inputs.call(attention_decode, **caches)
     assert out.dtype == dtype
-    assert torch.equal(out, inputs.call(attention_decode, q=inputs.q.to(dtype)))
+    assert torch.equal(out, inputs.call(attention_decode, q=inputs.q.to(dtype), **caches))
+    assert {cache.data_ptr() for cache in caches.values()} <= seeing.addresses, "a cache was copied"
+
+
+@pytest.mark.parametrize("empty", ["sequences", "queries", "keys", "pages"])
+def test_nothing_to_attend_to(empty: str, device: str) -> None:
+    inputs = make_decode_inputs(_case("pages_16" if empty == "pages" else "one_token"), torch.float16, device)
+    changed: dict[str, Tensor] = {
+        "sequences": {name: getattr(inputs, name)[:0] for name in ("q", *CACHES, "cache_seqlens")},
+        "queries": {"q": inputs.q[:, :, :0]},
+        "keys": {name: getattr(inputs, name)[:, :, :0] for name in CACHES},
+        "pages": {"block_table": getattr(inputs, "block_table", None)},
+    }[empty]
+    if empty == "pages":
+        changed["block_table"] = changed["block_table"][:, :0]
+    out, lse = inputs.call(OP, **changed)
+    assert out.shape == changed.get("q", inputs.q).shape and lse.shape == out.shape[:3]
+    assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("values", [(-5, 40), (2**31 - 1, 7), (-(2**31), 0)], ids=str)
@@ -328,12 +361,10 @@ def test_a_tangent_is_refused(device: str) -> None:
     every_op.assert_no_tangent("attention_decode", lambda q: inputs.call(attention_decode, q=q), inputs.q)
 
 
-CACHES, PREFIXES = ("k_cache", "v_cache"), ("prefix_k", "prefix_v")
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"q": lambda x: x[0]}, r"q has shape \[4, 3, 16\], expected shape \[B, H, Sq, D\]"),
     ({"q": lambda x: x.int()}, r"q is int32, expected float16, bfloat16 or float32"),
-    ({"q": lambda x: x.repeat(1, 1, 6, 1)}, r"number of queries of q is 18, expected from 1 to 16"),
-    ({"q": lambda x: x[:, :, :0]}, r"number of queries of q is 0, expected from 1 to 16"),
+    ({"q": lambda x: x.repeat(1, 1, 6, 1)}, r"number of queries of q is 18, expected from 0 to 16"),
     ({"q": lambda x: x[..., :12]}, r"head dimension of q is 12, expected a multiple of 8"),
     ({"k_cache": lambda x: x[0]}, r"k_cache has .*, expected shape \[B, Hk, S, D\]"),
     (dict.fromkeys(CACHES, lambda x: x[..., :8]), r"head dimension of k_cache is 8, expected 16 as that of q is"),

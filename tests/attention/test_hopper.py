@@ -459,19 +459,6 @@ def test_graphs_of_torch_compile_are_left_with_nothing_of_ours() -> None:
             del out, grads
 
 
-@pytest.mark.parametrize("boundaries", ((0, 300, 100, 400), (0, 5000, -3, 100) * 12, (300, 100)))
-def test_falling_boundaries_end(boundaries: tuple[int, ...]) -> None:
-    """The GPU must not hang, though results are useless: segments that overlap have no order of turns."""
-    inputs = _inputs((400,), 64, 4)
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
-    leaves = [getattr(inputs, name).detach().requires_grad_() for name in ("q", "k", "v")]
-    with settings(path="hopper"):
-        window_attn(*leaves, cu_seqlens).backward(inputs.dout)
-    done = torch.cuda.Event()
-    done.record()
-    assert _ends(done)
-
-
 def test_gradient_of_a_sum_takes_the_hopper_backward() -> None:
     """Its strides are 0, which TMA cannot address: it is copied."""
     inputs = _inputs((400, 300), 64, 4)

@@ -6,16 +6,22 @@ import os
 import runpy
 import shutil
 import sys
+from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import expecttest
 import pytest
+import typer
 
 from tests.bench.verify import CPU, ROOT, bench, by_case, golden_report, refused
+from torch_ops.bench.commands.options import file_errors
 from torch_ops.bench.measure import machine, results
-from torch_ops.bench.measure.results import Report
-from torch_ops.bench.show.tables import markdown, tables
+from torch_ops.bench.measure.results import Report, read_report
+from torch_ops.bench.show.tables import markdown, print_tables, tables
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.usefixtures("quick_bench")]
 
@@ -210,3 +216,53 @@ def test_chart_shows_every_contender_and_is_the_same_twice(tmp_path: Path) -> No
     (tmp_path / "host.json").write_text(dataclasses.replace(golden_report(), records=()).to_json())
     assert "no measurements" in refused("chart", tmp_path / "host.json", tmp_path / "three.svg")
     assert "Format 'word' is not supported" in refused("chart", tmp_path / "run.json", tmp_path / "three.word")
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values in a document, of a list those of its first one."""
+    yield at
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(min(1, len(value))):
+            yield from _places(value[key], (*at, key))
+
+
+def test_any_value_in_a_stored_document(tmp_path: Path) -> None:
+    """Tables are made of it, or one line names the file."""
+    document, file = json.loads(golden_report().to_json()), tmp_path / "a [b].json"
+    outcomes = set()
+    for at in _places(document):
+        for value in (None, True, 0, 10**30, float("nan"), "x\n[/b]", ["a"], {"a": 1}):
+            copy: Any = {"": json.loads(json.dumps(document))}
+            reduce(getitem, ("", *at)[:-1], copy)[("", *at)[-1]] = value
+            file.write_text(json.dumps(copy[""]))
+            try:
+                with file_errors(file):
+                    markdown(read_report(file))
+            except typer.BadParameter as error:
+                assert "\n" not in error.message
+                outcomes.add(error.message)
+            else:
+                outcomes.add("")
+    assert "schema 2.records[0].rounds_ms is true, expected a tuple." in outcomes
+    assert "schema 2.provenance.versions is a list, expected a dict." in outcomes
+    assert "schema 2.records[0].a is not known, expected some of op, case, " in "".join(outcomes)
+    assert "" in outcomes and "status of vk is 'x\\n[/b]', expected one of ok, wrong, " in "".join(outcomes)
+    assert "schema 2.records[0].name is true" in "".join(outcomes)
+    line = refused("table", file)
+    assert str(file) in line
+
+
+def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    name, report = "[/b] [red]x :smile:", golden_report()
+    records = tuple(dataclasses.replace(one, case=f"{name} {one.case}") for one in report.records)
+    origin = dataclasses.replace(report.provenance, device=name, driver="1")
+    print_tables(dataclasses.replace(report, records=records, provenance=origin))
+    shown = capsys.readouterr().out
+    assert f"{name}, driver" in shown and f"{name} {report.records[0].case}" in shown
+
+
+def test_files_that_are_no_documents(tmp_path: Path) -> None:
+    for content in (b"", b"\xff", b"[" * 99999, b"{}", b"5", b'{"schema": "vk timeline 1"}'):
+        (tmp_path / "x.json").write_bytes(content)
+        for command in (("table", tmp_path / "x.json"), ("chart", tmp_path / "x.json", tmp_path / "x.svg")):
+            assert str(tmp_path / "x.json") in refused(*command)

@@ -168,7 +168,7 @@ def test_checkpoint_of_other_patches(checkpoint: Path, tmp_path: Path, monkeypat
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 14}')
     said = refused("encode", STREET, "--model", tmp_path, *CPU)
-    assert "preprocessor_config.json and config.json do not match" in said
+    assert "preprocessor_config.json has patch_size 14, and patch_size of the tower in " in said
 
 
 def test_features_that_are_not_finite(checkpoint: Path, small_image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +214,11 @@ def test_info() -> None:
     assert [line.split("  ")[0] for line in lines] == ["versions", "devices", "paths", "launch rows", "ops"]
     assert "Tensor" not in result.stdout and "vk::window_attn(Tensor q" in vk("info", "--all").stdout
     assert json.loads(vk("info", "--json").stdout) == torch_ops.info()
+
+
+def test_info_shows_paths_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "info", lambda: {"rows": {"source": "/a [/b]:smile:\x1b[2J"}, "ops": {}})
+    assert "/a [/b]:smile:\\x1b[2J" in vk("info", "--all").stdout
 
 
 @pytest.mark.parametrize("columns", ["0", "5", "80"])

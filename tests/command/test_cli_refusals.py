@@ -74,7 +74,7 @@ def test_cuda_asked_for_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, "holds no config.json"),
         ("{", "is not valid JSON"),
-        ('{"model_type": "llama"}', "has no Qwen-VL vision tower: its model_type is 'llama'"),
+        ('{"model_type": "llama"}', 'config.json: model_type is "llama", expected one with a vision tower: qwen2_vl, '),
         ('{"model_type": "qwen3_vl"}', "has no vision tower: its config.json holds no vision_conf"),
         ('{"model_type": "qwen3_vl", "vision_config": {}}', "holds neither model.safetensors nor"),
     ],

@@ -136,4 +136,4 @@ def test_patches_of_another_size(model: Path, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 12}')
     said = refused("encode", STREET, "--model", tmp_path, *CPU)
-    assert "patches of 864 values and its tower takes" in said
+    assert "preprocessor_config.json has patch_size 12, and patch_size of the tower in " in said

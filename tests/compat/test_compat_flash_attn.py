@@ -1,12 +1,14 @@
 """flash-attn's signatures over the ops: layouts, meaning, refusals."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -290,6 +292,26 @@ def test_lengths_may_be_one_number_or_left_out(paged: bool, device: str) -> None
     assert torch.equal(few, flash_attn_with_kvcache(q, **cache, cache_seqlens=torch.full_like(seqlens, 7)))
 
 
+@pytest.mark.no_interpret
+def test_a_length_on_the_host_has_room_for_new_keys(device: str) -> None:
+    """It is refused before anything is written; of a length on the device, keys without room are dropped."""
+    q, angles = torch.zeros(1, 1, 1, 8, device=device), torch.ones(3, 4, device=device)
+    for pages, length, added, turned in product((0, 2), range(-1, 36), (0, 1, 2), (False, True)):
+        if pages and turned:
+            continue
+        shape, capacity = ((2, 16, 1, 8), 32) if pages else ((1, 2, 1, 8), 2)
+        cache = torch.ones(shape, device=device)
+        k = torch.full((1, added, 1, 8), 9.0, device=device) if added else None
+        tables = {"rotary_cos": angles[:1], "rotary_sin": angles[:1]} if turned and added == 1 else {}
+        table = torch.arange(2, device=device).int()[None] if pages else None
+        call = partial(flash_attn_with_kvcache, q, cache, cache.clone(), k, k, block_table=table, **tables)
+        fits = 0 <= length and length + added <= (1 if tables else capacity)
+        refused = pytest.raises(ValueError, match="cache_seqlens is|rows of rotary_cos")
+        with contextlib.nullcontext() if fits else refused:
+            call(cache_seqlens=np.int64(length))
+        assert (cache == 9).sum() <= (8 * added if fits else 0)
+
+
 def _refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     x, packed = torch.randn(1, 3, 2, 8), torch.randn(3, 2, 8)
     cu = cumulative((3,), "cpu")
@@ -317,7 +339,7 @@ def _refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "cache_batch_idx": (lambda: cache(cache_batch_idx=cu), "kvcache: cache_batch_idx is .*, expected None"),
         "cache_leftpad": (lambda: cache(cache_leftpad=cu), "kvcache: cache_leftpad is .*, expected None"),
         "queries": (lambda: flash_attn_with_kvcache(torch.ones(1, 17, 2, 8), x, x),
-                    "q has 17, expected 1 to 16 queries of each sequence"),
+                    "q has 17, expected 0 to 16 queries of each sequence"),
         "no_v": (lambda: cache(k=x), "k is .*, expected None where v is"),
         "no_k": (lambda: cache(v=x), "v is .*, expected None where k is"),
         "no_sin": (lambda: cache(k=x, v=x, rotary_cos=angles), "rotary_cos is .*, expected None where rotary_sin is"),
@@ -325,6 +347,8 @@ def _refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "nothing_new": (lambda: cache(rotary_cos=angles, rotary_sin=angles), "rotary_cos.* expected None where k is"),
         "no_lengths": (lambda: flash_attn_with_kvcache(x, x, x, x, x), "cache_seqlens.* expected lengths where k is"),
         "length": (lambda: flash_attn_with_kvcache(x, x, x, cache_seqlens=1.0), "cache_seqlens.* expected an integer"),
+        "no_room": (lambda: cache(k=x, v=x, cache_seqlens=2),
+                    "cache_seqlens is 2, expected from 0 to 3 positions less 3"),
         "fewer_new": (lambda: cache(k=x[:, :1], v=x[:, :1], rotary_cos=angles, rotary_sin=angles),
                       "q has 3, expected 1 rows as k is, where rotary_cos is given"),
         "one_angle": (lambda: cache(k=x, v=x, rotary_cos=angles, rotary_sin=angles),

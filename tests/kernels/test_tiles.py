@@ -19,7 +19,15 @@ from csrc_free_ops.tiles.images import from_merged, locate_rows_in_frames, to_me
 from csrc_free_ops.tiles.masks import block_span, is_seen, tiles_seeing
 from csrc_free_ops.tiles.rope import count_tiles, first_columns, locate_pairs
 from csrc_free_ops.tiles.scores import exp, natural_lse, tanh
-from csrc_free_ops.tiles.segments import locate_tile, narrow_segments, probe_segments
+from csrc_free_ops.tiles.segments import (
+    LOOK,
+    NO_BOUNDARY,
+    advance_start,
+    count_segments,
+    locate_tile,
+    narrow_segment,
+    survey,
+)
 from tests.verify import INTERPRET
 from torch_ops.testing.cases import cumulative
 
@@ -32,42 +40,110 @@ pytestmark = [
 @triton.jit
 def _locate_kernel(cu_ptr, other_ptr, out_ptr, num_segments, total, total_other, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, step = probe_segments(segment, beyond)
-        cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, step, segment, beyond, total, tile, BLOCK)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
+    segment, falls, index, seen = 0, 0, 0, LOOK
+    while (seen == LOOK) & (index <= num_segments):
+        at = index + tl.arange(0, LOOK)
+        cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+        other = tl.load(other_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+        behind = tl.load(cu_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+        other_behind = tl.load(other_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+        seen, falling = count_segments(cu, behind, other, other_behind, at, total, tile, BLOCK)
+        segment += seen
+        falls += falling
+        index += LOOK
+    start = tl.load(cu_ptr + segment - 1, mask=segment > 0, other=0)
+    other_start = tl.load(other_ptr + segment - 1, mask=segment > 0, other=0)
+    if falls > 0:
+        segment = num_segments + 1
+        start, other_start, index = 0, 0, 0
+        while index < segment:
+            at = index + tl.arange(0, LOOK)
+            cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+            other = tl.load(other_ptr + at, mask=at <= num_segments, other=0)
+            segment = narrow_segment(cu, at, segment, total, tile, BLOCK)
+            start = advance_start(cu, at, segment, start, total)
+            other_start = advance_start(other, at, segment, other_start, total_other)
+            index += LOOK
+    inside = (segment > 0) & (segment <= num_segments)
     found = locate_tile(
-        tl.load(cu_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_ptr + behind, mask=segment <= num_segments, other=total),
-        tl.load(other_ptr + before), tl.load(other_ptr + behind), segment, total, total_other, tile, BLOCK,
+        start, tl.load(cu_ptr + segment, mask=segment <= num_segments, other=total),
+        other_start, tl.load(other_ptr + segment, mask=inside, other=0), segment, total, total_other, tile, BLOCK,
     )  # fmt: skip
     for i in tl.static_range(5):
-        tl.store(out_ptr + tile * 5 + i, found[i])
+        tl.store(out_ptr + tile * 6 + i, found[i])
+    tl.store(out_ptr + tile * 6 + 5, segment)
 
 
-@pytest.mark.parametrize("lengths", [(), (5,), (16,), (0, 16, 0, 33, 1, 0), (1,) * 150, (40, 0) * 90], ids=len)
-@pytest.mark.parametrize("skipped", [0, 5, 32, 50])
-@pytest.mark.parametrize("padding", [0, 9])
-def test_tiles_cover_every_row_once(lengths: tuple[int, ...], padding: int, skipped: int, device: str) -> None:
-    block, total = 16, skipped + sum(lengths) + padding
-    cu = skipped + cumulative(lengths, device)
-    tiles = total // block + len(lengths) + 2
-    found = torch.empty(tiles, 5, dtype=torch.int32, device=device)
-    _locate_kernel[(tiles,)](cu, cu, found, len(lengths), total, total, BLOCK=block)
+@triton.jit
+def _survey_kernel(cu_ptr, out_ptr, num_segments, total):
+    longest, last, is_falling = survey(cu_ptr, num_segments, total)
+    tl.store(out_ptr, longest)
+    tl.store(out_ptr + 1, last)
+    tl.store(out_ptr + 2, is_falling.to(tl.int32))
+
+
+def _rising(lengths: tuple[int, ...], skipped: int) -> list[int]:
+    return (skipped + cumulative(lengths, "cpu")).tolist()
+
+
+MANY = 300
+BOUNDARIES = {
+    **{
+        f"{len(lengths)} segments from {skipped}": _rising(lengths, skipped)
+        for lengths in [(), (5,), (16,), (0, 16, 0, 33, 1, 0), (1,) * 150, (40, 0) * 90]
+        for skipped in (0, 5, 32)
+    },
+    "the end is zeros": [0, 16, 40, 40, 0, 0],
+    "one falls and others repeat": [0, 200, 200, 100, 300],
+    "only falling": [300, 200, 100, 0],
+    "outside of the tensor": [-5, 40, 10**9, 60, -(2**31), 2**31 - 1],
+    "many fall to the end": [*_rising((40,) * 40, 3), *[0] * MANY],
+    "a late one falls": [*_rising((1,) * MANY, 0), 7, MANY + 60],
+}
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "padding"),
+    [
+        pytest.param(each, padding, id=f"{name}, {padding} rows behind")
+        for name, each in BOUNDARIES.items()
+        for padding in ((0, 9) if len(each) < MANY else (9,))
+    ],
+)
+def test_tiles_cover_every_row_once(boundaries: list[int], padding: int, device: str) -> None:
+    """Against the prefix maximum of the boundaries; the other side has boundaries of its own."""
+    block, num_segments = 16, len(boundaries) - 1
+    rises = boundaries == sorted(boundaries)
+    total = min(max(*boundaries, 0), 2500) + padding
+    others = [bound // 2 for bound in (boundaries if rises else reversed(boundaries))]
+    cu, other = (torch.tensor(each, dtype=torch.int32, device=device) for each in (boundaries, others))
+    tiles = total // block + num_segments + 2
+    found = torch.empty(tiles, 6, dtype=torch.int32, device=device)
+    _locate_kernel[(tiles,)](cu, other, found, num_segments, total, total // 2, BLOCK=block)
+    settled, settled_others = (
+        [*np.maximum.accumulate(np.clip(each, 0, rows)).tolist()] for each, rows in ((boundaries, total), (others, total // 2))
+    )
+    starts, ends = [0, *settled], [*settled, total]
     covered = np.zeros(total, dtype=np.int64)
-    starts = [0, *cu.tolist()]
-    for start, length, first, other_start, other_length in found.tolist():
+    for start, length, first, other_start, other_length, segment in found.tolist():
         if first >= length:
             continue
-        assert first >= 0 and first % block == 0 and start in starts
-        assert (other_start, other_length) in ((start, length), (starts[1], 0), (starts[-1], 0))
-        assert other_length or start in (0, starts[-1])
+        assert first >= 0 and first % block == 0
+        assert (start, start + length) == (starts[segment], ends[segment])
+        if 0 < segment <= num_segments:
+            assert other_length == settled_others[segment] - settled_others[segment - 1]
+            assert other_start == settled_others[segment - 1]
+        else:
+            assert other_length == 0
         covered[start + first : start + min(first + block, length)] += 1
     assert (covered == 1).all()
+    surveyed = torch.empty(3, dtype=torch.int32, device=device)
+    _survey_kernel[(1,)](cu, surveyed, num_segments, total)
+    clamped = np.clip(boundaries, 0, total)
+    last = int(np.argmax(clamped)) if clamped.max() else 0
+    longest, found_last, is_falling = surveyed.tolist()
+    assert found_last == last and bool(is_falling) == bool((np.diff(clamped[: last + 1]) < 0).any())
+    assert longest == max(0, *np.diff(clamped).tolist(), 0)
 
 
 @triton.jit

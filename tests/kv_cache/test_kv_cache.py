@@ -1,6 +1,8 @@
 """Caches of keys and values: what they hold after appending, growing, cutting, reordering, and what they refuse."""
 
+from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -13,46 +15,16 @@ from torch._dynamo.utils import counters
 
 import torch_ops
 from compile_tests.contract.trace import capture
+from tests.kv_cache.verify import BATCH, HEAD_DIM, HEADS, LAYERS, Cache, assert_holds, fails, held, make, new
 from tests.verify import DEVICE, INTERPRET
 from torch_ops import KVCache, PagedKVCache
 from torch_ops.testing import check, references
 
-LAYERS, BATCH, HEADS, HEAD_DIM, PAGE = 2, 3, 2, 16, 4
-Cache = KVCache | PagedKVCache
-
 pytestmark = pytest.mark.interpret
 
 
-def make(kind: str, capacity: int = 16, pages: int = 14, **options: Any) -> Cache:
-    """Sequences of a paged cache have pages for `capacity`, if there are that many."""
-    options = {"dtype": torch.float16, "device": DEVICE, **options}
-    if kind == "contiguous":
-        return KVCache(LAYERS, BATCH, HEADS, capacity, HEAD_DIM, **options)
-    cache = PagedKVCache(LAYERS, BATCH, HEADS, pages, PAGE, HEAD_DIM, **options)
-    if capacity:
-        cache.reserve(capacity)
-    return cache
-
-
-def new(tokens: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
-    k, v = (torch.randn(BATCH, HEADS, tokens, HEAD_DIM).to(DEVICE, dtype) for _ in range(2))
-    return k, v
-
-
-def held(cache: Cache, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of each sequence, [Hk, n, D]."""
-    k, v, seqlens, *table = cache.layer(layer)
-    if table:
-        k, v = (pool[table[0].long().clamp(min=0)].transpose(1, 2).flatten(2, 3) for pool in (k, v))
-    lengths = seqlens.tolist()
-    return tuple([each[b, :, :length] for b, length in enumerate(lengths)] for each in (k, v))
-
-
-def assert_holds(cache: Cache, layer: int, k: list[Tensor], v: list[Tensor]) -> None:
-    for actual, expected in zip(held(cache, layer), (k, v), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-
-
+# The operation of a call that fails; 0 and those behind its last are none.
+STEPS = st.integers(0, 12)
 KINDS = pytest.mark.parametrize("kind", ["contiguous", "paged"])
 
 
@@ -258,6 +230,30 @@ def test_a_model_s_step(kind: str, way: str) -> None:
             ))  # fmt: skip
 
 
+@pytest.mark.no_interpret
+def test_graphs_hold_one_copy_for_each_tensor() -> None:
+    """Inductor lets a group of copies read what it has already overwritten."""
+    order, lengths = [2, 0, 0], [1, 4, 2]
+    cache, (k, v) = make("contiguous"), new(5)
+    for layer in range(LAYERS):
+        cache.append(layer, k, v)
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def change() -> None:
+        cache.reorder(order)
+        cache.truncate(lengths)
+
+    with torch.no_grad():
+        torch.compile(change, fullgraph=True, backend=backend)()
+    assert found.count("copy_") == 4 * LAYERS and not any("foreach_copy" in target for target in found)
+    for layer in range(LAYERS):
+        assert_holds(cache, layer, *([each[b, :, :n] for b, n in zip(order, lengths, strict=True)] for each in (k, v)))
+
+
 @pytest.mark.gpu
 @KINDS
 def test_cuda_graph_replays_go_on(kind: str) -> None:
@@ -318,8 +314,103 @@ def test_a_step_waits_for_nothing(kind: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+aten = torch.ops.aten
+
+
+def test_a_reorder_that_fails_half_way_changes_nothing() -> None:
+    cache = KVCache(2, 2, 1, 4, 8, device=DEVICE)
+    k = torch.arange(2.0, device=DEVICE).view(2, 1, 1, 1).expand(2, 1, 1, 8)
+    for layer in range(2):
+        cache.append(layer, k, k)
+    assert fails(cache, lambda: cache.reorder([1, 0]), 2, aten.index_select)
+    cache.reorder([1, 0])
+    assert [keys[:, 0, 0, 0].tolist() for keys in cache.k] == [[1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("kind", [aten.index_select, aten._foreach_copy_])
+def test_a_truncation_whose_copy_fails_changes_nothing(kind: Any) -> None:
+    cache = PagedKVCache(1, 2, 1, 8, 4, 8, device=DEVICE)
+    cache.reserve(8)
+    k = torch.arange(100.0, 108.0, device=DEVICE).view(1, 1, 8, 1).expand(2, 1, 8, 8)
+    cache.append(0, k, k)
+    cache.reorder([0, 0])
+    assert fails(cache, lambda: cache.truncate(6), 1, kind)
+    cache.truncate(6)
+    cache.reserve(8)
+    cache.append(0, torch.stack([k[0, :, :2] - 100, k[0, :, :2]]), k[:, :, :2])
+    assert [keys[0, :, 0].tolist() for keys in held(cache, 0)[0]] == [
+        [*range(100, 106), 0, 1], [*range(100, 106), 100, 101]
+    ]  # fmt: skip
+
+
+def test_a_cache_grows_in_all_layers_or_in_none() -> None:
+    cache = KVCache(4, 1, 1, 4, 8, device=DEVICE)
+    assert fails(cache, lambda: cache.grow(8), 2, aten.new_zeros)
+    assert cache.capacity == 4 and {keys.shape[2] for keys in (*cache.k, *cache.v)} == {4}
+    cache.grow(8)
+    assert {keys.shape[2] for keys in (*cache.k, *cache.v)} == {8}
+
+
+def _counts(*counts: int) -> Tensor:
+    return torch.tensor(counts, device=DEVICE, dtype=torch.int32)
+
+
+# Name, kind, call, and the keys of each sequence that are left of those before.
+CHANGES: list[tuple[str, str, Any, Any]] = [
+    ("append", "contiguous", lambda c: c.append(1, *new(2), lengths=_counts(2, 0, 1)), None),
+    ("append", "paged", lambda c: c.append(1, *new(2), lengths=_counts(2, 0, 1)), None),
+    ("truncate", "contiguous", lambda c: c.truncate([3, 9, 0]), lambda keys: [keys[0][:, :3], keys[1], keys[2][:, :0]]),
+    ("truncate on the device", "contiguous", lambda c: c.truncate(_counts(1, 2, 3)),
+     lambda keys: [keys[b][:, : b + 1] for b in range(BATCH)]),
+    ("truncate", "paged", lambda c: c.truncate([3, 9, 0]), lambda keys: [keys[0][:, :3], keys[1], keys[2][:, :0]]),
+    ("truncate on the device", "paged", lambda c: c.truncate(_counts(1, 2, 3)),
+     lambda keys: [keys[b][:, : b + 1] for b in range(BATCH)]),
+    ("truncate of shared pages", "shared", lambda c: c.truncate([5, 3, 2]),
+     lambda keys: [keys[b][:, :n] for b, n in enumerate((5, 3, 2))]),
+    ("reorder", "contiguous", lambda c: c.reorder([2, 2, 0]), lambda keys: [keys[b] for b in (2, 2, 0)]),
+    ("reorder on the device", "contiguous", lambda c: c.reorder(_counts(2, 2, 0)),
+     lambda keys: [keys[b] for b in (2, 2, 0)]),
+    ("reorder", "paged", lambda c: c.reorder([2, 2, 0]), lambda keys: [keys[b] for b in (2, 2, 0)]),
+    ("reorder of known lengths", "shared", lambda c: c.reorder([1, 0, 1], 7),
+     lambda keys: [keys[b] for b in (1, 0, 1)]),
+    ("reorder to pages that become free", "tight", lambda c: c.reorder([1, 1, 1]), lambda keys: [keys[1]] * BATCH),
+    ("reserve", "paged", lambda c: c.reserve([12, 8, 10]), lambda keys: keys),
+    ("grow", "contiguous", lambda c: c.grow(20), lambda keys: keys),
+    ("grow", "paged", lambda c: c.grow(19, 25), lambda keys: keys),
+    ("reset", "contiguous", lambda c: c.reset(), lambda keys: [each[:, :0] for each in keys]),
+    ("reset", "shared", lambda c: c.reset(), lambda keys: [each[:, :0] for each in keys]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "left"), [pytest.param(*each, id=f"{name}, {each[0]}") for name, *each in CHANGES]
+)
+def test_what_fails_at_any_step_changes_nothing(kind: str, change: Any, left: Any) -> None:
+    """The call is repeated on one cache, and fails one operation later each time, until it does what it should."""
+    cache = make(kind if kind == "contiguous" else "paged", 8, pages=6 if kind == "tight" else 14)
+    k, v = new(7)
+    for layer in range(LAYERS):
+        cache.append(layer, k, v)
+    if kind == "shared":
+        cache.reorder([1, 1, 1], 7)
+    before = [[[keys.clone() for keys in part] for part in held(cache, layer)] for layer in range(LAYERS)]
+    steps = 1
+    while fails(cache, lambda: change(cache), steps):
+        steps += 1
+    assert steps > 1, "nothing failed"
+    if left is None:
+        assert [seqlens.tolist() for seqlens in cache.seqlens] == [[7] * BATCH, [9, 7, 8]]
+    else:
+        for layer, parts in enumerate(before):
+            assert_holds(cache, layer, *map(left, parts))
+
+
 class AnyOrder(RuleBasedStateMachine):
-    """Both kinds beside lists of tensors, one for each sequence of each layer."""
+    """Both kinds beside lists of tensors, one for each sequence of each layer.
+
+    Some calls run out of memory at a step that is drawn. They must leave everything as it was, and succeed when they
+    are repeated.
+    """
 
     @initialize()
     def begin(self) -> None:
@@ -327,34 +418,51 @@ class AnyOrder(RuleBasedStateMachine):
         empty = torch.zeros(HEADS, 0, HEAD_DIM, dtype=torch.float16, device=DEVICE)
         self.rows = [[empty] * BATCH for _ in range(LAYERS)]
 
-    @rule(tokens=st.integers(1, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), data=st.data())
-    def append(self, tokens: int, layers: tuple[int, ...], data: Any) -> None:
+    def change(self, step: int, call: Callable[[Cache], object]) -> None:
+        for cache in self.caches:
+            if not step or fails(cache, partial(call, cache), step):
+                call(cache)
+
+    def reserve(self, lengths: int | list[int], step: int = 0) -> None:
+        cache = self.caches[1]
+        if not step or fails(cache, lambda: cache.reserve(lengths), step):
+            cache.reserve(lengths)
+
+    @rule(tokens=st.integers(0, 4), layers=st.sampled_from([(0,), (1,), (0, 1)]), step=STEPS, data=st.data())
+    def append(self, tokens: int, layers: tuple[int, ...], step: int, data: Any) -> None:
         lengths = data.draw(st.none() | st.lists(st.integers(0, tokens), min_size=BATCH, max_size=BATCH))
         counts = lengths or [tokens] * BATCH
         if any(rows[b].shape[1] + counts[b] > 12 for rows in self.rows for b in range(BATCH)):
             return
         given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        self.caches[1].reserve([max(rows[b].shape[1] for rows in self.rows) + counts[b] for b in range(BATCH)])
+        self.reserve([max(rows[b].shape[1] for rows in self.rows) + counts[b] for b in range(BATCH)], step)
         for layer in layers:
-            k, v = new(tokens)
-            for cache in self.caches:
-                cache.append(layer, k, k, lengths=given)
+            k, _ = new(tokens)
+            self.change(step, methodcaller("append", layer, k, k, lengths=given))
             rows = self.rows[layer]
             self.rows[layer] = [torch.cat([rows[b], k[b, :, : counts[b]]], 1) for b in range(BATCH)]
 
-    @rule(lengths=st.lists(st.integers(0, 12), min_size=BATCH, max_size=BATCH))
-    def truncate(self, lengths: list[int]) -> None:
-        for cache in self.caches:
-            cache.truncate(lengths)
+    @rule(lengths=st.lists(st.integers(0, 12), min_size=BATCH, max_size=BATCH), step=STEPS)
+    def truncate(self, lengths: list[int], step: int) -> None:
+        self.change(step, lambda cache: cache.truncate(lengths))
         self.rows = [[each[:, :n] for each, n in zip(rows, lengths, strict=True)] for rows in self.rows]
-        self.caches[1].reserve(4)
+        self.reserve(4)
 
-    @rule(indices=st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH))
-    def reorder(self, indices: list[int]) -> None:
-        for cache in self.caches:
-            cache.reorder(indices)
+    @rule(indices=st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH), step=STEPS)
+    def reorder(self, indices: list[int], step: int) -> None:
+        self.change(step, lambda cache: cache.reorder(indices))
         self.rows = [[rows[place] for place in indices] for rows in self.rows]
-        self.caches[1].reserve(4)
+        self.reserve(4)
+
+    @rule(more=st.integers(0, 3), step=STEPS)
+    def grow(self, more: int, step: int) -> None:
+        def grow(cache: Cache) -> None:
+            if isinstance(cache, KVCache):
+                cache.grow(cache.capacity + more)
+            else:
+                cache.grow(cache.num_pages + more, cache.block_table.shape[1] + more)
+
+        self.change(step, grow)
 
     @precondition(lambda self: hasattr(self, "rows"))
     @invariant()
@@ -399,6 +507,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("contiguous", lambda c: c.reorder(torch.tensor([0], device=DEVICE)),
      r"KVCache.reorder: indices has shape \[1\], expected shape \[3\]"),
     ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] is -1, expected 0 or more"),
+    ("paged", lambda c: (c.reserve([0, 17, 0]), c.reorder([0, 0, 0], 18)),
+     r"PagedKVCache.reorder: lengths\[0\] is 18, expected at most 16, for which the sequence has pages"),
     ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths is 57, expected at most 56"),
     ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] is 1.5, expected an integer"),
     ("paged", lambda c: c.append(0, *new(17)),

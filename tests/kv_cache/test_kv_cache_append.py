@@ -272,11 +272,32 @@ def _good(device: str) -> KvCacheInputs:
     return replace(make_kv_cache_inputs(case, torch.float16, device), lengths=torch.tensor([4, 1], device=device).int())
 
 
+@pytest.mark.parametrize("empty", ["sequences", "tokens", "tokens and angles", "page size", "pages", "columns"])
+def test_nothing_to_write_or_no_room(empty: str, device: str) -> None:
+    inputs = _good(device)
+    kept = inputs.k_cache.clone(), inputs.v_cache.clone()
+    changes: dict[str, list[tuple[tuple[str, ...], Any]]] = {
+        "sequences": [(("k", "v", "q", "cache_seqlens", "lengths", "block_table"), lambda each: each[:0])],
+        "tokens": [(("k", "v", "q"), lambda each: each[:, :, :0])],
+        "tokens and angles": [(("k", "v", "q"), lambda each: each[:, :, :0]), (("cos", "sin"), lambda each: each[:0])],
+        "page size": [(("k_cache", "v_cache"), lambda cache: cache[:, :, :0])],
+        "pages": [(("k_cache", "v_cache"), lambda cache: cache[:0])],
+        "columns": [(("block_table",), lambda table: table[:, :0])],
+    }
+    changed = {name: change(getattr(inputs, name)) for names, change in changes[empty] for name in names}
+    with poisoned():
+        out = inputs.call(kv_cache_append, **changed)
+    assert torch.equal(inputs.k_cache, kept[0]) and torch.equal(inputs.v_cache, kept[1])
+    # Queries are turned in any case.
+    assert torch.equal(out, inputs.call(kv_cache_append)[: out.shape[0], :, : out.shape[2]])
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("k", lambda k: k[0], r"k has shape \[2, 4, 16\], expected shape \[B, Hk, Sn, D\] = \[any, any, any, any\]"),
     ("k", lambda k: k.int(), r"k is int32, expected float16, bfloat16 or float32"),
-    ("k", lambda k: k[:, :, :0], r"the number of tokens of k is 0, expected from 1 to 536870912"),
-    ("k", lambda k: k[:0], r"the number of sequences of k is 0, expected from 1 to 65535"),
+    ("k", lambda k: k[:, :, :0], r"v has .*, expected shape \[B, Hk, Sn, D\] = \[2, 2, 0, 16\]"),
+    ("k", lambda k: k[:0], r"v has .*, expected shape \[B, Hk, Sn, D\] = \[0, 2, 4, 16\]"),
+    ("k", lambda k: k[:1].expand(65536, -1, -1, -1), r"the number of sequences of k is 65536, expected from 0 to"),
     ("k", lambda k: k[..., :12], r"the head dimension of k is 12, expected a multiple of 8 from 8 to 256"),
     ("v", lambda v: v[:, :1], r"v has shape \[2, 1, 4, 16\], expected shape \[B, Hk, Sn, D\] = \[2, 2, 4, 16\]"),
     ("v", lambda v: v.float(), r"v is float32, expected float16 as k is"),
@@ -290,7 +311,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("cache_seqlens", lambda n: n[:1], r"cache_seqlens has shape \[1\], expected shape \[2\]"),
     ("block_table", lambda t: t.long(), r"block_table is int64, expected int32"),
     ("block_table", lambda t: t[:1], r"block_table has shape \[1, 4\], expected shape \[B, max_pages\] = \[2, any\]"),
-    ("block_table", lambda t: t[:, :0], r"the number of columns of block_table is 0, expected from 1 to 1073741824"),
     (
         "block_table",
         lambda t: None,

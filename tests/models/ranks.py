@@ -8,7 +8,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,15 +41,18 @@ TOWERS = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision")
 PATCH = 8
 
 
-def start(ranks: int, device: str, folder: Path) -> None:
-    """Runs all bodies in a group of new processes; raises what the first of them raised.
+def start(ranks: int, device: str, folder: Path, bodies: Sequence[Callable[[str], None]] | None = None) -> None:
+    """Runs bodies (default: all of this module) in a group of new processes; raises what the first of them raised.
 
     The others fail after it, since they lose a peer.
     """
     try:
         # A forked process has imported everything, but cannot use CUDA.
         mp.start_processes(
-            _run, (ranks, device, folder), ranks, start_method="spawn" if torch.cuda.is_available() else "fork"
+            _run,
+            (ranks, device, folder, bodies or BODIES),
+            ranks,
+            start_method="spawn" if torch.cuda.is_available() else "fork",
         )
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         causes = sorted(folder.glob("rank*"), key=lambda path: path.stat().st_mtime_ns)
@@ -57,7 +60,7 @@ def start(ranks: int, device: str, folder: Path) -> None:
     assert len(list(folder.glob("done*"))) == ranks
 
 
-def _run(rank: int, ranks: int, device: str, folder: Path) -> None:
+def _run(rank: int, ranks: int, device: str, folder: Path, bodies: Sequence[Callable[[str], None]]) -> None:
     # The ranks share what cores there are.
     torch.set_num_threads(1)
     if device == "cuda":
@@ -67,7 +70,7 @@ def _run(rank: int, ranks: int, device: str, folder: Path) -> None:
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     try:
-        for body in BODIES:
+        for body in bodies:
             body(device)
         (folder / f"done{rank}").touch()
     except BaseException:

@@ -878,7 +878,7 @@ def test_offloading_stays_eager() -> None:
     for _ in range(4):
         encoder(pixels_of(encoder, ONE), ONE)
     assert cache_of(encoder).captured == ()
-    assert cache_of(encoder).why_eager == "a VisionBlock of the encoder has a forward of its own"
+    assert cache_of(encoder).why_eager == "a Qwen3VLVisionBlock of the encoder has a forward of its own"
 
 
 def test_a_grid_on_the_device_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ op takes, and nothing in here.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward
+from torch_ops._core.device import host_tensor
 from torch_ops._core.philox import keep_weights
 
 BLOCK_ROWS = 512
@@ -29,12 +31,13 @@ class _Segment(NamedTuple):
 
 
 def _segments(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> Iterator[_Segment]:
-    q_bounds = [min(max(bound, 0), total_q) for bound in cu_q.tolist()]
-    k_bounds = [min(max(bound, 0), total_k) for bound in cu_k.tolist()]
-    spans = zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False)
-    for index, (q_start, q_end, k_start, k_end) in enumerate(spans):
+    # A boundary that falls counts as the largest before it: its segment is empty.
+    q_bounds = accumulate((min(max(bound, 0), total_q) for bound in cu_q.tolist()), max)
+    k_bounds = accumulate((min(max(bound, 0), total_k) for bound in cu_k.tolist()), max)
+    spans = zip(pairwise(q_bounds), pairwise(k_bounds), strict=True)
+    for index, ((q_start, q_end), (k_start, k_end)) in enumerate(spans):
         if q_start < q_end:
-            yield _Segment(index, slice(q_start, q_end), slice(k_start, max(k_start, k_end)))
+            yield _Segment(index, slice(q_start, q_end), slice(k_start, k_end))
 
 
 def _blocks(queries: slice, keys: slice) -> Iterator[tuple[slice, int]]:
@@ -61,7 +64,8 @@ def _block_scores(
     if options.softcap > 0:
         capped = torch.tanh(products / options.softcap)
         products = capped * options.softcap
-    offset = torch.arange(k.shape[-2]) - (position + torch.arange(q.shape[-2]))[:, None]
+    columns, rows = (torch.arange(each.shape[-2], device=each.device) for each in (k, q))
+    offset = columns - (position + rows)[:, None]
     if slopes is not None:
         products = products - slopes.to(products.dtype).view(*q.shape[:2], 1, 1) * offset.abs()
     if options.masked:
@@ -78,8 +82,9 @@ def _kept(t: Forward | Backward, sequence: int, first: int, weights: Tensor, dro
     """Which of the weights [Hk, group, M, N] of rows from the segment's `first` on dropout keeps."""
     assert t.seed is not None
     k_heads, group, num_rows, num_keys = weights.shape
-    streams = sequence * k_heads * group + torch.arange(k_heads * group).view(k_heads, group)
-    return keep_weights(t.seed, streams, torch.arange(first, first + num_rows), num_keys, dropout)
+    streams = sequence * k_heads * group + torch.arange(k_heads * group, device=weights.device).view(k_heads, group)
+    rows = torch.arange(first, first + num_rows, device=weights.device)
+    return keep_weights(t.seed, streams, rows, num_keys, dropout)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -175,7 +180,7 @@ def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int
 
 
 def _boundaries(tensor: Tensor) -> Tensor:
-    return torch.tensor([0, tensor.shape[2]], dtype=torch.int32)
+    return host_tensor([0, tensor.shape[2]], torch.int32)
 
 
 def forward_cpu(options: AttentionOptions, t: Forward) -> None:

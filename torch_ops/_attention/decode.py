@@ -20,6 +20,7 @@ from torch_ops._core.checks import capacity_of, dtype_name
 from torch_ops._core.launch import WIDE_STRIDE, can_overlap, current_gpu, precision_of, readable, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._core.torch_private import statically_known_true
 from torch_ops.settings import settings
 
 
@@ -142,6 +143,8 @@ class Decode(NamedTuple):
 def plan_decode(t: Decode, call: Any) -> Plan:
     """Plan up to three kernels: keys of a prefix, keys of the cache, and adding up the parts of split keys."""
     options = AttentionOptions.of(call)
+    if statically_known_true(t.q.numel() == 0):
+        return Plan(lambda t: None, why="there are no queries")
     if not runs_kernels(t.q):
         return reference_plan(lambda t: decode_cpu(options, t), t.q)
     q = t.q

@@ -13,7 +13,6 @@ from torch_ops._core.checks import (
     check_device,
     check_float,
     check_head_dim,
-    check_int,
     check_num_heads,
     check_vector,
     dtype_name,
@@ -32,8 +31,8 @@ def check_decode(op: str, call: Any) -> None:
     batch, num_heads, queries, head_dim = q.shape
     check_num_heads(op, "q", num_heads)
     check_head_dim(op, "q", head_dim)
-    if not 1 <= queries <= MOST_QUERIES:
-        refuse(op, "the number of queries of q", f"from 1 to {MOST_QUERIES}", queries)
+    if not 0 <= queries <= MOST_QUERIES:
+        refuse(op, "the number of queries of q", f"from 0 to {MOST_QUERIES}", queries)
     layout = "[B, Hk, S, D]" if block_table is None else "[pages, Hk, page size, D]"
     _check_keys(op, q, "k_cache", k_cache, "v_cache", v_cache, layout)
     _check_lengths(op, "cache_seqlens", cache_seqlens, batch, q)
@@ -54,7 +53,6 @@ def check_decode(op: str, call: Any) -> None:
     check_score_tensors(op, call, batch)
     _check_prefix(op, q, k_cache, call.prefix_k, call.prefix_v, call.prefix_seqlens)
     num_splits = call.num_splits
-    check_int(op, "num_splits", num_splits)
     if not 0 <= num_splits <= MOST_SPLITS:
         refuse(op, "num_splits", f"0 (chosen) or up to {MOST_SPLITS}", num_splits)
     if call.batch_invariant and num_splits:

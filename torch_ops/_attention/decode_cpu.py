@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import capacity_of
+from torch_ops._core.device import host_tensor
 
 
 def _of_sequence(cache: Tensor, block_table: Tensor | None, index: int, length: int) -> Tensor:
@@ -32,7 +33,7 @@ def decode_cpu(options: AttentionOptions, t: Any) -> None:
     before = [0] * batch
     if prefix_k is not None and prefix_v is not None:
         samples = batch // prefix_k.shape[0]
-        whole = torch.full((prefix_k.shape[0],), prefix_k.shape[2])
+        whole = host_tensor([prefix_k.shape[2]] * prefix_k.shape[0], torch.int32)
         found = whole if prefix_seqlens is None else prefix_seqlens.clamp(0, prefix_k.shape[2])
         before = found.repeat_interleave(samples).tolist()
     left, right = options.bounds()
@@ -50,11 +51,12 @@ def decode_cpu(options: AttentionOptions, t: Any) -> None:
         s = rows @ k.to(dtype)[:, None].transpose(-1, -2) * options.scale
         if options.softcap > 0:
             s = torch.tanh(s / options.softcap) * options.softcap
-        offset = torch.arange(first, skipped + length) - (skipped + length - queries + torch.arange(queries))[:, None]
+        columns, rows = (torch.arange(*ends, device=q.device) for ends in ((first, skipped + length), (queries,)))
+        offset = columns - (skipped + length - queries + rows)[:, None]
         if slopes is not None:
             s = s - slopes.expand(batch, num_heads)[index].to(dtype).view(heads, -1, 1, 1) * offset.abs()
         # All that comes before the cache comes before the queries.
-        unseen = (offset < -left) | ((offset > right) & (torch.arange(first, skipped + length) >= skipped))
+        unseen = (offset < -left) | ((offset > right) & (columns >= skipped))
         s = s.masked_fill(unseen, -torch.inf)
         if sinks is not None:
             s = torch.cat((s, sinks.to(dtype).view(heads, -1, 1, 1).expand(*s.shape[:3], 1)), -1)

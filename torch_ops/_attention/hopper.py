@@ -183,9 +183,15 @@ def _forward_scalars(t: Forward, options: AttentionOptions) -> tuple[Any, ...]:
     return *t.out.stride()[:2], _out_row(t), t.q.shape[2], t.k.shape[2], t.q.shape[0], *scale_and_bounds
 
 
-def plan_forward_hopper(t: Forward, options: AttentionOptions) -> Plan:
-    """Plan tensors that `has_tma_addresses` allows."""
+def plan_forward_hopper(t: Forward, options: AttentionOptions, skipped_rows: int | None = None) -> Plan:
+    """Plan tensors that `has_tma_addresses` allows.
+
+    With skipped_rows, few of many segments are long: the launch is that of long ones, and segments of up to so many
+    rows are left to the kernel before, unless a boundary falls.
+    """
     launch, source = forward_config(t.q, options, num_segments(t))
+    if skipped_rows is not None:
+        launch, source = choose("attention_fwd_hopper", t.q, options, None)
     bits = 0 if t.cu_q is not None else folded(t.q, t.k, t.v, t.out)
     # Main and tail of each but v.
     sizes = HEAD_DIMS[t.q.shape[-1]]
@@ -194,10 +200,10 @@ def plan_forward_hopper(t: Forward, options: AttentionOptions) -> Plan:
     tiles = ((64, main), (64, tail), (columns, main), (columns, tail), (columns, width), (64, main), (64, tail))
     descriptors_of = Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
     device = t.q.device
+    constants = {**_forward_constants(t, options, launch, bits), "SKIPPED_ROWS": skipped_rows or 0}
     bound = Bound(
-        _attention_fwd_hopper_kernel, (programs(device.index), 1), _forward_scalars(t, options),
-        _forward_constants(t, options, launch, bits),
-    )  # fmt: skip
+        _attention_fwd_hopper_kernel, (programs(device.index), 1), _forward_scalars(t, options), constants
+    )
 
     def launch_forward(t: Forward) -> None:
         q, k, v, cu_q, cu_k, out, lse, _, sinks, _ = t

@@ -75,7 +75,7 @@ def _tiles_together(q: Tensor, k: Tensor, segments: int, options: AttentionOptio
     """
     together = programs(q.device.index) // k.shape[1]
     tiles = -(-k.shape[0] // BLOCK_N)
-    num_semaphores = 2 * (q.shape[0] // BLOCK_M + 3) + 1
+    num_semaphores = 2 * (q.shape[0] // BLOCK_M + 3)
     has_room = q.shape[0] > 2 * BLOCK_M and num_semaphores * 4 <= BLOCK_M * q.shape[2] * q.itemsize
     few = segments == 1 and q.shape[2] <= 80 and tiles <= 3 * together
     return together if few and has_room and not options.masked else 1
@@ -276,7 +276,7 @@ def _plan_packed(t: Backward, options: AttentionOptions) -> Plan:
     num_accs = dq_acc_count(together)
     # Semaphores lie in dq, which is written last, where it has room for them. Between rows of a strided dq lie dk and
     # dv, which are written before.
-    num_semaphores = num_accs * num_heads * tiles + 1
+    num_semaphores = num_accs * num_heads * tiles
     semaphores_fit = t.dq.is_contiguous() and num_semaphores * 4 <= q.numel() * q.itemsize
     bound_delta = _bind_delta(t, options, ordered, num_accs)
     widths = (first_columns(head_dim) // 2, (head_dim - first_columns(head_dim)) // 2)

@@ -19,7 +19,7 @@ from torch_ops._attention.small_segments import (
     plan_forward_small_segments,
     small_segments_config,
 )
-from torch_ops._attention.tensors import Backward, Forward, query_length
+from torch_ops._attention.tensors import Backward, Forward, num_segments, query_length
 from torch_ops._core.device import gpu
 from torch_ops._core.launch import dense_like
 from torch_ops._core.plan import Plan, either, reference_plan
@@ -27,25 +27,29 @@ from torch_ops._core.planned_op import opaque_plan
 from torch_ops._core.registry import INTERPRET, Mode, current_mode, runs_kernels
 from torch_ops.settings import settings
 
-# A Hopper tile has 128 query rows; shorter segments would leave it half empty.
-HOPPER_ROWS = 128
+# A Hopper tile has 128 query rows; shorter segments would leave it half empty. With more than MANY_SEGMENTS, whose
+# programs outnumber those that run at once, that is still faster beyond 64 rows: 1000 segments of 100 rows, 16 heads of
+# 80, take 427 us on an H200 and 517 on the portable path.
+HOPPER_ROWS, SMALL_ROWS, MANY_SEGMENTS = 128, 64, 256
 UNALIGNED = "q, k or v does not begin at a multiple of 16 bytes, or is empty"
 
 # The method of tensors asks for their device, which traces of fake ones need not have.
 _copy = torch.ops.aten.copy_.default
 
 
-def why_not_hopper(options: AttentionOptions, length: int | None, **tensors: Tensor) -> str:
+def why_not_hopper(options: AttentionOptions, length: int | None, segments: int = 1, **tensors: Tensor) -> str:
     """Return why a call with these tensors takes the portable path, or nothing where it takes the Hopper path.
 
-    `length` is the mean length of its queries, None if it is a symbol.
+    `length` is the mean length of its queries in so many `segments`, None if it is a symbol.
     """
     if INTERPRET:
         return "TRITON_INTERPRET=1"
     if settings.path == "portable":
         return "settings.path is 'portable'"
-    if settings.path == "auto" and length is not None and length < HOPPER_ROWS:
-        return f"segments have {length} rows on average, and under {HOPPER_ROWS} the portable path is faster"
+    if settings.path == "auto" and length is not None:
+        least = HOPPER_ROWS if segments <= MANY_SEGMENTS else SMALL_ROWS + 1
+        if length < least:
+            return f"segments have {length} rows on average, and under {least} the portable path is faster"
     return why_unsupported(gpu(), options, **tensors)
 
 
@@ -59,17 +63,39 @@ def plan_forward(t: Forward, options: AttentionOptions) -> Plan:
         if options.compute_dtype is not None:
             return _plan_forward_on_copies(t, options)
         return reference_plan(lambda t: forward_cpu(options, t), t.q)
-    why, mode = why_not_hopper(options, query_length(t), q=t.q, k=t.k, v=t.v), current_mode()
-    if why or mode is Mode.PACKAGED:
+    why, mode = why_not_hopper(options, query_length(t), num_segments(t), q=t.q, k=t.k, v=t.v), current_mode()
+    many_segments = why and _may_hide_long_segments(t, options)
+    if mode is Mode.PACKAGED or (why and not many_segments):
         return _plan_forward_portable(t, options).because(why)
     if mode is Mode.TRACED:
         return _plan_forward_opaque(options)
-    if options.compute_dtype is None:
+    if many_segments:
+        hopper = _plan_forward_of_many(t, options)
+    elif options.compute_dtype is None:
         hopper = plan_forward_hopper(t, options)
     else:
         hopper = plan_forward_fp32_hopper(t, options)
     hopper.because(_hopper_reason(), "hopper")
     return either(t, hopper, fits_hopper, lambda t: _plan_forward_portable(t, options), UNALIGNED)
+
+
+def _may_hide_long_segments(t: Forward, options: AttentionOptions) -> bool:
+    """Whether segments without rows may make long ones look short on average, and a Hopper kernel could take those.
+
+    A captured graph has boundaries for as many segments as there may ever be. With fewer than MANY_SEGMENTS, one more
+    kernel would cost more than it can save.
+    """
+    if settings.path != "auto" or query_length(t) is None or num_segments(t) <= MANY_SEGMENTS:
+        return False
+    has_kernel = small_segments_config("attention_fwd_small_segments", t, options) is not None
+    return has_kernel and not why_unsupported(gpu(), options, q=t.q, k=t.k, v=t.v)
+
+
+def _plan_forward_of_many(t: Forward, options: AttentionOptions) -> Plan:
+    """Plan short segments by the kernel for them, and long ones by Hopper's, whichever there are."""
+    chosen = small_segments_config("attention_fwd_small_segments", t, options)
+    assert chosen is not None
+    return plan_forward_small_segments(t, options, *chosen, plan_forward_hopper(t, options, chosen[0].block_m))
 
 
 def _plan_forward_portable(t: Forward, options: AttentionOptions) -> Plan:
@@ -120,7 +146,7 @@ def plan_backward(t: Backward, options: AttentionOptions) -> Plan:
         return _plan_backward_on_copies(t, options)
     if not runs_kernels(t.q):
         return reference_plan(lambda t: backward_cpu(options, t), t.q)
-    why, mode = why_not_hopper(options, query_length(t), q=t.q, k=t.k, v=t.v, out=t.out), current_mode()
+    why, mode = why_not_hopper(options, query_length(t), num_segments(t), q=t.q, k=t.k, v=t.v, out=t.out), current_mode()
     if why or mode is Mode.PACKAGED:
         return _plan_backward_portable(t, options).because(why)
     if mode is Mode.TRACED:

@@ -28,6 +28,8 @@ from torch_ops._core.registry import wrap_triton
 
 # Programs of the kernels that look for longer segments: two on each multiprocessor of an H200.
 FALLBACK_PROGRAMS = 264
+# Programs of a persistent grid: six on each.
+PERSISTENT_PROGRAMS = 792
 # Wider heads do not fit the registers, nor does fp32.
 WIDEST = 128
 
@@ -55,10 +57,10 @@ def _constants(t: Forward | Backward, options: AttentionOptions, stride_unit: in
     }  # fmt: skip
 
 
-def _fallback_constants(chosen: Config, launch: Config, shared: dict[str, Any]) -> dict[str, Any]:
-    """Options of the kernel for longer segments, beside those of `shared`."""
+def _fallback_constants(small_rows: int, launch: Config, shared: dict[str, Any]) -> dict[str, Any]:
+    """Options of the kernel for segments of more than `small_rows` rows, beside those of `shared`."""
     early = {"launch_pdl": True} if shared["OVERLAPS"] else {}
-    return {**shared, "SMALL_ROWS": chosen.block_m, **blocks_of(launch), **early}
+    return {**shared, "SMALL_ROWS": small_rows, **blocks_of(launch), **early}
 
 
 def _fallback_grid(t: Forward | Backward, rows: int) -> tuple[int, ...]:
@@ -73,7 +75,10 @@ def _warps(launch: Config) -> dict[str, int]:
     return {"BLOCK": launch.block_m, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
 
 
-def plan_forward_small_segments(t: Forward, options: AttentionOptions, launch: Config, source: str) -> Plan:
+def plan_forward_small_segments(
+    t: Forward, options: AttentionOptions, launch: Config, source: str, plan_longer: Plan | None = None
+) -> Plan:
+    """Plan segments of up to launch.block_m rows. `plan_longer`, if given, writes all other rows."""
     stride_unit, strides = head_strides(t.q, t.k, t.v)
     scalars = (*strides, t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {
@@ -81,21 +86,28 @@ def plan_forward_small_segments(t: Forward, options: AttentionOptions, launch: C
         "STRIDE_OT": row_stride(t.out), "HAS_LSE": options.has_lse, **_constants(t, options, stride_unit),
     }  # fmt: skip
     fallback, _ = choose("attention_fwd_long_segments_fallback", t.q, options, None)
-    bound = Bound(wrap_triton(_attention_fwd_small_segments_kernel), _grid(t), scalars, {**shared, **_warps(launch)})
+    is_persistent = plan_longer is not None
+    grid = (min(PERSISTENT_PROGRAMS, _grid(t)[0]), 1) if is_persistent else _grid(t)
+    constants = {**shared, **_warps(launch), "PERSISTENT": is_persistent}
+    bound = Bound(wrap_triton(_attention_fwd_small_segments_kernel), grid, scalars, constants)
     longer = Bound(
         wrap_triton(_attention_fwd_long_segments_fallback_kernel),
         _fallback_grid(t, fallback.block_m),
         scalars,
-        _fallback_constants(launch, fallback, shared),
+        _fallback_constants(launch.block_m, fallback, shared),
     )
     ready = is_readable(t)
 
     def launch_forward(t: Forward) -> None:
         q, k, v, cu_q, _, out, lse, *_ = t if ready else made_readable(t)
         bound(q, k, v, out, lse, cu_q)
-        longer(q, k, v, out, lse, cu_q)
+        if plan_longer is None:
+            longer(q, k, v, out, lse, cu_q)
+        else:
+            plan_longer.launch(t)
 
-    return Plan(launch_forward, {"attention_fwd_small_segments": (launch, source)})
+    kernels = {"attention_fwd_small_segments": (launch, source)}
+    return Plan(launch_forward, kernels if plan_longer is None else {**kernels, **plan_longer.kernels})
 
 
 def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch: Config, source: str) -> Plan:
@@ -117,11 +129,11 @@ def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch:
     )
     longer_dq = Bound(
         wrap_triton(_attention_bwd_dq_long_segments_fallback_kernel), _fallback_grid(t, dq_fallback.block_m), scalars,
-        _fallback_constants(launch, dq_fallback, of_queries),
+        _fallback_constants(launch.block_m, dq_fallback, of_queries),
     )  # fmt: skip
     longer_dkdv = Bound(
         wrap_triton(_attention_bwd_dkdv_long_segments_fallback_kernel), _fallback_grid(t, dkdv_fallback.block_n),
-        (*strides[:3], strides[4], *sizes), _fallback_constants(launch, dkdv_fallback, of_keys),
+        (*strides[:3], strides[4], *sizes), _fallback_constants(launch.block_m, dkdv_fallback, of_keys),
     )  # fmt: skip
     ready = is_readable(t)
 

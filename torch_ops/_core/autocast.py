@@ -17,26 +17,27 @@ def install_autocast(
     overload: Any,
     body: Callable[..., Any],
     keeps_dtype: tuple[str, ...],
+    reads_any: tuple[str, ...],
     dtype_argument: str,
 ) -> None:
     """For `vk::<name>`, whose arguments are `body`'s: those in `keeps_dtype` stay fp32 where they are.
 
-    `dtype_argument`, unless empty, names the one that says the type itself: where it is given, nothing is cast.
+    Those in `reads_any` keep any dtype. `dtype_argument`, unless empty, names the one that says the type itself: where
+    it is given, nothing is cast.
     """
     arguments = list(inspect.signature(body).parameters)
-    kept = frozenset(map(arguments.index, keeps_dtype))
+    halves = torch.float16, torch.bfloat16
+    castable: dict[int, tuple[torch.dtype, ...]] = dict.fromkeys(range(len(arguments)), (*halves, torch.float32))
+    castable.update(dict.fromkeys(map(arguments.index, keeps_dtype), halves))
+    castable.update(dict.fromkeys(map(arguments.index, reads_any), ()))
     says = arguments.index(dtype_argument) if dtype_argument else len(arguments)
 
     def make(device_type: str, key: str) -> Callable[..., Any]:
         def cast(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
-            halves = torch.float16, torch.bfloat16
-            castable = *halves, torch.float32
             if says >= len(args) or args[says] is None:
                 args = tuple(
-                    arg.to(dtype)
-                    if isinstance(arg, Tensor) and arg.dtype in (halves if place in kept else castable)
-                    else arg
+                    arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype in castable[place] else arg
                     for place, arg in enumerate(args)
                 )
             with exclude_key(key):

@@ -1,12 +1,16 @@
 """The shared refusals: `<op>: <argument> is <got>, expected <wanted>`."""
 
+import operator
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def refuse(op: str, argument: str, wanted: str, got: object) -> None:
+def refuse(op: str, argument: str, wanted: str, got: object) -> NoReturn:
     """Raise "<op>: <argument> is <got>, expected <wanted>".
 
     The verb is "has" where `wanted` begins with "of", whose list is a shape, and for shapes and strides.
@@ -41,16 +45,35 @@ def check_device(op: str, argument: str, tensor: Tensor, like_name: str, like: T
         refuse(op, argument, f"on {like.device} as {like_name} is", tensor.device)
 
 
-def check_int(op: str, argument: str, value: object) -> None:
-    """Also what a trace has for one, and numpy's; a bool is none."""
-    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
-        refuse(op, argument, "an integer", repr(value))
+def check_int(op: str, argument: str, value: Any) -> int:
+    """Return an integer as Python's, or as a trace's symbol. NumPy's are taken; bools, floats and tensors are not."""
+    # Dynamo answers these questions where the value is a symbol.
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    if not isinstance(value, bool | Tensor):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    refuse(op, argument, "an integer", repr(value))
+
+
+def integers(op: str, **values: Any) -> list[int]:
+    """Return arguments, given by name, as integers."""
+    return [check_int(op, argument, value) for argument, value in values.items()]
 
 
 def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
     if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         got = "None" if tensor is None else "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
         refuse(op, argument, "a dense tensor", got)
+
+
+def check_all_dense(op: str, arguments: Iterable[tuple[str, object]]) -> None:
+    """Refuse tensors of another layout, and nested ones, by the names of the arguments."""
+    for argument, value in arguments:
+        if isinstance(value, Tensor):
+            check_dense(op, argument, value)
 
 
 def check_packed(op: str, argument: str, tensor: Tensor) -> None:
@@ -102,13 +125,15 @@ def check_tables(op: str, cos: Tensor, sin: Tensor, total: int, head_dim: int, l
 
 
 def check_num_heads(op: str, argument: str, num_heads: int) -> None:
-    if not 1 <= num_heads <= 65535:
-        refuse(op, f"the number of heads of {argument}", "from 1 to 65535", num_heads)
+    name = f"the number of heads of {argument}"
+    if not 1 <= check_int(op, name, num_heads) <= 65535:
+        refuse(op, name, "from 1 to 65535", num_heads)
 
 
 def check_head_dim(op: str, argument: str, head_dim: int) -> None:
-    if not (8 <= head_dim <= 256 and head_dim % 8 == 0):
-        refuse(op, f"the head dimension of {argument}", "a multiple of 8 from 8 to 256", head_dim)
+    name = f"the head dimension of {argument}"
+    if not (8 <= check_int(op, name, head_dim) <= 256 and head_dim % 8 == 0):
+        refuse(op, name, "a multiple of 8 from 8 to 256", head_dim)
 
 
 def check_cu_seqlens(op: str, argument: str, cu_seqlens: Tensor, like_name: str, like: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from csrc_free_ops.configs.rows import Gpu, gpu_name
 from csrc_free_ops.tiles.hopper.limits import SHARED_BYTES
@@ -42,6 +43,11 @@ def gpu() -> Gpu:
     """The current device, as Triton's active driver describes it."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
     return _describe(triton.runtime.driver.active, index)
+
+
+def host_tensor(values: Any, dtype: torch.dtype) -> Tensor:
+    """Numbers of the host as a tensor on the CPU, whatever PyTorch's default device and dtype are."""
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torch_ops._core.device import host_tensor
+
 ROUNDS = 7
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
@@ -32,5 +34,5 @@ def keep_weights(seed: Tensor, streams: Tensor, queries: Tensor, num_keys: int, 
     )  # fmt: skip
     words = torch.stack(torch.broadcast_tensors(*philox(seed.reshape(()), counter)), -1).flatten(-2)
     # In fp32, as the kernels have it.
-    limit = int(torch.tensor(dropout, dtype=torch.float32).double() * 2**32)
+    limit = int(host_tensor(dropout, torch.float32).double() * 2**32)
     return words[..., :num_keys] >= limit

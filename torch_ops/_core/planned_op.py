@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from torch_ops._core.checks import check_all_dense
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.direct import Direct, allocator, is_watched
 from torch_ops._core.plan import Plan
@@ -129,7 +130,7 @@ def planned_op(
 
     arguments           NamedTuple: its fields, with types and defaults, are the schema
     results             type of what the op returns
-    check(call)         refuses bad arguments, by metadata alone
+    check(call)         refuses bad arguments, by metadata alone; tensors that are not dense are refused before
     outputs(call)       allocates what the op returns; the fake is the check and this
     tensors(call, made) value that is launched on; None where the launch takes the call and makes the outputs itself
     plan(tensors, call) chooses kernels, by metadata alone; once per signature in eager calls
@@ -141,9 +142,13 @@ def planned_op(
     signature_of = signatures(get_type_hints(arguments).values())
     seen = Direct()
 
+    def check_call(call: Any) -> None:
+        check_all_dense(name, zip(arguments._fields, call, strict=True))
+        check(call)
+
     def fake(*args: Any, **kwargs: Any) -> Any:
         call = arguments(*args, **kwargs)
-        check(call)
+        check_call(call)
         made = outputs(call)
         if current_mode() is Mode.EXPLAINED:
             record(Planned(op, tuple(call), made, plan(tensors(call, made) if tensors else call, call)))
@@ -157,7 +162,7 @@ def planned_op(
         signature = signature_of(call)
         run = plans.get(signature)
         if run is None:
-            check(call)
+            check_call(call)
         if check_values is not None and settings.checked and is_eager():
             check_values(call)
         if run is None:

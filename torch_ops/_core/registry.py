@@ -40,6 +40,7 @@ from torch.library import Library, custom_op
 from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
+from torch_ops._core.arguments import Places, integers_of, refuse_nested_tensors, with_integers
 from torch_ops._core.autocast import install_autocast
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.direct import Direct, is_watched
@@ -70,14 +71,15 @@ _library = Library(NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True)
 class Op:
-    """A registered op: `op(...)` is `torch.ops.vk.<name>(...)`."""
+    """A registered op: `op(...)` is `torch.ops.vk.<name>(...)`, and refuses by name what is no integer."""
 
     name: str
     overload: Any
     body: Callable[..., Any]
+    integers: Places
 
     def __call__(self, *args: Any) -> Any:
-        return self.overload(*args)
+        return self.overload(*with_integers(self.name, self.integers, args))
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,10 @@ class KernelOp(Op):
     def __call__(self, *args: Any) -> Any:
         direct = self.direct
         if torch.compiler.is_compiling() or direct is None or is_watched():
-            return self.overload(*args)
+            return self.overload(*with_integers(self.name, self.integers, args))
         found = direct.find(args)
         if found is None:
+            args = with_integers(self.name, self.integers, args)
             results = self.overload(*args)
             direct.remember(args, self.body.prepared, self._recorded)  # type: ignore[attr-defined]
             return results
@@ -197,6 +200,7 @@ def vk_op(
     mutates: tuple[str, ...] = (),
     autocast: bool = False,
     keeps_dtype: tuple[str, ...] = (),
+    reads_any: tuple[str, ...] = (),
     dtype_argument: str = "",
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], KernelOp]:
@@ -204,8 +208,9 @@ def vk_op(
 
     `fake` takes the body's arguments, refuses bad ones and returns the empty outputs, by the functions that the body
     itself uses. `mutates` names the arguments that the body writes to. `flops(*args)` counts a call.
-    With `autocast` the floating tensors are cast to the autocast region's dtype. Two kinds are not: fp32 tensors named
-    in `keeps_dtype`, which are tables, and all tensors of a call whose `dtype_argument` says the type.
+    With `autocast` the floating tensors are cast to the autocast region's dtype. Three kinds are not. One is fp32
+    tensors named in `keeps_dtype`, which are tables. Another is tensors named in `reads_any`, which kernels read in any
+    dtype. The third is all tensors of a call whose `dtype_argument` says the type.
     """
 
     def register(body: Callable[..., Any]) -> KernelOp:
@@ -230,15 +235,16 @@ def vk_op(
                 return body(*args, **kwargs)
 
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
+        refuse_nested_tensors(_library, name, body, overload)
         recorded = _install_eager_path(name, body, definition, mutates)
         if autocast:
-            install_autocast(_library, name, overload, body, keeps_dtype, dtype_argument)
+            install_autocast(_library, name, overload, body, keeps_dtype, reads_any, dtype_argument)
         if flops is not None:
             register_flop_formula(overload.overloadpacket, get_raw=True)(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
             )
         direct = Direct() if hasattr(body, "prepared") and not mutates else None
-        op = OPS[name] = KernelOp(name, overload, body, definition, recorded, direct)
+        op = OPS[name] = KernelOp(name, overload, body, integers_of(body), definition, recorded, direct)
         return op
 
     return register
@@ -254,7 +260,8 @@ def composed_op(name: str, private: bool = False) -> Callable[[Callable[..., Any
         schema = torch.library.infer_schema(body, mutates_args=())
         _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, body, "CompositeImplicitAutograd")
-        op = Op(name, getattr(torch.ops.vk, name).default, body)
+        op = Op(name, getattr(torch.ops.vk, name).default, body, integers_of(body))
+        refuse_nested_tensors(_library, name, body, op.overload)
         if not private:
             OPS[name] = op
         return op

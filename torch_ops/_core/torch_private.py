@@ -6,7 +6,7 @@ and compilers that it measures. Nothing here imports Dynamo or Inductor, which t
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -19,10 +19,13 @@ from torch._library.autograd import make_autograd_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "COMPILED_CALL",
+    "FIELDS_OF_HOOKS",
     "FIELDS_OF_MODULES",
     "HOOKS_OF_MODULES",
     "IS_REPLICA",
@@ -32,6 +35,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "NestedTensor",
     "addmm_activation",
     "addresses_equal",
     "any_requires_grad",
@@ -39,6 +43,7 @@ __all__ = [
     "backward_of",
     "buffers_of",
     "children_of",
+    "clamp_all",
     "copy_all",
     "count_dispatch_modes",
     "current_cuda_device",
@@ -104,9 +109,12 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # The names of buffers that a state dict leaves out.
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-# The attributes that every module has, and those of them that hold hooks of its call.
+# The attributes that every module has, those of them that hold hooks of its call, and all that have to do with hooks.
 FIELDS_OF_MODULES = frozenset(vars(nn.Module()))
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FIELDS_OF_HOOKS = tuple(sorted(name for name in FIELDS_OF_MODULES if "hook" in name))
+# The attribute that `module.compile()` sets.
+COMPILED_CALL = "_compiled_call_impl"
 # Whether there are hooks of all modules.
 has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 # Both versions of FSDP mark the modules whose weights they gather.
@@ -117,9 +125,10 @@ IS_REPLICA = "_is_replica"
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 # Where a compiled module keeps the module that it was made of.
 ORIGINAL_MODULE = "_orig_mod"
-# Fill tensors with zeros, or with what others hold, in few launches.
+# Fill tensors with zeros, or with what others hold, in few launches; and the smaller of both, in new tensors.
 zero_all: Callable[[list[Tensor]], None] = torch._foreach_zero_
 copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+clamp_all: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]] = torch._foreach_clamp_max
 _CUDA = torch._C.DispatchKey.CUDA
 
 
@@ -147,7 +156,9 @@ def autograd_impl(definition: Any) -> Callable[..., Any]:
     return implementation
 
 
-_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0)) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_PLAIN_KEYS = torch._C._dispatch_keys(torch.empty(0, device="cpu")) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 def has_plain_keys(tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ from torch_ops._core.checks import (
 from torch_ops._core.launch import are_settled, blocks_of, contiguous_like, current_gpu, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._core.torch_private import statically_known_true
 from torch_ops._kv_cache.cpu import append_cpu, rotary_dim
 from torch_ops.settings import settings
 
@@ -36,7 +37,7 @@ MOST_SEQUENCES = 65535
 MOST_ROWS = 2**30
 
 
-def check_sizes(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple[int | None, ...]) -> None:
+def check_shape(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple[int | None, ...]) -> None:
     """Refuse tensors of other sizes, where sizes are given; `named` names them, as in "[B, H, S, D]"."""
     check_dense(op, argument, tensor)
     if tensor.dim() != len(sizes) or any(
@@ -46,10 +47,14 @@ def check_sizes(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple
         refuse(op, argument, f"of shape {named} = [{wanted}]", list(tensor.shape))
 
 
-def check_count(op: str, argument: str, count: int, most: int) -> None:
+def _has_no_tokens(k: Tensor) -> bool:
+    return statically_known_true(k.shape[0] * k.shape[2] == 0)
+
+
+def check_count(op: str, argument: str, count: int, most: int, least: int = 0) -> None:
     """A graph of dynamic shape may not branch on a count; none that it has is 0."""
-    if not isinstance(count, torch.SymInt) and not 1 <= count <= most:
-        refuse(op, argument, f"from 1 to {most}", count)
+    if not isinstance(count, torch.SymInt) and not least <= count <= most:
+        refuse(op, argument, f"from {least} to {most}", count)
 
 
 def check_counts(op: str, argument: str, counts: Tensor, size: int, like_name: str, like: Tensor) -> None:
@@ -61,20 +66,20 @@ def check_counts(op: str, argument: str, counts: Tensor, size: int, like_name: s
 
 def _check_caches(op: str, call: Any) -> None:
     k, v, k_cache, v_cache, block_table = call.k, call.v, call.k_cache, call.v_cache, call.block_table
-    check_sizes(op, "k", k, "[B, Hk, Sn, D]", (None,) * 4)
+    check_shape(op, "k", k, "[B, Hk, Sn, D]", (None,) * 4)
     batch, num_heads, tokens, head_dim = k.shape
     check_float(op, "k", k)
     check_head_dim(op, "k", head_dim)
     check_num_heads(op, "k", num_heads)
     check_count(op, "the number of sequences of k", batch, MOST_SEQUENCES)
     check_count(op, "the number of tokens of k", tokens, MOST_ROWS // num_heads)
-    check_sizes(op, "v", v, "[B, Hk, Sn, D]", tuple(k.shape))
+    check_shape(op, "v", v, "[B, Hk, Sn, D]", tuple(k.shape))
     check_like(op, "v", v, "k", k)
     named, pages = ("[B, Hk, S, D]", batch) if block_table is None else ("[num_pages, Hk, page_size, D]", None)
-    check_sizes(op, "k_cache", k_cache, named, (pages, num_heads, None, head_dim))
+    check_shape(op, "k_cache", k_cache, named, (pages, num_heads, None, head_dim))
     check_float(op, "k_cache", k_cache)
     check_device(op, "k_cache", k_cache, "k", k)
-    check_sizes(op, "v_cache", v_cache, named, tuple(k_cache.shape))
+    check_shape(op, "v_cache", v_cache, named, tuple(k_cache.shape))
     check_like(op, "v_cache", v_cache, "k_cache", k_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(3) != 1:
@@ -112,9 +117,9 @@ def _check_rotation(op: str, k: Tensor, q: Tensor | None, cos: Tensor | None, si
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         got = f"{list(sin.shape)} in {dtype_name(sin.dtype)}"
         refuse(op, "sin", f"{list(cos.shape)} in {dtype_name(cos.dtype)} as cos is", got)
-    check_count(op, "the number of rows of cos", cos.shape[0], MOST_ROWS)
+    check_count(op, "the number of rows of cos", cos.shape[0], MOST_ROWS, least=0 if _has_no_tokens(k) else 1)
     if q is not None:
-        check_sizes(op, "q", q, "[B, H, Sn, D]", (batch, None, tokens, head_dim))
+        check_shape(op, "q", q, "[B, H, Sn, D]", (batch, None, tokens, head_dim))
         check_like(op, "q", q, "k", k)
         check_num_heads(op, "q", q.shape[1])
         check_count(op, "the number of tokens of q", tokens, MOST_ROWS // q.shape[1])
@@ -185,6 +190,8 @@ class Append(NamedTuple):
 
 def plan_append(t: Append, interleaved: bool) -> Plan:
     k, q, cos, sin, block_table = t.k, t.q, t.cos, t.sin, t.block_table
+    if _has_no_tokens(k):
+        return Plan(lambda t: None, why="there are no tokens")
     # The interpreter has neither bf16 nor fp64, in k or in its cache.
     if not (runs_kernels(k) and runs_kernels(t.k_cache)):
         return reference_plan(partial(append_cpu, interleaved), k)

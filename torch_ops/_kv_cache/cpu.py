@@ -40,6 +40,14 @@ def append_cpu(interleaved: bool, tensors: Any) -> None:
     capacity, page_size = capacity_of(k_cache, block_table), k_cache.shape[2]
     before, token = cache_seqlens.long()[:, None], torch.arange(tokens, device=k.device)
     position = before + token
+    if cos is not None and sin is not None:
+        angle = position.clamp(0, cos.shape[0] - 1)
+        cos, sin = cos[angle], sin[angle]
+        k = _rotated(k, cos, sin, interleaved)
+        if q is not None:
+            out.copy_(_rotated(q, cos, sin, interleaved))
+    if capacity == 0 or k_cache.shape[0] == 0:
+        return
     inside = (before >= 0) & (position < capacity)
     if lengths is not None:
         inside &= token < lengths[:, None]
@@ -49,11 +57,5 @@ def append_cpu(interleaved: bool, tensors: Any) -> None:
         page = block_table.long().gather(1, position.clamp(0, capacity - 1) // page_size)
         row = position % page_size
         inside &= (page >= 0) & (page < k_cache.shape[0])
-    if cos is not None and sin is not None:
-        angle = position.clamp(0, cos.shape[0] - 1)
-        cos, sin = cos[angle], sin[angle]
-        k = _rotated(k, cos, sin, interleaved)
-        if q is not None:
-            out.copy_(_rotated(q, cos, sin, interleaved))
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache[page[inside], :, row[inside]] = new.transpose(1, 2)[inside].to(cache.dtype)

@@ -52,7 +52,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
 
     boundaries = torch.tensor([0, 300, 300, 1000], dtype=torch.int32, device=device)
     for head_dim, causal in ((64, False), (72, True), (80, False), (128, True)):

@@ -226,7 +226,7 @@ def table(
     """Make Markdown tables again from stored results."""
     kind = "images" if images else "summary" if short else "suite" if suite else ""
     for index, file in enumerate(files):
-        with options.value_errors(str(file)):
+        with options.file_errors(file):
             text = markdown(read_report(file), kind)
         typer.echo("\n" * bool(index) + text, nl=False)
 
@@ -245,7 +245,7 @@ def chart(
         message = f"vk bench chart needs matplotlib: pip install 'vk-ops[bench]' ({error})"
         raise typer.BadParameter(message) from error
     options.check_output(picture, "PICTURE")
-    with options.value_errors(str(results)):
+    with options.file_errors(results):
         kernels = read_timeline(results.read_text())
         if kernels is not None:
             draw_timeline(kernels, picture)

@@ -14,7 +14,7 @@ from rich.table import Table
 import torch_ops
 from torch_ops.command.encode import encode
 from torch_ops.command.errors import OneLineErrors
-from torch_ops.command.report import stdout_console
+from torch_ops.command.report import lines_as_they_are, stdout_console
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -58,7 +58,7 @@ def info(
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for section, value in report.items():
-        table.add_row(section.replace("_", " "), _cell(value))
+        table.add_row(section.replace("_", " "), lines_as_they_are(_cell(value)))
     console.print(table)
 
 

@@ -104,9 +104,9 @@ def encode(
                     encoder = qwen_vl.build_tower(name, seed, kind, where, advance)
                 config = encoder.config
                 check_head_dim("vk::window_attn", "the tower", FAMILIES[family_key(config)].sizes(config).head_dim)
-                _check_patches(config, inputs.pixel_values)
+                ours = qwen_vl.from_transformers(encoder)
             runs = _run(
-                encoder, inputs, repeat, step,
+                ours, encoder, inputs, repeat, step,
                 compiled=compile_, compare=compare, graph=graph, chunk_tokens=chunk_tokens,
             )  # fmt: skip
         except RuntimeError as error:
@@ -179,16 +179,8 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _check_patches(config: Any, pixel_values: torch.Tensor) -> None:
-    wanted = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    if pixel_values.shape[1] != wanted:
-        raise ValueError(
-            f"the checkpoint's image processor makes patches of {pixel_values.shape[1]} values and "
-            f"its tower takes {wanted}: preprocessor_config.json and config.json do not match"
-        )
-
-
 def _run(
+    ours: Any,
     encoder: Any,
     inputs: Inputs,
     repeat: int,
@@ -201,10 +193,8 @@ def _run(
 ) -> dict[str, Run]:
     """The plain run of our encoder on the tower's weights and, if asked for, replays of it and the tower's own."""
     from torch_ops.models.graphs import EncoderGraphs
-    from torch_ops.models.qwen_vl import from_transformers
     from torch_ops.models.vision_metadata import filled_sizes, images_of
 
-    ours = from_transformers(encoder)
     pixels = inputs.pixel_values.to(ours.device, ours.dtype)
     step("compiling and encoding" if compiled else "encoding")
     try:

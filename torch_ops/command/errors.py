@@ -1,10 +1,23 @@
 """The Typer group of `vk` and of its benchmark: an error of use costs one line on stderr, a defect a traceback."""
 
+import re
 import sys
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+
+def on_one_line(text: object) -> str:
+    """A name or a message as it is, but for what breaks a line, drives a terminal or cannot be encoded.
+
+    These characters are shown as Python would write them: a file's name may hold any.
+    """
+    return re.sub("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", _escaped, str(text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 class OneLineErrors(TyperGroup):
@@ -23,6 +36,6 @@ class OneLineErrors(TyperGroup):
                 raise
             context = getattr(error, "ctx", None)
             hint = f" See '{context.command_path} --help'." if context is not None else ""
-            typer.echo(f"vk: {' '.join(message().split())}{hint}", err=True)
+            typer.echo(on_one_line(f"vk: {message()}{hint}"), err=True)
             sys.exit(getattr(error, "exit_code", 2))
         sys.exit(code if isinstance(code, int) else 0)

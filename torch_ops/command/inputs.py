@@ -2,6 +2,7 @@
 
 import glob
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,10 +30,36 @@ class InputError(Exception):
 
 @contextmanager
 def input_errors() -> Iterator[None]:
+    """Show an error of the user's files or options as one line, without the warnings of Pillow that lead up to it."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except (ValueError, OSError, ImportError) as error:
         raise InputError(str(error)) from error
+
+
+@dataclass
+class _Current:
+    """The image that is being processed."""
+
+    path: Path
+    size: tuple[int, int] = (0, 0)
+
+
+@contextmanager
+def _encodable(image: _Current) -> Iterator[None]:
+    """Blame an image for whatever the processor raises: its sizes fit no array, or no memory."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        width, height = image.size
+        # Transformers refuses images that are longer.
+        fix = "; crop it first" if max(width, height) > 200 * min(width, height) else ""
+        said = f"{image.path} ({width} x {height} pixels) cannot be encoded: {' '.join(str(error).split())}{fix}"
+        raise InputError(said) from error
 
 
 @dataclass(frozen=True)
@@ -56,10 +83,8 @@ def read_images(paths: list[Path], model: Path | None, step: Step) -> Inputs:
     for done, path in enumerate(paths, start=1):
         with input_errors():
             image = open_image(path)
-        try:
+        with _encodable(_Current(path, image.size)):
             batches.append(preprocess([image], processor))
-        except ValueError as error:
-            raise _not_encoded(path, image.size, error) from error
         sizes.append(image.size)
         advance(done, len(paths))
     pixel_values, grids = zip(*batches, strict=True)
@@ -75,23 +100,21 @@ def read_frames(paths: list[Path], model: Path | None, step: Step) -> Inputs:
     with input_errors():
         files = [file for path in paths for file in frame_files(path)]
         processor = image_processor(model)
-    current, size, count = files[0], (0, 0), 0
+    current, count = _Current(files[0]), 0
 
     def frames() -> Iterator[Image.Image]:
-        nonlocal current, size, count
-        for done, current in enumerate(files):
+        nonlocal count
+        for done, current.path in enumerate(files):
             advance(done, len(files))
             with input_errors():
-                for image in open_frames(current):
-                    size, count = image.size, count + 1
+                for image in open_frames(current.path):
+                    current.size, count = image.size, count + 1
                     yield image
 
-    try:
+    with _encodable(current):
         pixel_values, grid = preprocess_video(frames(), processor)
-    except ValueError as error:
-        raise _not_encoded(current, size, error) from error
     name = str(files[0]) if len(files) == 1 else f"{files[0]} .. {files[-1].name}"
-    return Inputs(pixel_values, grid, [name], [size], count)
+    return Inputs(pixel_values, grid, [name], [current.size], count)
 
 
 def frame_files(path: Path) -> list[Path]:
@@ -115,8 +138,4 @@ def frame_files(path: Path) -> list[Path]:
 
 def _by_numbers(file: Path) -> tuple[Any, ...]:
     parts = re.split(r"([0-9]+)", str(file))
-    return *((int(part), part) if part.isdigit() else (0, part) for part in parts), str(file)
-
-
-def _not_encoded(path: Path, size: tuple[int, int], error: ValueError) -> InputError:
-    return InputError(f"{path} ({size[0]} x {size[1]} pixels) cannot be encoded: {error}; crop it first")
+    return *((int(part) if place % 2 else 0, part) for place, part in enumerate(parts)), str(file)

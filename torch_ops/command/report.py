@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from torch_ops.command.errors import on_one_line
 from torch_ops.command.inputs import Inputs
 
 # Columns of a terminal. In fewer, tables lose their words.
@@ -99,6 +101,15 @@ def stdout_console(width: int) -> Console:
     return console if console.is_terminal and console.width >= NARROWEST else Console(width=width)
 
 
+def as_it_is(text: object) -> Text:
+    """Text that may hold a name: Rich would read markup, links and emoji in a string."""
+    return Text(on_one_line(text))
+
+
+def lines_as_they_are(text: str) -> Text:
+    return Text("\n").join(map(as_it_is, text.split("\n")))
+
+
 def print_report(report: dict[str, Any]) -> None:
     """The report of ``vk encode`` as a table and a few lines on stdout."""
     console = stdout_console(110)
@@ -115,7 +126,7 @@ def print_report(report: dict[str, Any]) -> None:
         if taps := image["deepstack_features"]:
             outputs.append(f"{len(taps)} deepstack {_shape(taps[0])}")
         table.add_row(
-            image["file"],
+            as_it_is(image["file"]),
             ", ".join(map(str, image["grid_thw"])),
             str(image["tokens"]),
             "\n".join(outputs),
@@ -144,7 +155,7 @@ def print_report(report: dict[str, Any]) -> None:
     if report["graph"] is not None:
         lines.append(_replays(report["graph"]))
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(as_it_is(line), soft_wrap=True)
     if report["compare"] is not None:
         console.print()
         _print_comparison(console, report["compare"])
@@ -169,7 +180,7 @@ def _print_comparison(console: Console, compare: dict[str, Any]) -> None:
     table.add_column("relative", justify="right")
     for name, difference in compare["differences"].items():
         row = (f"{difference[key]:.2e}" for key in ("absolute", "relative"))
-        table.add_row(name.replace("[", "\\["), *row)
+        table.add_row(as_it_is(name), *row)
     console.print(table)
     console.print()
     console.print(

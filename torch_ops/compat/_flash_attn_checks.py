@@ -1,9 +1,8 @@
 """Checks that the functions with flash-attn's signatures share."""
 
-import torch
 from torch import Tensor
 
-from torch_ops._core.checks import check_dense, check_number, refuse
+from torch_ops._core.checks import check_dense, check_int, check_number, refuse
 
 
 def check_layout(op: str, argument: str, tensor: Tensor, layout: str, packed: int | None = None) -> None:
@@ -19,18 +18,10 @@ def check_softmax_scale(op: str, softmax_scale: float | None) -> None:
         refuse(op, "softmax_scale", "a positive number or None", softmax_scale)
 
 
-def check_count(op: str, argument: str, value: object) -> None:
-    """An integer, by a question that Dynamo can answer where it is a symbol."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        refuse(op, argument, "an integer", repr(value))
-
-
 def bounds_of(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         refuse(op, "window_size", "a pair (left, right)", window_size)
-    left, right = window_size
-    for width in (left, right):
-        check_count(op, "window_size", width)
+    left, right = [check_int(op, "window_size", width) for width in window_size]
     # In flash-attn every negative width is unbounded.
     return max(left, -1), max(right, -1)
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention.decode_checks import MOST_QUERIES
-from torch_ops._core.checks import check_matrix, refuse
+from torch_ops._core.checks import check_int, check_matrix, refuse
 from torch_ops._core.plan import Plan
 from torch_ops._core.planned_op import opaque_plan
 from torch_ops._core.torch_private import is_exporting
 from torch_ops.attention_decode import attention_decode
-from torch_ops.compat._flash_attn_checks import bounds_of, check_count, check_layout, check_softmax_scale, refuse_given
+from torch_ops.compat._flash_attn_checks import bounds_of, check_layout, check_softmax_scale, refuse_given
 from torch_ops.kv_cache_append import kv_cache_append
 
 
@@ -94,6 +94,20 @@ def _check_new_keys(
         refuse(op, "rotary_cos", wanted, "a tensor")
 
 
+def _check_length(op: str, cache_seqlens: int, capacity: int, k: Tensor | None, cos: Tensor | None) -> int:
+    """Check a length that the host knows: the keys, with the new ones, fit the cache and have angles."""
+    length = check_int(op, "cache_seqlens", cache_seqlens)
+    added = 0 if k is None else k.shape[1]
+    if is_exporting():
+        # The sizes that a program will run with are not known.
+        return length
+    if not 0 <= length <= capacity - added:
+        refuse(op, "cache_seqlens", f"from 0 to {capacity} positions less {added} new keys", length)
+    if added and cos is not None and length + added > cos.shape[0]:
+        refuse(op, "the number of rows of rotary_cos", f"{length + added} or more", cos.shape[0])
+    return length
+
+
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -121,14 +135,15 @@ def flash_attn_with_kvcache(
     sequence, then attend to all keys. The function is for inference and has no gradient.
 
     Args:
-        q: [B, Sq, H, D], fp16, bf16 or fp32, 1 to 16 queries of each sequence; D is a multiple of 8 up to 256.
+        q: [B, Sq, H, D], fp16, bf16 or fp32, up to 16 queries of each sequence; D is a multiple of 8 up to 256.
         k_cache, v_cache: [B, S, Hk, D] in any strides with contiguous columns, or with block_table [num_blocks, page
             size, Hk, D], page size a multiple of 16. The dtype may differ from q's.
         k, v: [B, Sn, Hk, D], new keys and values. Default: none.
         rotary_cos, rotary_sin: [positions, R / 2], to rotate the first R columns of k and q by the angles of their
             positions. k and q then have the same number of rows, and several queries need causal or a window.
         cache_seqlens: int32 [B] on the device, or one integer for all: keys in the cache before the call. Never
-            changed. Default: the capacity, without k.
+            changed. An integer that leaves no room for k is refused; of a tensor, keys without room are dropped.
+            Default: the capacity, without k.
         cache_batch_idx, cache_leftpad: must be None; there is no equivalent.
         block_table: int32 [B, blocks of a sequence]. Default: a contiguous cache.
         rotary_interleaved: whether pairs are columns 2i and 2i + 1 instead of i and i + R / 2.
@@ -151,19 +166,20 @@ def flash_attn_with_kvcache(
     check_layout(op, "q", q, "[B, S, H, D]")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_layout(op, name, cache, "[B, S, H, D]" if block_table is None else "[blocks, page size, H, D]")
-    if not 1 <= q.shape[1] <= MOST_QUERIES:
-        refuse(op, "q", f"of 1 to {MOST_QUERIES} queries of each sequence", q.shape[1])
+    if not 0 <= q.shape[1] <= MOST_QUERIES:
+        refuse(op, "q", f"of 0 to {MOST_QUERIES} queries of each sequence", q.shape[1])
     check_softmax_scale(op, softmax_scale)
     window = bounds_of(op, window_size)
     moves = causal or window != (-1, -1)
     _check_new_keys(op, q, k, v, rotary_cos, rotary_sin, cache_seqlens, moves)
     if block_table is not None:
         check_matrix(op, "block_table", block_table, "[B, pages]", (q.shape[0], None))
+    capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     if cache_seqlens is None:
-        cache_seqlens = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
+        cache_seqlens = capacity
     if not isinstance(cache_seqlens, Tensor):
-        check_count(op, "cache_seqlens", cache_seqlens)
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+        length = _check_length(op, cache_seqlens, capacity, k, rotary_cos)
+        cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     queries = q.transpose(1, 2)
     if k is not None and v is not None:
         is_graph = q.is_cuda and torch.compiler.is_compiling() and not is_exporting()

@@ -17,7 +17,7 @@ def reshape_for_gqa(q: Tensor, num_kv_heads: int) -> Tensor:
     check_dense(op, "q", q)
     if q.dim() != 4:
         refuse(op, "q", "of shape [B, H, S, D]", list(q.shape))
-    check_int(op, "num_kv_heads", num_kv_heads)
+    num_kv_heads = check_int(op, "num_kv_heads", num_kv_heads)
     if num_kv_heads < 1 or q.shape[1] % num_kv_heads or not q.shape[1]:
         refuse(op, "num_kv_heads", f"a divisor of q's {q.shape[1]} heads", num_kv_heads)
     return q.unflatten(1, (num_kv_heads, q.shape[1] // num_kv_heads))

@@ -20,7 +20,6 @@ spreads whole images this way, by their patches alone (`run_dp_sharded_mrope_vis
 
 import heapq
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import check_int, refuse
+from torch_ops._core.device import host_tensor
 from torch_ops.models.families import FAMILIES, family_key
 from torch_ops.models.vision_metadata import CACHE_SIZE, Image, images_of
 
@@ -83,7 +83,7 @@ def spread_images(
         ValueError: for a bad argument. The message names it, what was expected and what came.
     """
     op = "spread_images"
-    check_int(op, "ranks", ranks)
+    ranks = check_int(op, "ranks", ranks)
     if ranks < 1:
         refuse(op, "ranks", "1 or more", ranks)
     if not isinstance(balance, Real) or not balance > 0:
@@ -98,11 +98,11 @@ def _as_grid(op: str, rows: Iterable[Sequence[int]]) -> Tensor:
     images = []
     for image, row in enumerate(rows):
         try:
-            t, h, w = (operator.index(size) for size in row)
+            t, h, w = (check_int(op, f"grid_thw[{image}]", size) for size in row)
         except (TypeError, ValueError):
             refuse(op, f"grid_thw[{image}]", "three integers (t, h, w)", row)
         images.append((t, h, w))
-    return torch.tensor(images, dtype=torch.int64).view(-1, 3)
+    return host_tensor(images, torch.int64).view(-1, 3)
 
 
 def least_loaded(costs: Sequence[float], ranks: int) -> list[int]:

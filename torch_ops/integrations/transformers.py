@@ -167,7 +167,7 @@ def restore(model: ModelT) -> ModelT:
     checkpointing, whether trained, cast or moved. Everything else is left alone.
 
     Raises TypeError for a model without a vision encoder. Raises ValueError for an encoder of ours that got other
-    modules than layers and norms; it then stays in the model.
+    modules than layers and norms, or was sharded or offloaded. It then stays in the model.
     """
     if holds_encoder(model):
         model = put_back(model)

@@ -14,8 +14,10 @@ from torch_ops._core.checks import refuse
 from torch_ops._core.torch_private import ORIGINAL_MODULE, children_of
 from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
+    check_in_place,
     copy_modes,
     from_transformers,
+    is_inside,
     is_vision_model,
     kinds_of,
     modules_of,
@@ -44,17 +46,17 @@ def accelerate(model: ModelT, *, graphs: bool = True) -> ModelT:
     With `graphs` (default: True), an encoder captures a CUDA graph for a size that comes again in inference on a GPU.
     `encoder.graphs` is its `GraphCache`, which shows what is held. With graphs=False every call is eager.
 
-    Both share the same parameters: state dicts, checkpoints, optimizers, requires_grad and gradient checkpointing stay
-    as they are. Wrappers (PEFT, DDP) are fine; linear layers and norms that were replaced or have hooks are called as
-    modules. Calling it again changes nothing but `graphs`, and `restore` undoes it. The hook by which Accelerate moves
-    an encoder's inputs to its device (`device_map`) is carried over. PyTorch's forward hooks on other modules of the
-    encoder are not.
+    Both share the same parameters and hooks: state dicts, checkpoints, optimizers, requires_grad and gradient
+    checkpointing stay as they are. Wrappers (PEFT, DDP) are fine. Layers, norms, MLPs, mergers and the patch embedding
+    that were replaced are called as modules. Calling it again changes nothing but `graphs`, and `restore` undoes it.
+    The hook by which Accelerate moves an encoder's inputs to its device (`device_map`) is carried over.
 
     If `model` itself is the vision encoder, there is no place for ours: it is returned, so use the result.
 
     Raises TypeError for a model without an encoder of a supported family, or with a separately compiled one (compile it
     afterwards). Raises ValueError for an encoder with other parameters or modules than its family's, or with parameters
-    that are offloaded or on several devices. Nothing is replaced then.
+    that are sharded, offloaded or on several devices. Raises ValueError for hooks on its rotary embedding, which ours
+    does not have. Nothing is replaced then.
     """
     towers = {id(module): module for module in modules_of(model) if is_vision_model(module)}
     if not towers:
@@ -102,9 +104,6 @@ def unregister_encoders() -> None:
 
 class BuiltEncoder(QwenVisionEncoder):
     """The encoder, with the constructor that Transformers' models call for their vision class."""
-
-    # A device_map gives it to one device.
-    _no_split_modules = ("BuiltEncoder",)
 
     @classmethod
     def _from_config(cls, config: Any, **kwargs: Any) -> "BuiltEncoder":
@@ -157,36 +156,34 @@ def _made(tower: nn.Module) -> QwenVisionEncoder:
     _copy_checkpointing(tower, encoder)
     setattr(encoder, _ORIGINAL, (tower,))
     if hook is not None:
-        encoder.register_forward_pre_hook(partial(_before, hook), with_kwargs=True)
-        encoder.register_forward_hook(partial(_after, hook))
+        # As Accelerate does, and not by PyTorch's hooks, which both encoders share.
+        encoder.forward = partial(_within, hook, encoder)  # type: ignore[method-assign]
     return encoder
 
 
 def _hook_of_device(tower: nn.Module) -> Any:
     """Accelerate's hook of the tower; those inside do nothing more, where all is on one device and stays there."""
+    check_in_place("accelerate", tower, "accelerate", "accelerate the model first, then offload")
     devices = sorted({str(parameter.device) for parameter in tower.parameters()})
     if len(devices) > 1:
         wanted = "on one device; name it whole in device_map"
         refuse("accelerate", "the vision encoder", wanted, f"on {', '.join(devices)}")
-    for name, module in tower.named_modules():
-        hook = getattr(module, "_hf_hook", None)
-        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            refuse("accelerate", name or "the vision encoder", "on a device", "offloaded")
     return getattr(tower, "_hf_hook", None)
 
 
-def _before(hook: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return hook.pre_forward(module, *args, **kwargs)
-
-
-def _after(hook: Any, module: nn.Module, args: Any, output: Any) -> Any:
-    return hook.post_forward(module, output)
+def _within(hook: Any, encoder: QwenVisionEncoder, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = hook.pre_forward(encoder, *args, **kwargs)
+    return hook.post_forward(encoder, type(encoder).forward(encoder, *args, **kwargs))
 
 
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
-    _check_structure(encoder)
-    called = _called(encoder, tower)
+    check_in_place("restore", encoder, "restore", "remove Accelerate's hooks first (remove_hook_from_submodules)")
+    with torch.device("meta"):
+        made = dict(QwenVisionEncoder(encoder.config).named_modules())
+    called = _called(encoder, tower, made)
+    _check_structure(encoder, made, called)
+    _check_dispatched(encoder, called)
     share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
@@ -201,31 +198,46 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     return tower
 
 
-def _check_structure(encoder: QwenVisionEncoder) -> None:
-    """Refuses what has other modules by now than it was made with, but for what its layers and norms are."""
-    with torch.device("meta"):
-        made = dict(QwenVisionEncoder(encoder.config).named_modules())
+def _called(encoder: QwenVisionEncoder, tower: nn.Module, made: dict[str, nn.Module]) -> list[str]:
+    """The modules that the tower takes as they are, our norms too; of all others it takes the parameters."""
+    kinds = kinds_of(encoder)
+    modules, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (encoder, tower))
+    called: list[str] = []
+    for name in encoder.places:
+        if name not in modules or is_inside(name, called):
+            continue
+        ours = modules[name]
+        if name in encoder.layer_names:
+            kept = plain(ours, LAYERS + NORMS) and plain(theirs[name], (type(kinds[name]),))
+        else:
+            kept = type(ours) is type(made[name]) and "forward" not in vars(ours)
+            kept = kept and isinstance(theirs[name], type(kinds[name]))
+        if not kept:
+            called.append(name)
+    return called
+
+
+def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], called: list[str]) -> None:
+    """Refuses what has other modules by now than it was made with, but for those that are called."""
     modules = dict(encoder.named_modules(remove_duplicate=False))
     for name, module in made.items():
+        if is_inside(name, called):
+            continue
         if name not in modules:
             refuse("restore", name, f"{type(module).__name__}, as it was made", "none")
-        free = name in encoder.layer_names or isinstance(module, nn.ModuleList)
-        if not free and not isinstance(modules[name], type(module)):
+        if not isinstance(module, nn.ModuleList) and not isinstance(modules[name], type(module)):
             refuse("restore", name, f"{type(module).__name__}, as it was made", type(modules[name]).__name__)
-    inside = tuple(f"{name}." for name in encoder.layer_names)
     for name in modules:
-        if name not in made and not name.startswith(inside):
+        if name not in made and not is_inside(name, called):
             refuse("restore", name, "no module, as Transformers' encoder has none there", type(modules[name]).__name__)
 
 
-def _called(encoder: QwenVisionEncoder, tower: nn.Module) -> list[str]:
-    """The layers and norms that the tower takes as modules, our norms too; of the others it takes the parameters."""
-    kinds = kinds_of(encoder)
-    return [
-        name for name in encoder.layer_names
-        if not plain(encoder.get_submodule(name), LAYERS + NORMS)
-        or not plain(tower.get_submodule(name), (type(kinds[name]),))
-    ]  # fmt: skip
+def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
+    """Refuses hooks of Accelerate on modules that the tower has others for: it would lack them."""
+    for name, module in encoder.named_modules():
+        if hasattr(module, "_hf_hook") and not is_inside(name, called):
+            wanted = "one without; remove Accelerate's hooks first (remove_hook_from_submodules)"
+            refuse("restore", name or "the vision encoder", wanted, "a module with a hook")
 
 
 def _copy_checkpointing(source: Any, target: Any) -> None:

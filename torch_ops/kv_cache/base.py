@@ -1,7 +1,13 @@
-"""Tensors and counts of each layer, and the methods that fill them: the base of contiguous and paged KV caches."""
+"""Tensors and counts of each layer, and the methods that fill them: the base of contiguous and paged KV caches.
+
+A method computes the new state beside the old one, in new memory, and then lets `publish` copy it in one step. If
+anything fails before, such as an allocation, the cache is as it was.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +21,10 @@ from torch_ops._core.checks import (
     dtype_name,
     refuse,
 )
+from torch_ops._core.device import host_tensor
 from torch_ops._core.registry import is_eager
-from torch_ops._core.torch_private import mark_static_address, zero_all
-from torch_ops._kv_cache.append import check_sizes
+from torch_ops._core.torch_private import clamp_all, copy_all, mark_static_address, zero_all
+from torch_ops._kv_cache.append import check_shape
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
 
@@ -26,16 +33,33 @@ Lengths = int | Sequence[int] | Tensor
 
 
 def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
-    check_int(op, argument, value)
-    if value < least:
-        refuse(op, argument, f"{least} or more", value)
-    return int(value)
+    size = check_int(op, argument, value)
+    if size < least:
+        refuse(op, argument, f"{least} or more", size)
+    return size
+
+
+def check_sizes(op: str, sizes: dict[str, int]) -> list[int]:
+    return [check_size(op, argument, size) for argument, size in sizes.items()]
 
 
 def static(tensor: Tensor) -> Tensor:
     """Mark the tensor as static, so that CUDA graphs of torch.compile may write to it."""
     mark_static_address(tensor)
     return tensor
+
+
+def publish(live: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Copy a new state into tensors that stay where they are: the last step of a method, which allocates nothing.
+
+    All tensors have rows of whole words. As int32 they have one dtype, and one launch copies them.
+    """
+    if torch.compiler.is_compiling():
+        # Inductor lets a group of copies read what it has already overwritten.
+        for tensor, value in zip(live, new, strict=True):
+            tensor.copy_(value)
+        return
+    copy_all(*([tensor.view(torch.int32) for tensor in tensors] for tensors in (live, new)))
 
 
 class Cache:
@@ -70,11 +94,12 @@ class Cache:
         refuses them.
         """
         self._check_layer(layer)
-        check_sizes(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
+        check_shape(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
         self._check_room(k, lengths)
         out = kv_cache_append(
             k, v, self.k[layer], self.v[layer], self.seqlens[layer], self._table, q, cos, sin, interleaved, lengths
         )
+        # Keys that were written count from here on.
         self.seqlens[layer].add_(k.shape[2] if lengths is None else lengths.clamp(0, k.shape[2]))
         return out
 
@@ -83,25 +108,26 @@ class Cache:
         return None
 
     def _check_layer(self, layer: int) -> None:
-        check_int(self._name, "layer", layer)
-        if not 0 <= layer < self.num_layers:
+        if not 0 <= check_int(self._name, "layer", layer) < self.num_layers:
             refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
 
     def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
         """Check the room that the host knows of."""
 
     def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
-        if not isinstance(values, int | Sequence):
+        several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
+        if not several and (isinstance(values, Tensor) or not hasattr(values, "__index__")):
             refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
-        each = list(values) if isinstance(values, Sequence) else [values] * self.batch
-        if len(each) != self.batch:
-            refuse(op, argument, f"of one for each of {self.batch} sequences", len(each))
-        for place, value in enumerate(each):
-            name = f"{argument}[{place}]" if isinstance(values, Sequence) else argument
-            check_size(op, name, value, least)
-            if most is not None and value > most:
-                refuse(op, name, f"at most {most}", value)
-        return [int(value) for value in each]
+        given: list[Any] = list(values) if several else [values] * self.batch  # type: ignore[arg-type]
+        if len(given) != self.batch:
+            refuse(op, argument, f"of one for each of {self.batch} sequences", len(given))
+        each = []
+        for place, value in enumerate(given):
+            name = f"{argument}[{place}]" if several else argument
+            each.append(check_size(op, name, value, least))
+            if most is not None and each[-1] > most:
+                refuse(op, name, f"at most {most}", each[-1])
+        return each
 
     def _on_device(self, op: str, argument: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         check_dense(op, argument, values)
@@ -112,34 +138,37 @@ class Cache:
         # Numbers beyond int32 are beyond any room too.
         return values.clamp(max=torch.iinfo(torch.int32).max).to(dtype)
 
-    def _keep(self, op: str, lengths: Lengths) -> None:
+    def _kept(self, op: str, lengths: Lengths) -> Sequence[Tensor]:
+        """The counts of each layer, cut to these lengths."""
         if isinstance(lengths, Tensor):
             lengths = self._on_device(op, "lengths", lengths, torch.int32)
             if settings.checked and is_eager():
                 self._on_host(op, "lengths", lengths.tolist(), 0, None)
         else:
             lengths = self._send(self._on_host(op, "lengths", lengths, 0, None), torch.int32)
-        for seqlens in self.seqlens:
-            seqlens.clamp_(max=lengths)
+        return clamp_all(self.seqlens, [lengths] * self.num_layers)
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         """Without waiting: memory that is not pinned is taken over before the call returns."""
-        return torch.tensor(values, dtype=dtype).to(self.k[0].device, non_blocking=True)
+        return host_tensor(values, dtype).to(self.k[0].device, non_blocking=True)
 
-    def _grown(self, tensor: Tensor, dimension: int, size: int) -> Tensor:
-        shape = list(tensor.shape)
-        shape[dimension] = size
+    def _reordered(self, places: Tensor) -> Sequence[Tensor]:
+        """The counts of each layer, with sequence i the former places[i]."""
+        return torch.stack(self.seqlens).index_select(1, places).unbind(0)
+
+    def _grown(self, dimension: int, size: int) -> list[list[Tensor]]:
+        """k and v of all layers in new memory, with their contents."""
         with torch.inference_mode(False):
-            grown = static(tensor.new_zeros(shape))
-            grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
-        return grown
-
-    def _grow(self, dimension: int, size: int) -> None:
-        """One tensor at a time, so that no second whole cache is needed."""
-        for tensors in (self.k, self.v):
-            for layer in range(self.num_layers):
-                tensors[layer] = self._grown(tensors[layer], dimension, size)
+            return [[_grown(tensor, dimension, size) for tensor in tensors] for tensors in (self.k, self.v)]
 
     def reset(self) -> None:
         """Remove all keys of every sequence."""
         zero_all(self.seqlens)
+
+
+def _grown(tensor: Tensor, dimension: int, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dimension] = size
+    grown = static(tensor.new_zeros(shape))
+    grown.narrow(dimension, 0, tensor.shape[dimension]).copy_(tensor)
+    return grown

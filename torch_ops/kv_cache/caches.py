@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import refuse
-from torch_ops.kv_cache.base import Cache, Lengths, check_size, static
+from torch_ops.kv_cache.base import Cache, Lengths, check_size, check_sizes, publish, static
 from torch_ops.kv_cache.pages import Copies, Pages
 
 
@@ -33,8 +33,7 @@ class KVCache(Cache):
     ) -> None:  # fmt: skip
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity,
                  "head_dim": head_dim}  # fmt: skip
-        for argument, size in sizes.items():
-            check_size("KVCache", argument, size)
+        num_layers, batch, num_kv_heads, capacity, head_dim = check_sizes("KVCache", sizes)
         super().__init__(num_layers, batch, (batch, num_kv_heads, capacity, head_dim), dtype, device)
 
     @property
@@ -53,27 +52,28 @@ class KVCache(Cache):
     def grow(self, capacity: int) -> None:
         """Make room for more positions and keep the contents.
 
-        The cache moves to new memory. CUDA graphs captured before still use the old memory and must be captured again.
+        The cache moves to new memory, beside the old one until all is copied. CUDA graphs captured before still use the
+        old memory and must be captured again.
         """
-        self._grow(2, check_size("KVCache.grow", "capacity", capacity, self.capacity))
+        self.k, self.v = self._grown(2, check_size("KVCache.grow", "capacity", capacity, self.capacity))
 
     def truncate(self, lengths: Lengths) -> None:
         """Keep at most so many keys of each sequence in every layer, as after refused speculative tokens."""
-        self._keep("KVCache.truncate", lengths)
+        publish(self.seqlens, self._kept("KVCache.truncate", lengths))
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
         """Make sequence i the former sequence indices[i], as beam search does.
 
-        Tensors are permuted in place, one by one, through a copy each. The values of an index tensor are not checked;
-        PyTorch refuses wrong ones on the device.
+        Tensors stay where they are. The new order is made in as much memory again, and then copied. The values of an
+        index tensor are not checked; PyTorch refuses wrong ones on the device.
         """
         if isinstance(indices, Tensor):
             chosen = self._on_device("KVCache.reorder", "indices", indices, torch.int64)
         else:
             each = self._on_host("KVCache.reorder", "indices", indices, 0, self.batch - 1)
             chosen = self._send(each, torch.int64)
-        for tensor in (*self.k, *self.v, *self.seqlens):
-            tensor.copy_(tensor.index_select(0, chosen))
+        moved = [tensor.index_select(0, chosen) for tensor in (*self.k, *self.v)]
+        publish([*self.k, *self.v, *self.seqlens], [*moved, *self._reordered(chosen)])
 
 
 class PagedKVCache(Cache):
@@ -101,8 +101,7 @@ class PagedKVCache(Cache):
         max_pages = num_pages if max_pages is None else max_pages
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "num_pages": num_pages,
                  "page_size": page_size, "head_dim": head_dim, "max_pages": max_pages}  # fmt: skip
-        for argument, size in sizes.items():
-            check_size("PagedKVCache", argument, size)
+        num_layers, batch, num_kv_heads, num_pages, page_size, head_dim, max_pages = check_sizes("PagedKVCache", sizes)
         super().__init__(num_layers, batch, (num_pages, num_kv_heads, page_size, head_dim), dtype, device)
         self.page_size = page_size
         with torch.inference_mode(False):
@@ -146,23 +145,23 @@ class PagedKVCache(Cache):
         """
         most = self.block_table.shape[1] * self.page_size
         each = self._on_host("PagedKVCache.reserve", "lengths", lengths, 0, most)
-        if self._pages.reserve([-(-length // self.page_size) for length in each]):
-            self._tell()
+        self._publish(self._pages.reserved([-(-length // self.page_size) for length in each]))
 
     def grow(self, num_pages: int, max_pages: int | None = None) -> None:
         """Make room for more pages in the pool and, with max_pages, of one sequence, and keep the contents.
 
-        The cache moves to new memory. CUDA graphs captured before still use the old memory and must be captured again.
+        The cache moves to new memory, beside the old one until all is copied. CUDA graphs captured before still use the
+        old memory and must be captured again.
         """
         op, columns = "PagedKVCache.grow", self.block_table.shape[1]
-        check_size(op, "num_pages", num_pages, self.num_pages)
+        num_pages = check_size(op, "num_pages", num_pages, self.num_pages)
         if max_pages is not None:
             columns = check_size(op, "max_pages", max_pages, columns)
-        self._grow(0, num_pages)
-        self._pages.grow(num_pages)
+        pages = self._pages.grown(num_pages)
+        grown = self._grown(0, num_pages)
         with torch.inference_mode(False):
-            self.block_table = static(self.block_table.new_full((self.batch, columns), -1))
-        self._tell()
+            block_table = static(self._table_of(pages, columns))
+        (self.k, self.v), self.block_table, self._pages = grown, block_table, pages
 
     def truncate(self, lengths: Lengths) -> None:
         """Keep at most so many keys of each sequence in every layer, as after refused speculative tokens.
@@ -174,13 +173,12 @@ class PagedKVCache(Cache):
         if isinstance(lengths, Tensor):
             if self._pages.shared:
                 refuse(op, "lengths", "integers on the host, since sequences share pages", "a tensor")
-            return self._keep(op, lengths)
+            publish(self.seqlens, self._kept(op, lengths))
+            return
         each = self._on_host(op, "lengths", lengths, 0, None)
-        pages = [-(-length // self.page_size) for length in each]
-        self._copy(self._pages.cut(pages, [length % self.page_size > 0 for length in each]))
-        self._keep(op, each)
-        self._tell()
-        return None
+        counts = [-(-length // self.page_size) for length in each]
+        pages, copies = self._pages.cut(counts, [length % self.page_size > 0 for length in each])
+        self._publish(pages, copies, self._kept(op, each))
 
     def reorder(self, indices: Sequence[int], lengths: int | Sequence[int] | None = None) -> None:
         """Make sequence i the former sequence indices[i], as beam search does.
@@ -196,31 +194,37 @@ class PagedKVCache(Cache):
             fewest, most = torch.stack([counts.amin(0), counts.amax(0)]).tolist()
         else:
             fewest = most = self._on_host(op, "lengths", lengths, 0, None)
+            for place, (length, reserved) in enumerate(zip(most, self.reserved, strict=True)):
+                if length > reserved:
+                    refuse(op, f"lengths[{place}]", f"at most {reserved}, for which the sequence has pages", length)
         full = [length // self.page_size for length in fewest]
         held = [-(-length // self.page_size) for length in most]
-        self._copy(self._pages.reorder(chosen, full, held))
-        places = self._send(chosen, torch.int64)
-        for seqlens in self.seqlens:
-            seqlens.copy_(seqlens.index_select(0, places))
-        self._tell()
+        pages, copies = self._pages.reordered(chosen, full, held)
+        self._publish(pages, copies, self._reordered(self._send(chosen, torch.int64)))
 
     def reset(self) -> None:
         """Remove all keys and pages of every sequence."""
         self.truncate(0)
 
-    def _copy(self, copies: Copies) -> None:
-        if not copies:
-            return
-        sources, targets = self._send(list(zip(*copies, strict=True)), torch.int64)
-        for pool in (*self.k, *self.v):
-            pool.index_copy_(0, targets, pool.index_select(0, sources))
+    def _publish(self, pages: Pages, copies: Copies = (), seqlens: Sequence[Tensor] = ()) -> None:
+        """Make this the state: the pages, with copies of some of their contents, and the counts if they are given."""
+        live, new = list(self.seqlens[: len(seqlens)]), list(seqlens)
+        if copies:
+            sources = self._send([source for source, _ in copies], torch.int64)
+            for pool in (*self.k, *self.v):
+                live += [pool[target] for _, target in copies]
+                new += pool.index_select(0, sources).unbind(0)
+        if pages.tables != self._pages.tables:
+            live.append(self.block_table)
+            new.append(self._table_of(pages, self.block_table.shape[1]))
+        least = min(map(len, pages.tables)) * self.page_size
+        if live:
+            publish(live, new)
+        self._pages, self._least_reserved = pages, least
 
-    def _tell(self) -> None:
-        """The device, what the host knows of pages."""
-        columns = self.block_table.shape[1]
-        rows = [table + [-1] * (columns - len(table)) for table in self._pages.tables]
-        self.block_table.copy_(self._send(rows, torch.int32))
-        self._least_reserved = min(self.reserved)
+    def _table_of(self, pages: Pages, columns: int) -> Tensor:
+        """The block table, for the device."""
+        return self._send([table + [-1] * (columns - len(table)) for table in pages.tables], torch.int32)
 
 
 __all__ = ["KVCache", "PagedKVCache"]

@@ -1,15 +1,17 @@
-"""The pages of a pool that each sequence has, as the host knows it. A refused call changes nothing.
+"""The pages of a pool that each sequence has, as the host knows it.
 
 Sequences may share pages, which are counted. A page with more than one user is never written to; a sequence that would
-write to it gets a copy first.
+write to it gets a copy first. Each change returns new `Pages`, because a cache keeps the old ones until nothing can
+fail.
 """
 
+import copy
 from collections.abc import Sequence
 
 from torch_ops._core.checks import refuse
 
 # Pages to be copied: from one to another.
-Copies = list[tuple[int, int]]
+Copies = Sequence[tuple[int, int]]
 
 
 class Pages:
@@ -25,20 +27,35 @@ class Pages:
     def shared(self) -> bool:
         return any(users > 1 for users in self.users)
 
-    def grow(self, num_pages: int) -> None:
-        self.free[:0] = reversed(range(len(self.users), num_pages))
-        self.users += [0] * (num_pages - len(self.users))
+    def _copied(self) -> "Pages":
+        pages = copy.copy(self)
+        pages.tables = [list(table) for table in self.tables]
+        pages.users, pages.free = list(self.users), list(self.free)
+        return pages
 
-    def reserve(self, counts: Sequence[int]) -> bool:
-        """Gives each sequence so many pages or more; whether any had fewer."""
+    def grown(self, num_pages: int) -> "Pages":
+        pages = self._copied()
+        pages.free[:0] = reversed(range(len(self.users), num_pages))
+        pages.users += [0] * (num_pages - len(self.users))
+        return pages
+
+    def reserved(self, counts: Sequence[int]) -> "Pages":
+        """Give each sequence so many pages or more; if all have them, return self."""
         missing = [max(0, count - len(table)) for count, table in zip(counts, self.tables, strict=True)]
+        if not any(missing):
+            return self
         self._require(sum(missing), len(self.free))
-        for table, count in zip(self.tables, missing, strict=True):
-            table += [self._take() for _ in range(count)]
-        return any(missing)
+        pages = self._copied()
+        for table, count in zip(pages.tables, missing, strict=True):
+            table += [pages._take() for _ in range(count)]
+        return pages
 
-    def cut(self, counts: Sequence[int], partly: Sequence[bool]) -> Copies:
-        """Leaves each sequence so many pages at most; `partly`: whether its last will be written to again."""
+    def cut(self, counts: Sequence[int], partly: Sequence[bool]) -> tuple["Pages", Copies]:
+        """Leave each sequence so many pages at most; `partly`: whether its last will be written to again."""
+        pages = self._copied()
+        return pages, pages._cut(counts, partly)
+
+    def _cut(self, counts: Sequence[int], partly: Sequence[bool]) -> Copies:
         copied = [
             of
             for of, table in enumerate(self.tables)
@@ -61,12 +78,16 @@ class Pages:
             copies.append((source, target))
         return copies
 
-    def reorder(self, indices: Sequence[int], full: Sequence[int], held: Sequence[int]) -> Copies:
+    def reordered(self, indices: Sequence[int], full: Sequence[int], held: Sequence[int]) -> tuple["Pages", Copies]:
         """Make sequence i a continuation of the former indices[i].
 
         The first `full` pages of a former sequence are never written to again, and the first `held` hold something. Its
         first continuation keeps its pages. Others share the full ones and have copies of the rest.
         """
+        pages = self._copied()
+        return pages, pages._reorder(indices, full, held)
+
+    def _reorder(self, indices: Sequence[int], full: Sequence[int], held: Sequence[int]) -> Copies:
         later = [of for place, of in enumerate(indices) if of in indices[:place]]
         dropped = [page for of, table in enumerate(self.tables) if of not in indices for page in table]
         needed = sum(max(0, min(held[of], len(self.tables[of])) - full[of]) for of in later)

@@ -1,10 +1,8 @@
-"""The modules that a vision encoder of the Qwen-VL families is made of.
+"""The modules that a vision encoder of the Qwen-VL families is made of; `vision_block` puts some of them together.
 
-A block is computed differently than in Transformers:
+They are computed differently than in Transformers:
 
 - q, k and v come rotated from one op, and attention takes all images in one packed call.
-- A block returns its own contribution and the residual stream, (branch, residual). The next norm adds the two as it
-  reads them and writes the sum once: `add_layer_norm`, `add_rms_norm`.
 - The activation of an MLP is computed with its first product.
 
 An op takes a layer's parameters only if the layer is `plain`. A layer that was replaced (an adapter, a quantised
@@ -12,25 +10,25 @@ layer), holds quantised weights or has hooks is called as a module. PyTorch's ow
 that rotates q and k itself. A norm is called as a module too, after PyTorch's own sum.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from torch_ops._core.checks import check_head_dim, check_matrix, check_num_heads, refuse
-from torch_ops._core.torch_private import children_of
+from torch_ops._core.torch_private import COMPILED_CALL, children_of
 from torch_ops.models._boundaries import one_segment
-from torch_ops.models._layers import NORMS, RMSNorm, after_sum, chained, norm_of, plain
+from torch_ops.models._layers import NORMS, RMSNorm, chained, norm_of, plain, promoted, untouched
 from torch_ops.models.families import Family
 from torch_ops.patch_merger import patch_merger
 from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rope_window_attn import rope_window_attn
 from torch_ops.vision_attention import vision_attention
 from torch_ops.window_attn import window_attn
+
+# cos and sin [T, D], or [T, D / 2] where both halves of a head are alike.
+Rotation = tuple[Tensor, Tensor]
 
 
 class PatchEmbed(nn.Module):
@@ -81,29 +79,36 @@ class VisionAttention(nn.Module):
 
         Without cos and sin nothing is rotated. Without cu_seqlens all rows are one segment.
         """
-        if (cos is None) != (sin is None):
-            given, other = ("cos", "sin") if sin is None else ("sin", "cos")
-            refuse("VisionAttention", given, f"None where {other} is", "a tensor")
-        takes_qkv = plain(self.qkv)
-        if cos is None or not takes_qkv:
-            check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
-        if cu_seqlens is None:
-            cu_seqlens = one_segment(x.shape[0], x.device)
-        if cos is None and takes_qkv and plain(self.proj):
-            qkv, proj = self.qkv, self.proj
-            return vision_attention(x, qkv.weight, qkv.bias, proj.weight, proj.bias, cu_seqlens, self.num_heads)
-        if cos is not None and sin is not None and takes_qkv:
-            q, k, v = qkv_rope(x, self.qkv.weight, self.qkv.bias, cos, sin, self.num_heads)
+        return attend(self, x, cos, sin, cu_seqlens)
+
+
+def attend(
+    attention: VisionAttention, x: Tensor, cos: Tensor | None, sin: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Compute what `VisionAttention` does. It is no method, which torch.compile would guard for each block."""
+    if (cos is None) != (sin is None):
+        given, other = ("cos", "sin") if sin is None else ("sin", "cos")
+        refuse("VisionAttention", given, f"None where {other} is", "a tensor")
+    takes_qkv = plain(attention.qkv)
+    if cos is None or not takes_qkv:
+        check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
+    if cu_seqlens is None:
+        cu_seqlens = one_segment(x.shape[0], x.device)
+    if cos is None and takes_qkv and plain(attention.proj):
+        qkv, proj = attention.qkv, attention.proj
+        return vision_attention(x, qkv.weight, qkv.bias, proj.weight, proj.bias, cu_seqlens, attention.num_heads)
+    if cos is not None and sin is not None and takes_qkv:
+        q, k, v = qkv_rope(x, attention.qkv.weight, attention.qkv.bias, cos, sin, attention.num_heads)
+        out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
+    else:
+        q, k, v = attention.qkv(x).view(-1, 3, attention.num_heads, attention.head_dim).unbind(1)
+        if cos is None or sin is None:
             out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
         else:
-            q, k, v = self.qkv(x).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
-            if cos is None or sin is None:
-                out = window_attn(q, k, v, cu_seqlens, softcap=0.0, dropout_p=0.0)
-            else:
-                out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
-        assert isinstance(out, Tensor)
-        del q, k, v
-        return self.proj(out.flatten(1))
+            out = rope_window_attn(q, k, v, cos, sin, cu_seqlens, softcap=0.0)
+    assert isinstance(out, Tensor)
+    del q, k, v
+    return attention.proj(out.flatten(1))
 
 
 class VisionMLP(nn.Module):
@@ -118,61 +123,6 @@ class VisionMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return chained(x, [children_of(self)[name] for name in self._names], self.activation)
-
-
-class VisionBlock(nn.Module):
-    """A transformer block between the norms' sums; see the module's docstring."""
-
-    # Transformers sets this and `gradient_checkpointing`, on every module that has it, where a whole model is told to.
-    _gradient_checkpointing_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
-
-    def __init__(self, family: Family, config: Any) -> None:
-        super().__init__()
-        width = getattr(config, family.width)
-        # Set on the instance, because torch.compile would otherwise guard on the class for each block.
-        self.gradient_checkpointing = False
-        self.norm1 = norm_of(family, width)
-        self.norm2 = norm_of(family, width)
-        self.attn = VisionAttention(width, config.num_heads)
-        self.mlp = VisionMLP(family, config)
-
-    def forward(
-        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
-        returns_entered: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """(branch, residual) to the block's own, and with `returns_entered` the sum of the two, which entered it."""
-        if self.gradient_checkpointing and self.training:
-            # Summed before, since what goes in is kept: one tensor instead of two.
-            entered = branch if residual is None else branch + residual
-            start = self._started_from(entered)
-            branch, total, _ = self._gradient_checkpointing_func(
-                self._compute, start, None, cos, sin, cu_seqlens, False
-            )  # fmt: skip
-            return branch, total, entered if returns_entered else None
-        return self._compute(branch, residual, cos, sin, cu_seqlens, returns_entered)
-
-    def _started_from(self, entered: Tensor) -> Tensor:
-        """Input of a checkpoint: a reentrant one gives its parameters gradients only if an input has one."""
-        options = getattr(self._gradient_checkpointing_func, "keywords", {})
-        if options.get("use_reentrant") is False or torch.compiler.is_compiling():
-            return entered
-        if entered.requires_grad or not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
-            return entered
-        return entered.detach().requires_grad_()
-
-    def _compute(
-        self, branch: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor,
-        returns_entered: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        if residual is None:
-            normed, entered = self.norm1(branch), branch
-        else:
-            normed, entered = after_sum(self.norm1, branch, residual)
-        normed, total = after_sum(self.norm2, self.attn(normed, cos, sin, cu_seqlens), entered)
-        # At the MLP memory is at its peak: there nothing is held that nobody wants.
-        kept = entered if returns_entered else None
-        del entered
-        return self.mlp(normed), total, kept
 
 
 class PatchMerger(nn.Module):
@@ -191,20 +141,75 @@ class PatchMerger(nn.Module):
         self.width = patch * self.merge_size**2
         norm, first, second = self._names
         self.add_module(norm, norm_of(family, self.width if after_shuffle else patch))
-        for name, out_width in ((first, self.width), (second, getattr(config, family.out_width))):
-            owner, _, leaf = name.rpartition(".")
-            if owner and not hasattr(self, owner):
-                self.add_module(owner, nn.Module())
-            self.get_submodule(owner).add_module(leaf, nn.Linear(self.width, out_width))
+        layers = [nn.Linear(self.width, width) for width in (self.width, getattr(config, family.out_width))]
+        self._inner = first.rpartition(".")[0]
+        if self._inner:
+            held: list[nn.Module] = [layers[0], nn.GELU(), layers[1]]
+            listed = family.layers is nn.ModuleList
+            self.add_module(self._inner, nn.ModuleList(held) if listed else nn.Sequential(*held))
+        else:
+            self.add_module(first, layers[0])
+            self.add_module(second, layers[1])
 
     def forward(self, x: Tensor) -> Tensor:
         modules: list[Any] = [self.get_submodule(name) for name in self._names]
         norm, *layers = modules
-        if plain(norm, NORMS) and all([plain(layer) for layer in layers]):
+        # FSDP, by a policy of sizes, and offloading bring a sequence the weights of its layers when it is called.
+        inner: Any = getattr(self, self._inner) if self._inner else None
+        called = not (
+            inner is None or untouched(inner, (nn.Sequential, nn.ModuleList)) and untouched(inner[1], (nn.GELU,))
+        )
+        if not called and plain(norm, NORMS) and all([plain(layer) for layer in layers]):
             first, second = layers
+            weight, is_rms = norm.weight, isinstance(norm, RMSNorm)
+            if is_rms:
+                x, weight = promoted(x, weight)
             return patch_merger(
-                x, norm.weight, getattr(norm, "bias", None), first.weight, first.bias, second.weight, second.bias,
-                self.merge_size, self.after_shuffle, 1e-6, isinstance(norm, RMSNorm),
+                x, weight, getattr(norm, "bias", None), first.weight, first.bias, second.weight, second.bias,
+                self.merge_size, self.after_shuffle, 1e-6, is_rms,
             )  # fmt: skip
         x = norm(x.view(-1, self.width)) if self.after_shuffle else norm(x).view(-1, self.width)
-        return chained(x, layers, "gelu")
+        if not called:
+            return chained(x, layers, "gelu")
+        for module in inner if isinstance(inner, nn.ModuleList) else (inner,):
+            x = module(x)
+        return x
+
+
+def in_pairs(block: Any, kind: type) -> bool:
+    """Whether nothing stands between a call of the block, of this kind, and its `step`."""
+    return (
+        untouched(block, (kind,))
+        # `block.compile()` replaces its call. Within another compilation that counts for nothing.
+        and (torch.compiler.is_compiling() or COMPILED_CALL not in block.__dict__)
+        and not (block.gradient_checkpointing and block.training)
+    )
+
+
+def called(
+    block: Any, kind: type, hidden_states: Tensor, cu_seqlens: Tensor, rotation: Rotation, head_dim: int
+) -> Tensor:
+    """Call a block as Transformers does."""
+    if not untouched(block, (kind,)):
+        rotation = whole(rotation, head_dim)
+    return block(_started_from(block, hidden_states), cu_seqlens=cu_seqlens, position_embeddings=rotation)
+
+
+def whole(rotation: Rotation, head_dim: int) -> Rotation:
+    """Return cos and sin [T, D], a number for each column of a head, as Transformers' are."""
+    cos, sin = rotation
+    if cos.shape[1] == head_dim:
+        return rotation
+    return torch.cat((cos, cos), 1), torch.cat((sin, sin), 1)
+
+
+def _started_from(block: Any, hidden_states: Tensor) -> Tensor:
+    """Input of a checkpoint: a reentrant one gives its parameters gradients only if an input has one."""
+    if not (getattr(block, "gradient_checkpointing", False) and block.training) or torch.compiler.is_compiling():
+        return hidden_states
+    options = getattr(block._gradient_checkpointing_func, "keywords", {})
+    if options.get("use_reentrant") is False or hidden_states.requires_grad:
+        return hidden_states
+    if not (torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters())):
+        return hidden_states
+    return hidden_states.detach().requires_grad_()

@@ -1,21 +1,52 @@
 """The vision part of a local Transformers checkpoint, read without loading anything else."""
 
-import json
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
+from safetensors import safe_open
+from transformers import PretrainedConfig
 
-from torch_ops.models.families import FAMILIES, vision_config_of
+from torch_ops.models._files import (
+    NUMBER,
+    POSITIVE,
+    check_values,
+    listed,
+    one_of,
+    parsing,
+    read_json,
+    refuse_value,
+    whole,
+)
+from torch_ops.models.families import ACTIVATIONS, FAMILIES
 
-# The models that hold a tower of one of the FAMILIES; Qwen3-Omni's thinker is also saved without the rest.
-LOADABLE = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_5",
-    "qwen3_5_moe",
-)  # fmt: skip
+# The models that hold a tower, and its key in FAMILIES; Qwen3-Omni's thinker is also saved without the rest.
+LOADABLE = {
+    "qwen2_vl": "qwen2_vl_vision",
+    "qwen2_5_vl": "qwen2_5_vl_vision",
+    "qwen3_vl": "qwen3_vl_vision",
+    "qwen3_vl_moe": "qwen3_vl_moe_vision",
+    "qwen3_omni_moe": "qwen3_omni_moe_vision_encoder",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_vision_encoder",
+    "qwen3_5": "qwen3_5_vision",
+    "qwen3_5_moe": "qwen3_5_moe_vision",
+}
+
+# Numbers that a tower is built from. Transformers checks their types alone, and builds 2^40 layers if asked to.
+_LAYERS = whole(1, 1024)
+_INDEXES = listed(whole(0, 1023))
+_RULES = {
+    "depth": _LAYERS, "num_hidden_layers": _LAYERS, "num_heads": _LAYERS, "num_attention_heads": _LAYERS,
+    "hidden_size": whole(1), "embed_dim": whole(1), "intermediate_size": whole(1), "out_hidden_size": whole(1),
+    "mlp_ratio": POSITIVE, "hidden_act": one_of(*ACTIVATIONS), "in_channels": whole(1, 1024),
+    "patch_size": whole(1, 1024), "spatial_merge_size": whole(1, 64), "temporal_patch_size": whole(1, 64),
+    "num_position_embeddings": whole(1), "window_size": whole(1), "fullatt_block_indexes": _INDEXES,
+    "deepstack_visual_indexes": _INDEXES, "tokens_per_second": NUMBER, "initializer_range": NUMBER,
+    "rope_theta": POSITIVE, "rope_type": one_of("axial", "default"),
+}  # fmt: skip
 
 # Where the vision tensors of a checkpoint live; the last one is a tower saved on its own.
 _PREFIXES = ("model.visual.", "visual.", "thinker.visual.", "")
@@ -27,34 +58,55 @@ Places = dict[str, tuple[Path, str]]
 def vision_config(directory: Path) -> PretrainedConfig:
     """The configuration of the vision tower in ``directory``.
 
-    Raises FileNotFoundError where ``config.json`` is missing, ValueError where it belongs to a
-    model without a vision tower of the `FAMILIES`.
+    Raises FileNotFoundError where ``config.json`` is missing. Raises ValueError for a model without a vision tower of
+    the `FAMILIES` and for values that no tower has; the message names file and key.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not a directory; give a local Transformers checkpoint directory")
-    values = _json(directory / "config.json")
-    model_type = values.pop("model_type", None)
-    alone = model_type in FAMILIES
-    if not alone and model_type not in LOADABLE:
+    file = directory / "config.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{directory} holds no {file.name}; give a local Transformers checkpoint directory")
+    values = read_json(file)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in (*FAMILIES, *LOADABLE):
+        refuse_value(file, "model_type", model_type, f"one with a vision tower: {', '.join(LOADABLE)}")
+    if model_type in FAMILIES:
+        return _tower_config(file, model_type, values, "")
+    within = ["thinker_config"] * (model_type == "qwen3_omni_moe") + ["vision_config"]
+    inner: Any = values
+    for key in within:
+        inner = inner.get(key) if isinstance(inner, dict) else None
+    if not isinstance(inner, dict):
         raise ValueError(
-            f"{directory} has no Qwen-VL vision tower: its model_type is {model_type!r}, "
-            f"supported are {', '.join(LOADABLE)}"
-        )
-    holder = values.get("thinker_config") if model_type == "qwen3_omni_moe" else values
-    vision = holder.get("vision_config") if isinstance(holder, dict) else None
-    if not alone and not isinstance(vision, dict):
-        raise ValueError(
-            f"{directory} has no vision tower: its config.json holds no vision_config; "
+            f"{directory} has no vision tower: its config.json holds no {within[-1]}; "
             f"give the whole checkpoint, not its language model"
         )
-    if isinstance(vision, dict) and vision.get("model_type") == model_type:
-        # The first checkpoints call the tower by the name of the model, which not every Transformers puts right.
-        del vision["model_type"]
-    try:
-        config = AutoConfig.for_model(str(model_type), **values)
-    except Exception as error:  # the strict configuration classes raise their own kinds
-        raise ValueError(f"{directory / 'config.json'} is not usable: {error}") from error
-    return vision_config_of(config)
+    return _tower_config(file, LOADABLE[model_type], inner, f"{'.'.join(within)}.")
+
+
+def _tower_config(file: Path, key: str, values: dict[str, Any], within: str) -> PretrainedConfig:
+    """The configuration of a tower from its JSON object, of which ``within`` is the path in the file.
+
+    Only the fields that its class declares are taken. Any other key would become an attribute, even a method's.
+    """
+    family = FAMILIES[key]
+    kind = family.tower_class().config_class
+    check_values(file, values, _RULES, within)
+    known = (*kind.__annotations__, *kind.attribute_map, "rope_theta")
+    own = {name: value for name, value in values.items() if name in known}
+    if (rope := own.pop("rope_parameters", None)) is not None:
+        if not isinstance(rope, dict):
+            refuse_value(file, f"{within}rope_parameters", rope, "an object")
+        check_values(file, rope, _RULES, f"{within}rope_parameters.")
+        own["rope_parameters"] = {name: rope[name] for name in ("rope_theta", "rope_type") if name in rope}
+    with parsing(file):
+        config = kind(**own)
+    if (width := getattr(config, family.width)) % config.num_heads:
+        refuse_value(file, f"{within}{family.width}", width, f"a multiple of num_heads, {config.num_heads}")
+    with parsing(file):
+        family.activation(config)
+        family.sizes(config)
+    return config
 
 
 def vision_places(directory: Path) -> Places:
@@ -100,13 +152,21 @@ def read_tensors(
                 f"{', '.join(sorted(names)[:3])}{more}"
             )
     for file in sorted({file for file, _ in places.values()}):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for key, (where, name) in places.items():
-                    if where == file:
-                        yield key, _checked(file, name, stored.get_tensor(name), shapes[key])
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
+        with _stored_in(file) as stored:
+            for key, (where, name) in places.items():
+                if where == file:
+                    with parsing(file, "is damaged"):
+                        tensor = stored.get_tensor(name)
+                    yield key, _checked(file, name, tensor, shapes[key])
+
+
+@contextmanager
+def _stored_in(file: Path) -> Iterator[Any]:
+    """The tensors of a safetensors file, none of them read yet."""
+    with parsing(file, "is damaged"):
+        stored = safe_open(file, framework="pt")
+    with stored:
+        yield stored
 
 
 def _checked(file: Path, name: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -120,31 +180,20 @@ def _checked(file: Path, name: str, tensor: torch.Tensor, shape: torch.Size) -> 
 
 def _stored(directory: Path) -> dict[str, Path]:
     single = directory / "model.safetensors"
-    if single.is_file():
-        try:
-            with safe_open(single, framework="pt") as stored:
-                return dict.fromkeys(stored.keys(), single)
-        except SafetensorError as error:
-            raise ValueError(f"{single} is damaged: {error}") from error
+    if single.exists():
+        with _stored_in(single) as stored:
+            return dict.fromkeys(stored.keys(), single)
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    if not index.exists():
         raise FileNotFoundError(
             f"{directory} holds neither model.safetensors nor model.safetensors.index.json; "
             f"other weight formats are not read"
         )
-    weight_map = _json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} holds no weight_map")
-    return {name: directory / str(file) for name, file in weight_map.items()}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file.parent} holds no {file.name}; give a local Transformers checkpoint directory")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds a {type(values).__name__}, expected a JSON object")
-    return values
+        refuse_value(index, "weight_map", weight_map, "an object of tensors and the files that hold them")
+    for name, file in weight_map.items():
+        # Another folder's file is no part of the checkpoint.
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]{1,240}\.safetensors", file):
+            refuse_value(index, f"weight_map.{name}", file, "the name of a safetensors file in its folder")
+    return {name: directory / file for name, file in weight_map.items()}

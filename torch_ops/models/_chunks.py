@@ -18,7 +18,7 @@ def chunks_of(
     pixel_values: Tensor, images: tuple[Image, ...] | None, chunk_tokens: int
 ) -> Iterable[tuple[Tensor, tuple[Image, ...]]]:
     """Rows of consecutive frames, and their images."""
-    check_int("vision encoder", "chunk_tokens", chunk_tokens)
+    chunk_tokens = check_int("vision encoder", "chunk_tokens", chunk_tokens)
     if chunk_tokens < 1:
         refuse("vision encoder", "chunk_tokens", "1 or more", chunk_tokens)
     if images is None:
@@ -31,7 +31,7 @@ def chunks_of(
     if patches_of(images) != pixel_values.shape[0]:
         refuse("vision encoder", "chunk_tokens", "None with metadata that is padded", chunk_tokens)
     start = 0
-    for run in split_images(images, int(chunk_tokens)):
+    for run in split_images(images, chunk_tokens):
         if rows := patches_of(run):
             yield pixel_values[start : start + rows], run
         start += rows

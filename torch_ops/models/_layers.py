@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_ops._core.checks import refuse
 from torch_ops._core.torch_private import FakeTensor, FunctionalTensor
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
@@ -22,14 +23,21 @@ _TENSORS_OR_NONE = (*_TENSORS, type(None))
 LAYERS = (nn.Linear, nn.Conv3d, nn.Embedding)
 
 
+def untouched(module: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether calling this module, of one of these kinds, is no more than the forward of its class."""
+    return (
+        type(module) in kinds
+        # Some adapters replace the forward of the instance, and so do Accelerate's hooks.
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+    )
+
+
 def plain(layer: Any, kinds: tuple[type, ...] = LAYERS) -> bool:
     """Whether calling this layer, of one of these kinds, is no more than its weight and bias on the input."""
     return (
-        type(layer) in kinds
-        # Some adapters replace the forward of the instance.
-        and "forward" not in layer.__dict__
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and not (layer._backward_hooks or layer._backward_pre_hooks)
+        untouched(layer, kinds)
         # Asked by name: a loop over the parameters makes torch.compile's guards walk their dictionary in each call.
         and type(layer.weight) in _TENSORS
         and type(getattr(layer, "bias", None)) in _TENSORS_OR_NONE
@@ -38,33 +46,63 @@ def plain(layer: Any, kinds: tuple[type, ...] = LAYERS) -> bool:
 
 # All families have an eps of 1e-6. It is written out in each call, as softcap is below: of a float that is no literal,
 # be it a default, torch.compile first makes an input, and traces all blocks once more to find it constant.
-class LayerNorm(nn.Module):
-    """`layer_norm`, and with `after_sum` `add_layer_norm`."""
+EPS = 1e-6
+
+
+def _set_eps(norm: nn.Module, eps: float) -> None:
+    if eps != EPS:
+        refuse(type(norm).__name__, "eps", f"{EPS}, which the vision encoders have; put another norm here", eps)
+    # A norm prints what it finds there.
+    vars(norm)["eps"] = eps
+
+
+class LayerNorm(nn.LayerNorm):
+    """`layer_norm`, and with `after_sum` `add_layer_norm`. Optimizers know it as a norm by its class."""
+
+    # As Transformers' module, it tells its eps.
+    eps: Any = property(lambda self: EPS, _set_eps)
 
     def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
+        super().__init__(hidden_size, EPS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, 1e-6)
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.weight, self.bias, 1e-6)
 
     def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return add_layer_norm(x, residual, self.weight, self.bias, 1e-6)
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm`, and with `after_sum` `add_rms_norm`."""
+    """`rms_norm`, and with `after_sum` `add_rms_norm`. Transformers' is no `nn.RMSNorm` either."""
+
+    variance_epsilon: Any = property(lambda self: EPS, _set_eps)
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, 1e-6)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x, weight = promoted(hidden_states, self.weight)
+        return rms_norm(x, weight, 1e-6)
 
     def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, self.weight, 1e-6)
+        if x.dtype is residual.dtype is self.weight.dtype:
+            return add_rms_norm(x, residual, self.weight, 1e-6)
+        total = x + residual
+        return self.forward(total), total
+
+
+def promoted(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and the weight of their RMSNorm in one dtype, which is that of the result in Transformers.
+
+    Autocast casts what follows, so rows stay as narrow as they are.
+    """
+    if x.dtype is weight.dtype:
+        return x, weight
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if dtype is weight.dtype and torch.is_autocast_enabled(x.device.type):
+        return x, weight
+    return x.to(dtype), weight.to(dtype)
 
 
 NORMS = (LayerNorm, RMSNorm)
@@ -107,4 +145,15 @@ def chained(x: Tensor, layers: list[Any], activation: str) -> Tensor:
     return mlp(x, gate.weight, gate.bias, last.weight, last.bias, activation, False, *up)
 
 
-__all__ = ["LAYERS", "NORMS", "LayerNorm", "RMSNorm", "after_sum", "chained", "norm_of", "plain"]
+__all__ = [
+    "LAYERS",
+    "NORMS",
+    "LayerNorm",
+    "RMSNorm",
+    "after_sum",
+    "chained",
+    "norm_of",
+    "plain",
+    "promoted",
+    "untouched",
+]

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from torch_ops._core.checks import refuse
-from torch_ops._core.torch_private import buffers_of, children_of, parameters_of, unsaved_buffers_of
+from torch_ops._core.torch_private import (
+    COMPILED_CALL,
+    FIELDS_OF_HOOKS,
+    HOOKS_OF_MODULES,
+    buffers_of,
+    children_of,
+    parameters_of,
+    unsaved_buffers_of,
+)
 from torch_ops.models._layers import plain
+from torch_ops.models._watch import OFFLOADED, who_moves_weights
 from torch_ops.models.families import FAMILIES, family_key
 from torch_ops.models.vision import QwenVisionEncoder
 
@@ -22,11 +31,13 @@ _NO_CONSTANTS = ("training", "gradient_checkpointing", "name_or_path")
 def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     """Return the vision encoder in `model`, itself or part of a whole model, on the same parameters.
 
-    Nothing is copied: training, moving or casting one module changes the other. Linear layers and norms that were
-    replaced (adapters, quantised ones) or have hooks are shared as modules and called.
+    Nothing is copied: training, moving or casting one module changes the other. Layers, norms, MLPs, mergers and the
+    patch embedding are shared as modules and called if they were replaced, as by adapters. So are those with another
+    forward or activation. Hooks are shared too, and run in both.
 
     Raises TypeError if `model` has no vision encoder of a supported family. Raises ValueError if it has parameters or
-    modules that its class does not have.
+    modules that its class does not have, or hooks on a module that is never called here. So it does if the encoder is
+    sharded or offloaded.
     """
     found = [module for module in modules_of(model) if is_vision_model(module)]
     if len(found) != 1:
@@ -37,6 +48,7 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     (source,) = found
     if isinstance(source, QwenVisionEncoder):
         return source
+    check_in_place("from_transformers", source, "accelerate", "accelerate the model first, then offload")
     with torch.device("meta"):
         encoder = QwenVisionEncoder(source.config)
     called = _check_modules(source, encoder)
@@ -44,6 +56,24 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
     share(source, encoder, called)
     copy_modes(source, encoder)
     return encoder
+
+
+def check_in_place(op: str, model: nn.Module, first: str, then: str) -> None:
+    """Refuse weights that hooks bring to modules of `model` for each call: other modules would not get them.
+
+    `first` is what the caller should do before sharding, `then` what to do about offloading.
+    """
+    flat = next(model.parameters(), None) is None
+    for name, module in model.named_modules():
+        place, who, own = name or "the vision encoder", who_moves_weights(module), parameters_of(module).values()
+        if who == OFFLOADED:
+            refuse(op, place, f"on a device; {then}", "offloaded")
+        # Modules without parameters are FSDP's even if it was told to ignore all that is inside.
+        sharded = bool(who) and (bool(own) or flat)
+        # Hooks of tensor parallelism belong to the layer, and both encoders call it.
+        hooked = any(getattr(module, hooks) for hooks in HOOKS_OF_MODULES)
+        if sharded or not hooked and any(hasattr(tensor, "device_mesh") for tensor in own):
+            refuse(op, place, f"whole; {first} the model first, then shard it", "sharded")
 
 
 def kinds_of(encoder: QwenVisionEncoder) -> dict[str, nn.Module]:
@@ -55,39 +85,75 @@ def kinds_of(encoder: QwenVisionEncoder) -> dict[str, nn.Module]:
         return dict(encoder.family.tower_class()(config).named_modules())
 
 
-def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
-    """Refuses modules of the tower that are not as its configuration has them: what they do would not count here.
+# Where Transformers has hooks that record hidden states, and hooks that let gradients enter.
+_DO_WITHOUT = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
-    Layers and norms may be others, since those are called. Returns their names.
+# An argument, what was expected and what came.
+Difference = tuple[str, str, object]
+
+
+def _check_modules(source: nn.Module, encoder: QwenVisionEncoder) -> list[str]:
+    """Return the names of modules to be called, which are not as the configuration has them.
+
+    Refuses other differences: what these modules do would not count here.
     """
     modules = dict(source.named_modules(remove_duplicate=False))
-    called = []
-    for name, module in kinds_of(encoder).items():
-        kind, place = type(module), name or "the vision encoder"
-        if name not in modules:
-            refuse("from_transformers", place, f"{kind.__name__}, by the config", "none")
-        theirs = modules[name]
-        if name in encoder.layer_names:
-            if _other_constant(theirs, module, _EPS) is not None or not plain(theirs, (kind,)):
+    ours = dict(encoder.named_modules())
+    called: list[str] = []
+    for name, made in kinds_of(encoder).items():
+        if is_inside(name, called):
+            continue
+        theirs = modules.get(name)
+        if name in encoder.layer_names and theirs is not None:
+            if _other_constant(theirs, made, _EPS) is not None or not plain(theirs, (type(made),)):
                 called.append(name)
             continue
-        # Only the contents of a list are used.
-        if kind is nn.ModuleList:
+        difference = _difference(name, theirs, made, ours.get(name))
+        if difference is None:
             continue
-        if not isinstance(theirs, kind):
-            got = type(theirs).__name__
-            got = f"{got} of {type(theirs).__module__}" if got == kind.__name__ else got
-            refuse("from_transformers", place, f"{kind.__name__}, by the config", got)
-        # Transformers wraps the forward of each subclass of a block.
-        if inspect.unwrap(type(theirs).forward) is not inspect.unwrap(kind.forward) or _is_patched(theirs):
-            wanted = f"that of {kind.__name__} (compile it afterwards, undo what else was put there)"
-            refuse("from_transformers", f"{name}.forward".lstrip("."), wanted, "another")
-        constants = [each for each in vars(module) if each[0] != "_" and each not in _NO_CONSTANTS]
-        if (other := _other_constant(theirs, module, constants)) is not None:
-            constant, by_config, held = other
-            refuse("from_transformers", f"{name}.{constant}".lstrip("."), f"{by_config}, by the config", held)
-        _check_frequencies(name, theirs)
+        place = name if theirs is not None else name.rpartition(".")[0]
+        while place and not (place in encoder.places and _can_be_called(place, modules[place])):
+            place = place.rpartition(".")[0]
+        if not place:
+            refuse("from_transformers", *difference)
+        called = [*(each for each in called if not is_inside(each, [place])), place]
     return called
+
+
+def is_inside(name: str, places: Iterable[str]) -> bool:
+    """Whether a module of this name is one of the places, or inside one."""
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def _can_be_called(place: str, theirs: nn.Module) -> bool:
+    # The encoder reads shape, dtype and device of its pixels from the layer inside.
+    return place != "patch_embed" or hasattr(theirs, "proj")
+
+
+def _difference(name: str, theirs: nn.Module | None, made: nn.Module, ours: nn.Module | None) -> Difference | None:
+    """Find something that a module of the tower does and the encoder's own would not."""
+    kind, place = type(made), name or "the vision encoder"
+    if theirs is None:
+        return place, f"{kind.__name__}, by the config", "none"
+    # Nobody calls a list; the encoder calls its parts itself, as it does with a sequence.
+    if (ours is None or type(ours) in (nn.Sequential, nn.GELU)) and hooks_of_user(theirs):
+        return place, "without hooks; the encoder has no such module, so put them on another one", "hooked"
+    if kind is nn.ModuleList:
+        return None
+    if not isinstance(theirs, kind):
+        got = type(theirs).__name__
+        got = f"{got} of {type(theirs).__module__}" if got == kind.__name__ else got
+        return place, f"{kind.__name__}, by the config; accelerate the model first, then replace modules", got
+    # Transformers wraps the forward of each subclass of a block.
+    other = inspect.unwrap(type(theirs).forward) is not inspect.unwrap(kind.forward)
+    if other or _is_patched(theirs) or COMPILED_CALL in vars(theirs):
+        wanted = f"that of {kind.__name__} (compile it afterwards, undo what else was put there)"
+        return f"{name}.forward".lstrip("."), wanted, "another"
+    constants = [each for each in vars(made) if each[0] != "_" and each not in _NO_CONSTANTS]
+    if (found := _other_constant(theirs, made, constants)) is not None:
+        constant, by_config, held = found
+        return f"{name}.{constant}".lstrip("."), f"{by_config}, by the config", held
+    return _other_frequencies(name, theirs)
 
 
 def _other_constant(theirs: nn.Module, made: nn.Module, names: Iterable[str]) -> tuple[str, object, object] | None:
@@ -99,16 +165,17 @@ def _other_constant(theirs: nn.Module, made: nn.Module, names: Iterable[str]) ->
     return None
 
 
-def _check_frequencies(name: str, theirs: Any) -> None:
+def _other_frequencies(name: str, theirs: Any) -> Difference | None:
     """Those of a rotary embedding are in no state dict, and follow from the config; towers that are cast round them."""
     got = getattr(theirs, "inv_freq", None)
     if not isinstance(got, Tensor) or got.is_meta:
-        return
+        return None
     with torch.device("cpu"):
         wanted: Tensor = rotary_like(theirs).inv_freq
     rounded_to_bf16 = 2.0**-8
-    if got.shape != wanted.shape or not torch.allclose(got.cpu().to(wanted.dtype), wanted, rounded_to_bf16, 0.0):
-        refuse("from_transformers", f"{name}.inv_freq", "the frequencies of the config", "different")
+    if got.shape == wanted.shape and torch.allclose(got.cpu().to(wanted.dtype), wanted, rounded_to_bf16, 0.0):
+        return None
+    return f"{name}.inv_freq", "the frequencies of the config", "different"
 
 
 def rotary_like(rotary: Any) -> Any:
@@ -151,7 +218,7 @@ def _first(names: Iterable[str]) -> str:
 
 
 def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
-    """Gives target the very parameters and buffers of source, and those of its modules that are called as modules."""
+    """Gives target the very parameters, buffers and hooks of source, and its modules that are called as modules."""
     for name in called:
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, source.get_submodule(name))
@@ -166,6 +233,26 @@ def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
             setattr(place, leaf, parameter)
         for leaf, buffer in buffers_of(module).items():
             place.register_buffer(leaf, buffer, persistent=leaf not in unsaved_buffers_of(module))
+        _share_hooks(module, place)
+
+
+def hooks_of_user(module: nn.Module) -> list[Any]:
+    """The hooks of a module, but for those that Transformers sets itself, whose task the encoder does without them."""
+    held = [vars(module)[name] for name in FIELDS_OF_HOOKS]
+    hooks = [hook for each in held if isinstance(each, dict) for hook in each.values() if callable(hook)]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) not in _DO_WITHOUT]
+
+
+def _share_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Give target the very dictionaries, so that `remove()` of a handle takes a hook from both."""
+    if not hooks_of_user(source):
+        return
+    for name in FIELDS_OF_HOOKS:
+        held, shared = vars(target)[name], vars(source)[name]
+        if isinstance(shared, dict):
+            # Those of Transformers' own modules stay there.
+            shared.update(held)
+        vars(target)[name] = shared
 
 
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
@@ -194,6 +281,6 @@ def vision_classes() -> str:
 
 
 __all__ = [
-    "copy_modes", "from_transformers", "is_vision_model", "kinds_of", "modules_of", "rotary_like", "share",
-    "vision_classes",
+    "check_in_place", "copy_modes", "from_transformers", "is_inside", "is_vision_model", "kinds_of", "modules_of",
+    "rotary_like", "share", "vision_classes",
 ]  # fmt: skip

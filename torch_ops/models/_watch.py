@@ -30,6 +30,7 @@ from torch_ops.models._layers import LAYERS, NORMS
 _DEPTH = 3
 # Entries that are compared in every replay.
 _MOST_ENTRIES = 16384
+OFFLOADED = "Accelerate offloads"
 _NOT_LOOKED_INTO = nn.Module, type, ModuleType, FunctionType, MethodType
 
 
@@ -94,8 +95,8 @@ class Behaviour:
         self._training = [each for each in foreign if "training" in each]
         self._foreign = [(each, tuple(name for name in each if name not in FIELDS_OF_MODULES)) for each in foreign]
         self._found = self._look()
-        self._obstacle = next(filter(None, (_why_eager(each, each is encoder) for each in modules)), "")
-        if _count(self._found) > _MOST_ENTRIES:
+        self._obstacle = obstacle_of(encoder)
+        if not self._obstacle and _count(self._found) > _MOST_ENTRIES:
             self._obstacle = "layers of the encoder have too many attributes to compare in every call"
 
     def unchanged(self) -> bool:
@@ -103,9 +104,7 @@ class Behaviour:
 
     def why_eager(self) -> str:
         """Return why a replay would not do what a call does, or nothing."""
-        if any(self._hooks):
-            return "modules of the encoder have hooks"
-        return self._obstacle
+        return self._obstacle or ("modules of the encoder have hooks" if any(self._hooks) else "")
 
     def _look(self) -> object:
         values = [tuple([_frozen(each.get(name), _DEPTH) for name in names]) for each, names in self._foreign]
@@ -140,12 +139,28 @@ def numeric_flags() -> tuple[object, ...]:
 
 def _is_own(module: nn.Module) -> bool:
     kind = type(module)
-    return kind in (*LAYERS, *NORMS, nn.Module, nn.ModuleList) or kind.__module__.startswith("torch_ops.models.")
+    plainly = (*LAYERS, *NORMS, nn.Module, nn.ModuleList, nn.Sequential, nn.GELU)
+    return kind in plainly or kind.__module__.startswith("torch_ops.models.")
+
+
+def who_moves_weights(module: nn.Module) -> str:
+    """Say who brings a module its weights for each call, or nothing."""
+    if getattr(module, MANAGED_BY_FSDP, False):
+        return "FSDP gathers"
+    hook = getattr(module, "_hf_hook", None)
+    if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+        return OFFLOADED
+    return ""
+
+
+def obstacle_of(encoder: nn.Module) -> str:
+    """Say which of an encoder's modules computes as no graph can, or nothing."""
+    return next(filter(None, (_why_eager(each, each is encoder) for each in encoder.modules())), "")
 
 
 def _why_eager(module: nn.Module, is_root: bool) -> str:
-    if getattr(module, MANAGED_BY_FSDP, False):
-        return "FSDP gathers the weights of the encoder"
+    if who := who_moves_weights(module):
+        return f"{who} the weights of the encoder"
     kind = type(module).__name__
     if "forward" in vars(module) and not is_root:
         return f"a {kind} of the encoder has a forward of its own"
@@ -199,4 +214,4 @@ _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
 _strides: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
-__all__ = ["Behaviour", "Weights", "numeric_flags"]
+__all__ = ["OFFLOADED", "Behaviour", "Weights", "numeric_flags", "obstacle_of", "who_moves_weights"]

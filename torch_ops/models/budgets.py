@@ -1,9 +1,8 @@
 """Budgets of patches: the fixed sizes that graphs of an encoder are captured for."""
 
 from dataclasses import astuple, replace
-from numbers import Integral
 
-from torch_ops._core.checks import refuse
+from torch_ops._core.checks import check_int, refuse
 from torch_ops.models.vision_metadata import Padding, VisionSizes
 
 # Patches that an image or a frame has on average, where a budget does not say how many there may be: those of 256 x 256
@@ -24,10 +23,8 @@ def token_budgets(max_tokens: int, min_tokens: int | None = None, per_doubling: 
     share of padding in a batch is half with one budget per doubling, a third with two, a fifth with four.
     """
     op = "token_budgets"
-    min_tokens = min(256, max_tokens) if min_tokens is None else min_tokens
-    for name, number in (("max_tokens", max_tokens), ("min_tokens", min_tokens), ("per_doubling", per_doubling)):
-        if not isinstance(number, Integral):
-            refuse(op, name, "an integer", number)
+    max_tokens, per_doubling = check_int(op, "max_tokens", max_tokens), check_int(op, "per_doubling", per_doubling)
+    min_tokens = min(256, max_tokens) if min_tokens is None else check_int(op, "min_tokens", min_tokens)
     if max_tokens < 1:
         refuse(op, "max_tokens", "1 or more", max_tokens)
     if not 1 <= min_tokens <= max_tokens:
@@ -47,7 +44,11 @@ def whole_budgets(op: str, name: str, budget: int | Padding, sizes: VisionSizes)
     Attention has a schedule for one segment, which it takes by their number, empty ones included.
     """
     padding = budget if isinstance(budget, Padding) else Padding(rows=budget)
-    if not all(size is None or (isinstance(size, Integral) and int(size) >= 1) for size in astuple(padding)):
+    try:
+        padding = padding.with_integers(op, name)
+    except ValueError:
+        refuse(op, name, "integers from 1 on", budget)
+    if any(size is not None and size < 1 for size in astuple(padding)):
         refuse(op, name, "integers from 1 on", budget)
     rows, unit = padding.rows or 0, sizes.merge_size**2
     if rows < unit or rows % unit:

@@ -7,11 +7,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from torch_ops._core.checks import refuse
 from torch_ops.models.vision_metadata import VisionSizes
 
 # Transformers' names of activations, and those of `vk::mlp`.
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
 
 # The layers of an MLP in order, as parameters are called; of three the first two are gate and up.
 _FC = ("linear_fc1", "linear_fc2")
@@ -24,9 +26,12 @@ class Family:
 
     module: str  # of transformers.models
     vision_class: str
+    block_class: str
     mlp: tuple[str, ...] = _FC
     merger: tuple[str, str, str] = ("norm", *_FC)  # norm, first and second layer
+    layers: type[nn.Sequential] | type[nn.ModuleList] = nn.Sequential  # what holds them, with their activation
     taps: str | None = None  # the list of mergers of intermediate layers
+    taps_first: bool = False  # of all modules, which state dicts and optimizers have in order
     width: str = "hidden_size"  # of the configuration
     out_width: str = "out_hidden_size"
     rms_norm: bool = False
@@ -55,10 +60,10 @@ class Family:
 
     def activation(self, config: Any) -> str:
         """The activation of a block's MLP, by its name in `vk::mlp`."""
-        if config.hidden_act not in _ACTIVATIONS or (self.gated and config.hidden_act != "silu"):
-            wanted = "silu" if self.gated else f"one of {', '.join(_ACTIVATIONS)}"
+        if config.hidden_act not in ACTIVATIONS or (self.gated and config.hidden_act != "silu"):
+            wanted = "silu" if self.gated else f"one of {', '.join(ACTIVATIONS)}"
             refuse("vision encoder", "hidden_act", wanted, repr(config.hidden_act))
-        return "swiglu" if self.gated else _ACTIVATIONS[config.hidden_act]
+        return "swiglu" if self.gated else ACTIVATIONS[config.hidden_act]
 
     @property
     def gated(self) -> bool:
@@ -82,20 +87,26 @@ class Family:
 # Keys: the model_type of the vision configuration.
 FAMILIES = {
     "qwen2_vl_vision": Family(
-        "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", mlp=("fc1", "fc2"), merger=_LN_Q, width="embed_dim",
-        out_width="hidden_size", patch_bias=False, learned_positions=False,
+        "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionBlock", mlp=("fc1", "fc2"), merger=_LN_Q,
+        width="embed_dim", out_width="hidden_size", patch_bias=False, learned_positions=False,
     ),
     "qwen2_5_vl_vision": Family(
-        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", mlp=("gate_proj", "up_proj", "down_proj"),
-        merger=_LN_Q, rms_norm=True, windows=True, patch_bias=False, learned_positions=False,
+        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionBlock",
+        mlp=("gate_proj", "up_proj", "down_proj"), merger=_LN_Q, rms_norm=True, windows=True, patch_bias=False,
+        learned_positions=False,
     ),
-    "qwen3_vl_vision": Family("qwen3_vl", "Qwen3VLVisionModel", taps="deepstack_merger_list"),
-    "qwen3_vl_moe_vision": Family("qwen3_vl_moe", "Qwen3VLMoeVisionModel", taps="deepstack_merger_list"),
+    "qwen3_vl_vision": Family(
+        "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionBlock", taps="deepstack_merger_list"
+    ),
+    "qwen3_vl_moe_vision": Family(
+        "qwen3_vl_moe", "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionBlock", taps="deepstack_merger_list"
+    ),
     "qwen3_omni_moe_vision_encoder": Family(
-        "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", merger=_LN_Q, taps="merger_list"
+        "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionBlock", merger=_LN_Q, taps="merger_list",
+        taps_first=True, layers=nn.ModuleList,
     ),
-    "qwen3_5_vision": Family("qwen3_5", "Qwen3_5VisionModel"),
-    "qwen3_5_moe_vision": Family("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen3_5_vision": Family("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionBlock"),
+    "qwen3_5_moe_vision": Family("qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionBlock"),
 }  # fmt: skip
 
 
@@ -124,4 +135,4 @@ def vision_config_of(config: Any) -> Any:
     )  # fmt: skip
 
 
-__all__ = ["FAMILIES", "Family", "family_key", "vision_config_of"]
+__all__ = ["ACTIVATIONS", "FAMILIES", "Family", "family_key", "vision_config_of"]

@@ -20,6 +20,7 @@ from torch_ops._core.torch_private import IS_REPLICA, count_dispatch_modes, has_
 from torch_ops.models._admission import MOST_SIZES, Admission
 from torch_ops.models._capture import pool_bytes
 from torch_ops.models._recording import Statics
+from torch_ops.models._watch import obstacle_of
 from torch_ops.models.budgets import words_of
 from torch_ops.models.vision_metadata import Image, Padding, VisionSizes, filled_sizes
 from torch_ops.settings import settings
@@ -57,11 +58,12 @@ class GraphCache:
     """
 
     def __init__(self, *, max_graphs: int = 8, max_bytes: int = 2**30, copy_outputs: bool = True) -> None:
-        for name, number in (("max_graphs", max_graphs), ("max_bytes", max_bytes)):
-            check_int("GraphCache", name, number)
-            if number < 1:
-                refuse("GraphCache", name, "1 or more", number)
-        self.max_graphs, self.max_bytes, self.copy_outputs = max_graphs, max_bytes, copy_outputs
+        bounds = {"max_graphs": max_graphs, "max_bytes": max_bytes}
+        self.max_graphs, self.max_bytes = (check_int("GraphCache", name, number) for name, number in bounds.items())
+        for name in bounds:
+            if getattr(self, name) < 1:
+                refuse("GraphCache", name, "1 or more", getattr(self, name))
+        self.copy_outputs = copy_outputs
         self._begin()
 
     def _begin(self) -> None:
@@ -183,6 +185,10 @@ class GraphCache:
             self._drop_all()
             statics = None
         if statics is None:
+            # A look at all of FSDP's state takes long, and weights in shards are not those that a graph reads.
+            why = self._why = obstacle_of(encoder)
+            if why:
+                return False
             statics = Statics(encoder, budget.rows or 0)
         why = self._why = statics.behaviour.why_eager()
         if why:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torch_ops._core.checks import refuse
 from torch_ops.models._recording import Statics
+from torch_ops.models._watch import who_moves_weights
 from torch_ops.models.budgets import whole_budgets, words_of
 from torch_ops.models.vision import QwenVisionEncoder
 from torch_ops.models.vision_metadata import (
@@ -147,6 +148,7 @@ class EncoderGraphs:
         if kwargs.get("output_hidden_states") is None:
             kwargs["output_hidden_states"] = getattr(self.encoder.config, "output_hidden_states", None)
         self.encoder.check_metadata(metadata)
+        hidden_states = self.encoder.rows_of(hidden_states)
         images = self._images(grid_thw, metadata)
         budget = None if images is None else self._budget(images)
         if (obstacle := self._obstacle(images, budget, kwargs)) is not None:
@@ -211,6 +213,8 @@ class EncoderGraphs:
         if self._statics is not None and self._statics.pixels.device != self.encoder.device:
             self._statics = None
         if self._statics is None:
+            if who := next(filter(None, map(who_moves_weights, self.encoder.modules())), ""):
+                refuse(OP, "encoder", "one whose weights stay in place; call the encoder itself", f"one that {who}")
             self._statics = Statics(self.encoder, max(budget.rows or 0 for budget in self.budgets))
         return self._statics
 
@@ -223,7 +227,9 @@ class EncoderGraphs:
 
 
 def _mode(encoder: QwenVisionEncoder) -> tuple[str, str, object] | None:
-    """The modes of the caller that no graph can have."""
+    """The modes of the caller, or of the encoder, that no graph can have."""
+    if encoder.device.type == "meta":
+        return "encoder", "on a device; call an offloaded one itself", "on meta"
     if torch.is_autocast_enabled(encoder.device.type):
         return "autocast", "off; cast the encoder instead", "on"
     if settings.checked:

@@ -11,15 +11,14 @@ projector merges 2 x 2 tokens, so its output has a quarter as many rows.
 
 import importlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import nn
 
 try:
@@ -33,6 +32,8 @@ except ImportError as error:
 
 from torch_ops._core.torch_private import ORIGINAL_MODULE
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
+from torch_ops.models._files import parsing
+from torch_ops.models._images import image_processor, open_frames, open_image
 from torch_ops.models._sharing import from_transformers, rotary_like
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graphs import EncoderGraphs
@@ -46,28 +47,6 @@ with suppress(ImportError):
 computes_ahead = hasattr(vision_utils, "get_vision_interpolation_indices_and_weights")
 
 Progress = Callable[[int, int], None]
-
-# Formats whose further images follow the first in time. Those of other formats, such as the MPO of some cameras, are
-# other views, layers or sizes of one picture.
-_ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF", "TIFF", "FLI")
-
-# The preprocessor_config.json that the Qwen3-VL and Qwen3.5 checkpoints share.
-_QWEN3_PROCESSOR: dict[str, Any] = {
-    "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-
-# Those of the others; what is not named here is the class's own, patches of 14 x 14 pixels and CLIP's mean.
-_OLDER_SIZE = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}}
-_OTHER_PROCESSORS: dict[str, dict[str, Any]] = {
-    "qwen2_vl_vision": _OLDER_SIZE,
-    "qwen2_5_vl_vision": _OLDER_SIZE,
-    "qwen3_omni_moe_vision_encoder": {**_QWEN3_PROCESSOR, **_OLDER_SIZE},
-}
 
 
 @dataclass(frozen=True)
@@ -155,7 +134,9 @@ def load_tower(
     missing, unexpected or misshapen tensors, which it names.
     """
     directory = Path(directory)
-    tower = _empty_tower(vision_config(directory))
+    config = vision_config(directory)
+    with parsing(directory / "config.json"):
+        tower = _empty_tower(config)
     shapes = {key: parameter.shape for key, parameter in tower.named_parameters()}
     state: dict[str, torch.Tensor] = {}
     for key, tensor in read_tensors(directory, vision_places(directory), shapes):
@@ -163,80 +144,6 @@ def load_tower(
         if progress is not None:
             progress(len(state), len(shapes))
     return _filled_tower(tower, state, device)
-
-
-def open_image(path: str | Path) -> Image.Image:
-    """Open the image at ``path`` as 8-bit RGB, upright (EXIF), first frame of an animation, without transparency.
-
-    16-bit pixels, and floats from 0 to 1, are scaled. Raises OSError for a file that cannot be read. Raises ValueError
-    for one that is not an image, or has other floats.
-    """
-    with _readable(path), Image.open(path) as image:
-        upright = ImageOps.exif_transpose(image)
-    return _of_8_bits(path, upright)
-
-
-def open_frames(path: str | Path) -> Iterator[Image.Image]:
-    """Open all frames of an animation, all pages, or the one image at ``path``, each as `open_image` does."""
-    with ExitStack() as stack:
-        with _readable(path):
-            image = stack.enter_context(Image.open(path))
-            count = getattr(image, "n_frames", 1) if image.format in _ANIMATIONS else 1
-            # An APNG may begin with a picture for those who cannot play it.
-            first = 1 if image.info.get("default_image") and count > 1 else 0
-        for place in range(first, count):
-            with _readable(path):
-                image.seek(place)
-                upright = ImageOps.exif_transpose(image)
-            yield _of_8_bits(path, upright)
-
-
-def _of_8_bits(path: str | Path, image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # 16 bits per pixel; convert would clip at 255.
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
-    elif image.mode == "F":
-        levels = np.asarray(image)
-        if not (levels.min() >= 0 and levels.max() <= 1):
-            raise ValueError(
-                f"{path} has floats from {levels.min():g} to {levels.max():g} as pixels; "
-                f"give it with floats from 0 to 1, or with 8 or 16 bits"
-            )
-        image = Image.fromarray((255 * levels).round().astype(np.uint8))
-    return image.convert("RGB")
-
-
-@contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{path} is not an image that Pillow can read; give a PNG, JPEG or WebP file") from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} does not exist; give the path of an image file") from error
-    except IsADirectoryError as error:
-        wanted = "give the images in it one by one, or --frames for those of a video"
-        raise IsADirectoryError(f"{path} is a directory; {wanted}") from error
-    except PermissionError as error:
-        raise PermissionError(f"{path} cannot be read: permission denied") from error
-    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be decoded ({error}); give an intact image") from error
-
-
-def image_processor(directory: str | Path | None = None) -> Qwen2VLImageProcessorPil:
-    """Return the image processor of the Qwen-VL families that needs no torchvision, with Qwen3-VL's settings.
-
-    With ``directory`` it follows the checkpoint's ``preprocessor_config.json``. Without that file it has the settings
-    of the family in ``config.json``. Raises ValueError for a model of another family.
-    """
-    settings = _QWEN3_PROCESSOR
-    if directory is not None:
-        directory = Path(directory)
-        if any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
-            return Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
-        if (directory / "config.json").is_file():
-            settings = _OTHER_PROCESSORS.get(family_key(vision_config(directory)), settings)
-    return Qwen2VLImageProcessorPil(**settings)
 
 
 def preprocess(
@@ -338,7 +245,7 @@ def _filled_tower(
 def _seeded(name: str, like: nn.Parameter, seed: int, depth: int) -> torch.Tensor:
     # A generator per tensor: the values do not depend on the order of a model's parameters.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    values = torch.randn(like.shape, generator=generator)
+    values = torch.randn(like.shape, generator=generator, device="cpu", dtype=torch.float32)
     if name.endswith("bias"):
         return values.mul_(0.02)
     if like.dim() == 1:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from torch_ops._core.device import host_tensor
 from torch_ops.models.qwen_vl import Qwen2VLImageProcessorPil, image_processor, preprocess
 
 
@@ -35,7 +36,7 @@ def preprocess_video(
         parts.append(torch.stack(picked, dim=2).flatten(1))
     if not parts:
         raise ValueError("frames must hold at least one image")
-    return torch.cat(parts), torch.tensor([[len(parts), height, width]])
+    return torch.cat(parts), host_tensor([[len(parts), height, width]], torch.int64)
 
 
 def _groups(frames: Iterable[Image.Image], depth: int) -> Iterator[list[Image.Image]]:

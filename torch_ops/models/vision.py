@@ -3,9 +3,10 @@
     patches -> + learned positions -> blocks of (norm, attention, norm, MLP) -> merger
 
 Modules and parameters are named as in Transformers (`Qwen3VLVisionModel` and its relatives), so state dicts load both
-ways. `_blocks` computes a block, `_chunks` cuts long batches.
+ways. `vision_block` is a block, `_chunks` cuts long batches.
 """
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
-from torch_ops._core.checks import check_device, dtype_name, refuse
-from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionBlock
+from torch_ops._core.checks import check_device, check_int, dtype_name, refuse
+from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
 from torch_ops.models._chunks import Outputs, chunks_of, joined
-from torch_ops.models._layers import LAYERS, NORMS, plain
+from torch_ops.models._layers import LAYERS, NORMS, plain, untouched
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision_metadata import (
@@ -42,6 +43,9 @@ class QwenVisionEncoder(nn.Module):
     """
 
     def __init__(self, config: Any) -> None:
+        # Without Transformers there is no configuration, but the ops and `VisionAttention` work.
+        from torch_ops.models.vision_block import BLOCKS
+
         super().__init__()
         config = vision_config_of(config)
         family = FAMILIES[family_key(config)]
@@ -50,21 +54,31 @@ class QwenVisionEncoder(nn.Module):
         self.sizes = family.sizes(config)
         self.spatial_merge_size = config.spatial_merge_size
         self.graphs: GraphCache | None = None
+        self._no_split_modules = {family.block_class}
         self._output = family.output_class()
         # Layers without windows; None where no layer has any.
         self._full_layers = frozenset(config.fullatt_block_indexes) if family.windows else None
         self._taps = tuple(config.deepstack_visual_indexes) if family.taps else ()
 
+        taps = [PatchMerger(family, config, True) for _ in self._taps]
+        if family.taps and family.taps_first:
+            self.add_module(family.taps, nn.ModuleList(taps))
         self.patch_embed = PatchEmbed(family, config)
+        self.patch = self.patch_embed.patch
         self.pos_embed: Any = None
         if family.learned_positions:
             self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks: Any = nn.ModuleList([VisionBlock(family, config) for _ in range(config.depth)])
+        self._kind = BLOCKS[family.block_class]
+        self.blocks: Any = nn.ModuleList([self._kind(family, config) for _ in range(config.depth)])
         self.merger = PatchMerger(family, config)
-        if family.taps:
-            self.add_module(family.taps, nn.ModuleList([PatchMerger(family, config, True) for _ in self._taps]))
-        # Whatever takes their place later has the same name.
+        if family.taps and not family.taps_first:
+            self.add_module(family.taps, nn.ModuleList(taps))
+        # Whatever takes their place later has the same name, and is called with the arguments that Transformers gives.
         self.layer_names = tuple(name for name, module in self.named_modules() if plain(module, LAYERS + NORMS))
+        parts = (PatchEmbed, VisionMLP, PatchMerger)
+        self.places = tuple(
+            name for name, module in self.named_modules() if name in self.layer_names or type(module) in parts
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,19 +89,37 @@ class QwenVisionEncoder(nn.Module):
         return self.patch_embed.proj.weight.device
 
     @property
-    def is_gradient_checkpointing(self) -> bool:
-        return any(block.gradient_checkpointing for block in self.blocks)
+    def is_activation_checkpointing(self) -> bool:
+        return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keep only the input of each block in training, and compute the block again for its gradient."""
-        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        for block in self.blocks:
-            block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = partial(checkpoint, **options)
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
+    ) -> None:
+        """Keep only the input of every n-th block in training, and compute the block again for its gradient."""
+        check_int("vision encoder", "every_n_layers", every_n_layers)
+        if every_n_layers < 1:
+            refuse("vision encoder", "every_n_layers", "1 or more", every_n_layers)
+        options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+        for layer, block in enumerate(self.blocks):
+            # A wrapper looks like the block that it holds, but does not pass on what is set.
+            for each in (block, *(module for module in block.modules() if isinstance(module, self._kind))):
+                each.gradient_checkpointing = layer % every_n_layers == 0
+                each._gradient_checkpointing_func = partial(checkpoint, **options)
 
-    def gradient_checkpointing_disable(self) -> None:
+    def activation_checkpointing_disable(self) -> None:
         for block in self.blocks:
-            block.gradient_checkpointing = False
+            for each in (block, *(module for module in block.modules() if isinstance(module, self._kind))):
+                each.gradient_checkpointing = False
+
+    # The names of Transformers up to version 5.
+    is_gradient_checkpointing = is_activation_checkpointing
+    gradient_checkpointing_disable = activation_checkpointing_disable
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
+    ) -> None:
+        """Do the same as `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers)
 
     def forward(
         self,
@@ -103,7 +135,8 @@ class QwenVisionEncoder(nn.Module):
         """Encode all images or videos of a batch, packed.
 
         Args:
-            hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them.
+            hidden_states: pixel values [T, P], a row for each patch, as Transformers' processors make them. Batches of
+                such rows, as collators make them, [B, T / B, P], and patches that are not flattened are taken too.
             grid_thw: integers [n, 3], a row (t, h, w) for each image or video, in patches. A grid on the encoder's
                 device is read back once, which costs a synchronisation; one on the CPU costs none.
             metadata: result of `vision_metadata`, instead of the grid.
@@ -122,6 +155,8 @@ class QwenVisionEncoder(nn.Module):
             ValueError: for a bad argument. The message names it, what was expected and what came.
         """
         self.check_metadata(metadata)
+        _check_is_tensor(hidden_states)
+        hidden_states = self.rows_of(hidden_states)
         images: tuple[Image, ...] | None = ()
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
         given = any([kwargs.get(name) is not None for name in PRECOMPUTED])
@@ -144,7 +179,7 @@ class QwenVisionEncoder(nn.Module):
             images, metadata = self._read(hidden_states, grid_thw, chunk_tokens is None)
         elif metadata is None:
             learned = self.pos_embed is not None
-            metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, self.device, learned)
+            metadata = precomputed_metadata(kwargs, grid_thw, self.sizes, hidden_states.device, learned)
         if metadata is not None:
             images = metadata.made_of
             self.check_pixels(hidden_states, metadata.cos.shape[0])
@@ -172,7 +207,7 @@ class QwenVisionEncoder(nn.Module):
         self.check_pixels(pixel_values, patches_of(images))
         outputs = graphs.replayed(self, pixel_values, images)
         if outputs is None and metadata is None:
-            metadata = metadata_of(images, self.sizes, self.device)
+            metadata = metadata_of(images, self.sizes, pixel_values.device)
         return outputs, metadata
 
     def _images_of(
@@ -203,7 +238,7 @@ class QwenVisionEncoder(nn.Module):
         images = images_of("vision_metadata", grid_thw, self.sizes.merge_size)
         # A wrong grid may be of more patches than there is memory for their tables.
         self.check_pixels(pixel_values, patches_of(images))
-        return images, metadata_of(images, self.sizes, self.device) if whole else None
+        return images, metadata_of(images, self.sizes, pixel_values.device) if whole else None
 
     def encode_packed(
         self, pixel_values: Tensor, metadata: VisionMetadata
@@ -230,16 +265,27 @@ class QwenVisionEncoder(nn.Module):
         if metadata.sizes not in (None, self.sizes):
             refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"made for {metadata.sizes}")
 
+    def rows_of(self, pixel_values: Tensor) -> Tensor:
+        """Return pixel values with a row for each patch, where their shape tells which patches there are."""
+        if not isinstance(pixel_values, Tensor) or pixel_values.dim() == 2:
+            return pixel_values
+        if pixel_values.shape[1:] == self.patch:
+            return pixel_values.flatten(1)
+        if pixel_values.dim() > 2 and pixel_values.shape[-1] == math.prod(self.patch):
+            return pixel_values.flatten(0, -2)
+        return pixel_values
+
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
         """With `sent`, who calls sends pixel values of the host."""
-        if not isinstance(pixel_values, Tensor):
-            refuse("vision encoder", "pixel_values", "a tensor", type(pixel_values).__name__)
+        _check_is_tensor(pixel_values)
         if pixel_values.is_complex():
             refuse("vision encoder", "pixel_values", "of a real dtype", dtype_name(pixel_values.dtype))
-        weight = self.patch_embed.proj.weight
-        if not (sent and pixel_values.device.type == "cpu"):
-            check_device("vision encoder", "pixel_values", pixel_values, "the encoder", weight)
-        columns = weight.shape[1:].numel()
+        embed = self.patch_embed
+        # FSDP and offloading bring weights and pixels together when a module is called, and weights may be in shards.
+        in_place = untouched(embed, (PatchEmbed,)) and plain(embed.proj)
+        if in_place and not (sent and pixel_values.device.type == "cpu"):
+            check_device("vision encoder", "pixel_values", pixel_values, "the encoder", embed.proj.weight)
+        columns = math.prod(self.patch)
         if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
             got = list(pixel_values.shape)
             refuse("vision encoder", "pixel_values", f"of shape [T, {columns}], a row for each patch", got)
@@ -260,6 +306,8 @@ class QwenVisionEncoder(nn.Module):
             table = self.pos_embed.weight
         else:
             table = self.pos_embed(torch.arange(self.config.num_position_embeddings, device=patches.device))
+        # A narrow table would round the sum of its rows once more.
+        table = table.to(torch.promote_types(table.dtype, patches.dtype))
         rows, merge_size = patches.shape[0], self.spatial_merge_size
         return pos_embed_interpolate(table, metadata.grid, rows, merge_size).to(patches.dtype)
 
@@ -268,18 +316,25 @@ class QwenVisionEncoder(nn.Module):
             wanted, got = ("with", "without") if metadata.window_index is None else ("without", "with")
             refuse("vision encoder", "metadata", f"{wanted} windows, as the encoder is", f"{got} windows")
         branch, residual = self.patch_embed(pixel_values), None
+        if branch.device != pixel_values.device:
+            # Offloaded weights are brought to the device that computes, and the pixels too.
+            metadata = metadata.to(branch.device)
         if self.pos_embed is not None:
             residual = self._positions(branch, metadata)
         if metadata.window_index is not None:
             branch = gather_cells(branch, metadata.window_index, self.sizes)
+        rotation = metadata.cos, metadata.sin
         taps, kept = [], []
         for layer, block in enumerate(self.blocks):
             full = self._full_layers is None or layer in self._full_layers
-            cu_seqlens = metadata.cu_seqlens if full else metadata.cu_window_seqlens
+            cu_seqlens: Any = metadata.cu_seqlens if full else metadata.cu_window_seqlens
             tapped = layer > 0 and layer - 1 in self._taps
-            branch, residual, entered = block(
-                branch, residual, metadata.cos, metadata.sin, cu_seqlens, tapped or keep
-            )  # fmt: skip
+            if in_pairs(block, self._kind):
+                branch, residual, entered = block.step(branch, residual, cu_seqlens, rotation, tapped or keep)
+            else:
+                entered = branch if residual is None else branch + residual
+                branch = called(block, self._kind, entered, cu_seqlens, rotation, self.sizes.head_dim)
+                residual = None
             if tapped:
                 taps.append(self._tap(layer - 1, entered))
             if keep:
@@ -291,12 +346,12 @@ class QwenVisionEncoder(nn.Module):
             taps.append(self._tap(len(self.blocks) - 1, hidden))
         pooled = self.merger(hidden)
         if metadata.reverse_index is not None:
-            pooled = pooled[metadata.reverse_index]
+            pooled = pooled[metadata.reverse_index.to(pooled.device)]
         return hidden, pooled, tuple(taps), tuple(kept)
 
     def _encode_chunks(self, pixel_values: Tensor, images: tuple[Image, ...] | None, most: int, keep: bool) -> Outputs:
         def encode(pixels: Tensor, run: tuple[Image, ...]) -> Outputs:
-            return self._encode(pixels, metadata_of(run, self.sizes, self.device), keep)
+            return self._encode(pixels, metadata_of(run, self.sizes, pixels.device), keep)
 
         made = (encode(*chunk) for chunk in chunks_of(pixel_values, images, most))
         # Without a patch there is no chunk.
@@ -305,6 +360,11 @@ class QwenVisionEncoder(nn.Module):
     def _tap(self, layer: int, hidden: Tensor) -> Tensor:
         assert self.family.taps is not None
         return getattr(self, self.family.taps)[self._taps.index(layer)](hidden)
+
+
+def _check_is_tensor(pixel_values: object) -> None:
+    if not isinstance(pixel_values, Tensor):
+        refuse("vision encoder", "pixel_values", "a tensor", type(pixel_values).__name__)
 
 
 def _check_is_metadata(metadata: Any) -> None:

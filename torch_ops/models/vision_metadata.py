@@ -58,6 +58,13 @@ class Padding:
     segments: int | None = None
     windows: int | None = None
 
+    def with_integers(self, op: str, name: str) -> "Padding":
+        """Refuse sizes that are no integers; NumPy's become Python's."""
+        sizes = vars(self).items()
+        return Padding(
+            **{field: size if size is None else check_int(op, f"{name}.{field}", size) for field, size in sizes}
+        )
+
     def holds(self, sizes: "Padding") -> bool:
         """Return whether a batch of these sizes can be padded to it."""
         bounds = (self.rows, self.images, self.segments, self.windows)
@@ -101,6 +108,11 @@ class VisionMetadata:
         """Return a copy with its own tensors, for `copy_`: the inputs of a CUDA graph, whose images are not known."""
         tensors: Any = {name: tensor.clone() for name, tensor in self.tensors()}
         return dataclasses.replace(self, images=None, **tensors)
+
+    def to(self, device: torch.device) -> "VisionMetadata":
+        """Return a copy on another device."""
+        tensors: Any = {name: sent(tensor, device) for name, tensor in self.tensors()}
+        return dataclasses.replace(self, **tensors)
 
     def copy_(self, other: "VisionMetadata") -> "VisionMetadata":
         """Fill the tensors of a `clone` with another batch's, of the same shapes; never waits.
@@ -173,9 +185,7 @@ def vision_metadata(
         refuse("vision_metadata", "sizes", "VisionSizes, as encoder.sizes", type(sizes).__name__)
     if not isinstance(padding, Padding | None):
         refuse("vision_metadata", "padding", "a Padding or None", type(padding).__name__)
-    for name, size in vars(padding or Padding()).items():
-        if size is not None:
-            check_int("vision_metadata", f"padding.{name}", size)
+    padding = padding and padding.with_integers("vision_metadata", "padding")
     images = images_of("vision_metadata", grid_thw, sizes.merge_size)
     return metadata_of(images, sizes, device, padding)
 

@@ -33,5 +33,5 @@ def _shuffle(tensor: Tensor, generator: torch.Generator) -> None:
         if stride == 0:
             # All entries are one in memory.
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+    order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
     tensor.copy_(tensor.flatten()[order].view(tensor.shape))

@@ -25,8 +25,8 @@ wait for each product at once.
 ORDERED fixes the order in which programs add, so that the bits are the same every time. A dq writer waits until a
 semaphore says that all earlier tiles have added their block. Those tiles belong to programs that took them from the
 scheduler earlier (`scheduler.next_tile_in_order`). The earliest unfinished tile waits for nobody, so no set of running
-programs can wait in a circle, however few of them the GPU has room for. Falling boundaries, which no caller may pass,
-leave no such order; then no order is kept (`bwd_dq_finalize`).
+programs can wait in a circle, however few of them the GPU has room for. That holds for boundaries of any values,
+because every row has one segment or none (`scheduler.locate_falling`).
 
 Tiles add from the first keys to the last. With a bound on later keys, a tile goes over its queries from the last to the
 first: earlier tiles see more queries and reach a block first. Tiles that take long come first, which leaves little to

@@ -25,7 +25,16 @@ from csrc_free_ops.tiles.rows import (
     store_rows,
     zero_rows,
 )
-from csrc_free_ops.tiles.segments import clamp_span, falls, find_one, locate_tile, narrow_segments, probe_segments
+from csrc_free_ops.tiles.segments import (
+    LOOK,
+    NO_BOUNDARY,
+    advance_start,
+    clamp_span,
+    count_segments,
+    find_one,
+    locate_tile,
+    narrow_segment,
+)
 
 # Columns of dq_acc that a thread reads at once: 16 bytes.
 RUN = tl.constexpr(4)
@@ -94,8 +103,7 @@ def _attention_bwd_delta_kernel(
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's semaphores at 0, and its dq_acc where it must be 0.
 
     With ORDERED the first program to add writes, so only rows that no program sees must be 0. A program has BLOCK_N
-    keys. Each accumulator has a semaphore; the number behind the semaphores says whether boundaries fall. Without
-    accumulators delta is all. The flag for one segment skips the search.
+    keys. Each accumulator has a semaphore. Without accumulators delta is all. The flag for one segment skips the search.
     With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:
@@ -117,31 +125,40 @@ def _attention_bwd_delta_kernel(
     statistics = head * total_q + row + local
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
     if DQ_ACCS > 0:
-        falling_ptr = semaphores_ptr + DQ_ACCS * tl.num_programs(1) * tl.num_programs(0)
-        # The last tile has the least to do: rows end before it.
-        writes_flag = (tile == tl.num_programs(0) - 1) & (head == 0)
         if ONE_SEGMENT:
             # All boundaries in one round trip to memory, where a search takes several.
             q_begin, q_end = tl.load(cu_q_ptr), tl.load(cu_q_ptr + 1)
             k_begin, k_end = tl.load(cu_k_ptr), tl.load(cu_k_ptr + 1)
-            if writes_flag:
-                tl.store(falling_ptr, ((q_end < q_begin) | (k_end < k_begin)).to(tl.int32))
             segment, q_begin, q_end = find_one(q_begin, q_end, total_q, tile, BLOCK_M)
             k_end = tl.where(segment == 1, k_end, k_begin)
         else:
-            if writes_flag:
-                tl.store(falling_ptr, falls(cu_q_ptr, num_segments) | falls(cu_k_ptr, num_segments))
-            segment = 0
-            beyond = num_segments + 2
-            while beyond - segment > 1:
-                probe, stride = probe_segments(segment, beyond)
-                cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, stride, segment, beyond, total_q, tile, BLOCK_M)
-            before = tl.maximum(segment - 1, 0)
-            behind = tl.minimum(segment, num_segments)
-            q_begin = tl.load(cu_q_ptr + before, mask=segment > 0, other=0)
-            q_end = tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q)
-            k_begin, k_end = tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind)
+            segment, falls, index, seen = 0, 0, 0, LOOK
+            while (seen == LOOK) & (index <= num_segments):
+                at = index + tl.arange(0, LOOK)
+                cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+                cu_k = tl.load(cu_k_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+                q_behind = tl.load(cu_q_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+                k_behind = tl.load(cu_k_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+                seen, falling = count_segments(cu_q, q_behind, cu_k, k_behind, at, total_q, tile, BLOCK_M)
+                segment += seen
+                falls += falling
+                index += LOOK
+            q_begin = tl.load(cu_q_ptr + segment - 1, mask=segment > 0, other=0)
+            k_begin = tl.load(cu_k_ptr + segment - 1, mask=segment > 0, other=0)
+            if falls > 0:
+                segment = num_segments + 1
+                q_begin, k_begin, index = 0, 0, 0
+                while index < segment:
+                    at = index + tl.arange(0, LOOK)
+                    cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=0)
+                    cu_k = tl.load(cu_k_ptr + at, mask=at <= num_segments, other=0)
+                    segment = narrow_segment(cu_q, at, segment, total_q, tile, BLOCK_M)
+                    q_begin = advance_start(cu_q, at, segment, q_begin, total_q)
+                    k_begin = advance_start(cu_k, at, segment, k_begin, total_k)
+                    index += LOOK
+            inside = (segment > 0) & (segment <= num_segments)
+            q_end = tl.load(cu_q_ptr + segment, mask=segment <= num_segments, other=total_q)
+            k_end = tl.load(cu_k_ptr + segment, mask=inside, other=0)
     delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, local < remaining, HAS_DLSE)
     tl.store(delta_ptr + statistics, delta, mask=local < remaining)
     if DQ_ACCS > 0:

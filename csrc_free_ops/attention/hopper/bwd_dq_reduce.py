@@ -161,11 +161,6 @@ def write_dq(INDEX: gl.constexpr, dq_acc2_descs, shared, config):
     mbarrier.wait(bars.index(MBAR.KV_FULL), 0)
     if ORDERED:
         await_kernel()
-        # Segments that overlap share semaphores, or are not found. Then there is no order, and nobody waits.
-        in_order = True
-        if not is_dense(ORDER):
-            falls_ptr = info.pointer(ADDRESS.SEMAPHORES, gl.int32) + dq_acc_count(WAVE) * heads * semaphores
-            in_order = gl.load(falls_ptr) == 0
     num_blocks = info.tile(0).read(TILE.NUM_BLOCKS)
     while num_blocks > 0:
         tile = info.tile(count)
@@ -207,8 +202,7 @@ def write_dq(INDEX: gl.constexpr, dq_acc2_descs, shared, config):
                         semaphore = n_block - earliest
                         is_last = n_block == latest
                     # Waits while the consumers still make dq.
-                    if in_order:
-                        acquire_semaphore(semaphore_ptr.to(gl.int64), semaphore)
+                    acquire_semaphore(semaphore_ptr.to(gl.int64), semaphore)
                 barrier_sync(NAMED.DQ_FULL + INDEX, config.DQ_THREADS)
                 num_rows = gl.minimum(tile.read(TILE.Q_LENGTH) - m_row, BLOCK_M)
                 acc_row = head * total_q + q_start + m_row

@@ -26,12 +26,15 @@ from csrc_free_ops.attention.hopper.scheduler import (
     CACHED,
     CACHED_OF_ONE,
     TileScheduler,
+    has_many_segments,
     has_one_segment,
     head_count,
     is_dense,
     is_inside,
+    last_segment,
     next_tile_in_order,
     rows_of,
+    survey_segments,
 )
 from csrc_free_ops.tiles.hopper.memory import await_kernel, load_blocks
 from csrc_free_ops.tiles.hopper.warpgroup import advance_index, barrier_sync, made_anew, publish, shared_base
@@ -89,8 +92,13 @@ def produce(kv_descs, q_desc, dout_desc, shared, config):
     tiles, bars, info = shared.tiles, shared.bars, shared.info
     bars_at = shared_base() + config.BARRIERS_AT
     heads = head_count(info.number(NUMBER.NUM_SEGMENTS), K_HEADS, ORDER)
+    segments = survey_segments(
+        _k_boundaries(info, ORDER), _boundaries(info, NUMBER.Q_SPAN, ADDRESS.CU_Q, ORDER),
+        info.number(NUMBER.NUM_SEGMENTS), info.number(NUMBER.TOTAL_K), info.number(NUMBER.TOTAL_Q), ORDER,
+    )  # fmt: skip
+    info.write_number(NUMBER.SEGMENTS, segments)
     tiles_per_head, split = TileScheduler(
-        _k_boundaries(info, ORDER), info.number(NUMBER.NUM_SEGMENTS), info.number(NUMBER.TOTAL_K), heads, 2, ORDER
+        _k_boundaries(info, ORDER), segments, info.number(NUMBER.TOTAL_K), heads, 2, ORDER
     ).split()
     info.write_number(NUMBER.NUM_TILES, tiles_per_head * heads)
     q_stage = 0
@@ -99,17 +107,23 @@ def produce(kv_descs, q_desc, dout_desc, shared, config):
     count = 0
     index = next_tile_in_order(info.pointer(ADDRESS.TILE_COUNTER, gl.int32), info.number(NUMBER.NUM_TILES))
     while index < info.number(NUMBER.NUM_TILES):
-        num_segments = info.number(NUMBER.NUM_SEGMENTS)
+        segments = info.number(NUMBER.SEGMENTS)
         scheduler = TileScheduler(
-            _k_boundaries(info, ORDER), num_segments, info.number(NUMBER.TOTAL_K),
-            head_count(num_segments, K_HEADS, ORDER), 2, ORDER,
+            _k_boundaries(info, ORDER), segments, info.number(NUMBER.TOTAL_K),
+            head_count(segments, K_HEADS, ORDER), 2, ORDER,
         )  # fmt: skip
         head, segment, k_start, k_length, row_block, _ = scheduler.locate(
             index, tiles_per_head, split, L2_BYTES // (GROUP * HEAD_DIM * ROW_BYTES), NEVER
         )
         q_boundaries = _boundaries(info, NUMBER.Q_SPAN, ADDRESS.CU_Q, ORDER)
-        q_start, q_length = rows_of(q_boundaries, segment, num_segments, info.number(NUMBER.TOTAL_Q), ORDER)
-        q_length = gl.where(is_inside(segment, num_segments), q_length, 0)
+        last = last_segment(segments, ORDER)
+        q_start, q_length = rows_of(q_boundaries, segment, last, info.number(NUMBER.TOTAL_Q), ORDER)
+        if has_many_segments(ORDER):
+            if segments < 0:
+                head, segment, k_start, k_length, row_block, q_start, q_length = scheduler.locate_falling(
+                    index, tiles_per_head, q_boundaries, info.number(NUMBER.TOTAL_Q)
+                )
+        q_length = gl.where(is_inside(segment, last), q_length, 0)
         if row_block * BLOCK_M < k_length:
             n_start = row_block * BLOCK_M
             num_keys = gl.minimum(BLOCK_N, k_length - n_start)

@@ -174,8 +174,9 @@ class LaunchNumbers:
     # Dense tensors: the bits of the scale, and row strides of dk, dv and dq that are no constants.
     SCALE: gl.constexpr
     ROW_STRIDES: gl.constexpr
-    # Tiles of all heads. The producer writes it, because it lacks a register for it.
+    # Tiles of all heads, and what `survey_segments` returns. The producer writes both, because it lacks registers.
     NUM_TILES: gl.constexpr
+    SEGMENTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self):
@@ -184,7 +185,7 @@ class LaunchNumbers:
         self.TOTAL_K, self.TOTAL_Q, self.NUM_SEGMENTS, self.WINDOW_RIGHT, self.WINDOW_LEFT = slots[:5]
         self.K_SPAN, self.Q_SPAN = LAYOUT[0], LAYOUT[2]
         self.SCALE, self.ROW_STRIDES = LAYOUT[:2]
-        self.NUM_TILES = slots[9]
+        self.NUM_TILES, self.SEGMENTS = slots[9:11]
 
 
 NAMED, MBAR = NamedBarriers(), MemoryBarriers()

@@ -347,21 +347,23 @@ def _attention_fwd_hopper_kernel(
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, OUT_STRIDE: gl.constexpr,
-    FOLDED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    FOLDED: gl.constexpr, SKIPPED_ROWS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). scale is the softmax scale times log2(e). *_tail count only if HEAD_DIM has a tail.
 
     tile_counter_ptr is an int32 that is 0 before and after a launch; no concurrent launch may use it. ORDER is SINGLE
     for one segment, BY_LENGTH for at most RANKED - 2 segments, else CLOSED_FORM. A batch [B, H, S, D] has no
     boundaries: ORDER is DENSE_CUT or DENSE_ENDS, total_* is the length of a sequence, and num_segments the number of
-    sequences. FOLDED has a bit for each of q, k, v and out (`coordinates`).
+    sequences. FOLDED has a bit for each of q, k, v and out (`coordinates`). With SKIPPED_ROWS, segments of up to so many
+    rows are left to the kernel before, but if a boundary falls.
     """
     MAIN: gl.constexpr = columns_of(q_main)
     V_WIDTH: gl.constexpr = columns_of(v_desc)
     DTYPE: gl.constexpr = q_main.dtype
     config = ForwardConfig(
         HEAD_DIM, HEADS, GROUP, HAS_LEFT, HAS_RIGHT, ORDER, GROUPS, BLOCK_N, STAGES, OVERLAP, HAS_LSE, HAS_SINKS,
-        OUT_STRIDE, FOLDED, DTYPE, V_WIDTH,
+        OUT_STRIDE, FOLDED, DTYPE, V_WIDTH, SKIPPED_ROWS=SKIPPED_ROWS,
     )  # fmt: skip
     gl.static_assert(GROUPS == 2 or GROUPS == 3, "the kernel has two or three consumer warpgroups: BLOCK_M 128 or 192")
     gl.static_assert(config.has_barriers(), "too many STAGES or GROUPS: Hopper has 16 named barriers")

@@ -59,6 +59,7 @@ class ForwardConfig:
     V_WIDTH: gl.constexpr  # columns of a tile of v in shared memory
     CAST_WARPS: gl.constexpr  # warps that round fp32 keys and values, or 0
     SEPARATE_Q: gl.constexpr  # whether rounded q has memory of its own, so that the next rows can come early
+    SKIPPED_ROWS: gl.constexpr  # segments of up to so many rows are left to the kernel before
     K_STRIDE: gl.constexpr  # between rows of fp32 keys
     V_STRIDE: gl.constexpr  # between rows of fp32 values
     ENDS: gl.constexpr  # whether ORDER is DENSE_ENDS
@@ -73,7 +74,7 @@ class ForwardConfig:
     @gluon.constexpr_function
     def __init__(
         self, HEAD_DIM, HEADS, GROUP, HAS_LEFT, HAS_RIGHT, ORDER, GROUPS, BLOCK_N, STAGES, OVERLAP, HAS_LSE, HAS_SINKS,
-        OUT_STRIDE, FOLDED, OUT_DTYPE, V_WIDTH, CAST_WARPS=0, SEPARATE_Q=False, K_STRIDE=0, V_STRIDE=0,
+        OUT_STRIDE, FOLDED, OUT_DTYPE, V_WIDTH, CAST_WARPS=0, SEPARATE_Q=False, K_STRIDE=0, V_STRIDE=0, SKIPPED_ROWS=0,
     ):  # fmt: skip
         v_tiles = -(-HEAD_DIM // V_WIDTH)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
@@ -90,6 +91,7 @@ class ForwardConfig:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.OUT_STRIDE = gl.constexpr(OUT_STRIDE)
         self.FOLDED = gl.constexpr(FOLDED)
+        self.SKIPPED_ROWS = gl.constexpr(SKIPPED_ROWS)
         self.OUT_DTYPE = gl.constexpr(OUT_DTYPE)
         self.V_WIDTH = gl.constexpr(V_WIDTH)
         self.CAST_WARPS = gl.constexpr(CAST_WARPS)

@@ -34,12 +34,16 @@ from csrc_free_ops.attention.hopper.scheduler import (
     CACHED,
     CACHED_OF_ONE,
     TileScheduler,
+    has_many_segments,
     has_one_segment,
     head_count,
     is_dense,
     is_inside,
+    last_segment,
     next_tile,
     rows_of,
+    survey_segments,
+    tiles_besides_short,
 )
 from csrc_free_ops.attention.hopper.tile_info import TILE_INFOS
 from csrc_free_ops.tiles.hopper.memory import columns_of, load_tile
@@ -58,7 +62,7 @@ def _publish_tile(info, index, span, first, rows, location, sizes, config):
     """
     low, full_low, full_high, high = span
     head, segment, q_start, shift, k_length = location
-    total_q, total_k, num_segments, window_left, window_right = sizes
+    total_q, total_k, segments, window_left, window_right = sizes
     tile = info.at(index)
     blocks = gl.maximum((high - low + config.BLOCK_N - 1) // config.BLOCK_N, 1)
     row = q_start + first
@@ -76,7 +80,7 @@ def _publish_tile(info, index, span, first, rows, location, sizes, config):
     tile.publish(ROWS, rows)
     tile.publish(HEAD, head)
     if config.HAS_SINKS:
-        tile.publish(INSIDE, is_inside(segment, num_segments))
+        tile.publish(INSIDE, is_inside(segment, last_segment(segments, config.ORDER)))
     out_ptr = info.pointer(OUT, config.OUT_DTYPE) + row.to(gl.int64) * out_row_stride(info, config)
     if is_dense(config.ORDER):
         out_ptr += head // config.HEADS * info.stride(OUT_BATCH_STRIDE)
@@ -115,26 +119,45 @@ def produce(descs, boundaries_of, tiles, info, bars, sizes, config):
     k_batch = (total_k, config.HEADS // config.GROUP, config.FOLDED & 2)
     v_batch = (total_k, config.HEADS // config.GROUP, config.FOLDED & 4)
     bars_at = shared_base() + config.BARRIERS_AT
+    segments = survey_segments(cu_q, cu_k, num_segments, total_q, total_k, config.ORDER)
+    sizes = (total_q, total_k, segments, window_left, window_right)
     heads = head_count(num_segments, config.HEADS, config.ORDER)
-    scheduler = TileScheduler(cu_q, num_segments, total_q, heads, GROUPS, config.ORDER)
+    scheduler = TileScheduler(cu_q, segments, total_q, heads, GROUPS, config.ORDER)
     tiles_per_head, split = scheduler.split()
     num_tiles = tiles_per_head * heads
+    if config.SKIPPED_ROWS > 0:
+        looked_at, first_tile = tiles_besides_short(
+            cu_q, segments, total_q, tiles_per_head, config.SKIPPED_ROWS, 64 * GROUPS
+        )
+        num_tiles = looked_at * heads
     stage = 0
     loaded = 0
     count = 0
     shared = 0
     index = gl.program_id(0)
     while index < num_tiles:
+        place = index
+        if config.SKIPPED_ROWS > 0:
+            place = index // looked_at * tiles_per_head + first_tile + index % looked_at
         head, segment, q_start, q_length, row_block, num_blocks = scheduler.locate(
-            index, tiles_per_head, split, CACHED_ROWS, ALONE_ROWS
+            place, tiles_per_head, split, CACHED_ROWS, ALONE_ROWS
         )  # fmt: skip
-        k_start, k_length = rows_of(cu_k, segment, num_segments, total_k, config.ORDER)
-        k_length = gl.where(is_inside(segment, num_segments), k_length, 0)
+        last = last_segment(segments, config.ORDER)
+        k_start, k_length = rows_of(cu_k, segment, last, total_k, config.ORDER)
+        if has_many_segments(config.ORDER):
+            if segments < 0:
+                head, segment, q_start, q_length, row_block, k_start, k_length = scheduler.locate_falling(
+                    place, tiles_per_head, cu_k, total_k
+                )
+        k_length = gl.where(is_inside(segment, last), k_length, 0)
         first = row_block * 64
         if config.HAS_RIGHT and not config.ENDS:
             # Later rows see more keys, so the last tile comes first.
             first = gl.maximum((q_length + 63) // 64 - num_blocks - row_block, 0) * 64
             num_blocks = gl.minimum(num_blocks, (q_length + 63) // 64 - row_block)
+        if config.SKIPPED_ROWS > 0:
+            is_short = is_inside(segment, last) & (q_length <= config.SKIPPED_ROWS) & (segments >= 0)
+            q_length = gl.where(is_short, 0, q_length)
         if row_block * 64 < q_length:
             rows = gl.minimum(num_blocks * 64, q_length - first)
             shift = k_length - q_length

@@ -20,11 +20,13 @@ from triton.language import core
 
 from csrc_free_ops.tiles.hopper.memory import increment_counter
 from csrc_free_ops.tiles.hopper.versions import aggregate
-from csrc_free_ops.tiles.segments import narrow_segments
+from csrc_free_ops.tiles.hopper.warpgroup import made_anew
+from csrc_free_ops.tiles.segments import clamp_rows
 
-# Segments that one warp ranks by length, and probes of one iteration of a search.
+# Segments that one warp ranks by length, and boundaries that it loads at once in a search and in a survey.
 RANKED = gl.constexpr(32)
-SEARCHED = gl.constexpr(128)
+SEARCHED, SURVEYED = gl.constexpr(128), gl.constexpr(64)
+LOOKED_AT = gl.constexpr(256)
 # Bytes that the operands of concurrent tiles may take of the L2 cache, 50 MiB on H100 and H200: in general, and for one
 # segment. There more heads at a time fill the last wave, or have less to wait for in order. Heads of at least ALONE
 # bytes run one at a time if not all heads fit. Measured in docs/attention.md.
@@ -43,6 +45,11 @@ def is_dense(order):
     return order in (DENSE, DENSE_CUT, DENSE_ENDS)
 
 
+@gluon.constexpr_function
+def has_many_segments(order):
+    return order in (BY_LENGTH, CLOSED_FORM)
+
+
 @gluon.jit
 def head_count(num_segments, HEADS: gl.constexpr, ORDER: gl.constexpr):
     """Heads of a segment. A batch of num_segments sequences counts as one segment with all their heads."""
@@ -56,11 +63,74 @@ def head_count(num_segments, HEADS: gl.constexpr, ORDER: gl.constexpr):
 def boundaries(cu_ptr, ORDER: gl.constexpr):
     """`cu` of the functions below: for one segment both boundaries, which a kernel can load before all else."""
     if has_one_segment(ORDER):
-        return gl.load(cu_ptr), gl.load(cu_ptr + 1)
+        first = gl.load(cu_ptr)
+        return first, gl.maximum(gl.load(cu_ptr + 1), first)
     elif is_dense(ORDER):
         return 0, 0
     else:
         return cu_ptr
+
+
+@gluon.jit
+def _survey(cu_ptr, num_segments, total):
+    """(number of the last segment that has rows, whether a boundary falls before it), as `tiles.segments.survey`."""
+    last, most, index = 0, 0, 0
+    fall = num_segments
+    while index <= num_segments:
+        # Not kept after this, because a producer has few registers.
+        local = made_anew(gl.arange(0, SURVEYED, gl.BlockedLayout([SURVEYED // 32], [32], [1], [0])))
+        at = index + local  # [SURVEYED]
+        start = clamp_rows(gl.load(cu_ptr + at, mask=at <= num_segments, other=0), total)
+        end = clamp_rows(gl.load(cu_ptr + at + 1, mask=at < num_segments, other=0), total)
+        fall = gl.minimum(fall, gl.min(gl.where(end < start, at, num_segments), 0))
+        highest = gl.max(start, 0)
+        last = gl.where(highest > most, gl.min(gl.where(start == highest, at, num_segments), 0), last)
+        most = gl.maximum(most, highest)
+        index += SURVEYED
+    return last, (fall < last).to(gl.int32)
+
+
+@gluon.jit
+def survey_segments(cu, streamed_cu, num_segments, total, total_streamed, ORDER: gl.constexpr):
+    """`segments` of a scheduler: num_segments, or of several the last that has rows, and ~ that if a boundary falls.
+
+    No program looks for tiles in the segments behind the last that has rows.
+    """
+    segments = num_segments
+    if has_many_segments(ORDER):
+        last, falls = _survey(cu, num_segments, total)
+        if streamed_cu.to(gl.int64, bitcast=True) != cu.to(gl.int64, bitcast=True):
+            _, streamed_falls = _survey(streamed_cu, num_segments, total_streamed)
+            falls = falls | streamed_falls
+        segments = last ^ -falls
+    return segments
+
+
+@gluon.jit
+def tiles_besides_short(cu, segments, total, tiles_per_head, ROWS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(number of tiles of a head to look at, the first of them) for all rows but those of segments of up to ROWS rows.
+
+    If there is no longer segment, these are the tiles behind the last segment.
+    """
+    longest, index = 0, 0
+    while index < segments:
+        local = made_anew(gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0])))
+        inside = index + local < segments
+        start = clamp_rows(gl.load(cu + index + local, mask=inside, other=0), total)
+        end = clamp_rows(gl.load(cu + index + local + 1, mask=inside, other=0), total)
+        longest = gl.maximum(longest, gl.max(end - start, 0))
+        index += LOOKED_AT
+    first = 0
+    if (longest <= ROWS) & (segments >= 0):
+        last_end = clamp_rows(gl.load(cu + segments), total)
+        first = gl.where(last_end < total, last_end // BLOCK_M + segments + 1, tiles_per_head)
+        first = gl.where(gl.load(cu) > 0, 0, first)
+    return tiles_per_head - first, first
+
+
+@gluon.jit
+def last_segment(segments, ORDER: gl.constexpr):
+    return segments ^ (segments >> 31) if has_many_segments(ORDER) else segments
 
 
 @gluon.jit
@@ -77,8 +147,8 @@ def rows_of(cu, segment, num_segments, total, ORDER: gl.constexpr):
         else:
             start = gl.load(cu + segment - 1, mask=(segment > 0) & (segment <= num_segments + 1), other=0)
             end = gl.load(cu + segment, mask=segment <= num_segments, other=total)
-        start = gl.minimum(gl.maximum(start, 0), total)
-        length = gl.maximum(gl.minimum(gl.maximum(end, 0), total) - start, 0)
+        start = clamp_rows(start, total)
+        length = gl.maximum(clamp_rows(end, total) - start, 0)
         length = gl.where(segment <= num_segments + 1, length, 0)
     return start, length
 
@@ -117,7 +187,10 @@ def _search_segment(cu, num_segments, total, tile, BLOCK_M: gl.constexpr):
         distance = (end - segment + SEARCHED - 1) // SEARCHED
         probe = segment + gl.arange(0, SEARCHED, gl.BlockedLayout([SEARCHED // 32], [32], [1], [0])) * distance
         found = gl.load(cu + probe - 1, mask=(probe > 0) & (probe < end), other=0)  # [SEARCHED]
-        segment, end = narrow_segments(found, probe, distance, segment, end, total, tile, BLOCK_M)
+        first_tile = clamp_rows(found, total) // BLOCK_M + probe
+        count = gl.sum(((probe < end) & (first_tile <= tile)).to(gl.int32), 0)
+        segment += gl.maximum(count - 1, 0) * distance
+        end = gl.minimum(end, segment + distance)
     return segment
 
 
@@ -188,16 +261,16 @@ class TileScheduler:
     """All tiles of all heads, found by an index. It holds no state: `next_tile` gives indices."""
 
     cu: core.base_value  # what `boundaries` returns
-    num_segments: core.base_value
+    segments: core.base_value  # what `survey_segments` returns
     total: core.base_value  # rows of the tensor, or of a sequence of a batch
     heads: core.base_value  # `head_count`
     GROUPS: gl.constexpr
     ORDER: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, cu, num_segments, total, heads, GROUPS, ORDER):
+    def __init__(self, cu, segments, total, heads, GROUPS, ORDER):
         self.cu = _as_value(cu)
-        self.num_segments = _as_value(num_segments)
+        self.segments = _as_value(segments)
         self.total = _as_value(total)
         self.heads = _as_value(heads)
         self.GROUPS = gl.constexpr(GROUPS)
@@ -207,6 +280,7 @@ class TileScheduler:
     def split(self):
         """Tiles of one head, and the values by which `locate` tells them apart."""
         BLOCK_M: gl.constexpr = 64 * self.GROUPS
+        num_segments = last_segment(self.segments, self.ORDER)
         if self.ORDER == DENSE or self.ORDER == DENSE_ENDS:
             tiles_per_head = (self.total + BLOCK_M - 1) // BLOCK_M
             split = (tiles_per_head,)
@@ -216,7 +290,7 @@ class TileScheduler:
             tiles_per_head = full + (row_blocks - full * self.GROUPS + low - 1) // low
             split = (full, low)
         elif self.ORDER == SINGLE:
-            start, length = rows_of(self.cu, 1, self.num_segments, self.total, self.ORDER)
+            start, length = rows_of(self.cu, 1, num_segments, self.total, self.ORDER)
             row_blocks = (length + 63) // 64
             full, low = _split_last_wave(row_blocks, self.heads, gl.num_programs(0), self.GROUPS)
             inside = full + (row_blocks - full * self.GROUPS + low - 1) // low
@@ -224,16 +298,18 @@ class TileScheduler:
             tiles_per_head = inside + before + after
             split = (full, low, inside, before)
         elif self.ORDER == EVEN:
-            start, length = rows_of(self.cu, 1, self.num_segments, self.total, self.ORDER)
+            start, length = rows_of(self.cu, 1, num_segments, self.total, self.ORDER)
             inside, before, after = _tiles_of_one(start, length, self.total, BLOCK_M)
             tiles_per_head = inside + before + after
             split = (tiles_per_head,)
         elif self.ORDER == BY_LENGTH:
-            segments, first, counts = _rank_segments(self.cu, self.num_segments, self.total, BLOCK_M, self.ORDER)
+            segments, first, counts = _rank_segments(self.cu, num_segments, self.total, BLOCK_M, self.ORDER)
             tiles_per_head = gl.sum(counts, 0)
+            if self.segments < 0:
+                tiles_per_head = self.total // BLOCK_M + num_segments + 2
             split = (segments, first, counts)
         else:
-            tiles_per_head = self.total // BLOCK_M + self.num_segments + 2
+            tiles_per_head = self.total // BLOCK_M + num_segments + 2
             split = (tiles_per_head,)
         return tiles_per_head, split
 
@@ -245,6 +321,7 @@ class TileScheduler:
         at least ALONE_ROWS rows run one at a time if not all heads fit.
         """
         BLOCK_M: gl.constexpr = 64 * self.GROUPS
+        num_segments = last_segment(self.segments, self.ORDER)
         GROUPS: gl.constexpr = self.GROUPS
         total = self.total
         heads = self.heads
@@ -263,40 +340,65 @@ class TileScheduler:
             block = gl.where(tile < full, tile * GROUPS, full * GROUPS + (tile - full) * low)
         elif self.ORDER == SINGLE:
             full, low, inside, before = split
-            _, length = rows_of(self.cu, 1, self.num_segments, total, self.ORDER)
+            _, length = rows_of(self.cu, 1, num_segments, total, self.ORDER)
             head, tile = _head_and_tile(index, tiles_per_head, length, heads, CACHED_ROWS, ALONE_ROWS)
             segment, first_tile = _segment_of_one(tile, inside, before)
             num_blocks = gl.where((segment == 1) & (tile >= full), low, GROUPS)
             block_outside = (tile - first_tile) * GROUPS
             block_inside = gl.where(tile < full, tile * GROUPS, full * GROUPS + (tile - full) * low)
             block = gl.where(segment == 1, block_inside, block_outside)
-            start, length = rows_of(self.cu, segment, self.num_segments, total, self.ORDER)
+            start, length = rows_of(self.cu, segment, num_segments, total, self.ORDER)
         elif self.ORDER == EVEN:
             num_blocks = GROUPS
-            start, length = rows_of(self.cu, 1, self.num_segments, total, self.ORDER)
+            start, length = rows_of(self.cu, 1, num_segments, total, self.ORDER)
             inside, before, _ = _tiles_of_one(start, length, total, BLOCK_M)
             head, tile = _head_and_tile(index, tiles_per_head, length, heads, CACHED_ROWS, ALONE_ROWS)
             segment, first_tile = _segment_of_one(tile, inside, before)
             block = (tile - first_tile) * GROUPS
-            start, length = rows_of(self.cu, segment, self.num_segments, total, self.ORDER)
+            start, length = rows_of(self.cu, segment, num_segments, total, self.ORDER)
         elif self.ORDER == BY_LENGTH:
             segments, firsts, counts = split
             found = (firsts <= index // heads) & (index // heads < firsts + counts)
             segment = gl.sum(gl.where(found, segments, 0), 0)
             tiles = gl.sum(gl.where(found, counts, 0), 0)
             num_blocks = GROUPS
-            start, length = rows_of(self.cu, segment, self.num_segments, total, self.ORDER)
+            start, length = rows_of(self.cu, segment, num_segments, total, self.ORDER)
             within = index - gl.sum(gl.where(found, firsts, 0), 0) * heads
             head, tile = _head_and_tile(within, tiles, length, heads, CACHED_ROWS, ALONE_ROWS)
             block = tile * GROUPS
         else:
             head = index // tiles_per_head
             tile = index % tiles_per_head
-            segment = _search_segment(self.cu, self.num_segments, total, tile, BLOCK_M)
+            segment = _search_segment(self.cu, num_segments, total, tile, BLOCK_M)
             num_blocks = GROUPS
-            start, length = rows_of(self.cu, segment, self.num_segments, total, self.ORDER)
+            start, length = rows_of(self.cu, segment, num_segments, total, self.ORDER)
             block = (tile - start // BLOCK_M - segment) * GROUPS
         return head, segment, start, length, block, num_blocks
+
+    @gluon.jit
+    def locate_falling(self, index, tiles_per_head, streamed_cu, total_streamed):
+        """`locate`, and start and length of the segment's streamed rows, where a boundary falls.
+
+        A boundary that falls counts as the largest before it, so all are looked at, one after the other.
+        """
+        BLOCK_M: gl.constexpr = 64 * self.GROUPS
+        num_segments = last_segment(self.segments, self.ORDER)
+        tile = index % tiles_per_head
+        segment, start, latest = 0, 0, 0
+        for boundary in range(num_segments + 1):
+            latest = gl.maximum(latest, clamp_rows(gl.load(self.cu + boundary), self.total))
+            if latest // BLOCK_M + boundary + 1 <= tile:
+                segment = boundary + 1
+                start = latest
+        streamed_start = 0
+        for boundary in range(segment):
+            streamed_start = gl.maximum(streamed_start, clamp_rows(gl.load(streamed_cu + boundary), total_streamed))
+        end = gl.load(self.cu + segment, mask=segment <= num_segments, other=self.total)
+        streamed_end = gl.load(streamed_cu + segment, mask=segment <= num_segments, other=0)
+        length = gl.maximum(clamp_rows(end, self.total) - start, 0)
+        streamed_length = gl.maximum(clamp_rows(streamed_end, total_streamed) - streamed_start, 0)
+        block = (tile - start // BLOCK_M - segment) * self.GROUPS
+        return index // tiles_per_head, segment, start, length, block, streamed_start, streamed_length
 
 
 @gluon.jit

@@ -22,7 +22,15 @@ from csrc_free_ops.tiles.rows import (
 )
 from csrc_free_ops.tiles.score_mod import DROPOUT, SOFTCAP, dropout_factor, head_score_mod, sequence_score_mod
 from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, modify_scores
-from csrc_free_ops.tiles.segments import locate_dense, locate_tile, narrow_segments, probe_segments
+from csrc_free_ops.tiles.segments import (
+    LOOK,
+    NO_BOUNDARY,
+    advance_start,
+    count_segments,
+    locate_dense,
+    locate_tile,
+    narrow_segment,
+)
 
 
 @triton.jit
@@ -195,22 +203,38 @@ def _attention_bwd_dkdv_kernel(
     tile = tl.program_id(0)
     # The kernel's body loads from cu_k itself: torch's mutation analysis treats a pointer that enters a function as
     # written, and torch.compile would clone cu_k (`tiles/segments.py`).
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, distance = probe_segments(segment, beyond)
-        cu = tl.load(cu_k_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_k, tile, BLOCK_N)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
+    segment, falls, index, seen = 0, 0, 0, LOOK
+    while (seen == LOOK) & (index <= num_segments):
+        at = index + tl.arange(0, LOOK)
+        cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+        cu_k = tl.load(cu_k_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+        q_behind = tl.load(cu_q_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+        k_behind = tl.load(cu_k_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+        seen, falling = count_segments(cu_k, k_behind, cu_q, q_behind, at, total_k, tile, BLOCK_N)
+        segment += seen
+        falls += falling
+        index += LOOK
+    k_start = tl.load(cu_k_ptr + segment - 1, mask=segment > 0, other=0)
+    q_start = tl.load(cu_q_ptr + segment - 1, mask=segment > 0, other=0)
+    if falls > 0:
+        segment = num_segments + 1
+        k_start, q_start, index = 0, 0, 0
+        while index < segment:
+            at = index + tl.arange(0, LOOK)
+            cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=0)
+            cu_k = tl.load(cu_k_ptr + at, mask=at <= num_segments, other=0)
+            segment = narrow_segment(cu_k, at, segment, total_k, tile, BLOCK_N)
+            k_start = advance_start(cu_k, at, segment, k_start, total_k)
+            q_start = advance_start(cu_q, at, segment, q_start, total_q)
+            index += LOOK
+    inside = (segment > 0) & (segment <= num_segments)
     k_start, k_length, first, q_start, q_length = locate_tile(
-        tl.load(cu_k_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_k_ptr + behind, mask=segment <= num_segments, other=total_k),
-        tl.load(cu_q_ptr + before), tl.load(cu_q_ptr + behind), segment, total_k, total_q, tile, BLOCK_N,
+        k_start, tl.load(cu_k_ptr + segment, mask=segment <= num_segments, other=total_k),
+        q_start, tl.load(cu_q_ptr + segment, mask=inside, other=0), segment, total_k, total_q, tile, BLOCK_N,
     )  # fmt: skip
     if first >= k_length:
         return
-    sequence = tl.minimum(before, num_segments - 1)
+    sequence = tl.maximum(tl.minimum(segment, num_segments) - 1, 0)
     score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1) * GROUP, softcap, dropout, SCORE_MODS)
     differentiate_keys(
         q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,

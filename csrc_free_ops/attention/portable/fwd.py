@@ -30,7 +30,15 @@ from csrc_free_ops.tiles.rows import (
 )
 from csrc_free_ops.tiles.score_mod import DROPOUT, SINKS, head_score_mod, sequence_score_mod, without_sink
 from csrc_free_ops.tiles.scores import exponent_factor, modify_scores
-from csrc_free_ops.tiles.segments import locate_dense, locate_tile, narrow_segments, probe_segments
+from csrc_free_ops.tiles.segments import (
+    LOOK,
+    NO_BOUNDARY,
+    advance_start,
+    count_segments,
+    locate_dense,
+    locate_tile,
+    narrow_segment,
+)
 from csrc_free_ops.tiles.softmax import normalize, update
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
@@ -154,26 +162,42 @@ def _attention_fwd_kernel(
     tile = tl.program_id(0)
     # The kernel's body loads from cu_q itself: torch's mutation analysis treats a pointer that enters a function as
     # written, and torch.compile would clone cu_q (`tiles/segments.py`).
-    segment = 0
-    beyond = num_segments + 2
-    while beyond - segment > 1:
-        probe, distance = probe_segments(segment, beyond)
-        cu = tl.load(cu_q_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-        segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total_q, tile, BLOCK_M)
-    before = tl.maximum(segment - 1, 0)
-    behind = tl.minimum(segment, num_segments)
+    segment, falls, index, seen = 0, 0, 0, LOOK
+    while (seen == LOOK) & (index <= num_segments):
+        at = index + tl.arange(0, LOOK)
+        cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+        cu_k = tl.load(cu_k_ptr + at, mask=at <= num_segments, other=NO_BOUNDARY)
+        q_behind = tl.load(cu_q_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+        k_behind = tl.load(cu_k_ptr + at + 1, mask=at < num_segments, other=NO_BOUNDARY)
+        seen, falling = count_segments(cu_q, q_behind, cu_k, k_behind, at, total_q, tile, BLOCK_M)
+        segment += seen
+        falls += falling
+        index += LOOK
+    q_start = tl.load(cu_q_ptr + segment - 1, mask=segment > 0, other=0)
+    k_start = tl.load(cu_k_ptr + segment - 1, mask=segment > 0, other=0)
+    if falls > 0:
+        segment = num_segments + 1
+        q_start, k_start, index = 0, 0, 0
+        while index < segment:
+            at = index + tl.arange(0, LOOK)
+            cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=0)
+            cu_k = tl.load(cu_k_ptr + at, mask=at <= num_segments, other=0)
+            segment = narrow_segment(cu_q, at, segment, total_q, tile, BLOCK_M)
+            q_start = advance_start(cu_q, at, segment, q_start, total_q)
+            k_start = advance_start(cu_k, at, segment, k_start, total_k)
+            index += LOOK
+    inside = (segment > 0) & (segment <= num_segments)
     q_start, q_length, first, k_start, k_length = locate_tile(
-        tl.load(cu_q_ptr + before, mask=segment > 0, other=0),
-        tl.load(cu_q_ptr + behind, mask=segment <= num_segments, other=total_q),
-        tl.load(cu_k_ptr + before), tl.load(cu_k_ptr + behind), segment, total_q, total_k, tile, BLOCK_M,
+        q_start, tl.load(cu_q_ptr + segment, mask=segment <= num_segments, other=total_q),
+        k_start, tl.load(cu_k_ptr + segment, mask=inside, other=0), segment, total_q, total_k, tile, BLOCK_M,
     )  # fmt: skip
     if first >= q_length:
         return
-    sequence = tl.minimum(before, num_segments - 1)
+    sequence = tl.maximum(tl.minimum(segment, num_segments) - 1, 0)
     score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, SCORE_MODS)
     score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS)
     if SINKS & SCORE_MODS:
-        score_mod = without_sink(score_mod, (segment == 0) | (segment > num_segments))
+        score_mod = without_sink(score_mod, not inside)
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
         stride_qh, stride_kh, stride_vh, HEAD_DIM // STRIDE_UNIT, total_q, scale, score_mod, window_left, window_right,

@@ -27,12 +27,14 @@ from csrc_free_ops.tiles.rows import (
 from csrc_free_ops.tiles.score_mod import SOFTCAP, softcap_score_mod
 from csrc_free_ops.tiles.scores import exponent_factor, exponent_of_norm, exponential, modify_scores
 from csrc_free_ops.tiles.segments import (
+    LOOK,
+    advance_start,
     clamp_span,
     locate_outside,
     locate_rows,
     longest_segment,
-    narrow_segments,
-    probe_segments,
+    narrow_segment,
+    survey,
 )
 
 
@@ -129,8 +131,20 @@ def _attention_bwd_dq_long_segments_fallback_kernel(
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SMALL_ROWS, total // BLOCK_M + num_segments + 2, 0)
+    longest = longest_segment(cu_ptr, num_segments, total)
+    last = num_segments
+    is_falling = False
+    if longest > SMALL_ROWS:
+        longest, last, is_falling = survey(cu_ptr, num_segments, total)
+        for index in range(0, num_segments + 1, LOOK):
+            at = index + tl.arange(0, LOOK)
+            cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+            end = advance_start(cu, at, num_segments + 1, end, total)
+    tiles = tl.where((longest > SMALL_ROWS) | is_falling, total // BLOCK_M + last + 2, 0)
     outside, _, _, _ = locate_outside(0, begin, end, total, BLOCK_M)
+    if OVERLAPS and is_falling:
+        # The previous kernel took boundaries as they are; what it wrote is written again.
+        tl.extra.cuda.gdc_wait()
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
         tile = item // NUM_HEADS - outside
@@ -139,18 +153,19 @@ def _attention_bwd_dq_long_segments_fallback_kernel(
         if tile >= 0:
             # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
             # as written, and torch.compile would clone cu (`tiles/segments.py`).
-            segment = 0
-            beyond = num_segments + 2
-            while beyond - segment > 1:
-                probe, distance = probe_segments(segment, beyond)
-                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_M)
+            segment = num_segments + 1
+            start, index = 0, 0
+            while index < segment:
+                at = index + tl.arange(0, LOOK)
+                cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+                segment = narrow_segment(cu, at, segment, total, tile, BLOCK_M)
+                start = advance_start(cu, at, segment, start, total)
+                index += LOOK
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = locate_rows(
-                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                segment, total, tile, BLOCK_M,
-            )  # fmt: skip
-            length = tl.where(attended > SMALL_ROWS, attended, 0)
+                start, tl.load(cu_ptr + segment, mask=inside, other=0), segment, total, tile, BLOCK_M
+            )
+            length = tl.where((attended > SMALL_ROWS) | is_falling, attended, 0)
         if first < length:
             differentiate_queries(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr,
@@ -180,7 +195,16 @@ def _attention_bwd_dkdv_long_segments_fallback_kernel(
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SMALL_ROWS, total // BLOCK_N + num_segments + 2, 0)
+    longest = longest_segment(cu_ptr, num_segments, total)
+    last = num_segments
+    is_falling = False
+    if longest > SMALL_ROWS:
+        longest, last, is_falling = survey(cu_ptr, num_segments, total)
+        for index in range(0, num_segments + 1, LOOK):
+            at = index + tl.arange(0, LOOK)
+            cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+            end = advance_start(cu, at, num_segments + 1, end, total)
+    tiles = tl.where((longest > SMALL_ROWS) | is_falling, total // BLOCK_N + last + 2, 0)
     outside, _, _, _ = locate_outside(0, begin, end, total, BLOCK_N)
     if OVERLAPS:
         # The previous kernel stores delta.
@@ -193,18 +217,19 @@ def _attention_bwd_dkdv_long_segments_fallback_kernel(
         if tile >= 0:
             # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
             # as written, and torch.compile would clone cu (`tiles/segments.py`).
-            segment = 0
-            beyond = num_segments + 2
-            while beyond - segment > 1:
-                probe, distance = probe_segments(segment, beyond)
-                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_N)
+            segment = num_segments + 1
+            start, index = 0, 0
+            while index < segment:
+                at = index + tl.arange(0, LOOK)
+                cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+                segment = narrow_segment(cu, at, segment, total, tile, BLOCK_N)
+                start = advance_start(cu, at, segment, start, total)
+                index += LOOK
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = locate_rows(
-                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                segment, total, tile, BLOCK_N,
-            )  # fmt: skip
-            length = tl.where(attended > SMALL_ROWS, attended, 0)
+                start, tl.load(cu_ptr + segment, mask=inside, other=0), segment, total, tile, BLOCK_N
+            )
+            length = tl.where((attended > SMALL_ROWS) | is_falling, attended, 0)
         if first < length:
             differentiate_keys(
                 q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,

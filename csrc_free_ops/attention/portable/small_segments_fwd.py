@@ -6,7 +6,8 @@ loads the whole segment at once. It needs so few registers that many programs sh
 programs have neighbouring heads, because the rows of one head do not end at a cache line (160 bytes at D = 80).
 
 Lengths are known only on the device, so a segment may still be longer than a block. A second kernel with few programs
-finds longer segments, shares their tiles out, and writes the rows outside of all segments. It is a kernel of its own,
+finds longer segments, shares their tiles out, and writes the rows outside of all segments. If a boundary falls, it
+writes all rows, once the first kernel is done. It is a kernel of its own,
 because its loop over keys needs twice the registers, which would halve the programs that run at once. Neither kernel
 reads results of the other. With OVERLAPS the second one starts early (`launch_pdl`) and searches while the first ends.
 """
@@ -28,12 +29,14 @@ from csrc_free_ops.tiles.rows import (
 from csrc_free_ops.tiles.score_mod import softcap_score_mod
 from csrc_free_ops.tiles.scores import exponent_factor, modify_scores
 from csrc_free_ops.tiles.segments import (
+    LOOK,
+    advance_start,
     clamp_span,
     locate_outside,
     locate_rows,
     longest_segment,
-    narrow_segments,
-    probe_segments,
+    narrow_segment,
+    survey,
 )
 from csrc_free_ops.tiles.softmax import normalize, update
 
@@ -64,6 +67,34 @@ def _attend_block(
     return normalize(acc, peak, norm, score_mod, NATURAL, SCORE_MODS)
 
 
+@triton.jit
+def _attend_small_segment(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length,
+    stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
+    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store out and, with HAS_LSE, lse of a segment of 1 .. BLOCK rows."""
+    local = tl.arange(0, BLOCK)
+    starts = column_starts(head, HEAD_DIM, MAIN)
+    q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
+    k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, STRIDE_UNIT)
+    v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, STRIDE_UNIT)
+    q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+    k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+    v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+    out, lse = _attend_block(
+        q, k, v, length, tl.cast(scale, tl.float32), softcap_score_mod(softcap), window_left, window_right,
+        HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK,
+    )  # fmt: skip
+    out_base = row_base(out_ptr, start, head, 1, STRIDE_OT, HEAD_DIM)
+    store_rows(out_base, starts, local, length, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
+    if HAS_LSE:
+        tl.store(lse_ptr + tl.cast(head, tl.int64) * total + start + local, lse, mask=local < length)
+
+
 @triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_small_segments_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_ptr,
@@ -72,33 +103,38 @@ def _attention_fwd_small_segments_kernel(
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_HEADS: tl.constexpr, OVERLAPS: tl.constexpr, PERSISTENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * heads): segments of 1 .. BLOCK rows."""
+    """Grid (segments * heads), or of any size if PERSISTENT: segments of 1 .. BLOCK rows.
+
+    A persistent grid costs less where most segments may have no rows: programs end at the last that has.
+    """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-    scale = tl.cast(scale, tl.float32)
-    local = tl.arange(0, BLOCK)
     program = tl.program_id(0)
-    segment = program // NUM_HEADS
-    start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
-    if (length > 0) & (length <= BLOCK):
-        head = program % NUM_HEADS
-        starts = column_starts(head, HEAD_DIM, MAIN)
-        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
-        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, STRIDE_UNIT)
-        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, STRIDE_UNIT)
-        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        out, lse = _attend_block(
-            q, k, v, length, scale, softcap_score_mod(softcap), window_left, window_right,
-            HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK,
-        )  # fmt: skip
-        out_base = row_base(out_ptr, start, head, 1, STRIDE_OT, HEAD_DIM)
-        store_rows(out_base, starts, local, length, out, STRIDE_OT, HEAD_DIM, MAIN, TAIL)
-        if HAS_LSE:
-            tl.store(lse_ptr + tl.cast(head, tl.int64) * total + start + local, lse, mask=local < length)
+    if PERSISTENT:
+        _, last, _ = survey(cu_ptr, num_segments, total)
+        for item in tl.range(program, last * NUM_HEADS, tl.num_programs(0), num_stages=1):
+            segment = item // NUM_HEADS
+            start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
+            if (length > 0) & (length <= BLOCK):
+                _attend_small_segment(
+                    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, item % NUM_HEADS, start, length,
+                    stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
+                    STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                    HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK,
+                )  # fmt: skip
+    else:
+        segment = program // NUM_HEADS
+        start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
+        if (length > 0) & (length <= BLOCK):
+            _attend_small_segment(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, program % NUM_HEADS, start, length,
+                stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
+                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
@@ -117,8 +153,20 @@ def _attention_fwd_long_segments_fallback_kernel(
     programs = tl.num_programs(0)
     begin = tl.load(cu_ptr)
     end = tl.load(cu_ptr + num_segments)
-    tiles = tl.where(longest_segment(cu_ptr, num_segments, total) > SMALL_ROWS, total // BLOCK_M + num_segments + 2, 0)
+    longest = longest_segment(cu_ptr, num_segments, total)
+    last = num_segments
+    is_falling = False
+    if longest > SMALL_ROWS:
+        longest, last, is_falling = survey(cu_ptr, num_segments, total)
+        for index in range(0, num_segments + 1, LOOK):
+            at = index + tl.arange(0, LOOK)
+            cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+            end = advance_start(cu, at, num_segments + 1, end, total)
+    tiles = tl.where((longest > SMALL_ROWS) | is_falling, total // BLOCK_M + last + 2, 0)
     outside, _, _, _ = locate_outside(0, begin, end, total, BLOCK_M)
+    if OVERLAPS and is_falling:
+        # The previous kernel took boundaries as they are; what it wrote is written again.
+        tl.extra.cuda.gdc_wait()
     for item in range(program, (outside + tiles) * NUM_HEADS, programs):
         head = tl.cast(item % NUM_HEADS, tl.int64)
         tile = item // NUM_HEADS - outside
@@ -127,18 +175,19 @@ def _attention_fwd_long_segments_fallback_kernel(
         if tile >= 0:
             # The kernel's body loads from cu itself: torch's mutation analysis treats a pointer that enters a function
             # as written, and torch.compile would clone cu (`tiles/segments.py`).
-            segment = 0
-            beyond = num_segments + 2
-            while beyond - segment > 1:
-                probe, distance = probe_segments(segment, beyond)
-                cu = tl.load(cu_ptr + probe - 1, mask=(probe > 0) & (probe < beyond), other=0)
-                segment, beyond = narrow_segments(cu, probe, distance, segment, beyond, total, tile, BLOCK_M)
+            segment = num_segments + 1
+            start, index = 0, 0
+            while index < segment:
+                at = index + tl.arange(0, LOOK)
+                cu = tl.load(cu_ptr + at, mask=at <= num_segments, other=0)
+                segment = narrow_segment(cu, at, segment, total, tile, BLOCK_M)
+                start = advance_start(cu, at, segment, start, total)
+                index += LOOK
             inside = (segment > 0) & (segment <= num_segments)
             start, attended, first = locate_rows(
-                tl.load(cu_ptr + segment - 1, mask=inside, other=0), tl.load(cu_ptr + segment, mask=inside, other=0),
-                segment, total, tile, BLOCK_M,
-            )  # fmt: skip
-            length = tl.where(attended > SMALL_ROWS, attended, 0)
+                start, tl.load(cu_ptr + segment, mask=inside, other=0), segment, total, tile, BLOCK_M
+            )
+            length = tl.where((attended > SMALL_ROWS) | is_falling, attended, 0)
         if first < length:
             attend_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length, first, start, attended,

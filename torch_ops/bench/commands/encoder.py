@@ -78,7 +78,7 @@ def encoder(
     with torch_ops.settings(**changes):
         origin = provenance(where, commit, _about(impls))
         if resume and out is not None and out.is_file():
-            with options.value_errors("--out"):
+            with options.file_errors(out):
                 report = _kept(read_report(out), origin)
             runs = [run for run in runs if not _is_done(report, run)]
         else:

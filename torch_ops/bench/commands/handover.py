@@ -106,7 +106,7 @@ def _measure(
 
 
 def _resumed(out: Path, report: Report) -> Report:
-    with options.value_errors("--out"):
+    with options.file_errors(out):
         before = read_report(out)
     for name in ("device", "versions"):
         there, here = getattr(before.provenance, name), getattr(report.provenance, name)

@@ -110,9 +110,9 @@ def check_output(path: Path | None, option: str) -> None:
     """Refuses before the work begins what could not be written after it."""
     if path is None:
         return
-    if not path.absolute().parent.is_dir():
-        raise bad(option, f"there is no folder {str(path.parent)!r}; make it first")
     try:
+        if not path.absolute().parent.is_dir():
+            raise bad(option, f"there is no folder {str(path.parent)!r}; make it first")
         check_replaceable(path)
     except OSError as error:
         raise bad(option, f"{str(path)!r} cannot be written: {error.strerror}") from error
@@ -125,6 +125,20 @@ def value_errors(option: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise bad(option, str(error)) from error
+
+
+@contextlib.contextmanager
+def file_errors(file: Path) -> Iterator[None]:
+    """Shows whatever fails while a file of results is read and drawn as what is wrong with it.
+
+    Any figure may stand in a file: zeros and lists of other lengths fail where ratios are computed.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise bad(str(file), f"{kind}{' '.join(said.split())}") from error
 
 
 @contextlib.contextmanager

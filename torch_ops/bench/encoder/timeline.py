@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from torch_ops.bench.measure.documents import parse, read_as
 from torch_ops.bench.measure.results import Provenance, replace_text
 
 SCHEMA = "vk timeline 1"
@@ -115,15 +116,38 @@ class Timeline:
 
 def read_timeline(text: str) -> Timeline | None:
     """Read what `to_json` wrote; None for other JSON, ValueError where it is no JSON."""
-    document = json.loads(text)
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+    document = parse(text)
+    if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
         return None
-    names = document["names"]
+    stored = read_as(_Stored, document, SCHEMA)
     lanes = tuple(
-        Lane(lane["name"], lane["about"], tuple(Kernel(names[name], *rest) for name, *rest in lane["kernels"]))
-        for lane in document["lanes"]
+        Lane(lane.name, lane.about, tuple(_kernel(row, stored.names) for row in lane.kernels)) for lane in stored.lanes
     )
-    return Timeline(Provenance(**document["provenance"]), document["row"], lanes)
+    return Timeline(stored.provenance, stored.row, lanes)
+
+
+@dataclass(frozen=True)
+class _StoredLane:
+    name: str
+    about: str
+    kernels: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A document of `to_json`."""
+
+    provenance: Provenance
+    row: str
+    names: tuple[str, ...]
+    lanes: tuple[_StoredLane, ...]
+
+
+def _kernel(row: tuple[Any, ...], names: tuple[str, ...]) -> Kernel:
+    if len(row) != 4 or type(row[0]) is not int or not 0 <= row[0] < len(names) or row[3] not in KINDS:
+        raise ValueError(f"a row of kernels is {str(row)[:60]}, expected the place of a name, start, duration and kind")
+    start, duration = (read_as(float, each, "a kernel's time") for each in row[1:3])
+    return Kernel(names[row[0]], start, duration, row[3])
 
 
 def kind_of(name: str) -> str:

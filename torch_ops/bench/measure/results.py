@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_ops.bench.measure.documents import parse, read_as
 from torch_ops.testing import Report as ToleranceReport
 
 SCHEMA = 2
 
 OK, WRONG, FAILED, UNAVAILABLE, REFERENCE_POINT = "ok", "wrong", "failed", "unavailable", "reference point"
+STATUSES = OK, WRONG, FAILED, UNAVAILABLE, REFERENCE_POINT
 # Groups of implementations; the encoder parts its baselines into those that a user can run and those built by hand.
 OURS, BASELINE, UNCAPTURED, ASSEMBLED = "ours", "baseline", "uncaptured", "assembled"
 # `close` holds a difference to ours against this, as reports on attention kernels do with rtol=0.
@@ -224,39 +226,26 @@ class Report:
     @staticmethod
     def from_json(text: str) -> "Report":
         """Reads what `to_json` wrote; ValueError says what is wrong with anything else."""
-        document = json.loads(text)
+        document = parse(text)
         schema = document.pop("schema", None) if isinstance(document, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"schema is {schema}, expected {SCHEMA}; give a file that --out wrote")
-        try:
-            return Report(
-                provenance=Provenance(**document["provenance"]),
-                ceilings=Ceilings(**document["ceilings"]) if document["ceilings"] else None,
-                records=tuple(map(_record, document["records"])),
-                profiles=tuple(map(_record, document["profiles"])),
-                host=tuple(HostTime(**entry) for entry in document["host"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a vk bench document of schema {SCHEMA}: {error}") from error
+        report = read_as(Report, document, f"schema {SCHEMA}")
+        for one in (*report.records, *report.profiles):
+            if one.status not in STATUSES:
+                raise ValueError(f"status of {one.name} is {one.status!r}, expected one of {', '.join(STATUSES)}")
+        if report.ceilings is not None and min(report.ceilings.copy_gb_s, report.ceilings.matmul_tflops) <= 0:
+            raise ValueError("ceilings are not above 0")
+        return report
 
     def write(self, path: Path) -> None:
         replace_text(path, self.to_json())
 
 
-def _record(entry: dict[str, Any]) -> Record:
-    calls = entry.get("first_calls")
-    read = {
-        "rounds_ms": tuple(entry["rounds_ms"]), "tokens": tuple(entry.get("tokens", ())),
-        "first_calls": None if calls is None else FirstCalls(**calls),
-        "reports": tuple(ToleranceReport(**report) for report in entry["reports"]),
-    }  # fmt: skip
-    return Record(**{**entry, **read})
-
-
 def read_report(path: Path) -> Report:
     """Raises ValueError for a file that --out did not write."""
     try:
-        return Report.from_json(path.read_text())
+        return Report.from_json(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"not a JSON file that --out wrote: {error}") from error
 

@@ -25,6 +25,7 @@ from csrc_free_ops.configs.candidates import CANDIDATES
 from csrc_free_ops.configs.rows import ATEN, Config, TunedConfig, as_document, read_rows
 from torch_ops._core.registry import INTERPRET
 from torch_ops.bench.measure.check import check_impl
+from torch_ops.bench.measure.documents import read_as
 from torch_ops.bench.measure.opbench import Check, OpBench, TunedKernel, one_line
 from torch_ops.bench.measure.results import OK, Provenance, replace_text
 from torch_ops.bench.measure.run import Setup, input_sets
@@ -76,9 +77,15 @@ class Measured:
     @staticmethod
     def of(entry: dict[str, Any]) -> "Measured":
         tried = tuple(
-            Tried(Config.of(one["launch"]), tuple(one.get("ms", ())), one.get("note", "")) for one in entry["tried"]
+            Tried(
+                Config.of(one["launch"]) if "path" in one["launch"] else read_as(Config, one["launch"], "launch"),
+                read_as(tuple[float, ...], one.get("ms", []), "ms"),
+                read_as(str, one.get("note", ""), "note"),
+            )
+            for one in entry["tried"]
         )
-        return Measured(TunedKernel(**entry["kernel"]), tried, entry.get("date", ""), entry.get("commit", ""))
+        date, commit = (read_as(str, entry.get(name, ""), name) for name in ("date", "commit"))
+        return Measured(read_as(TunedKernel, entry["kernel"], "kernel"), tried, date, commit)
 
     def entry(self) -> dict[str, Any]:
         tried = [
@@ -110,7 +117,7 @@ class Journal:
                 raise ValueError(f"{path} was measured with {there}; give another file")
         try:
             points = {key: Measured.of(entry) for key, entry in document.get("points", {}).items()}
-        except (TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = f"{path} holds no measured points: {type(error).__name__}: {error}; give another file"
             raise ValueError(message) from error
         plain = [dataclasses.replace(row, source="", gpu="") for row in rows]

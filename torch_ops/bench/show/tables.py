@@ -8,7 +8,6 @@ from operator import attrgetter
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
 
 from torch_ops.bench.measure.results import (
@@ -29,6 +28,7 @@ from torch_ops.bench.measure.results import (
 from torch_ops.bench.show.encoder import ENCODER, ENCODER_ROW
 from torch_ops.bench.show.generate import GENERATE
 from torch_ops.bench.show.pivot import NOTHING, OF_CASE, Key, Row, Table, digits, marked, mib, pivot, share
+from torch_ops.command.report import as_it_is, lines_as_they_are
 
 ALLCLOSE = f"allclose, atol {ATOL:g}"
 VERBS = {
@@ -91,14 +91,11 @@ def print_tables(report: Report, kind: str = "") -> None:
     if not console.is_terminal:
         console = Console(width=180)  # a log or a pipe: rather long lines than folded cells
     for table in tables(report, kind):
-        shown = RichTable(
-            *(escape(header) for header in table.headers),
-            title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-        )  # fmt: skip
-        for place, column in enumerate(shown.columns):
-            column.overflow, column.justify = "fold", "right" if place else "left"
+        shown = RichTable(title=as_it_is(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for place, header in enumerate(table.headers):
+            shown.add_column(as_it_is(header), overflow="fold", justify="right" if place else "left")
         for row in table.rows:
-            shown.add_row(*map(escape, row))
+            shown.add_row(*map(lines_as_they_are, row))
         console.print(shown)
         _print_lines(console, (*table.notes, ""))
     _print_lines(console, (*_closing(report, kind), *origin(report)))
@@ -106,7 +103,7 @@ def print_tables(report: Report, kind: str = "") -> None:
 
 def _print_lines(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(as_it_is(line), soft_wrap=True)
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Cases of packed attention."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -74,7 +75,7 @@ class WindowAttnInputs:
 
 def cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
     """int32 [n + 1] boundaries of segments of these lengths."""
-    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32).to(device)
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu").to(device)
 
 
 _PACKED: Layouts = {
@@ -110,7 +111,7 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
 
     q_shape = (case.total_q, case.num_heads, case.head_dim)
     k_shape = (case.total_k, case.num_k_heads or case.num_heads, case.head_dim)

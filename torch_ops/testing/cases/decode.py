@@ -92,7 +92,7 @@ def make_decode_inputs(
     batch = len(case.lengths)
 
     def draw_in(kind: torch.dtype) -> Any:
-        return lambda *shape: torch.randn(shape, generator=generator).to(kind).to(device)
+        return lambda *shape: torch.randn(shape, generator=generator, device="cpu").to(kind).to(device)
 
     def integers(values: tuple[int, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ def make_decode_inputs(
         pages = (case.capacity + case.page_size - 1) // case.page_size
         # Some are nobody's.
         blocks, rows = batch * pages + 2, case.page_size
-        order = torch.randperm(blocks, generator=generator)[: batch * pages]
+        order = torch.randperm(blocks, generator=generator, device="cpu")[: batch * pages]
         table = order.view(batch, pages).to(torch.int32).to(device)
     of_queries, of_keys = draw_in(dtype), draw_in(case.cache_dtype or dtype)
     keys = (blocks, case.num_k_heads, rows, case.head_dim)

@@ -74,7 +74,7 @@ def make_dense_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
 
     rows = case.length if case.k_length is None else case.k_length
     q_shape = case.batch, case.num_heads, case.length, case.head_dim

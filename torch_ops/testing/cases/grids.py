@@ -64,11 +64,11 @@ def make_grid_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(rows: int) -> Tensor:
-        drawn = torch.randn((rows, case.width), generator=generator)
+        drawn = torch.randn((rows, case.width), generator=generator, device="cpu")
         return lay_out(drawn.to(dtype).to(device), case.layout)
 
     return GridInputs(
-        grid=torch.tensor(case.grids, dtype=torch.int64).reshape(-1, 3).to(device),
+        grid=torch.tensor(case.grids, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device),
         total=case.total,
         x=draw(case.total),
         table=draw(case.side * case.side),

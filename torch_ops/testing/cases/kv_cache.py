@@ -125,7 +125,7 @@ def make_kv_cache_inputs(
     batch = len(case.before)
 
     def draw(*shape: int, to: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(to)
+        return torch.randn(*shape, generator=generator, device="cpu").to(to)
 
     def new(heads: int) -> Tensor:
         return _lay_out(draw(batch, heads, case.tokens, case.head_dim), case.layout).to(device)
@@ -138,7 +138,7 @@ def make_kv_cache_inputs(
     )
     table = None
     if case.page_size:
-        table = torch.randperm(pages, generator=generator)[: batch * case.capacity].view(batch, -1).int()
+        table = torch.randperm(pages, generator=generator, device="cpu")[: batch * case.capacity].view(batch, -1).int()
         # Pages that no token goes to need not be there.
         counts = case.lengths or (case.tokens,) * batch
         for b, (before, count) in enumerate(zip(case.before, counts, strict=True)):
@@ -146,7 +146,7 @@ def make_kv_cache_inputs(
     cos = sin = None
     if case.columns:
         rows = max(1, min(case.positions, max(case.before) + case.tokens))
-        angles = 3 * torch.randn(rows, case.columns, generator=generator)
+        angles = 3 * torch.randn(rows, case.columns, generator=generator, device="cpu")
         cos, sin = angles.cos().to(device), angles.sin().to(device)
 
     def counted(values: tuple[int, ...]) -> Tensor:

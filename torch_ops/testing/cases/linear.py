@@ -174,7 +174,9 @@ def _weight(rows: int, columns: int, layout: str, draw: Callable[..., Tensor]) -
 def _drawing(dtype: torch.dtype, device: torch.device | str, seed: int) -> Callable[..., Tensor]:
     """Fresh random tensors; the same for the same seed on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape, scale=1.0: (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+    return lambda *shape, scale=1.0: (
+        (torch.randn(shape, generator=generator, device="cpu") * scale).to(dtype).to(device)
+    )
 
 
 def make_qkv_rope_inputs(

@@ -76,7 +76,7 @@ def make_merger_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+        return (torch.randn(shape, generator=generator, device="cpu") * scale).to(dtype).to(device)
 
     x = draw(case.total, case.width + 24)[:, 8 : 8 + case.width] if case.layout == "row_strided" else None
     if case.layout == "column_strided":

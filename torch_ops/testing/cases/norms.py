@@ -84,12 +84,12 @@ def make_norm_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
 
     def parameter(present: bool, mean: float) -> Tensor | None:
         if not present or case.parameters == "none":
             return None
-        drawn = mean + torch.randn(case.width, generator=generator) / 4
+        drawn = mean + torch.randn(case.width, generator=generator, device="cpu") / 4
         kept = torch.promote_types(dtype, torch.float32) if case.parameters == "fp32" else dtype
         return drawn.to(kept).to(device)
 

@@ -60,7 +60,9 @@ def make_rope_inputs(
     inputs = make_inputs(case, dtype, device, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     half = case.head_dim // 2
-    angles = 3 * torch.randn(case.total_q, case.head_dim if tables == "apart" else half, generator=generator)
+    angles = 3 * torch.randn(
+        case.total_q, case.head_dim if tables == "apart" else half, generator=generator, device="cpu"
+    )
     if tables not in ("half", "half_own", "apart"):
         angles = torch.cat([angles, angles], 1)
     kept = dtype if "own" in tables else torch.float32

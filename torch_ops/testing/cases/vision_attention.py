@@ -60,7 +60,7 @@ def make_vision_attention_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0, kind: torch.dtype = dtype) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(kind).to(device)
+        return (torch.randn(shape, generator=generator, device="cpu") * scale).to(kind).to(device)
 
     columns = case.num_heads * case.head_dim
     angles = None

@@ -35,7 +35,7 @@ def rotary_table(
     grid: Tensor, total: int, dim: int, theta: float = 10000.0, merge_size: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) of `vk::rotary_table`, worked out in `dtype`; frequencies on the CPU, where models make them."""
-    steps = torch.arange(0, dim // 2, 2, dtype=dtype)
+    steps = torch.arange(0, dim // 2, 2, dtype=dtype, device="cpu")
     frequencies = (1.0 / (theta ** (steps / (dim // 2)))).to(grid.device)
     rows = []
     for _, h, w in _frames(grid):
