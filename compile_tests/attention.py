@@ -43,15 +43,19 @@ def hopper_launches(
     launches: dict[str, Config], head_dim: int, segments: int = 2, dtype: torch.dtype = torch.bfloat16,
     num_heads: int = 16, num_k_heads: int = 16, left: int = -1, right: int = -1, dlse: bool = False,
     deterministic: bool = True, rows: int = 2048, batch: int = 0, sinks: bool = False, has_lse: bool = True,
-    cut: str = "", skipped_rows: int | None = None,
+    cut: str = "", skipped_rows: int | None = None, batch_inside: bool = False,
 ) -> dict[str, KernelLaunch]:  # fmt: skip
     """The launches of the Hopper path by kernel name, with `launches` by the names of the rows.
 
     With a `batch` tensors are [B, H, S, D] of `rows` rows. TMA takes those of q, k and v that `cut` names in four
-    dimensions. fp32 ones are what the forward casts to bf16, and have no backward.
+    dimensions. With `batch_inside` they lie as [S, B, H, D]. fp32 ones are what the forward casts to bf16, and have no
+    backward.
     """
 
     def tensor(name: str, heads: int) -> Tensor:
+        if batch_inside:
+            inside = torch.empty(rows, batch, heads, head_dim, device="meta", dtype=dtype)
+            return inside.permute(1, 2, 0, 3)
         if name in cut:
             longer = torch.empty(batch, rows + 1, heads, head_dim, device="meta", dtype=dtype)
             return longer[:, :rows].transpose(1, 2)

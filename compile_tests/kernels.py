@@ -81,23 +81,28 @@ WINDOW_ATTN = Kernels(
 )  # fmt: skip
 
 
-def rope_window_attn_calls(half: bool = False, table_dtype: torch.dtype = torch.float32, **variant: Any) -> Calls:
+def rope_window_attn_calls(
+    half: bool = False, table_dtype: torch.dtype = torch.float32, needs_tables: bool = False, **variant: Any
+) -> Calls:
     """`half` for tables [T, D / 2]."""
     calls = window_attn_calls(**variant)
     ((q, k, v, *places), options), (given, _) = calls.values()
     tables = [new(q.shape[0], q.shape[2] // (2 if half else 1), dtype=table_dtype) for _ in range(2)]
     return {
         "rope_window_attn": ((q, k, v, *tables, *places), options),
-        "rope_window_attn_backward": ((*given[:7], *tables, *places), options),
+        "rope_window_attn_backward": ((*given[:7], *tables, *places), {**options, "needs_tables": needs_tables}),
     }
 
 
 _ROTATION = ("_rope_kernel", {"q_out_ptr", "k_out_ptr"})
+TABLES = ("_rope_tables_bwd_kernel", {"dcos_ptr", "dsin_ptr"})
 
 
 def _rope_writes(op: str, variant: str) -> Writes:
     core = _packed_writes(op, "small_segments" if variant == "own_tables" else variant)
-    return [_ROTATION, *core, *([_ROTATION] if "backward" in op else [])]
+    if "backward" not in op:
+        return [_ROTATION, *core]
+    return [_ROTATION, *core, *([TABLES] if variant == "learned_tables" else []), _ROTATION]
 
 
 ROPE_WINDOW_ATTN = Kernels(
@@ -106,6 +111,7 @@ ROPE_WINDOW_ATTN = Kernels(
         **{name: variant for name, variant in _PACKED.items() if name != "other_keys"},
         "own_boundaries": {"keys": 200},
         "half_tables": {"half": True},
+        "learned_tables": {"needs_tables": True},
         "own_tables": {"table_dtype": HALF, "rows": 100},
     },
     _rope_writes,
@@ -113,7 +119,8 @@ ROPE_WINDOW_ATTN = Kernels(
     graphs={
         ("rope_window_attn", "plain"): "empty_like new_empty empty_like empty_like KERNEL KERNEL",
         ("rope_window_attn_backward", "plain"):
-            "empty_like empty_like empty_like empty_like empty_like KERNEL empty_like KERNEL KERNEL KERNEL",
+            "empty_like empty_like empty_like new_empty new_empty empty_like empty_like KERNEL empty_like KERNEL "
+            "KERNEL KERNEL",
     },
     opaque={"rope_window_attn": [_ROTATION], "rope_window_attn_backward": [_ROTATION] * 2},
     points=tuple(Point.of(target, variant, num_heads=16, **changes) for target, variant, changes in (
@@ -123,8 +130,10 @@ ROPE_WINDOW_ATTN = Kernels(
         *((target, "plain", {"dtype": torch.float32}) for target in ("sm_80", "sm_90", "gfx942")),
         ("sm_90", "head_major", {"head_dim": 80, "dtype": torch.float16}),
         ("sm_90", "gqa", {"head_dim": 128, "num_k_heads": 2}),
+        *((target, "learned_tables", {}) for target in ("sm_80", "sm_90", "gfx942")),
+        ("sm_90", "learned_tables", {"half": True, "head_dim": 256, "dtype": torch.float32}),
     )),
-    built=frozenset({"_rope_kernel"}),
+    built=frozenset({"_rope_kernel", "_rope_tables_bwd_kernel"}),
 )  # fmt: skip
 
 
@@ -273,6 +282,7 @@ def gemm_calls(
     rows: Any = 200, width: int = 1152, inner: int = 4304, num_heads: int = 16, num_k_heads: int | None = None,
     head_dim: int = 72, activation: str = "gelu_tanh", bias: bool = True, return_hidden: bool = True,
     half_table: bool = False, table_dtype: torch.dtype = torch.float32, dtype: torch.dtype = HALF, apart: bool = False,
+    needs_tables: bool = False,
 ) -> Calls:  # fmt: skip
     """`apart` for two weights of a gated layer."""
 
@@ -297,7 +307,7 @@ def gemm_calls(
         "mlp": ((x, w1, b1, w2, b2, activation, *rest), {}),
         "mlp_backward": ((x, x, w1, b1, w2, hidden, activation, *needs), {}),
         "qkv_rope": ((x, weight, each(weight.shape[0]) if bias else None, *tables, num_heads, k_heads), {}),
-        "qkv_rope_backward": ((q, k, k, x, weight, *tables), {"needs_bias": bias}),
+        "qkv_rope_backward": ((q, k, k, x, weight, *tables), {"needs_bias": bias, "needs_tables": needs_tables}),
     }
 
 
@@ -331,7 +341,8 @@ def gemm_writes(op: str, variant: str) -> Writes:
         return [*made_again, ("_mlp_bwd_kernel", {"dpre_ptr", "h_ptr"}) if bare else GRADIENT]
     if op == "qkv_rope":
         return [("_gemm_pair_kernel", {"first_ptr", "second_ptr", "third_ptr"})]
-    return [("_qkv_rope_bwd_kernel", {"packed_ptr"} if bare else {"packed_ptr", "column_sums_ptr"})]
+    tables = [TABLES] if variant == "learned_tables" else []
+    return [("_qkv_rope_bwd_kernel", {"packed_ptr"} if bare else {"packed_ptr", "column_sums_ptr"}), *tables]
 
 
 MLP = Kernels(
@@ -346,11 +357,13 @@ MLP = Kernels(
     products="torch_ops._gemm.aten.linear_into",
 )  # fmt: skip
 QKV_ROPE = Kernels(
-    ("qkv_rope", "qkv_rope_backward"), gemm_calls, GEMM_VARIANTS, gemm_writes,
+    ("qkv_rope", "qkv_rope_backward"), gemm_calls, {**GEMM_VARIANTS, "learned_tables": {"needs_tables": True}},
+    gemm_writes,
     symbolic=tuple((variant, {"rows": 100}) for variant in ("plain", "swiglu")),
     graphs={
         ("qkv_rope", "plain"): "new_empty new_empty new_empty KERNEL",
-        ("qkv_rope_backward", "plain"): "new_empty new_empty KERNEL mm t mm sum.dim_IntList _to_copy",
+        ("qkv_rope_backward", "plain"):
+            "new_empty new_empty KERNEL mm t mm sum.dim_IntList _to_copy new_empty new_empty",
     },
     others={"qkv_rope": {"_rotate_kernel"}},
     products="torch_ops._gemm.aten.linear_into",

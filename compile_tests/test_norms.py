@@ -134,7 +134,8 @@ def test_layer_norm_of_many_rows_has_two_rows_in_the_place_of_one(width: int, dt
     )
     assert registers(many) <= 72 and (width < 1152 or registers(many) < 0.6 * registers(few))
     assert _accesses(many, "ld|st") == {"v4.b32"}
-    assert "ttg.convert_layout" not in many.asm["ttgir"] and many.shared <= (0 if width <= 1280 else 64)
+    # Besides sums, a flag of each warp: whether a row of the tile must be scaled.
+    assert "ttg.convert_layout" not in many.asm["ttgir"] and many.shared <= (16 if width <= 1280 else 64)
 
 
 @pytest.mark.parametrize("width", sampled(WIDTHS))

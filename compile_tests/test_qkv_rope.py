@@ -18,7 +18,7 @@ ROWS = torch.export.Dim("rows", min=2, max=65536)
 
 def draw(case: QkvRopeCase, dtype: torch.dtype, seed: int = 0) -> Call:
     inputs = make_qkv_rope_inputs(case, dtype, DEVICE, seed)
-    return Call.of(qkv_rope, inputs, NEEDS, grads=inputs.douts)
+    return Call.of(qkv_rope, inputs, (*NEEDS, "cos", "sin"), grads=inputs.douts)
 
 
 def backward(call: Call) -> dict[str, Any]:
@@ -27,17 +27,18 @@ def backward(call: Call) -> dict[str, Any]:
 
 
 def partly(call: Call) -> list[dict[str, Any]]:
-    """Some gradients; only that of the weight needs x."""
+    """Some gradients; only those of the weight and of tables need x."""
     needs = [(False, True, False), (True, False, True), (False, False, True)]
     whole = backward(call)
     return [
-        {
+        {**whole, "needs_tables": True, "bias": call.args.get("bias")},
+        {**whole, **{f"needs_{name}": False for name in NEEDS}, "needs_tables": True},
+        *({
             **whole,
             "x": whole["x"] if each[1] else None,
             **{f"needs_{name}": needed for name, needed in zip(NEEDS, each, strict=True)},
-        }
-        for each in needs
-    ]
+        } for each in needs),
+    ]  # fmt: skip
 
 
 class TestGraphs(GraphContract):
@@ -54,6 +55,7 @@ class TestGraphs(GraphContract):
             ),
             replayed=(QkvRopeCase("graph", "", 512, 40, 2, 24, num_k_heads=1),) * 2,
             autocast="follows",
+            casts=NEEDS,
             batched="x",
         ),
     )  # fmt: skip

@@ -32,7 +32,7 @@ with_lse = partial(rope_window_attn, return_lse=True)
 
 def call_of(inputs: Any) -> Call:
     grads = {"out": inputs.dout, "lse": inputs.dlse}
-    return Call.of(with_lse, inputs, ("q", "k", "v"), grads=grads)
+    return Call.of(with_lse, inputs, ("q", "k", "v", "cos", "sin"), grads=grads)
 
 
 def draw(case: WindowAttnCase, dtype: torch.dtype, seed: int = 0) -> Call:
@@ -52,7 +52,7 @@ class TestGraphs(GraphContract):
             moving={**dict.fromkeys(("q", "k", "v", "cos", "sin"), {0: ROWS}), "cu_seqlens": {0: BOUNDARIES}},
             kernels=kernels.ROPE_WINDOW_ATTN,
             backward=backward,
-            partial=lambda call: ({**backward(call), "dlse": None},),
+            partial=lambda call: ({**backward(call), "dlse": None}, {**backward(call), "needs_tables": True}),
             checked=(
                 WITH_TABLES["full"], WITH_TABLES["half"],
                 *(replace(WITH_TABLES[tables], k_lengths=(23, 40)) for tables in ("apart", "column_strided")),
@@ -65,6 +65,7 @@ class TestGraphs(GraphContract):
                 for lengths in ((64,) * 8, (200, 0, 1, 99, 12, 0, 150, 50))
             ),
             autocast="follows",
+            casts=("q", "k", "v"),
             batched="q",
         ),
     )  # fmt: skip

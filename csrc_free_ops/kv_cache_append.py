@@ -20,8 +20,12 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.rope import rotate
+from csrc_free_ops.tiles.rows import row_step
 
-SIZES = ("num_tokens", "capacity", "num_pages", "num_angles")
+SIZES = (
+    "num_tokens", "capacity", "num_pages", "num_angles",
+    *[f"stride_{name}s" for name in ("k", "v", "q", "o", "kc", "vc")],
+)  # fmt: skip
 
 
 @triton.jit
@@ -123,18 +127,20 @@ def _move_rows(
 
 @triton.jit
 def _rows_of(
-    ptr, outer, head, row, stride_outer, stride_head, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr
+    ptr, outer, head, row, stride_outer, stride_head, stride_row, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr
 ):  # fmt: skip
     """The addresses of rows. Outer and head strides count STRIDE_UNIT elements, so their alignment is known."""
+    step = row_step(stride_row, STRIDE, STRIDE_UNIT)
     of_outer = outer * tl.cast(stride_outer, tl.int64) * STRIDE_UNIT
-    return ptr + of_outer + head * tl.cast(stride_head, tl.int64) * STRIDE_UNIT + row.to(tl.int64) * STRIDE
+    return ptr + of_outer + head * tl.cast(stride_head, tl.int64) * STRIDE_UNIT + row.to(tl.int64) * step
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _kv_cache_append_kernel(
     k_ptr, v_ptr, q_ptr, cos_ptr, sin_ptr, seqlens_ptr, lengths_ptr, table_ptr, k_cache_ptr, v_cache_ptr, out_ptr,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_qb, stride_qh, stride_ob, stride_oh,
-    stride_kcb, stride_kch, stride_vcb, stride_vch, stride_table,
+    stride_kcb, stride_kch, stride_vcb, stride_vch,
+    stride_ks, stride_vs, stride_qs, stride_os, stride_kcs, stride_vcs, stride_table,
     num_tokens, capacity, num_pages, num_angles,
     STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, STRIDE_QS: tl.constexpr, STRIDE_OS: tl.constexpr,
     STRIDE_KCS: tl.constexpr, STRIDE_VCS: tl.constexpr, STRIDE_CS: tl.constexpr, STRIDE_SS: tl.constexpr,
@@ -170,23 +176,24 @@ def _kv_cache_append_kernel(
         if tile < k_tiles:
             angle = tl.minimum(tl.maximum(position, 0), last_angle)
             _move_rows(
-                _rows_of(k_ptr, sequence, head, token, stride_kb, stride_kh, STRIDE_KS, STRIDE_UNIT),
+                _rows_of(k_ptr, sequence, head, token, stride_kb, stride_kh, stride_ks, STRIDE_KS, STRIDE_UNIT),
                 cos_ptr + angle * STRIDE_CS, sin_ptr + angle * STRIDE_SS,
-                _rows_of(k_cache_ptr, page, head, row, stride_kcb, stride_kch, STRIDE_KCS, STRIDE_UNIT), inside,
-                HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
+                _rows_of(k_cache_ptr, page, head, row, stride_kcb, stride_kch, stride_kcs, STRIDE_KCS, STRIDE_UNIT),
+                inside, HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
             )  # fmt: skip
         else:
             _move_rows(
-                _rows_of(v_ptr, sequence, head, token, stride_vb, stride_vh, STRIDE_VS, STRIDE_UNIT), None, None,
-                _rows_of(v_cache_ptr, page, head, row, stride_vcb, stride_vch, STRIDE_VCS, STRIDE_UNIT), inside,
-                HEAD_DIM, 0, True, False, BLOCK_N,
+                _rows_of(v_ptr, sequence, head, token, stride_vb, stride_vh, stride_vs, STRIDE_VS, STRIDE_UNIT),
+                None, None,
+                _rows_of(v_cache_ptr, page, head, row, stride_vcb, stride_vch, stride_vcs, STRIDE_VCS, STRIDE_UNIT),
+                inside, HEAD_DIM, 0, True, False, BLOCK_N,
             )  # fmt: skip
     elif NUM_HEADS > 0:
         token, head, inside = _locate_rows(tile - 2 * k_tiles, num_tokens, NUM_HEADS, BLOCK_M)
         angle = tl.minimum(tl.maximum(before + token, 0), last_angle)
         _move_rows(
-            _rows_of(q_ptr, sequence, head, token, stride_qb, stride_qh, STRIDE_QS, STRIDE_UNIT),
+            _rows_of(q_ptr, sequence, head, token, stride_qb, stride_qh, stride_qs, STRIDE_QS, STRIDE_UNIT),
             cos_ptr + angle * STRIDE_CS, sin_ptr + angle * STRIDE_SS,
-            _rows_of(out_ptr, sequence, head, token, stride_ob, stride_oh, STRIDE_OS, STRIDE_UNIT), inside,
+            _rows_of(out_ptr, sequence, head, token, stride_ob, stride_oh, stride_os, STRIDE_OS, STRIDE_UNIT), inside,
             HEAD_DIM, ROTARY_DIM, SHARED_ANGLES, INTERLEAVED, BLOCK_N,
         )  # fmt: skip

@@ -13,6 +13,9 @@ E[x^2] - E[x]^2 cancels. Everything is fp32, and out is rounded once.
 fp32 rows also subtract the mean of x - mean. If all values of a row are equal, only the rounding error of the mean
 would be left, and rstd would multiply it by 1000. Equal values of a half type add up exactly.
 
+Squares of values above 2^63 overflow, and squares of values below 2^-63 underflow. Such a row is scaled by a power of
+two before it is squared, which changes no bits of out. The sum of squares alone tells, so other rows pay one branch.
+
 Backward, for upstream gradients dout of out and dsum of the residual sum, with g = dout weight:
 
     dx      = rstd (g - xhat mean_c(g xhat) - mean_c(g)) + dsum      RMSNorm: without mean_c(g)
@@ -36,9 +39,25 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import add_rows, load_chunk, load_rows, scale_rows, store_chunk, store_rows, zero_rows
+from csrc_free_ops.tiles.rows import (
+    add_rows,
+    load_chunk,
+    load_rows,
+    row_step,
+    scale_rows,
+    store_chunk,
+    store_rows,
+    zero_rows,
+)
 
-SIZES = ("num_rows", "num_programs")
+SIZES = ("num_rows", "num_programs", "stride_x", "stride_r", "stride_do", "stride_ds")
+# A row in registers has no more.
+MOST_COLUMNS = tl.constexpr(16384.0)
+# Below the first, fp32 holds the sum of squares of any row and the next one. Above the second, squares too small for
+# fp32 are no part of the sum. If eps is above the third, a sum below the second is no part of their sum.
+LARGEST_SQUARES = tl.constexpr(2.0**126)
+SMALLEST_SQUARES = tl.constexpr(2.0**-100)
+SMALLEST_EPS = tl.constexpr(2.0**-70)
 
 
 @triton.jit
@@ -68,8 +87,17 @@ def _row_sums(chunks, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _row_maxima(chunks, BLOCK_M: tl.constexpr):
+    """The largest magnitude of each row, as `_row_sums`."""
+    most = tl.abs(chunks[0].to(tl.float32))
+    for index in tl.static_range(1, len(chunks)):
+        most = tl.maximum(most, tl.abs(chunks[index].to(tl.float32)))
+    return tl.max(most) if BLOCK_M == 1 else tl.max(most, 1)
+
+
+@triton.jit
 def _along_rows(value, BLOCK_M: tl.constexpr):
-    """A result of `_row_sums` as a factor of chunks."""
+    """A number of each row as a factor of chunks."""
     return value if BLOCK_M == 1 else value[:, None]
 
 
@@ -94,13 +122,29 @@ def _center(chunks, mean, WIDTH: tl.constexpr, MAIN: tl.constexpr, HAS_MEAN: tl.
 
 @triton.jit
 def _mean_of_rows(chunks, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
-    return _along_rows(tl.div_rn(_row_sums(chunks, BLOCK_M), 1.0 * WIDTH), BLOCK_M)
+    """Values are divided by a power of two before they are added, so that their sum stays in fp32."""
+    total = _row_sums(scale_rows(chunks, tl.full((1, 1), 1.0 / MOST_COLUMNS, tl.float32)), BLOCK_M)
+    return _along_rows(tl.div_rn(total, WIDTH / MOST_COLUMNS), BLOCK_M)
 
 
 @triton.jit
 def _reciprocal_deviation(squares, eps, WIDTH: tl.constexpr):
     """1 / sqrt(squares / WIDTH + eps), correctly rounded at each step, because its error would reach every column."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 1.0 * WIDTH) + eps))
+
+
+@triton.jit
+def _out_of_range(squares, eps):
+    """Whether a sum of squares overflowed, or lost bits to underflow that eps does not hide. NaN counts as well."""
+    smallest = tl.where(eps < SMALLEST_EPS, SMALLEST_SQUARES, 0.0)
+    return tl.where(squares < LARGEST_SQUARES, squares, -1.0) < smallest
+
+
+@triton.jit
+def _power_of_two(most, eps):
+    """The power of two that brings the larger of `most` and sqrt(eps) near 1, so that no square leaves fp32."""
+    exponent = tl.maximum(most, tl.sqrt_rn(eps)).to(tl.int32, bitcast=True) >> 23
+    return (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -115,7 +159,16 @@ def _standardize(
     centered = _center(x, mean, WIDTH, MAIN, HAS_MEAN)
     if HAS_MEAN and x[0].dtype == tl.float32:
         centered = _center(centered, _mean_of_rows(centered, WIDTH, BLOCK_M), WIDTH, MAIN, True)
-    rstd = _reciprocal_deviation(_row_sums(_multiply(centered, centered), BLOCK_M), eps, WIDTH)
+    squares = _row_sums(_multiply(centered, centered), BLOCK_M)
+    scale = tl.cast(1.0, tl.float32) if BLOCK_M == 1 else tl.full((BLOCK_M,), 1.0, tl.float32)
+    if x[0].dtype != tl.float16:
+        unfit = _out_of_range(squares, eps)
+        if unfit if BLOCK_M == 1 else tl.max(unfit.to(tl.int32), 0) > 0:
+            # Bits of a row must not depend on other rows of its tile, so fit rows are scaled by 1.
+            scale = tl.where(unfit, _power_of_two(_row_maxima(centered, BLOCK_M), eps), scale)
+            scaled = scale_rows(centered, _along_rows(scale, BLOCK_M))
+            squares = _row_sums(_multiply(scaled, scaled), BLOCK_M)
+    rstd = _reciprocal_deviation(squares, eps * scale * scale, WIDTH) * scale
     if BLOCK_M > 1:
         rstd = tl.where(rows < num_rows, rstd, 0.0)
     return centered, _along_rows(rstd, BLOCK_M)
@@ -136,8 +189,9 @@ def _parameter_chunk(
 
 @triton.jit(do_not_specialize=SIZES)
 def _norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
-    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps, stride_x, stride_r,
+    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -148,11 +202,13 @@ def _norm_fwd_kernel(
     """
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
+    step_r = row_step(stride_r, STRIDE_R, STRIDE_UNIT)
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
     remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
-    x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+    x = load_rows(x_ptr + first * step_x, starts, rows, remaining, step_x, WIDTH, MAIN, TAIL, BLOCK_M > 1)
     weight = x
     bias = x
     if EARLY and HAS_WEIGHT:
@@ -161,7 +217,7 @@ def _norm_fwd_kernel(
         bias = load_rows(bias_ptr, starts, rows, BLOCK_M, 0, WIDTH, MAIN, TAIL, False)
     if HAS_RESIDUAL:
         residual = load_rows(
-            residual_ptr + first * STRIDE_R, starts, rows, remaining, STRIDE_R, WIDTH, MAIN, TAIL, BLOCK_M > 1
+            residual_ptr + first * step_r, starts, rows, remaining, step_r, WIDTH, MAIN, TAIL, BLOCK_M > 1
         )
         x = _add_rounded(x, residual)
         store_rows(sum_ptr + first * WIDTH, starts, rows, remaining, x, WIDTH, WIDTH, MAIN, TAIL)
@@ -197,7 +253,8 @@ def _sum_rows(chunks):
 @triton.jit(do_not_specialize=SIZES)
 def _norm_bwd_kernel(
     dout_ptr, dsum_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, eps,
-    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr,
+    stride_do, stride_ds, stride_x,
+    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -206,6 +263,9 @@ def _norm_bwd_kernel(
     """Grid (programs), any number. dweight and dbias are [programs, WIDTH] in fp32: the column sums of each program."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    step_do = row_step(stride_do, STRIDE_DO, STRIDE_UNIT)
+    step_ds = row_step(stride_ds, STRIDE_DS, STRIDE_UNIT)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
     program = tl.program_id(0)
     starts = (0, WIDTH // MAIN * MAIN)
     rows = tl.arange(0, BLOCK_M)
@@ -219,10 +279,10 @@ def _norm_bwd_kernel(
         first = tl.cast(tile, tl.int64) * BLOCK_M
         remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
         dout = load_rows(
-            dout_ptr + first * STRIDE_DO, starts, rows, remaining, STRIDE_DO, WIDTH, MAIN, TAIL, BLOCK_M > 1
+            dout_ptr + first * step_do, starts, rows, remaining, step_do, WIDTH, MAIN, TAIL, BLOCK_M > 1
         )
         if NEEDS_DX or NEEDS_DWEIGHT:
-            x = load_rows(x_ptr + first * STRIDE_X, starts, rows, remaining, STRIDE_X, WIDTH, MAIN, TAIL, BLOCK_M > 1)
+            x = load_rows(x_ptr + first * step_x, starts, rows, remaining, step_x, WIDTH, MAIN, TAIL, BLOCK_M > 1)
         if NEEDS_DBIAS:
             dbias = add_rows(dbias, dout)
         if NEEDS_DX or NEEDS_DWEIGHT:
@@ -245,7 +305,7 @@ def _norm_bwd_kernel(
             if HAS_DSUM:
                 # Added last, so that registers need not hold it before; the pipeline has prefetched it.
                 dsum = load_rows(
-                    dsum_ptr + first * STRIDE_DS, starts, rows, remaining, STRIDE_DS, WIDTH, MAIN, TAIL, BLOCK_M > 1
+                    dsum_ptr + first * step_ds, starts, rows, remaining, step_ds, WIDTH, MAIN, TAIL, BLOCK_M > 1
                 )
                 dx = add_rows(dx, dsum)
             store_rows(dx_ptr + first * WIDTH, starts, rows, remaining, dx, WIDTH, WIDTH, MAIN, TAIL)
@@ -300,52 +360,81 @@ def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.c
 
 
 @triton.jit
+def _center_block(x, mean, scale):
+    """x times `scale` minus both parts of its mean, which one number would round."""
+    return x * scale - mean[0] - mean[1]
+
+
+@triton.jit
+def _wide_deviations(
+    x_ptr, residual_ptr, scale,
+    WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(both parts of the mean, the sum of squared differences from it) of one row times `scale`."""
+    local = tl.arange(0, BLOCK_N)
+    mean = 0.0
+    correction = 0.0
+    if HAS_MEAN:
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK_N):
+            total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) * scale
+        mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+        if x_ptr.dtype.element_ty == tl.float32:
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for start in tl.range(0, WIDTH, BLOCK_N):
+                x = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
+                total += tl.where(start + local < WIDTH, x * scale - mean, 0.0)
+            correction = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_N):
+        x = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
+        centered = tl.where(start + local < WIDTH, _center_block(x, (mean, correction), scale), 0.0)
+        squares += centered * centered
+    return (mean, correction), tl.sum(squares)
+
+
+@triton.jit
 def _wide_statistics(
     x_ptr, residual_ptr, eps,
     WIDTH: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(mean, rstd) of one row, of x plus the residual if there is one."""
-    local = tl.arange(0, BLOCK_N)
-    mean = 0.0
-    if HAS_MEAN:
-        total = tl.zeros((BLOCK_N,), tl.float32)
-        for start in tl.range(0, WIDTH, BLOCK_N):
-            total += _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL)
-        mean = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
-        if x_ptr.dtype.element_ty == tl.float32:
-            correction = tl.zeros((BLOCK_N,), tl.float32)
+    """(mean, scale, the factor that makes xhat of centered blocks, rstd) of one row, of x plus any residual."""
+    scale = tl.cast(1.0, tl.float32)
+    mean, squares = _wide_deviations(x_ptr, residual_ptr, scale, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    if x_ptr.dtype.element_ty != tl.float16:
+        if _out_of_range(squares, eps):
+            most = tl.zeros((BLOCK_N,), tl.float32)
             for start in tl.range(0, WIDTH, BLOCK_N):
-                centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
-                correction += tl.where(start + local < WIDTH, centered, 0.0)
-            mean += tl.div_rn(tl.sum(correction), 1.0 * WIDTH)
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK_N):
-        centered = _load_sum(x_ptr, residual_ptr, start + local, WIDTH, HAS_RESIDUAL) - mean
-        centered = tl.where(start + local < WIDTH, centered, 0.0)
-        squares += centered * centered
-    return mean, _reciprocal_deviation(tl.sum(squares), eps, WIDTH)
+                x = _load_sum(x_ptr, residual_ptr, start + tl.arange(0, BLOCK_N), WIDTH, HAS_RESIDUAL)
+                most = tl.maximum(most, tl.abs(x))
+            scale = _power_of_two(tl.max(most), eps)
+            mean, squares = _wide_deviations(x_ptr, residual_ptr, scale, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    factor = _reciprocal_deviation(squares, eps * scale * scale, WIDTH)
+    return mean, scale, factor, factor * scale
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _norm_fwd_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps,
-    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps, stride_x, stride_r,
+    STRIDE_X: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_UNIT: tl.constexpr, WIDTH: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows)."""
     await_before(OVERLAPS)
     eps = tl.cast(eps, tl.float32)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
+    step_r = row_step(stride_r, STRIDE_R, STRIDE_UNIT)
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * STRIDE_X
-    residual_ptr += row * STRIDE_R
-    mean, rstd = _wide_statistics(x_ptr, residual_ptr, eps, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
+    x_ptr += row * step_x
+    residual_ptr += row * step_r
+    mean, scale, factor, _ = _wide_statistics(x_ptr, residual_ptr, eps, WIDTH, HAS_MEAN, HAS_RESIDUAL, BLOCK_N)
     for start in tl.range(0, WIDTH, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = _load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(sum_ptr + row * WIDTH + cols, x.to(sum_ptr.dtype.element_ty), mask=cols < WIDTH)
-        out = (x - mean) * rstd
+        out = _center_block(x, mean, scale) * factor
         if HAS_WEIGHT:
             out *= _load_block(weight_ptr, cols, WIDTH)
         if HAS_BIAS:
@@ -363,12 +452,17 @@ def _add_to_block(ptr, cols, values, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def _norm_bwd_wide_kernel(
     dout_ptr, dsum_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, eps,
-    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, WIDTH: tl.constexpr,
+    stride_do, stride_ds, stride_x,
+    STRIDE_DO: tl.constexpr, STRIDE_DS: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
     HAS_MEAN: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), any number, as `_norm_bwd_kernel`; a program keeps its column sums in its own row of memory."""
     eps = tl.cast(eps, tl.float32)
+    step_do = row_step(stride_do, STRIDE_DO, STRIDE_UNIT)
+    step_ds = row_step(stride_ds, STRIDE_DS, STRIDE_UNIT)
+    step_x = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
     program = tl.program_id(0)
     local = tl.arange(0, BLOCK_N)
     dweight_ptr += program.to(tl.int64) * WIDTH
@@ -380,12 +474,12 @@ def _norm_bwd_wide_kernel(
             _add_to_block(dbias_ptr, start + local, tl.zeros((BLOCK_N,), tl.float32), True, WIDTH)
     for index in tl.range(program, num_rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
-        dout_row = dout_ptr + row * STRIDE_DO
-        x_row = x_ptr + row * STRIDE_X
+        dout_row = dout_ptr + row * step_do
+        x_row = x_ptr + row * step_x
         # Another thread may have added to a column for the previous row.
         tl.debug_barrier()
         if NEEDS_DX or NEEDS_DWEIGHT:
-            mean, rstd = _wide_statistics(x_row, x_row, eps, WIDTH, HAS_MEAN, False, BLOCK_N)
+            mean, scale, factor, rstd = _wide_statistics(x_row, x_row, eps, WIDTH, HAS_MEAN, False, BLOCK_N)
         if NEEDS_DX:
             products = tl.zeros((BLOCK_N,), tl.float32)
             total = tl.zeros((BLOCK_N,), tl.float32)
@@ -393,7 +487,8 @@ def _norm_bwd_wide_kernel(
                 g = _load_block(dout_row, start + local, WIDTH)
                 if HAS_WEIGHT:
                     g *= _load_block(weight_ptr, start + local, WIDTH)
-                products += g * ((_load_block(x_row, start + local, WIDTH) - mean) * rstd)
+                x = _load_block(x_row, start + local, WIDTH)
+                products += g * (_center_block(x, mean, scale) * factor)
                 total += g
             mean_gx = tl.div_rn(tl.sum(products), 1.0 * WIDTH)
             mean_g = tl.div_rn(tl.sum(total), 1.0 * WIDTH)
@@ -401,7 +496,7 @@ def _norm_bwd_wide_kernel(
             cols = start + local
             dout = _load_block(dout_row, cols, WIDTH)
             if NEEDS_DX or NEEDS_DWEIGHT:
-                xhat = (_load_block(x_row, cols, WIDTH) - mean) * rstd
+                xhat = _center_block(_load_block(x_row, cols, WIDTH), mean, scale) * factor
             if NEEDS_DWEIGHT:
                 _add_to_block(dweight_ptr, cols, dout * xhat, False, WIDTH)
             if NEEDS_DBIAS:
@@ -415,5 +510,5 @@ def _norm_bwd_wide_kernel(
                     dx -= mean_g
                 dx *= rstd
                 if HAS_DSUM:
-                    dx += _load_block(dsum_ptr + row * STRIDE_DS, cols, WIDTH)
+                    dx += _load_block(dsum_ptr + row * step_ds, cols, WIDTH)
                 tl.store(dx_ptr + row * WIDTH + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < WIDTH)

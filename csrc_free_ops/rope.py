@@ -17,6 +17,7 @@ import triton.language as tl
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rope import rotate, rotate_back
 from csrc_free_ops.tiles.rows import WIDE_STRIDE
+from csrc_free_ops.tiles.segments import end_of_segments
 
 SIZES = ("num_rows", "num_segments")
 
@@ -91,13 +92,15 @@ def _rope_kernel(
     tile = tl.program_id(1)
     q_tiles = (NUM_HEADS + BLOCK_M - 1) // BLOCK_M
     if tile < q_tiles:
-        inside = (first + rows >= tl.load(cu_q_ptr)) & (first + rows < tl.load(cu_q_ptr + num_segments))
+        end = end_of_segments(cu_q_ptr, num_segments, (begin + BLOCK_N - 1) // HALF)
+        inside = (first + rows >= tl.load(cu_q_ptr)) & (first + rows < end)
         _rotate_heads(
             q_ptr, q_out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_qh,
             STRIDE_QT, 2 * HALF * NUM_HEADS, STRIDE_UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
         )  # fmt: skip
     else:
-        inside = (first + rows >= tl.load(cu_k_ptr)) & (first + rows < tl.load(cu_k_ptr + num_segments))
+        end = end_of_segments(cu_k_ptr, num_segments, (begin + BLOCK_N - 1) // HALF)
+        inside = (first + rows >= tl.load(cu_k_ptr)) & (first + rows < end)
         _rotate_heads(
             k_ptr, k_out_ptr, cos, sin, tile - q_tiles, first, rows, pairs, valid, inside, stride_kh,
             STRIDE_KT, 2 * HALF * NUM_K_HEADS, STRIDE_UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,

@@ -109,9 +109,9 @@ gradient(
     attention_op,
     Attention,
     differentiate_attention(attention_op, Attention, attention_backward_op, AttentionBackward),
+    of=("q", "k", "v", "sinks"),
     saves=("q", "k", "v", "alibi_slopes", "sinks", "dropout_seed"),
     saves_results=(0, 1),
-    refuses=("alibi_slopes",),
 )
 
 

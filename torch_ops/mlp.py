@@ -154,7 +154,10 @@ def _by_hidden(
             yield of_bias, dpre.sum(0)
 
 
-gradient(mlp_op, Mlp, _differentiate, saves=_saved, saves_results=(1,), shapes=("x",), constant=_constant)
+gradient(
+    mlp_op, Mlp, _differentiate, of=DIFFERENTIABLE,
+    saves=_saved, saves_results=(1,), shapes=("x",), constant=_constant,
+)  # fmt: skip
 
 
 def mlp(

@@ -5,12 +5,15 @@
 The rotation is fp32 (csrc_free_ops/tiles/rope.py). The stock Triton kernel, the ROTARY branch of `_gemm_pair_kernel` in
 csrc_free_ops/gemm/portable.py, rotates the fp32 sums and rounds once. The Hopper kernel, products left to PyTorch and
 the CPU round the product first, as a linear layer does, and round again after the rotation.
+
+Tables that require a gradient get theirs from q and k before their rotation, which the backward makes again.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torch_ops._core.checks import (
     check_bias,
@@ -24,9 +27,10 @@ from torch_ops._core.checks import (
     check_tables,
     refuse,
 )
-from torch_ops._core.plan import Plan, reference_plan
+from torch_ops._core.plan import Plan, merged, reference_plan
 from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._core.registry import runs_kernels
+from torch_ops._core.rotation_gradient import TableGradients, new_table_gradients, plan_table_gradients
 from torch_ops._core.torch_private import without_autocast
 from torch_ops._gemm.cpu import qkv_rope_cpu, rotary_backward_cpu
 from torch_ops._gemm.elementwise import ROTATED_RUN, new_column_sums, plan_rotary_backward, sum_runs
@@ -60,6 +64,8 @@ class QkvRopeBackward(NamedTuple):
     needs_x: bool = True
     needs_weight: bool = True
     needs_bias: bool = True
+    needs_tables: bool = False
+    bias: Tensor | None = None
 
     @property
     def packs(self) -> bool:
@@ -153,8 +159,9 @@ def _check_backward(call: QkvRopeBackward) -> None:
     if head_dim != dq.shape[2]:
         refuse(op, "the head dimension of weight", f"{dq.shape[2]} as that of dq is", head_dim)
     check_tables(op, call.cos, call.sin, dq.shape[0], head_dim, "dq", dq)
-    if call.needs_weight:
+    if call.needs_weight or call.needs_tables:
         check_dense(op, "x", x)
+    check_bias(op, "bias", call.bias, weight.shape[0], "dq", dq)
     if x is not None:
         check_matrix(op, "x", x, "[T, C]", (dq.shape[0], weight.shape[1]))
         check_like(op, "x", x, "dq", dq)
@@ -163,7 +170,8 @@ def _check_backward(call: QkvRopeBackward) -> None:
 def _backward_outputs(call: QkvRopeBackward) -> tuple[Tensor, ...]:
     dq, (n, columns) = call.dq, call.weight.shape
     shapes = ((dq.shape[0], columns), call.needs_x), ((n, columns), call.needs_weight), ((n,), call.needs_bias)
-    return tuple(dq.new_empty(shape if needed else (0,)) for shape, needed in shapes)
+    made = tuple(dq.new_empty(shape if needed else (0,)) for shape, needed in shapes)
+    return *made, *new_table_gradients(dq, call.cos, call.needs_tables)
 
 
 def _backward_tensors(call: QkvRopeBackward) -> RotaryBackward:
@@ -174,57 +182,100 @@ def _backward_tensors(call: QkvRopeBackward) -> RotaryBackward:
     return RotaryBackward(dq, dk, dv, cos, sin, packed, partial)
 
 
+def _table_gradients(call: QkvRopeBackward, packed: Tensor, made: tuple[Tensor, ...]) -> TableGradients:
+    """Those of q and k before their rotation, which `packed` holds."""
+    dq, dk = call.dq, call.dk
+    q, k = packed.unflatten(1, (-1, dq.shape[2])).split([dq.shape[1], dk.shape[1]], 1)
+    return TableGradients(dq, dk, q, k, None, None, *made)
+
+
+def _rotated_columns(call: QkvRopeBackward) -> int:
+    return (call.dq.shape[1] + call.dk.shape[1]) * call.dq.shape[2]
+
+
+def _plan_tables(call: QkvRopeBackward) -> Plan:
+    """Plan dcos and dsin; the launch takes the call and makes them."""
+    columns, dq = _rotated_columns(call), call.dq
+    empty = dq.new_empty((dq.shape[0], columns))
+    plan = plan_table_gradients(_table_gradients(call, empty, new_table_gradients(dq, call.cos, True)))
+    fill = plan.launch
+
+    def launch(call: QkvRopeBackward) -> tuple[Tensor, ...]:
+        assert call.x is not None
+        made = new_table_gradients(call.dq, call.cos, True)
+        bias = None if call.bias is None else call.bias.narrow(0, 0, columns)
+        with without_autocast():
+            packed = functional.linear(call.x, call.weight.narrow(0, 0, columns), bias)
+        fill(_table_gradients(call, packed, made))
+        return made
+
+    return Plan(launch, plan.kernels)
+
+
 def _plan_backward(call: QkvRopeBackward, _: QkvRopeBackward) -> Plan:
     if runs_kernels(call.dq):
         plan = plan_rotary_backward(_backward_tensors(call), call.weight, call.packs, call.needs_bias)
     else:
         plan = reference_plan(rotary_backward_cpu, call.dq)
-    fill = plan.launch
+    fill, tables = plan.launch, _plan_tables(call) if call.needs_tables else None
 
     def launch(call: QkvRopeBackward) -> tuple[Tensor, ...]:
         t, x = _backward_tensors(call), call.x
-        fill(t)
+        if call.packs or call.needs_bias:
+            fill(t)
         with without_autocast():
-            return (
+            made = (
                 torch.mm(t.packed, call.weight) if call.needs_x else t.dq.new_empty((0,)),
                 torch.mm(t.packed.t(), x) if call.needs_weight and x is not None else t.dq.new_empty((0,)),
                 sum_runs(t.partial, t.dq.dtype) if call.needs_bias else t.dq.new_empty((0,)),
             )
+        return *made, *(new_table_gradients(t.dq, call.cos, False) if tables is None else tables.launch(call))
 
-    return Plan(launch, plan.kernels, plan.path, plan.why)
+    return Plan(launch, merged(plan.kernels, tables.kernels if tables else {}), plan.path, plan.why)
 
 
 qkv_rope_backward_op = planned_op(
     "qkv_rope_backward",
     QkvRopeBackward,
-    tuple[Tensor, Tensor, Tensor],
+    tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     check=_check_backward,
     outputs=_backward_outputs,
     tensors=None,
     plan=_plan_backward,
-    flops=lambda call: 2 * call.dq.shape[0] * call.weight.numel() * (call.needs_x + call.needs_weight),
+    flops=lambda call: (
+        2 * call.dq.shape[0] * call.weight.numel() * (call.needs_x + call.needs_weight)
+        + 2 * call.dq.shape[0] * call.weight.shape[1] * _rotated_columns(call) * call.needs_tables
+    ),
 )
 qkv_rope_backward_op.refuse_autograd()
 
 
+GRADIENTS = ("x", "weight", "bias", "cos", "sin")
+
+
+def _needs_tables(needed: frozenset[str]) -> bool:
+    return "cos" in needed or "sin" in needed
+
+
 def _saved(call: QkvRope, needed: frozenset[str]) -> tuple[str, ...]:
-    # x is for the gradient of the weight alone: where that is frozen, nothing of it is kept.
-    return (*(("x",) if "weight" in needed else ()), "weight", "cos", "sin")
+    # x is for the gradients of the weight and of tables: where these are frozen, nothing of it is kept.
+    tables = ("x", "bias") if _needs_tables(needed) else ("x",) if "weight" in needed else ()
+    return *tables, "weight", "cos", "sin"
 
 
 def _differentiate(call: QkvRope, results: Any, grads: Any, needed: frozenset[str]) -> dict[str, Tensor | None]:
-    needs = [name in needed for name in ("x", "weight", "bias")]
+    needs = [*[name in needed for name in ("x", "weight", "bias")], _needs_tables(needed)]
     if not any(needs):
         return {}
     each = (
         call.weight.new_zeros(()).expand(shape) if grad is None else grad
         for grad, shape in zip(grads, _shapes(call), strict=True)
     )
-    made = qkv_rope_backward_op(*each, call.x, call.weight, call.cos, call.sin, *needs)
-    return dict(zip(("x", "weight", "bias"), made, strict=True))
+    made = qkv_rope_backward_op(*each, call.x, call.weight, call.cos, call.sin, *needs, call.bias)
+    return dict(zip(GRADIENTS, made, strict=True))
 
 
-gradient(qkv_rope_op, QkvRope, _differentiate, saves=_saved)
+gradient(qkv_rope_op, QkvRope, _differentiate, of=GRADIENTS, saves=_saved)
 
 
 def qkv_rope(
@@ -244,7 +295,7 @@ def qkv_rope(
             `qkv` of Transformers' vision encoders. D is a multiple of 8 up to 256.
         bias: [(H + 2 Hk) D], or None.
         cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; fp32 or x's
-            dtype. The tables get no gradient, and autocast leaves fp32 tables.
+            dtype. Autocast leaves fp32 tables.
         num_heads, num_k_heads: H and Hk. Default of Hk: H.
 
     Returns:
@@ -258,7 +309,8 @@ def qkv_rope(
     cos_i - b sin_i, b cos_(i + D/2) + a sin_(i + D/2)). Sums and rotation are fp32. In half types sums are rounded
     before they are rotated, except in the stock Triton kernels, which round once (docs/gemm.md). fp32 inputs use tf32
     only if `torch.backends.cuda.matmul` allows it. Only gradients that are required are computed: with a frozen weight
-    x is not kept. Forward and backward give the same bits for the same inputs. RoFormer, arXiv 2104.09864.
+    x is not kept. Gradients of tables are summed in fp32 and rounded once. Forward and backward give the same bits for
+    the same inputs. RoFormer, arXiv 2104.09864.
     """
     return qkv_rope_op(x, weight, bias, cos, sin, num_heads, num_k_heads)
 

@@ -11,9 +11,10 @@ core's gradient for R(q), rounded as any gradient between two ops is,
 
 in fp32: the rotation by the same angles with the sign of sin reversed, where the halves of a table are alike. Eager
 PyTorch does the same: the gradient of the rounding of R is G in fp32, and both products are added there. The gradient
-of the cast of q to fp32 rounds their sum. dk likewise; v is not rotated.
+of the cast of q to fp32 rounds their sum. dk likewise; v is not rotated. Tables that require a gradient get theirs from
+G and the unrotated q and k, by one more kernel.
 
-Kernels: `csrc_free_ops.rope`, `csrc_free_ops.attention`. RoFormer, arXiv 2104.09864.
+Kernels: `csrc_free_ops.rope`, `csrc_free_ops.rope_tables`, `csrc_free_ops.attention`. RoFormer, arXiv 2104.09864.
 """
 
 from functools import partial
@@ -39,6 +40,7 @@ from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.checks import check_number, check_tables, refuse
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import gradient, planned_op
+from torch_ops._core.rotation_gradient import TableGradients, new_table_gradients, plan_table_gradients
 
 
 class RopeWindowAttn(NamedTuple):
@@ -80,14 +82,17 @@ class RopeWindowAttnBackward(NamedTuple):
     window_right: int = -1
     softcap: float = 0.0
     deterministic: bool = True
+    needs_tables: bool = False
 
 
 class Rotated(NamedTuple):
-    """A launch of the attention core, on q and k that are still to be rotated."""
+    """A launch of the attention core, on q and k that are still to be rotated; a backward may fill dcos and dsin."""
 
     core: Any
     cos: Tensor
     sin: Tensor
+    dcos: Tensor | None = None
+    dsin: Tensor | None = None
 
 
 def _check_rotation(op: str, call: Any) -> None:
@@ -144,8 +149,19 @@ def _check_backward(call: RopeWindowAttnBackward) -> None:
     _check_rotation("rope_window_attn_backward", call)
 
 
-def _backward_tensors(call: RopeWindowAttnBackward, made: tuple[Tensor, Tensor, Tensor]) -> Rotated:
-    return Rotated(Backward(*call[:7], *call[9:11], *made), *call[7:9])
+def _gradients(call: RopeWindowAttnBackward) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dcos and dsin, of which the last two are empty [0] unless they are needed."""
+    return *attention_gradients(call), *new_table_gradients(call.q, call.cos, call.needs_tables)
+
+
+def _backward_tensors(call: RopeWindowAttnBackward, made: tuple[Tensor, ...]) -> Rotated:
+    return Rotated(Backward(*call[:7], *call[9:11], *made[:3]), *call[7:9], *made[3:])
+
+
+def _table_gradients(t: Rotated) -> TableGradients:
+    core = t.core
+    assert t.dcos is not None and t.dsin is not None
+    return TableGradients(core.dq, core.dk, core.q, core.k, core.cu_q, core.cu_k, t.dcos, t.dsin)
 
 
 def _plan_backward(t: Rotated, call: RopeWindowAttnBackward) -> Plan:
@@ -153,24 +169,28 @@ def _plan_backward(t: Rotated, call: RopeWindowAttnBackward) -> Plan:
     rotate = plan_rotation(_rotation(t, t.core.q, t.core.k, rotated_q, rotated_k), False)
     rotate_back = plan_rotation(_rotation(t, t.core.dq, t.core.dk, t.core.dq, t.core.dk), True)
     differentiate = plan_backward(t.core._replace(q=rotated_q, k=rotated_k), AttentionOptions.of(call))
+    tables = plan_table_gradients(_table_gradients(t)) if call.needs_tables else None
 
     def launch(t: Rotated) -> None:
         core = t.core
         rotated_q, rotated_k = workspaces(core.q, core.k)
         rotate.launch(_rotation(t, core.q, core.k, rotated_q, rotated_k))
         differentiate.launch(core._replace(q=rotated_q, k=rotated_k))
+        if tables is not None:
+            tables.launch(_table_gradients(t))
         rotate_back.launch(_rotation(t, core.dq, core.dk, core.dq, core.dk))
 
-    kernels = merged(rotate.kernels, differentiate.kernels, rotate_back.kernels)
+    of_tables = {} if tables is None else tables.kernels
+    kernels = merged(rotate.kernels, differentiate.kernels, of_tables, rotate_back.kernels)
     return Plan(launch, kernels, differentiate.path, differentiate.why)
 
 
 rope_window_attn_backward_op = planned_op(
     "rope_window_attn_backward",
     RopeWindowAttnBackward,
-    tuple[Tensor, Tensor, Tensor],
+    tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     check=_check_backward,
-    outputs=attention_gradients,
+    outputs=_gradients,
     tensors=_backward_tensors,
     plan=_plan_backward,
     check_values=partial(check_values, "rope_window_attn_backward"),
@@ -181,6 +201,7 @@ gradient(
     rope_window_attn_op,
     RopeWindowAttn,
     differentiate_attention(rope_window_attn_op, RopeWindowAttn, rope_window_attn_backward_op, RopeWindowAttnBackward),
+    of=("q", "k", "v", "cos", "sin"),
     saves=("q", "k", "v", "cos", "sin", "cu_seqlens", "cu_seqlens_k"),
     saves_results=(0, 1),
 )
@@ -213,9 +234,10 @@ def rope_window_attn(
             views of a packed projection; columns that are not contiguous are copied.
         k, v: [T, Hk, D], dtype and device of q. H is a multiple of Hk: each key head serves H / Hk query heads.
         cos, sin: [T, D], as Transformers' encoders make them, or [T, D / 2] for both halves of a head; fp32 or q's
-            dtype. q and k use the same row. The tables get no gradient, and autocast leaves fp32 tables.
+            dtype. q and k use the same row. Autocast leaves fp32 tables.
         cu_seqlens: int32 [n + 1] on q's device: segment s is rows cu_seqlens[s] to cu_seqlens[s + 1]. A boundary that
-            falls counts as the largest before it. Values of any tensor outside all segments reach neither results nor gradients.
+            falls counts as the largest before it. Values of any tensor outside all segments reach neither results nor
+            gradients.
         cu_seqlens_k: boundaries of the keys, shape of `cu_seqlens`; k still has as many rows as q. Default: those of
             the queries.
         scale, causal, window_left, window_right, softcap, deterministic: as in `window_attn`.
@@ -231,13 +253,14 @@ def rope_window_attn(
         RuntimeError: from PyTorch, for an argument of another type.
 
     Rotated q and k take as much memory as q and k during a call, and the backward makes them again. It keeps q, k, v,
-    out, lse and the tables. Forward and backward give the same bits for the same inputs, unless `deterministic` is
-    False. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv 2307.08691.
+    out, lse and the tables. Gradients of tables are summed in fp32 and rounded once. Forward and backward give the same
+    bits for the same inputs, unless `deterministic` is False. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv
+    2307.08691.
     """
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number("rope_window_attn", name, number)
     # The backward takes lse; without one, lse need not lie in memory.
-    keeps_lse = return_lse or is_differentiated(q, k, v)
+    keeps_lse = return_lse or is_differentiated(q, k, v, cos, sin)
     out, lse = rope_window_attn_op(
         q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
         keeps_lse,

@@ -133,6 +133,7 @@ gradient(
     vision_attention_op,
     VisionAttention,
     _differentiate,
+    of=LEAVES,
     saves=_saved,
     saves_results=(1, 2, 3),
     # Attention's result stays differentiable, so that a second derivative is refused rather than dropped.

@@ -112,9 +112,9 @@ gradient(
     window_attn_op,
     WindowAttn,
     differentiate_attention(window_attn_op, WindowAttn, window_attn_backward_op, WindowAttnBackward),
+    of=("q", "k", "v", "sinks"),
     saves=("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "alibi_slopes", "sinks", "dropout_seed"),
     saves_results=(0, 1),
-    refuses=("alibi_slopes",),
 )
 
 

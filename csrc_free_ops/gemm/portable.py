@@ -22,10 +22,10 @@ import triton.language as tl
 from csrc_free_ops.tiles.activations import activate, swiglu
 from csrc_free_ops.tiles.blocks import store_block, store_padded
 from csrc_free_ops.tiles.rope import OF_Q, OF_V, count_tiles, first_columns, load_angles, locate_pairs, rotate
-from csrc_free_ops.tiles.rows import row_offsets
+from csrc_free_ops.tiles.rows import row_offsets, row_step
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
-COUNTS = ("num_rows",)
+COUNTS = ("num_rows", "stride_xm")
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _multiply_step(
 @triton.jit
 def _multiply(
     x_ptr, a_ptr, b_ptr, first_row, num_rows, a_rows, b_rows, valid,
-    K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
+    STRIDE_XM, K: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
     CHECK_ROWS: tl.constexpr, PAIRED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
@@ -138,9 +138,10 @@ def _add_bias(acc, bias_ptr, cols, valid):
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gemm_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, pre_ptr, num_rows,
-    N: tl.constexpr, K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
-    STRIDE_OM: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, pre_ptr, num_rows, stride_xm,
+    N: tl.constexpr, K: tl.constexpr, STRIDE_XM: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr, STRIDE_OM: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +150,8 @@ def _gemm_kernel(
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = cols < N
     pre, _ = _multiply(
-        x_ptr, w_ptr, w_ptr, first_row, num_rows, cols, cols, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
+        x_ptr, w_ptr, w_ptr, first_row, num_rows, cols, cols, valid,
+        row_step(stride_xm, STRIDE_XM, STRIDE_UNIT), K, STRIDE_WN, STRIDE_WK,
         N % BLOCK_N > 0, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, TAIL_K,
     )  # fmt: skip
     if HAS_BIAS:
@@ -164,10 +166,11 @@ def _gemm_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gemm_pair_kernel(
-    x_ptr, a_ptr, b_ptr, a_bias_ptr, b_bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr, num_rows,
+    x_ptr, a_ptr, b_ptr, a_bias_ptr, b_bias_ptr, cos_ptr, sin_ptr, first_ptr, second_ptr, third_ptr,
+    num_rows, stride_xm,
     HALF: tl.constexpr, PARTNER: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, K: tl.constexpr,
-    STRIDE_XM: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr, STRIDE_OM: tl.constexpr,
-    STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
+    STRIDE_XM: tl.constexpr, STRIDE_UNIT: tl.constexpr, STRIDE_WN: tl.constexpr, STRIDE_WK: tl.constexpr,
+    STRIDE_OM: tl.constexpr, STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
     ROTARY: tl.constexpr, SHARED_ANGLES: tl.constexpr, HAS_BIAS: tl.constexpr, KEEPS_PRE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TAIL_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -190,7 +193,8 @@ def _gemm_pair_kernel(
         cols = first_columns(pairs, HALF)
         a_rows = begin + cols
     a, b = _multiply(
-        x_ptr, a_ptr, b_ptr, first_row, num_rows, a_rows, a_rows + PARTNER, valid, K, STRIDE_XM, STRIDE_WN, STRIDE_WK,
+        x_ptr, a_ptr, b_ptr, first_row, num_rows, a_rows, a_rows + PARTNER, valid,
+        row_step(stride_xm, STRIDE_XM, STRIDE_UNIT), K, STRIDE_WN, STRIDE_WK,
         (NUM_HEADS * HALF) % BLOCK_N > 0 or (NUM_K_HEADS * HALF) % BLOCK_N > 0, True,
         PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, TAIL_K,
     )  # fmt: skip

@@ -7,6 +7,8 @@ therefore a tuple of column chunks: as many of MAIN columns as HEAD_DIM holds, t
 Addresses are `base + row * STRIDE + column`. Row strides are constants of the layout: H D, or 3 H D for views of a
 packed projection. They compile into the kernel, so that loads are 16 bytes wide and the rows of a thread share one
 register. Run-time strides take a third more registers at D = 72, which costs the second block on each multiprocessor.
+A stride that follows from a batch or a length is a number at run time all the same (`row_step`). As a constant it would
+cost a build for each size.
 """
 
 import triton
@@ -17,7 +19,21 @@ WIDE_STRIDE = tl.constexpr(2**22)
 
 
 @triton.jit
-def row_base(ptr, row, head, stride_head, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr):
+def row_step(stride, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr):
+    """From a row to the next: STRIDE, or where it is not positive `stride` times STRIDE_UNIT, a number at run time.
+
+    The number has 32 bits where STRIDE is 0, and 64 bits where it is -1 (`row_constants` of torch_ops/_core/launch.py).
+    """
+    if STRIDE > 0:
+        return STRIDE
+    elif STRIDE == 0:
+        return tl.cast(stride, tl.int32) * STRIDE_UNIT
+    else:
+        return tl.cast(stride, tl.int64) * STRIDE_UNIT
+
+
+@triton.jit
+def row_base(ptr, row, head, stride_head, STRIDE, STRIDE_UNIT: tl.constexpr):
     """The address of a row of a head. Head strides count STRIDE_UNIT elements, so their alignment is known."""
     return (
         ptr + tl.cast(row, tl.int64) * STRIDE + tl.cast(head, tl.int64) * tl.cast(stride_head, tl.int64) * STRIDE_UNIT
@@ -31,10 +47,11 @@ def batch_base(ptr, sequence, stride_batch, STRIDE_UNIT: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(rows, STRIDE: tl.constexpr):
-    """rows * STRIDE as [rows, 1], in 64 bits if it might overflow 32."""
-    if STRIDE > WIDE_STRIDE:
-        rows = rows.to(tl.int64)
+def row_offsets(rows, STRIDE):
+    """rows * STRIDE as [rows, 1], in 64 bits if it might overflow 32, as the type of a run-time stride tells."""
+    if not isinstance(STRIDE, tl.tensor):
+        if STRIDE > WIDE_STRIDE:
+            rows = rows.to(tl.int64)
     return (rows * STRIDE)[:, None]
 
 
@@ -56,8 +73,8 @@ def column_starts(head, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr):
 
 @triton.jit
 def load_chunk(
-    base, start, rows, num_rows,
-    STRIDE: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    base, start, rows, num_rows, STRIDE,
+    WIDTH: tl.constexpr, VALID: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, WIDTH)
     pointers = base + row_offsets(rows, STRIDE) + (start + cols)[None, :]
@@ -74,7 +91,7 @@ def load_chunk(
 
 @triton.jit
 def load_rows(
-    base, starts, rows, num_rows, STRIDE: tl.constexpr,
+    base, starts, rows, num_rows, STRIDE,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows of one head, [BLOCK, D]. With CHECK_ROWS rows from num_rows on read as zero, else all rows must exist."""
@@ -93,7 +110,7 @@ def store_chunk(
     rows,
     num_rows,
     chunk,
-    STRIDE: tl.constexpr,
+    STRIDE,
     WIDTH: tl.constexpr,
     VALID: tl.constexpr,
 ):
@@ -108,7 +125,7 @@ def store_chunk(
 
 @triton.jit
 def store_rows(
-    base, starts, rows, num_rows, chunks, STRIDE: tl.constexpr,
+    base, starts, rows, num_rows, chunks, STRIDE,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     store_chunk(base, starts[0], rows, num_rows, chunks[0], STRIDE, MAIN, HEAD_DIM)

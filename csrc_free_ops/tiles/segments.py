@@ -89,6 +89,17 @@ def longest_segment(cu_ptr, num_segments, total):
 
 
 @triton.jit
+def end_of_segments(cu_ptr, num_segments, last_row):
+    """The largest boundary, or the last one if `last_row` lies before it; loads from cu_ptr like `survey`."""
+    end = tl.load(cu_ptr + num_segments)
+    if last_row >= end:
+        for index in range(0, num_segments, LOOK):
+            at = index + tl.arange(0, LOOK)
+            end = tl.maximum(end, tl.max(tl.load(cu_ptr + at, mask=at < num_segments, other=0), 0))
+    return end
+
+
+@triton.jit
 def last_with_rows(cu_ptr, num_segments):
     """The number of the last segment that has rows, if no boundary falls; loads from cu_ptr like `survey`."""
     last = 0

@@ -586,3 +586,29 @@ def test_more_than_two_billion_elements(path: str, device: str) -> None:
     assert (batch - 1) * heads * length * head_dim >= 2**31
     for whole, one in zip((out, lse, *grads), (own_out, own_lse, *own_grads), strict=True):
         assert_close_to_reference(whole[-1:], one, one.double())
+
+
+# Batch, rows, columns and row stride, or no stride for [S, B, H, D]. Hopper kernels for short and long rows need a GPU.
+APART = [(1, 5, 16, 2**22 + 8), (5, 5, 16, 0), *([(5, 300, 64, 0), (5, 100, 128, 0), (5, 3000, 72, 0)] if GPU else [])]
+
+
+@pytest.mark.parametrize(("batch", "length", "head_dim", "row"), APART, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_row_stride_that_no_model_settles_changes_no_bits(
+    batch: int, length: int, head_dim: int, row: int, dtype: torch.dtype, device: str
+) -> None:
+    """It is a number at run time, of 64 bits where offsets within a tile may need them."""
+    compact = [torch.randn(batch, 2, length, head_dim, device=device, dtype=dtype) for _ in range(4)]
+    apart = []
+    for tensor in compact:
+        if row:
+            memory = torch.empty(length * row, device=device, dtype=dtype)
+            apart.append(memory.as_strided(tensor.shape, (length * row, head_dim, row, 1)).copy_(tensor))
+        else:
+            apart.append(tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3))
+    found = []
+    for *leaves, dout in (compact, apart):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        out = attention(*leaves, causal=True)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(map(torch.equal, *found))

@@ -512,3 +512,16 @@ def test_keys_lengths_and_pages_may_come_from_the_kernel_before(page_size: int) 
     for _ in range(3):
         for together, alone in zip(run(lambda: None), waiting, strict=True):
             assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 48])
+def test_keys_whose_stride_follows_from_the_batch_change_no_bits(page_size: int, device: str) -> None:
+    """Caches that lie as [S, B, H, D]; such a stride is a number at run time."""
+    blocks, rows = (6, page_size) if page_size else (3, 48)
+    q = torch.randn(3, 4, 1, 16, device=device, dtype=torch.float16)
+    caches = [torch.randn(blocks, 2, rows, 16, device=device, dtype=torch.float16) for _ in range(2)]
+    inside = [cache.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for cache in caches]
+    seqlens = torch.tensor([2 * rows, 7, rows + 3] if page_size else [48, 7, 23], dtype=torch.int32, device=device)
+    table = torch.tensor([[4, 1], [0, 5], [2, 3]], dtype=torch.int32, device=device) if page_size else None
+    found = [attention_decode(q, *each, seqlens, table) for each in (caches, inside)]
+    assert inside[0].stride(2) == 2 * blocks * 16 and torch.equal(*found)

@@ -124,13 +124,24 @@ def test_long_segments_hidden_among_many(head_dim: int) -> None:
         verify(inputs)
 
 
-def test_rope_has_them_too() -> None:
-    inputs = _inputs(FALLING["one falls"])
+@pytest.mark.parametrize("boundaries", ["one falls", "zeros at the end", "only falling"])
+def test_rotation_has_them_too(boundaries: str) -> None:
+    """Results and gradients, those of the tables too; rows in no segment may hold anything."""
+    inputs = _inputs(FALLING[boundaries])
+    end = int(settled(inputs).cu_seqlens[-1])
     angles = torch.rand(ROWS, 20, device=inputs.q.device)
-    tables = angles.cos(), angles.sin()
-    tensors = inputs.q, inputs.k, inputs.v, *tables
-    out = rope_window_attn(*tensors, inputs.cu_seqlens)
-    torch.testing.assert_close(out, rope_window_attn(*tensors, settled(inputs).cu_seqlens))
+    angles[end:] = float("nan")
+    results = []
+    for cu_seqlens in (inputs.cu_seqlens, settled(inputs).cu_seqlens):
+        tensors = inputs.q, inputs.k, inputs.v, angles.cos(), angles.sin()
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        with poisoned():
+            out = rope_window_attn(*leaves, cu_seqlens)
+            gradients = torch.autograd.grad(out, leaves, inputs.dout)
+        results.append((out.detach(), *gradients))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+        assert (actual[end:] == 0).all()
 
 
 @pytest.mark.no_interpret

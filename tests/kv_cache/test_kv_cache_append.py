@@ -417,3 +417,23 @@ def test_benchmark_finds_all_implementations_right() -> None:
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_kv_cache_inputs(kv_cache_cases("smoke")[1], torch.bfloat16, device)
     assert_waits_for_nothing(lambda: inputs.call(kv_cache_append))
+
+
+def test_row_strides_that_follow_from_the_batch_change_no_values(device: str) -> None:
+    """New tokens and caches that lie as [S, B, H, D]; such strides are numbers at run time."""
+
+    def inside(tensor: Tensor) -> Tensor:
+        return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+    k, v = (torch.randn(5, 2, 3, 16, device=device, dtype=torch.float16) for _ in range(2))
+    q = torch.randn(5, 4, 3, 16, device=device, dtype=torch.float16)
+    seqlens = torch.tensor([0, 4, 9, 2, 1], dtype=torch.int32, device=device)
+    angles = torch.arange(12, device=device)[:, None] * torch.rand(8, device=device)
+    found = []
+    for lay in (torch.Tensor.contiguous, inside):
+        caches = [lay(torch.zeros(5, 2, 12, 16, device=device, dtype=torch.float16)) for _ in range(2)]
+        out = torch_ops.kv_cache_append(
+            lay(k), lay(v), *caches, seqlens, q=lay(q), cos=angles.cos(), sin=angles.sin()
+        )
+        found.append([out, *caches])
+    assert all(map(torch.equal, *found)) and found[0][1].any()

@@ -255,8 +255,9 @@ def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp,
 
     Arguments of the backward op have the names of those of the op, besides dout, dlse, out and lse.
     """
-    names = ("dout", "dlse", "out", "lse", *arguments._fields)
+    names = ("dout", "dlse", "out", "lse", "needs_tables", *arguments._fields)
     pick = operator.itemgetter(*[names.index(field) for field in backward_arguments._fields])
+    gradients = [name for name in ("q", "k", "v", "cos", "sin") if name in arguments._fields]
 
     def differentiate(call: Any, results: Any, grads: Any, needed: frozenset[str]) -> dict[str, Tensor | None]:
         (out, lse), (dout, dlse) = results, grads
@@ -266,8 +267,8 @@ def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp,
             # It was not made: captured without gradients, in an exported program for one, and run with them.
             with without_autocast():
                 lse, dlse = op(*call._replace(return_lse=True))[1], None
-        dq, dk, dv = backward_op(*pick((dout, dlse, out, lse, *call)))
-        made = {"q": dq, "k": dk, "v": dv}
+        needs_tables = "cos" in needed or "sin" in needed
+        made = dict(zip(gradients, backward_op(*pick((dout, dlse, out, lse, needs_tables, *call))), strict=True))
         if "sinks" in needed:
             if is_packed(call):
                 made["sinks"] = sinks_gradient(dout, dlse, out, lse, call.sinks)

@@ -17,7 +17,7 @@ from torch_ops._attention.decode_checks import MOST_QUERIES, out_strides
 from torch_ops._attention.decode_cpu import decode_cpu
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._core.checks import capacity_of, dtype_name
-from torch_ops._core.launch import can_overlap, current_gpu, precision_of, readable, with_columns
+from torch_ops._core.launch import WIDE_STRIDE, can_overlap, current_gpu, precision_of, readable, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops._core.torch_private import statically_known_true
@@ -103,11 +103,20 @@ def combining(width: int) -> Config:
     return Config(1, width, next_power_of_2(cdiv(width, 96)), 1)
 
 
-def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...]]:
-    """As `head_strides` of packed tensors: STRIDE_UNIT, and in it strides of blocks and of heads of k and v."""
-    strides = [tensor.stride(dim) for tensor in (k, v) for dim in (0, 1)]
-    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    return stride_unit, tuple(stride // stride_unit for stride in strides)
+def _key_strides(k: Tensor, v: Tensor) -> tuple[int, tuple[int, ...], tuple[int, int]]:
+    """STRIDE_UNIT; in it strides of blocks and of heads of k and v, and between keys; and constants of the latter.
+
+    Keys of one head, or of all heads, follow each other in most caches, and their stride is a constant. Any other
+    follows from a batch, and comes at run time (`row_step` of csrc_free_ops/tiles/rows.py).
+    """
+    strides, rows = [tensor.stride(dim) for tensor in (k, v) for dim in (0, 1)], (k.stride(2), v.stride(2))
+    settled = all(not isinstance(row, torch.SymInt) and row in (k.shape[3], k.shape[1] * k.shape[3]) for row in rows)
+    unit = 8 if all(stride % 8 == 0 for stride in (*strides, *(() if settled else rows))) else 1
+    numbers = tuple([stride // unit for stride in strides])
+    if settled:
+        return unit, (*numbers, 0, 0), rows
+    wide = any(isinstance(row, torch.SymInt) or row > WIDE_STRIDE for row in rows)
+    return unit, (*numbers, *[row // unit for row in rows]), (-1, -1) if wide else (0, 0)
 
 
 class Decode(NamedTuple):
@@ -206,7 +215,7 @@ def _bind_attend(t: Decode, call: Any, share: Share, whole: bool, first_split: i
     assert k is not None and v is not None
     batch, num_heads, queries, head_dim = q.shape
     group, table = num_heads // k.shape[1], None if shared else t.block_table
-    stride_unit, key_strides = _key_strides(k, v)
+    stride_unit, key_strides, rows = _key_strides(k, v)
     q_strides = q.stride()[:3] if readable(q) else (num_heads * queries * head_dim, queries * head_dim, head_dim)
     tiles = (share.samples * queries * group + share.rows - 1) // share.rows
     grid = (share.groups * share.splits * k.shape[1] * tiles,)
@@ -218,7 +227,7 @@ def _bind_attend(t: Decode, call: Any, share: Share, whole: bool, first_split: i
     )  # fmt: skip
     overlap = can_overlap()
     constants = {
-        "STRIDE_KS": k.stride(2), "STRIDE_VS": v.stride(2), "STRIDE_UNIT": stride_unit, **_columns(q),
+        "STRIDE_KS": rows[0], "STRIDE_VS": rows[1], "STRIDE_UNIT": stride_unit, **_columns(q),
         "NUM_K_HEADS": k.shape[1], "GROUP": group, "HAS_LEFT": options.left >= 0,
         # A single query is the last, behind which nothing is.
         "HAS_RIGHT": options.right >= 0 and not shared and not (are_known(queries) and queries == 1),

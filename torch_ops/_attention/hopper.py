@@ -24,6 +24,7 @@ from torch_ops._attention.tensors import Forward, mean_length, num_segments
 from torch_ops._core.counters import block_size, work_counters
 from torch_ops._core.device import gpu
 from torch_ops._core.hopper import Descriptors, programs, why_no_hopper, why_not_this_triton
+from torch_ops._core.launch import are_settled
 from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 from torch_ops.settings import settings
 
@@ -151,8 +152,18 @@ def _forward_constants(t: Forward, options: AttentionOptions, launch: Config, fo
         "GROUPS": launch.block_m // 64, "BLOCK_N": launch.block_n, "OVERLAP": overlaps(launch, head_dim),
         "ORDER": _forward_order(t, launch, options),
         "HAS_LSE": options.has_lse, "HAS_SINKS": options.has_sinks,
-        "OUT_STRIDE": t.out.stride(0 if t.cu_q is not None else 2), "FOLDED": folded, "launch_pdl": True,
+        "OUT_STRIDE": 0 if _out_row(t) else t.out.stride(0 if t.cu_q is not None else 2),
+        "FOLDED": folded, "launch_pdl": True,
     }  # fmt: skip
+
+
+def _out_row(t: Forward) -> int:
+    """The row stride of out where it is an argument at run time, since it follows from a batch; else 0."""
+    if t.cu_q is not None:
+        return 0
+    row, head_dim = t.out.stride(2), t.q.shape[3]
+    # out has the order of q, whose rows may be packed with those of keys and values.
+    return 0 if are_settled([row, head_dim], [t.q.shape[1], t.k.shape[1]], head_dim) else row
 
 
 def _forward_order(t: Forward, launch: Config, options: AttentionOptions) -> int:
@@ -168,8 +179,8 @@ def _forward_order(t: Forward, launch: Config, options: AttentionOptions) -> int
 def _forward_scalars(t: Forward, options: AttentionOptions) -> tuple[Any, ...]:
     scale_and_bounds = options.scale * LOG2E, *options.bounds()
     if t.cu_q is not None:
-        return 0, 0, t.q.shape[0], t.k.shape[0], num_segments(t), *scale_and_bounds
-    return *t.out.stride()[:2], t.q.shape[2], t.k.shape[2], t.q.shape[0], *scale_and_bounds
+        return 0, 0, 0, t.q.shape[0], t.k.shape[0], num_segments(t), *scale_and_bounds
+    return *t.out.stride()[:2], _out_row(t), t.q.shape[2], t.k.shape[2], t.q.shape[0], *scale_and_bounds
 
 
 def plan_forward_hopper(t: Forward, options: AttentionOptions, skipped_rows: int | None = None) -> Plan:

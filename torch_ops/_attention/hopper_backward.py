@@ -38,7 +38,7 @@ from torch_ops._attention.split import allocate_partial, plan_split_sum
 from torch_ops._attention.tensors import Backward, num_segments, query_length
 from torch_ops._core.counters import work_counters
 from torch_ops._core.hopper import Descriptors, programs
-from torch_ops._core.launch import dense_like, dense_strides, head_strides, row_stride
+from torch_ops._core.launch import WIDE_STRIDE, are_settled, dense_like, dense_strides, head_strides, row_stride
 from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 
 # From 12 waves on, an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); 10 to 12
@@ -128,12 +128,12 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, n
     }  # fmt: skip
     if is_dense:
         batch, heads, length, _ = t.q.shape
-        stride_unit, outer, rows = dense_strides(t.out, t.dout, t.dq)
+        stride_unit, outer, rows, numbers = dense_strides(t.out, t.dout, t.dq)
         constants |= {
             **dict(zip(("STRIDE_OT", "STRIDE_DOT", "STRIDE_DQT"), rows, strict=True)),
             "STRIDE_UNIT": stride_unit,
         }
-        scalars = (*outer, heads, length, t.k.shape[2], *options.bounds())
+        scalars = (*outer, *numbers, heads, length, t.k.shape[2], *options.bounds())
         return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // BLOCK_M)), scalars, constants)
     segments, total_q = num_segments(t), t.q.shape[0]
     stride_unit, head_stride = head_strides(t.out, t.dout)
@@ -151,22 +151,34 @@ def _tile_descriptors(head_dim: int) -> list[Any]:
     return [partial(describe, rows=BLOCK_M, columns=tile_columns(head_dim))] * 4
 
 
+def _rows_are_settled(t: Backward) -> bool:
+    """Whether row strides of dk, dv and dq are constants, since none follows from a batch."""
+    gradients = t.dk, t.dv, t.dq
+    rows, heads = [x.stride(2) for x in gradients], [x.shape[1] for x in gradients]
+    # Offsets by numbers have 32 bits.
+    return t.cu_q is not None or max(rows) > WIDE_STRIDE or are_settled(rows, heads, t.q.shape[3])
+
+
 def _row_strides(t: Backward) -> dict[str, int]:
+    if not _rows_are_settled(t):
+        return {"STRIDE_DKT": 0, "STRIDE_DVT": 0, "STRIDE_DQT": 0}
     row = 2 if t.cu_q is None else 0
     return {"STRIDE_DKT": t.dk.stride(row), "STRIDE_DVT": t.dv.stride(row), "STRIDE_DQT": t.dq.stride(row)}
 
 
 def _scalars(t: Backward, options: AttentionOptions) -> tuple[Any, ...]:
-    """Strides between batches and heads of dk, dv and dq, sizes, scale and bounds."""
+    """Strides between batches, heads and rows of dk, dv and dq, sizes, scale and bounds."""
     if t.cu_q is None:
         gradients = t.dk, t.dv, t.dq
         strides = (*(x.stride(0) for x in gradients), *(x.stride(1) for x in gradients))
         sizes = t.q.shape[2], t.k.shape[2], t.q.shape[0]
+        rows = (0, 0, 0) if _rows_are_settled(t) else tuple([x.stride(2) for x in gradients])
     else:
+        rows = (0, 0, 0)
         head = t.q.shape[2] if fits_small(t.q, t.k, num_segments(t), options) else 0
         strides = (0, 0, 0, head, head, head)
         sizes = t.q.shape[0], t.k.shape[0], num_segments(t)
-    return *strides, *sizes, options.scale, *options.bounds()
+    return *strides, *rows, *sizes, options.scale, *options.bounds()
 
 
 def _folded(t: Backward) -> int:

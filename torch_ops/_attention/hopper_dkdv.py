@@ -74,7 +74,7 @@ def plan_fp32_dkdv(t: Dkdv, options: AttentionOptions) -> Plan:
     batch, heads, k_length, head_dim = t.k.shape
     splits = _splits(t.q, t.k)
     results = [allocate_partial(tensor, splits) for tensor in (t.dk, t.dv)]
-    stride_unit, outer, rows = dense_strides(t.q, t.k, t.v, t.dout, *results)
+    stride_unit, outer, rows, _ = dense_strides(t.q, t.k, t.v, t.dout, *results, settled=True)
     scalars = (*outer, t.q.shape[2], k_length, options.scale, *options.bounds())
     names = ("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_DOT", "STRIDE_DKT", "STRIDE_DVT")
     constants = {

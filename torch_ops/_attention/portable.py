@@ -58,7 +58,8 @@ def plan_forward_portable(t: Forward, options: AttentionOptions, precision: str)
     is_dense = t.cu_q is None
     launch, source = choose("attention_fwd", t.q, options, query_length(t), precision=precision)
     if is_dense:
-        stride_unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out)
+        stride_unit, outer, rows, numbers = dense_strides(t.q, t.k, t.v, t.out)
+        outer += numbers
     else:
         stride_unit, outer, rows = _packed_strides(t.q, t.k, t.v)
         rows.append(row_stride(t.out))
@@ -145,8 +146,9 @@ def _bind_gradients(
     is_dense = t.cu_q is None
     made = [allocate_partial(x, n) for x, n in zip(t[9:12], (dq_splits, dkdv_splits, dkdv_splits), strict=True)]
     if is_dense:
-        stride_unit, outer, rows = dense_strides(t.q, t.k, t.v, t.out, t.dout, *made)
-        read, dq_outer, dkdv_outer = outer[:10], outer[10:12], outer[12:]
+        stride_unit, outer, rows, numbers = dense_strides(t.q, t.k, t.v, t.out, t.dout, *made)
+        read, dq_outer, dkdv_outer = outer[:10], [*outer[10:12], *numbers[:6]], [*outer[12:], *numbers[:3], numbers[4]]
+        dkdv_outer += numbers[6:]
         dkdv_read = (*read[:6], *read[8:])
     else:
         stride_unit, read, rows = _packed_strides(t.q, t.k, t.v, t.out, t.dout)

@@ -53,8 +53,8 @@ def plan_split_sum(gradients: Sequence[Tensor], dq_splits: int, dkdv_splits: int
     """
     batch, heads, length, head_dim = gradients[0].shape
     k_heads, k_length = gradients[1].shape[1:3]
-    stride_unit, outer, rows = dense_strides(*gradients)
-    scalars = (*outer, batch, heads, k_heads, length, k_length)
+    stride_unit, outer, rows, numbers = dense_strides(*gradients)
+    scalars = (*outer, *numbers, batch, heads, k_heads, length, k_length)
     overlaps = can_overlap()
     constants = {
         **dict(zip(("STRIDE_DQT", "STRIDE_DKT", "STRIDE_DVT"), rows, strict=True)),
@@ -111,7 +111,7 @@ def plan_backward_small(
     partial = [
         allocate_partial(tensor, each) for tensor, each in zip(t[9:12], (dq_splits, splits, splits), strict=True)
     ]
-    stride_unit, outer, rows = dense_strides(t.out, t.dout, q, k, t.v, t.dout, *partial)
+    stride_unit, outer, rows, numbers = dense_strides(t.out, t.dout, q, k, t.v, t.dout, *partial)
     out_row, dout_row, q_row, k_row, v_row, _, dq_row, dk_row, dv_row = rows
     overlaps = can_overlap()
     early = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
@@ -123,10 +123,10 @@ def plan_backward_small(
     }  # fmt: skip
     delta_grid = (cdiv(length, ROWS), num_heads, batch)
     make_delta = Bound(
-        wrap_triton(_attention_bwd_small_delta_kernel), delta_grid, (*outer[:4], length), delta_constants
+        wrap_triton(_attention_bwd_small_delta_kernel), delta_grid, (*outer[:4], *numbers[:2], length), delta_constants
     )
     scalars = (
-        *outer[4:], slopes_stride(q, options), batch, length, k_length,
+        *outer[4:], *numbers[2:], slopes_stride(q, options), batch, length, k_length,
         options.scale, options.softcap, options.dropout, *options.bounds(),
     )  # fmt: skip
     constants = {

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,15 +58,53 @@ def can_overlap() -> bool:
     return is_eager() and not INTERPRET and gpu().backend == "cuda" and int(gpu().arch) >= 90
 
 
-def dense_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """STRIDE_UNIT, strides of batch and head of all tensors in it, one after the other, and their row strides.
+# Larger strides need 64 bits: offsets within a tile of rows may pass 2^31 elements.
+WIDE_STRIDE = 2**22
 
-    A tensor without contiguous columns has the strides of its copy.
+
+class DenseStrides(NamedTuple):
+    """Strides of dense tensors, one tensor after the other, as kernels take them.
+
+    unit: STRIDE_UNIT, in which strides that are arguments at run time count.
+    outer: strides between batches and between heads, at run time.
+    constants, rows: strides between rows as constants, or as arguments at run time (`row_step` of tiles/rows.py).
+    """
+
+    unit: int
+    outer: list[int]
+    constants: list[int]
+    rows: list[int]
+
+
+def are_settled(rows: list[int], heads: list[int], head_dim: int) -> bool:
+    """Return whether sizes of a model place rows of dense tensors, of so many heads each, and no batch or length."""
+    packed = max(heads) + 2 * min(heads)
+    return all(
+        not isinstance(row, torch.SymInt) and row in (head_dim, each * head_dim, 2 * each * head_dim, packed * head_dim)
+        for row, each in zip(rows, heads, strict=True)
+    )
+
+
+def dense_strides(*tensors: Tensor, settled: bool = False) -> DenseStrides:
+    """Strides of [B, H, S, D] tensors; one without contiguous columns has those of its copy.
+
+    Rows that a model's sizes place are a constant number of heads apart: one, all heads, or those of a packed
+    projection. Any other row stride follows from a batch or a length, as in [S, B, H, D]. As a constant it would cost a
+    build for each size. Either all row strides of a launch are constants or none, so that few builds serve all.
+
+    A kernel that takes constants alone says that strides are `settled`.
     """
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
-    stride_unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
-    return stride_unit, [stride // stride_unit for stride in outer], [row for _, _, row, _ in strides]
+    rows = [row for _, _, row, _ in strides]
+    heads = [tensor.shape[1] for tensor in tensors]
+    if settled or are_settled(rows, heads, tensors[0].shape[3]):
+        unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
+        return DenseStrides(unit, [stride // unit for stride in outer], rows, [0] * len(rows))
+    unit = 8 if all(stride % 8 == 0 for stride in (*outer, *rows)) else 1
+    wide = any(isinstance(row, torch.SymInt) or row > WIDE_STRIDE for row in rows)
+    constants = [-1 if wide else 0] * len(rows)
+    return DenseStrides(unit, [stride // unit for stride in outer], constants, [row // unit for row in rows])
 
 
 def current_gpu() -> Gpu:

@@ -212,9 +212,9 @@ def gradient(
     arguments: Any,
     differentiate: Callable[[Any, Any, tuple[Any, ...], frozenset[str]], dict[str, Tensor | None]],
     *,
+    of: tuple[str, ...],
     saves: tuple[str, ...] | Callable[[Any, frozenset[str]], tuple[str, ...]],
     saves_results: tuple[int, ...] = (),
-    refuses: tuple[str, ...] = (),
     shapes: tuple[str, ...] = (),
     constant: Callable[[Any, frozenset[str]], tuple[int, ...]] | None = None,
 ) -> None:
@@ -222,9 +222,9 @@ def gradient(
 
     differentiate(call, results, grads, needed) returns gradients by name. Of the call's tensors only those named in
     `saves` are there, of the results only those at the places in `saves_results`; the others are None. A gradient that
-    does not arrive is None, and where none does, nothing is called. `needed` names arguments that want a gradient. A
-    tensor named in `refuses` may not want one.
+    does not arrive is None, and where none does, nothing is called. `needed` names arguments that want a gradient.
 
+    of names the tensors that get a gradient. No other tensor may want one: a call with such a tensor is refused.
     saves(call, needed) may name the tensors call by call. A tensor in `shapes` that is not saved is there as its shape.
     constant(call, needed) says which results are not differentiable, by place.
     """
@@ -232,7 +232,7 @@ def gradient(
     place_of = {field: place for place, field in enumerate(fields)}
     tensors = [fields[place] for place in tensor_places(get_type_hints(arguments).values())]
     values = [field for field in fields if field not in tensors]
-    refused = [(name, place_of[name]) for name in refuses]
+    refused = [(name, place_of[name]) for name in tensors if name not in of]
     pick_values, pick_shaped = (picker([place_of[name] for name in names]) for names in (values, shapes))
     pick_results, count = picker(saves_results), len(schema_of(op.overload).returns)
 

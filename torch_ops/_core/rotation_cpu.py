@@ -20,8 +20,8 @@ def rotated(back: bool, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _inside(x: Tensor, cu: Tensor) -> slice:
-    """Rows from the first boundary to the last, clamped."""
-    begin, end = (min(max(int(cu[index]), 0), x.shape[0]) for index in (0, -1))
+    """Rows from the first boundary to the largest, clamped."""
+    begin, end = (min(max(int(bound), 0), x.shape[0]) for bound in (cu[0], cu.max()))
     return slice(begin, max(begin, end))
 
 
@@ -35,3 +35,20 @@ def rotate_cpu(back: bool, tensors: Any) -> None:
         rotated_rows = rotated(back, x[rows], cos[rows], sin[rows])
         out.zero_()
         out[rows] = rotated_rows.to(out.dtype)
+
+
+@torch.autocast("cpu", enabled=False)
+def table_gradients_cpu(tensors: Any) -> None:
+    """Fill dcos and dsin of (dq, dk, q, k, cu_q, cu_k, dcos, dsin); see `csrc_free_ops.rope_tables`."""
+    dq, dk, q, k, cu_q, cu_k, dcos, dsin = tensors
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    half = q.shape[2] // 2
+    sums = torch.zeros((2, q.shape[0], 2 * half), dtype=dtype)
+    for dx, x, cu in ((dq, q, cu_q), (dk, k, cu_q if cu_k is None else cu_k)):
+        rows = slice(None) if cu is None else _inside(x, cu)
+        dx, x = dx[rows].to(dtype), x[rows].to(dtype)
+        a, b = x.split(half, 2)
+        sums[0, rows] += (dx * x).sum(1)
+        sums[1, rows] += (dx * torch.cat([-b, a], 2)).sum(1)
+    for out, total in zip((dcos, dsin), sums, strict=True):
+        out.copy_(total if out.shape[1] == 2 * half else total[:, :half] + total[:, half:])

@@ -14,7 +14,7 @@ from csrc_free_ops.configs.gemm import pick_product
 from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.portable import _gemm_kernel, _gemm_pair_kernel
 from torch_ops._core.checks import dtype_name
-from torch_ops._core.launch import current_gpu, for_each_precision
+from torch_ops._core.launch import WIDE_STRIDE, current_gpu, for_each_precision
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._core.registry import wrap_triton
 from torch_ops._gemm.tensors import Linear, Rotary
@@ -34,6 +34,7 @@ class Rows:
 
     count: int
     stride: int
+    width: int = 0
 
     @staticmethod
     def of(x: Tensor) -> "Rows":
@@ -42,7 +43,34 @@ class Rows:
         count = 1
         for size in x.shape[:-1]:
             count = count * size
-        return Rows(count, x.stride(0) if x.dim() == 2 and x.stride(1) == 1 else width)
+        return Rows(count, x.stride(0) if x.dim() == 2 and x.stride(1) == 1 else width, width)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a model places rows: without gaps, padded, or as a part of three that are packed.
+
+        Any other stride follows from a length, as that of h[:, -1] does, and would cost a build for each length.
+        """
+        return not isinstance(self.stride, torch.SymInt) and (
+            self.stride < 2 * self.width or self.stride == 3 * self.width
+        )
+
+    @property
+    def unit(self) -> int:
+        return 8 if not self.is_settled and self.stride % 8 == 0 else 1
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The row stride as a constant, or how it comes at run time (`row_step` of csrc_free_ops/tiles/rows.py)."""
+        if self.is_settled:
+            return {"STRIDE_XM": self.stride, "STRIDE_UNIT": 1}
+        wide = isinstance(self.stride, torch.SymInt) or self.stride > WIDE_STRIDE
+        return {"STRIDE_XM": -1 if wide else 0, "STRIDE_UNIT": self.unit}
+
+    @property
+    def step(self) -> int:
+        """The row stride at run time, in units; 0 beside a constant."""
+        return 0 if self.is_settled else self.stride // self.unit
 
     @property
     def known(self) -> int | None:
@@ -106,7 +134,7 @@ def nothing_to_do(*tensors: Any) -> None:
 
 def _constants(launch: Config, rows: Rows, strides: tuple[int, int], k: int) -> dict[str, Any]:
     return {
-        "K": k, "STRIDE_XM": rows.stride, "STRIDE_WN": strides[0], "STRIDE_WK": strides[1],
+        "K": k, **rows.constants, "STRIDE_WN": strides[0], "STRIDE_WK": strides[1],
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "BLOCK_K": launch.block_k,
         "TAIL_K": max(16, next_power_of_2(k % launch.block_k)), "GROUP_M": GROUP_ROWS,
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,
@@ -166,7 +194,7 @@ def plan_linear_portable(chosen: Chosen, t: Linear, activation: str) -> Plan:
 
     def plan(precision: str) -> Plan:
         function = wrap_triton(_gemm_pair_kernel) if gated else wrap_triton(_gemm_kernel)
-        bound = Bound(function, grid, (rows.count,), {"PRECISION": precision, **constants})
+        bound = Bound(function, grid, (rows.count, rows.step), {"PRECISION": precision, **constants})
 
         def launch_linear(t: Linear) -> None:
             x, weight, bias, out, pre, up, up_bias = t
@@ -200,7 +228,8 @@ def plan_rotary_portable(chosen: Chosen, t: Rotary) -> Plan:
     grid = (cdiv(rows.count, launch.block_m) * pair_tiles(angles, launch), 1)
 
     def plan(precision: str) -> Plan:
-        bound = Bound(wrap_triton(_gemm_pair_kernel), grid, (rows.count,), {"PRECISION": precision, **constants})
+        scalars = rows.count, rows.step
+        bound = Bound(wrap_triton(_gemm_pair_kernel), grid, scalars, {"PRECISION": precision, **constants})
 
         def launch_rotary(t: Rotary) -> None:
             x, weight, bias, cos, sin, q, k, v = t

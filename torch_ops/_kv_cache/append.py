@@ -24,7 +24,7 @@ from torch_ops._core.checks import (
     dtype_name,
     refuse,
 )
-from torch_ops._core.launch import blocks_of, contiguous_like, current_gpu, with_columns
+from torch_ops._core.launch import are_settled, blocks_of, contiguous_like, current_gpu, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops._core.torch_private import statically_known_true
@@ -203,15 +203,19 @@ def plan_append(t: Append, interleaved: bool) -> Plan:
     num_heads = 0 if q is None else q.shape[1]
     moved = (k, t.v, k if q is None else q, k if q is None else t.out, t.k_cache, t.v_cache)
     strides = [_stride(tensor, dimension) for tensor in moved for dimension in (0, 1)]
-    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    rows = [_stride(tensor, 2) for tensor in moved]
+    # Strides that follow from a batch or a length come at run time; as constants each would cost a build.
+    settled = are_settled([row or head_dim for row in rows], [tensor.shape[1] for tensor in moved], head_dim)
+    stride_unit = 8 if all(stride % 8 == 0 for stride in (*strides, *(() if settled else rows))) else 1
     scalars = (
-        *(stride // stride_unit for stride in strides), 0 if block_table is None else _stride(block_table, 0),
+        *(stride // stride_unit for stride in strides), *(0 if settled else row // stride_unit for row in rows),
+        0 if block_table is None else _stride(block_table, 0),
         tokens, capacity_of(t.k_cache, block_table), t.k_cache.shape[0], 1 if cos is None else cos.shape[0],
     )  # fmt: skip
     constants = {
         **{
-            f"STRIDE_{letters}S": _stride(tensor, 2)
-            for letters, tensor in zip(("K", "V", "Q", "O", "KC", "VC"), moved, strict=True)
+            f"STRIDE_{letters}S": row if settled else -1
+            for letters, row in zip(("K", "V", "Q", "O", "KC", "VC"), rows, strict=True)
         },
         "STRIDE_CS": 0 if cos is None else _stride(cos, 0), "STRIDE_SS": 0 if sin is None else _stride(sin, 0),
         "STRIDE_UNIT": stride_unit,

@@ -3,6 +3,8 @@
 fp64 computes in fp64, all else in fp32 and rounds once, as the kernels do. Autocast changes nothing in here.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,15 +16,28 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
 
 
+def _scales(x: Tensor, eps: float) -> Tensor:
+    """Powers of two that bring the largest magnitude of each row near 1, so that squares stay in range, [..., 1].
+
+    An eps that is larger than squares of x sets the scale instead.
+    """
+    most = x.abs().amax(-1, keepdim=True).clamp(min=math.sqrt(eps))
+    _, exponent = torch.frexp(torch.where(most.isfinite(), most, 1.0))
+    most_exponent = 126 if x.dtype is torch.float32 else 1022
+    return torch.ldexp(torch.ones_like(most), -exponent.clamp(-most_exponent, most_exponent))
+
+
 def _standardized(x: Tensor, eps: float, has_mean: bool) -> tuple[Tensor, Tensor]:
     """xhat, and rstd [..., 1]."""
     x = _widened(x)
+    scale = _scales(x, eps)
+    x = x * scale
     if has_mean:
         # The second time what the first mean was rounded by.
         for _ in range(2 if x.dtype is torch.float32 else 1):
             x = x - x.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x * rstd, rstd
+    factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps * scale * scale)
+    return x * factor, factor * scale
 
 
 @torch.autocast("cpu", enabled=False)

@@ -126,7 +126,8 @@ def register_norm(norm: Norm, arguments: Any, backward_arguments: Any) -> tuple[
         return dict(zip(differentiated, (made[0], *made) if has_residual else made, strict=True))
 
     saved = parameters if norm.has_residual else ("x", *parameters)
-    gradient(op, arguments, differentiate, saves=saved, saves_results=(1,) if norm.has_residual else ())
+    results = (1,) if norm.has_residual else ()
+    gradient(op, arguments, differentiate, of=differentiated, saves=saved, saves_results=results)
     return op, backward
 
 

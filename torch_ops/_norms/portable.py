@@ -61,13 +61,21 @@ def _row_stride(tensor: Tensor) -> int | None:
     return None if isinstance(stride, torch.SymInt) else stride
 
 
-def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], bool]:
-    """Row strides, once `_foldable` has copied what has none, and whether nothing is to be copied."""
-    strides = [_row_stride(tensor) for tensor in tensors]
-    folded = tuple(
-        tensor.shape[-1] if stride is None else stride for tensor, stride in zip(tensors, strides, strict=True)
-    )
-    return folded, None not in strides
+def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], tuple[int, ...], bool]:
+    """Constants and run-time arguments of the kernels, and whether nothing is to be copied.
+
+    The strides are those that rows have once `_foldable` has copied what has none. Rows without gaps have a constant
+    for theirs. Any other stride follows from a length, as that of x[:, -1] does, and as a constant it would cost a
+    build for each length. A number of 64 bits costs nothing beside a whole row.
+    """
+    width = next(iter(tensors.values())).shape[-1]
+    strides = [_row_stride(tensor) for tensor in tensors.values()]
+    folded = tuple([width if stride is None else stride for stride in strides])
+    ready = None not in strides
+    if all(stride == width for stride in folded):
+        return {**dict.fromkeys(tensors, width), "STRIDE_UNIT": 1}, (0,) * len(folded), ready
+    unit = 8 if all(stride % 8 == 0 for stride in folded) else 1
+    return {**dict.fromkeys(tensors, -1), "STRIDE_UNIT": unit}, tuple([stride // unit for stride in folded]), ready
 
 
 def _foldable(tensor: Tensor) -> Tensor:
@@ -92,20 +100,20 @@ def plan_forward_portable(has_mean: bool, t: Forward, eps: float) -> Plan:
     kernel = norm_kernel("norm_fwd", width)
     wide = kernel != "norm_fwd"
     launch, source = norm_config(kernel, x)
-    (stride_x, stride_r), folded = _strides(x, x if residual is None else residual)
+    strides, steps, folded = _strides({"STRIDE_X": x, "STRIDE_R": x if residual is None else residual})
     ready = folded and _compact(weight) and _compact(bias)
     overlaps = can_overlap()
     # One parameter's registers are few enough, and beside a residual what is under way is enough.
     early = residual is not None or weight is None or bias is None
     constants = {
-        "STRIDE_X": stride_x, "STRIDE_R": stride_r, "HAS_MEAN": has_mean, "HAS_RESIDUAL": residual is not None,
+        **strides, "HAS_MEAN": has_mean, "HAS_RESIDUAL": residual is not None,
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "OVERLAPS": overlaps,
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)), **_options(launch),
         **({"launch_pdl": True} if overlaps else {}),
         **({} if wide else {"EARLY": early or parameters_early(current_gpu(), launch, _known(num_rows))}),
     }  # fmt: skip
     function = wrap_triton(_norm_fwd_wide_kernel) if wide else wrap_triton(_norm_fwd_kernel)
-    bound = Bound(function, (cdiv(num_rows, launch.block_m),), (num_rows, eps), constants)
+    bound = Bound(function, (cdiv(num_rows, launch.block_m),), (num_rows, eps, *steps), constants)
 
     def launch_forward(t: Forward) -> None:
         if num_rows == 0:
@@ -135,21 +143,20 @@ def plan_backward_portable(has_mean: bool, t: Backward, eps: float, needs: tuple
     wide = kernel != "norm_bwd"
     launch, source = norm_config(kernel, x)
     sums = needs_dweight or needs_dbias
-    strides, folded = _strides(dout, x if dsum is None else dsum, x)
+    strides, steps, folded = _strides({"STRIDE_DO": dout, "STRIDE_DS": x if dsum is None else dsum, "STRIDE_X": x})
     ready = folded and _compact(weight)
     wanted = {"NEEDS_DWEIGHT": needs_dweight, "NEEDS_DBIAS": needs_dbias}
     overlaps = can_overlap()
     launched_early = {"launch_pdl": True} if overlaps else {}
     constants = {
-        **dict(zip(("STRIDE_DO", "STRIDE_DS", "STRIDE_X"), strides, strict=True)),
-        "HAS_MEAN": has_mean, "HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None,
+        **strides, "HAS_MEAN": has_mean, "HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None,
         "NEEDS_DX": needs_dx, **wanted, **_options(launch),
         **({"WIDTH": width, "BLOCK_N": launch.block_n} if wide else _parts(launch, width)),
         **({} if wide else {"OVERLAPS": overlaps, "STAGES": launch.num_stages, **launched_early}),
     }  # fmt: skip
     programs = norm_programs(current_gpu(), launch, _known(num_rows), sums)
     function = wrap_triton(_norm_bwd_wide_kernel) if wide else wrap_triton(_norm_bwd_kernel)
-    bound = Bound(function, (programs,), (num_rows, eps), constants)
+    bound = Bound(function, (programs,), (num_rows, eps, *steps), constants)
 
     sums_config, sums_source = norm_config("norm_bwd_sums", x)
     sums_constants = {

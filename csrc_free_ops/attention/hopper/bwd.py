@@ -56,6 +56,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     Shared,
     barrier_arrivals,
     check_sizes,
+    gradient_stride,
 )
 from csrc_free_ops.attention.hopper.scheduler import boundaries, has_one_segment, is_dense
 from csrc_free_ops.attention.hopper.tile_info import make_info
@@ -356,21 +357,23 @@ def _consume(INDEX: gl.constexpr, shared, scale, config):
         if (((blocks_done - 1) & 1) == INDEX) | (not ALTERNATES):
             fence_async_shared()
             barrier_arrive(NAMED.DQ_FULL + ((blocks_done - 1) & 1), config.DQ_THREADS)
-        dk_address = tile.read_address(ADDRESS.DK) + FIRST_KEY * config.STRIDE_DKT * 2
-        dv_address = tile.read_address(ADDRESS.DV) + FIRST_KEY * config.STRIDE_DVT * 2
+        dk_address = tile.read_address(ADDRESS.DK) + FIRST_KEY * gradient_stride(info, config.STRIDE_DKT, 0) * 2
+        dv_address = tile.read_address(ADDRESS.DV) + FIRST_KEY * gradient_stride(info, config.STRIDE_DVT, 1) * 2
         is_seen = tile.read(TILE.NUM_SEEN_BLOCKS) > 0
-        store_rows(dk_address, mask_strips(scale_strips(dk, scale), is_seen), num_keys, config.DTYPE, config.STRIDE_DKT)
-        store_rows(dv_address, mask_strips(dv, is_seen), num_keys, config.DTYPE, config.STRIDE_DVT)
+        dk = mask_strips(scale_strips(dk, scale), is_seen)
+        store_rows(dk_address, dk, num_keys, config.DTYPE, gradient_stride(info, config.STRIDE_DKT, 0))
+        dv_stride = gradient_stride(info, config.STRIDE_DVT, 1)
+        store_rows(dv_address, mask_strips(dv, is_seen), num_keys, config.DTYPE, dv_stride)
         count += 1
         mbarrier.wait(bars.index(MBAR.KV_FULL + count % config.KV_STAGES), (count // config.KV_STAGES) & 1)
         num_blocks = info.tile(count).read(TILE.NUM_BLOCKS)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_dkt", "stride_dvt", "stride_dqt"])
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_acc2_desc, dq_acc2_second_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dq_acc_ptr, semaphores_ptr, tile_counter_ptr, dk_ptr, dv_ptr, dq_ptr,
-    stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh,
+    stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh, stride_dkt, stride_dvt, stride_dqt,
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, KV_STAGES: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, WAVE: gl.constexpr,
@@ -422,7 +425,7 @@ def _attention_bwd_hopper_kernel(
     if has_one_segment(ORDER):
         numbers = numbers + k_boundaries + q_boundaries
     if is_dense(ORDER):
-        numbers = numbers + (scale.to(gl.int32, bitcast=True),)
+        numbers = numbers + (scale.to(gl.int32, bitcast=True), stride_dkt, stride_dvt, stride_dqt)
     info.fill(numbers, addresses)
     dq_acc2_descs = ()
     if WAVE > 1:

@@ -21,6 +21,7 @@ from csrc_free_ops.tiles.rows import (
     delta_of_rows,
     load_rows,
     row_base,
+    row_step,
     store_rows,
     zero_rows,
 )
@@ -178,7 +179,7 @@ def _attention_bwd_delta_kernel(
 def _attention_bwd_delta_dense_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, dq_ptr, semaphores_ptr,
     stride_ob, stride_oh, stride_dob, stride_doh, stride_dqb, stride_dqh,
-    heads, q_length, k_length, window_left, window_right,
+    stride_ot, stride_dot, stride_dqt, heads, q_length, k_length, window_left, window_right,
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -197,16 +198,19 @@ def _attention_bwd_delta_dense_kernel(
     sequence, head = all_heads // heads, all_heads % heads
     first = tile * BLOCK_M
     local = tl.arange(0, BLOCK_M)
+    step_o = row_step(stride_ot, STRIDE_OT, STRIDE_UNIT)
+    step_do = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT)
+    step_dq = row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT)
     remaining = q_length - first
     starts = column_starts(head, HEAD_DIM, MAIN)
     out_base = row_base(
-        batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
+        batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT), first, head, stride_oh, step_o, STRIDE_UNIT
     )
     dout_base = row_base(
-        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
+        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), first, head, stride_doh, step_do, STRIDE_UNIT
     )
-    out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
-    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    out = load_rows(out_base, starts, local, remaining, step_o, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    dout = load_rows(dout_base, starts, local, remaining, step_do, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     statistics = all_heads * q_length + first + local
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
     delta = delta_of_rows(out, dout, lse, dlse_ptr + statistics, local < remaining, HAS_DLSE)
@@ -216,10 +220,10 @@ def _attention_bwd_delta_dense_kernel(
         shift = q_length - k_length
         if not is_seen(first, shift, window_right, window_left, k_length, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M):
             dq_base = row_base(
-                batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT), first, head, stride_dqh, STRIDE_DQT, STRIDE_UNIT
+                batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT), first, head, stride_dqh, step_dq, STRIDE_UNIT
             )
             nothing = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
-            store_rows(dq_base, starts, local, remaining, nothing, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+            store_rows(dq_base, starts, local, remaining, nothing, step_dq, HEAD_DIM, MAIN, TAIL)
 
 
 @triton.jit

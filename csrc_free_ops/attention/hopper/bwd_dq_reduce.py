@@ -16,6 +16,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     NUMBER,
     TILE,
     dq_acc_count,
+    gradient_stride,
     m_block_of_step,
     semaphores_per_head,
 )
@@ -91,7 +92,6 @@ def _round_block(INDEX: gl.constexpr, shared, head, m_row, num_rows, acc_row, co
 
     The sum begins at row `acc_row` of the accumulator.
     """
-    STRIDE: gl.constexpr = config.STRIDE_DQT
     BYTES: gl.constexpr = dq_stage_bytes(config.HEAD_DIM)
     FIRST: gl.constexpr = first_columns(config.HEAD_DIM)
     SECOND: gl.constexpr = config.HEAD_DIM - FIRST
@@ -110,13 +110,15 @@ def _round_block(INDEX: gl.constexpr, shared, head, m_row, num_rows, acc_row, co
         )  # fmt: skip
         load_bulk(second.to(gl.int64), second_at, num_rows * (SECOND * 4), bar)
         await_phase(bar, 1)
-    dq = info.pointer(ADDRESS.DQ, shared.tiles.dtype) + m_row.to(gl.int64) * STRIDE
+    dq = info.pointer(ADDRESS.DQ, shared.tiles.dtype)
+    dq += m_row.to(gl.int64) * gradient_stride(info, config.STRIDE_DQT, 2)
     dq += head // config.HEADS * info.stride(ADDRESS.BATCH_STRIDES + 2)
     dq += head % config.HEADS * info.stride(ADDRESS.HEAD_STRIDES + 2)
     scale = info.number(NUMBER.SCALE).to(gl.float32, bitcast=True)
-    round_rows(first_at, dq, num_rows, scale, BLOCK_M, FIRST, True, STRIDE)
+    round_rows(first_at, dq, num_rows, scale, BLOCK_M, FIRST, True, gradient_stride(info, config.STRIDE_DQT, 2))
     if SECOND > 0:
-        round_rows(second_at, dq + FIRST, num_rows, scale, BLOCK_M, SECOND, False, STRIDE)
+        stride = gradient_stride(info, config.STRIDE_DQT, 2)
+        round_rows(second_at, dq + FIRST, num_rows, scale, BLOCK_M, SECOND, False, stride)
     meet_in_warp()
     if SECOND == 0:
         # The barrier goes through two phases each time, so that its phase need not be remembered.

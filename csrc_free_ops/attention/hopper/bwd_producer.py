@@ -17,6 +17,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     ROW_BYTES,
     STAGE_THREADS,
     TILE,
+    gradient_stride,
     lse_to_subtract,
     m_block_of_step,
 )
@@ -62,7 +63,7 @@ def _publish_gradients(tile, info, k_row, head, DTYPE: gl.constexpr, config):
     K_HEADS: gl.constexpr = config.HEADS // config.GROUP
     STRIDES: gl.constexpr = (config.STRIDE_DKT, config.STRIDE_DVT)
     for index in gl.static_range(2):
-        gradient = info.pointer(ADDRESS.DK + index, DTYPE) + k_row * STRIDES[index]
+        gradient = info.pointer(ADDRESS.DK + index, DTYPE) + k_row * gradient_stride(info, STRIDES[index], index)
         if is_dense(config.ORDER):
             gradient += head // K_HEADS * info.stride(ADDRESS.BATCH_STRIDES + index)
             gradient += head % K_HEADS * info.stride(ADDRESS.HEAD_STRIDES + index)

@@ -171,8 +171,9 @@ class LaunchNumbers:
     # LAYOUT. One segment: start and end, of keys and of queries.
     K_SPAN: gl.constexpr
     Q_SPAN: gl.constexpr
-    # Dense tensors: the bits of the scale.
+    # Dense tensors: the bits of the scale, and row strides of dk, dv and dq that are no constants.
     SCALE: gl.constexpr
+    ROW_STRIDES: gl.constexpr
     # Tiles of all heads, and what `survey_segments` returns. The producer writes both, because it lacks registers.
     NUM_TILES: gl.constexpr
     SEGMENTS: gl.constexpr
@@ -183,7 +184,7 @@ class LaunchNumbers:
         LAYOUT = slots[5:9]
         self.TOTAL_K, self.TOTAL_Q, self.NUM_SEGMENTS, self.WINDOW_RIGHT, self.WINDOW_LEFT = slots[:5]
         self.K_SPAN, self.Q_SPAN = LAYOUT[0], LAYOUT[2]
-        self.SCALE = LAYOUT[0]
+        self.SCALE, self.ROW_STRIDES = LAYOUT[:2]
         self.NUM_TILES, self.SEGMENTS = slots[9:11]
 
 
@@ -223,6 +224,7 @@ class BackwardConfig:
     STAGES: gl.constexpr
     ORDERED: gl.constexpr
     WAVE: gl.constexpr
+    # Between rows of dk, dv and dq; 0 where strides follow from a batch and are in ROW_STRIDES.
     STRIDE_DKT: gl.constexpr
     STRIDE_DVT: gl.constexpr
     STRIDE_DQT: gl.constexpr
@@ -369,3 +371,12 @@ def semaphores_per_head(total_q, num_segments, ORDER: gl.constexpr):
         return (total_q + BLOCK_M - 1) // BLOCK_M
     else:
         return total_q // BLOCK_M + num_segments + 2
+
+
+@gluon.jit
+def gradient_stride(info, STRIDE: gl.constexpr, INDEX: gl.constexpr):
+    """Elements from a row of dk, dv or dq (INDEX 0, 1, 2) to the next: a constant, or read anew at each use."""
+    if STRIDE > 0:
+        return STRIDE
+    else:
+        return info.number(NUMBER.ROW_STRIDES + INDEX)

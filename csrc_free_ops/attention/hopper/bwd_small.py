@@ -66,8 +66,8 @@ A_FULL, B_FULL = gl.constexpr(0), gl.constexpr(1)
 X_FULL, Y_FULL, VECTORS_FULL = (gl.constexpr(2 + kind * STAGES.value) for kind in range(3))
 ARRIVALS = gl.constexpr((1,) * VECTORS_FULL.value + (32,) * STAGES.value)
 # Slots of the launch: addresses of dk or dq, and of dv; rows of the tensor from the tile's first row on; where in the
-# segment that row is; and the segment's length.
-FIRST_GRADIENT, DV, NUM_ROWS, SEGMENT_ROW, LENGTH = (gl.constexpr(slot) for slot in range(5))
+# segment that row is; the segment's length; and row strides of the gradients at both addresses, if no constants.
+FIRST_GRADIENT, DV, NUM_ROWS, SEGMENT_ROW, LENGTH, FIRST_STRIDE, DV_STRIDE = (gl.constexpr(slot) for slot in range(7))
 
 
 @aggregate
@@ -283,6 +283,15 @@ def _resident_statistics(lse, delta):
 
 
 @gluon.jit
+def _stride(launch, STRIDE: gl.constexpr, SLOT: gl.constexpr):
+    """Elements from a row of a gradient to the next: a constant, or what follows from a batch."""
+    if STRIDE > 0:
+        return STRIDE
+    else:
+        return launch.read_address(SLOT)
+
+
+@gluon.jit
 def _store_gradients(INDEX: gl.constexpr, ON_KEYS: gl.constexpr, gradient, dv, info, scale, config):
     """Store the resident rows of dk and dv, or of dq. Rows of the tensor outside of the segment get 0."""
     LAYOUT: gl.constexpr = wgmma_layout(8)
@@ -295,13 +304,13 @@ def _store_gradients(INDEX: gl.constexpr, ON_KEYS: gl.constexpr, gradient, dv, i
     gradient = mask_strips(scale_strips(gradient, scale), inside[:, None])
     if ON_KEYS:
         dv = mask_strips(dv, inside[:, None])
-        DK_STRIDE: gl.constexpr = config.STRIDE_DKT
-        DV_STRIDE: gl.constexpr = config.STRIDE_DVT
-        store_rows(address + INDEX * ROWS * DK_STRIDE * 2, gradient, num_rows, config.DTYPE, DK_STRIDE)
-        store_rows(launch.read_address(DV) + INDEX * ROWS * DV_STRIDE * 2, dv, num_rows, config.DTYPE, DV_STRIDE)
+        dk_stride = _stride(launch, config.STRIDE_DKT, FIRST_STRIDE)
+        dv_stride = _stride(launch, config.STRIDE_DVT, DV_STRIDE)
+        store_rows(address + INDEX * ROWS * dk_stride * 2, gradient, num_rows, config.DTYPE, dk_stride)
+        store_rows(launch.read_address(DV) + INDEX * ROWS * dv_stride * 2, dv, num_rows, config.DTYPE, dv_stride)
     else:
-        DQ_STRIDE: gl.constexpr = config.STRIDE_DQT
-        store_rows(address + INDEX * ROWS * DQ_STRIDE * 2, gradient, num_rows, config.DTYPE, DQ_STRIDE)
+        dq_stride = _stride(launch, config.STRIDE_DQT, FIRST_STRIDE)
+        store_rows(address + INDEX * ROWS * dq_stride * 2, gradient, num_rows, config.DTYPE, dq_stride)
 
 
 @gluon.jit
@@ -413,16 +422,20 @@ def _consume_either(INDEX: gl.constexpr, on_keys, vectors, tile, bounds, statist
 
 
 @gluon.jit
-def _gradient_address(ptr, batch, head, row, stride_batch, stride_head, STRIDE: gl.constexpr):
-    offset = batch.to(gl.int64) * stride_batch + head.to(gl.int64) * stride_head + row.to(gl.int64) * STRIDE
+def _gradient_address(ptr, batch, head, row, stride_batch, stride_head, stride_row, STRIDE: gl.constexpr):
+    offset = batch.to(gl.int64) * stride_batch + head.to(gl.int64) * stride_head
+    if STRIDE > 0:
+        offset += row.to(gl.int64) * STRIDE
+    else:
+        offset += row.to(gl.int64) * stride_row
     return (ptr + offset).to(gl.int64)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_dkt", "stride_dvt", "stride_dqt"])
 def _attention_bwd_small_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, dq_ptr,
-    stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh,
+    stride_dkb, stride_dvb, stride_dqb, stride_dkh, stride_dvh, stride_dqh, stride_dkt, stride_dvt, stride_dqt,
     total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, STRIDE_DQT: gl.constexpr,
@@ -487,14 +500,17 @@ def _attention_bwd_small_hopper_kernel(
     statistics = (lse_ptr, delta_ptr, total_q, total_k)
     batch_heads = gl.where(on_keys, K_HEADS, HEADS)
     batch, batch_head = head // batch_heads, head % batch_heads
-    dk_address = _gradient_address(dk_ptr, batch, batch_head, first_row, stride_dkb, stride_dkh, STRIDE_DKT)
-    dq_address = _gradient_address(dq_ptr, batch, batch_head, first_row, stride_dqb, stride_dqh, STRIDE_DQT)
-    dv_address = _gradient_address(dv_ptr, batch, batch_head, first_row, stride_dvb, stride_dvh, STRIDE_DVT)
+    dk_address = _gradient_address(dk_ptr, batch, batch_head, first_row, stride_dkb, stride_dkh, stride_dkt, STRIDE_DKT)
+    dq_address = _gradient_address(dq_ptr, batch, batch_head, first_row, stride_dqb, stride_dqh, stride_dqt, STRIDE_DQT)
+    dv_address = _gradient_address(dv_ptr, batch, batch_head, first_row, stride_dvb, stride_dvh, stride_dvt, STRIDE_DVT)
     # In shared memory, because wide heads leave no registers. There are addresses alone, which need one buffer.
     addresses = gl.allocate_shared_memory(gl.int64, [(TILE_INFOS + 1) * SLOTS, 1], VECTOR)
     info = LaunchInfo(addresses, addresses)
     num_rows = gl.where(on_keys, total_k, total_q) - first_row
-    info.fill((), (gl.where(on_keys, dk_address, dq_address), dv_address, num_rows, first_row - start, length))
+    values = (gl.where(on_keys, dk_address, dq_address), dv_address, num_rows, first_row - start, length)
+    if STRIDE_DKT == 0:
+        values = values + (gl.where(on_keys, stride_dkt, stride_dqt), stride_dvt)
+    info.fill((), values)
     descs = (q_desc, k_desc, v_desc, dout_desc)
     either = on_keys.to(gl.int32)
     gl.warp_specialize(

@@ -45,6 +45,7 @@ from csrc_free_ops.attention.hopper.fwd_config import (
     V_FULL,
     ForwardConfig,
     info_index,
+    out_row_stride,
 )
 from csrc_free_ops.attention.hopper.fwd_producer import produce
 from csrc_free_ops.attention.hopper.scheduler import boundaries, is_dense
@@ -180,13 +181,13 @@ def _cast_rows(q, source, config):
 
 
 @gluon.jit
-def _store_out(o, out, address, row, head, rows, total_q, INDEX: gl.constexpr, config):
+def _store_out(o, out, address, row, head, rows, total_q, info, INDEX: gl.constexpr, config):
     """Store the first `rows` rows of o, at most 64. All 64 of a half type go through shared memory and TMA."""
     descs, tiles = out
     SPLITS: gl.constexpr = len(descs)
     WIDTH: gl.constexpr = columns_of(descs[0]) if SPLITS > 0 else 0
     if config.OUT_DTYPE == gl.float32:
-        store_float_rows(address, o, rows, config.OUT_STRIDE)
+        store_float_rows(address, o, rows, out_row_stride(info, config))
     elif rows >= 64:
         tma.store_wait(0)
         for index in gl.static_range(SPLITS):
@@ -198,7 +199,7 @@ def _store_out(o, out, address, row, head, rows, total_q, INDEX: gl.constexpr, c
             at = coordinates(descs[index], row, head, index * WIDTH, batch)
             async_store(descs[index], at, tiles[index].index(INDEX))
     else:
-        store_rows(address, o, rows, config.OUT_DTYPE, config.OUT_STRIDE)
+        store_rows(address, o, rows, config.OUT_DTYPE, out_row_stride(info, config))
 
 
 @gluon.jit
@@ -303,7 +304,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
             row = tile.read(ROW) + FIRST_ROW
             head = tile.read(HEAD)
             rows = tile.read(ROWS) - FIRST_ROW
-            out_address = tile.read_address(OUT) + FIRST_ROW * config.OUT_STRIDE * OUT_BYTES
+            out_address = tile.read_address(OUT) + FIRST_ROW * out_row_stride(info, config) * OUT_BYTES
             lse_address = tile.read_address(LSE) + FIRST_ROW * 4
             if config.HAS_SINKS:
                 has_sink = tile.read(INSIDE) > 0
@@ -330,7 +331,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
             if config.HAS_SINKS:
                 inverse = inverse * share
             o = scale_strips(o, per_row(inverse, o[0]))
-            _store_out(o, out, out_address, row, head, rows, total_q, INDEX, config)
+            _store_out(o, out, out_address, row, head, rows, total_q, info, INDEX, config)
         count += 1
         mbarrier.wait(bars.index(Q_FULL + INDEX), count & 1)
         index = info_index(count, INDEX, config)
@@ -338,11 +339,11 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_ot"])
 def _attention_fwd_hopper_kernel(
     q_main, q_tail, k_main, k_tail, v_desc, out_main, out_tail,
     out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, tile_counter_ptr,
-    stride_ob, stride_oh, total_q, total_k, num_segments, scale, window_left, window_right,
+    stride_ob, stride_oh, stride_ot, total_q, total_k, num_segments, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, OUT_STRIDE: gl.constexpr,
@@ -397,7 +398,7 @@ def _attention_fwd_hopper_kernel(
     )
     info = make_info(False)
     if is_dense(ORDER):
-        info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh))
+        info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh, stride_ot))
     else:
         info.fill((), (out_ptr, lse_ptr, tile_counter_ptr))
     bars = barriers_in(v_tiles.index(STAGES * config.V_TILES))

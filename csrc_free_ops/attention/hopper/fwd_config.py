@@ -32,7 +32,9 @@ BLOCKS, NUM_KEYS, MASKED_ABOVE, MASKED_UP_TO, SEEN_LOW, SEEN_HIGH, ROW, ROWS, HE
     gl.constexpr(slot) for slot in range(11)
 )
 # Slots of addresses: the first two of a tile and of the launch, the others of the launch alone.
-OUT, LSE, TILE_COUNTER, OUT_BATCH_STRIDE, OUT_HEAD_STRIDE, CAST_COUNTERS = (gl.constexpr(slot) for slot in range(6))
+OUT, LSE, TILE_COUNTER, OUT_BATCH_STRIDE, OUT_HEAD_STRIDE, OUT_ROW_STRIDE, CAST_COUNTERS = (
+    gl.constexpr(slot) for slot in range(7)
+)
 
 
 @aggregate
@@ -51,7 +53,7 @@ class ForwardConfig:
     OVERLAP: gl.constexpr  # whether a block's q k^T runs beside the last block's p v
     HAS_LSE: gl.constexpr
     HAS_SINKS: gl.constexpr
-    OUT_STRIDE: gl.constexpr  # between rows of out
+    OUT_STRIDE: gl.constexpr  # between rows of out; 0 if it follows from a batch and is in OUT_ROW_STRIDE
     FOLDED: gl.constexpr  # a bit for each of q, k, v and out (`coordinates`)
     OUT_DTYPE: gl.constexpr
     V_WIDTH: gl.constexpr  # columns of a tile of v in shared memory
@@ -132,3 +134,12 @@ def info_index(count, INDEX: gl.constexpr, config):
         return count % 2 * config.GROUPS + INDEX
     else:
         return count % TILE_INFOS
+
+
+@gluon.jit
+def out_row_stride(info, config):
+    """Elements from a row of out to the next: a constant, or read anew at each use, since no register is free."""
+    if config.OUT_STRIDE > 0:
+        return config.OUT_STRIDE
+    else:
+        return info.stride(OUT_ROW_STRIDE)

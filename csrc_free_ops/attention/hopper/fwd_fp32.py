@@ -57,11 +57,11 @@ def _third_cast_warp(STAGES_AT: gl.constexpr, sources, halves, counters, sizes, 
         cast_kv(2, STAGES_AT, sources, halves, counters, sizes, config)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_ot"])
 def _attention_fwd_fp32_hopper_kernel(
     q_desc_fp32, k_main, k_tail, v_desc,
     k_ptr, v_ptr, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, cast_counters_ptr, tile_counter_ptr,
-    stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
+    stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_ot,
     total_q, total_k, batch, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
@@ -105,7 +105,7 @@ def _attention_fwd_fp32_hopper_kernel(
         k_descs = k_descs + (k_tail,)
     q_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + q_desc_fp32.block_shape, q_desc_fp32.layout)
     info = make_info(False)
-    info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh, cast_counters_ptr))
+    info.fill((), (out_ptr, lse_ptr, tile_counter_ptr, stride_ob, stride_oh, stride_ot, cast_counters_ptr))
     bars = barriers_in(v_tiles.index(STAGES * config.V_TILES))
     make_barriers(shared_base() + config.BARRIERS_AT, ARRIVALS)
     fence_async_shared()

@@ -26,6 +26,7 @@ from csrc_free_ops.attention.hopper.fwd_config import (
     TILE_COUNTER,
     V_FULL,
     info_index,
+    out_row_stride,
 )
 from csrc_free_ops.attention.hopper.fwd_fp32_producer import await_cast, next_tile_and_clear
 from csrc_free_ops.attention.hopper.scheduler import (
@@ -80,7 +81,7 @@ def _publish_tile(info, index, span, first, rows, location, sizes, config):
     tile.publish(HEAD, head)
     if config.HAS_SINKS:
         tile.publish(INSIDE, is_inside(segment, last_segment(segments, config.ORDER)))
-    out_ptr = info.pointer(OUT, config.OUT_DTYPE) + row.to(gl.int64) * config.OUT_STRIDE
+    out_ptr = info.pointer(OUT, config.OUT_DTYPE) + row.to(gl.int64) * out_row_stride(info, config)
     if is_dense(config.ORDER):
         out_ptr += head // config.HEADS * info.stride(OUT_BATCH_STRIDE)
         out_ptr += head % config.HEADS * info.stride(OUT_HEAD_STRIDE)

@@ -33,6 +33,7 @@ from csrc_free_ops.tiles.rows import (
     dot_rows,
     load_rows,
     row_base,
+    row_step,
     scale_rows,
     store_rows,
     zero_rows,
@@ -54,7 +55,7 @@ from csrc_free_ops.tiles.segments import (
 def _accumulate_dq(
     dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, q_length, k_length,
     scale, score_mod, window_left, window_right,
-    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    STRIDE_KT, STRIDE_VT, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +99,7 @@ def differentiate_queries(
     head, q_start, q_length, first, k_start, k_length, split,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
     total_q, scale, score_mod, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
-    STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
@@ -249,7 +249,8 @@ def _attention_bwd_dq_kernel(
 def _attention_bwd_dq_dense_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, slopes_ptr, seed_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_dob, stride_doh,
-    stride_dqb, stride_dqh, stride_slopes, q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    stride_dqb, stride_dqh, stride_qt, stride_kt, stride_vt, stride_ot, stride_dot, stride_dqt, stride_slopes,
+    q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
@@ -275,6 +276,9 @@ def _attention_bwd_dq_dense_kernel(
         batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT), head, 0, q_length, first, 0, k_length, tl.program_id(2),
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_dqh,
         q_length, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
+        row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT), row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
+        STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from csrc_free_ops.tiles.rows import (
     dot_rows,
     load_rows,
     row_base,
+    row_step,
     scale_rows,
     store_rows,
     zero_rows,
@@ -36,7 +37,7 @@ from csrc_free_ops.tiles.segments import (
 def _accumulate_dkdv(
     dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
     scale, score_mod, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_DOT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    STRIDE_QT, STRIDE_DOT, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +95,7 @@ def differentiate_keys(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
     k_head, k_start, k_length, first, q_start, q_length, split, slopes_ptr, sequence, stride_slopes, score_mod,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh, total_q, scale, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
-    STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
@@ -250,7 +250,8 @@ def _attention_bwd_dkdv_kernel(
 def _attention_bwd_dkdv_dense_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, slopes_ptr, seed_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
+    stride_dkb, stride_dkh, stride_dvb, stride_dvh,
+    stride_qt, stride_kt, stride_vt, stride_dot, stride_dkt, stride_dvt, stride_slopes,
     q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -278,6 +279,9 @@ def _attention_bwd_dkdv_dense_kernel(
         k_head, 0, k_length, first, 0, q_length, tl.program_id(2), slopes_ptr, sequence, stride_slopes, score_mod,
         stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
         q_length, scale, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT),
+        row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT),
+        STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
     )  # fmt: skip

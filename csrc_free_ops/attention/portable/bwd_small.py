@@ -11,14 +11,15 @@ from csrc_free_ops.attention.portable.bwd import differentiate_queries
 from csrc_free_ops.attention.portable.bwd_dkdv import differentiate_keys
 from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base
+from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base, row_step
 from csrc_free_ops.tiles.score_mod import head_score_mod, sequence_score_mod
 from csrc_free_ops.tiles.segments import locate_dense
 
 
 @triton.jit(do_not_specialize=DENSE_SIZES)
 def _attention_bwd_small_delta_kernel(
-    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, stride_ob, stride_oh, stride_dob, stride_doh, q_length,
+    out_ptr, lse_ptr, dout_ptr, dlse_ptr, delta_ptr, stride_ob, stride_oh, stride_dob, stride_doh,
+    stride_ot, stride_dot, q_length,
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -30,14 +31,16 @@ def _attention_bwd_small_delta_kernel(
     sequence = tl.program_id(2)
     starts = column_starts(head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_M)
+    step_o = row_step(stride_ot, STRIDE_OT, STRIDE_UNIT)
+    step_do = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT)
     out_base = row_base(
-        batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT), first, head, stride_oh, STRIDE_OT, STRIDE_UNIT
+        batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT), first, head, stride_oh, step_o, STRIDE_UNIT
     )
     dout_base = row_base(
-        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), first, head, stride_doh, STRIDE_DOT, STRIDE_UNIT
+        batch_base(dout_ptr, sequence, stride_dob, STRIDE_UNIT), first, head, stride_doh, step_do, STRIDE_UNIT
     )
-    out = load_rows(out_base, starts, local, q_length - first, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
-    dout = load_rows(dout_base, starts, local, q_length - first, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    out = load_rows(out_base, starts, local, q_length - first, step_o, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    dout = load_rows(dout_base, starts, local, q_length - first, step_do, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     rows = (sequence * tl.num_programs(1) + head) * q_length + first + local
     inside = first + local < q_length
     lse = tl.load(lse_ptr + rows, mask=inside, other=float("-inf"))
@@ -48,7 +51,8 @@ def _attention_bwd_small_delta_kernel(
 def _attention_bwd_small_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, slopes_ptr, seed_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh, stride_slopes,
+    stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh,
+    stride_qt, stride_kt, stride_vt, stride_dot, stride_dqt, stride_dkt, stride_dvt, stride_slopes,
     batch, q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -65,6 +69,10 @@ def _attention_bwd_small_kernel(
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     split = tl.program_id(2)
+    step_q = row_step(stride_qt, STRIDE_QT, STRIDE_UNIT)
+    step_k = row_step(stride_kt, STRIDE_KT, STRIDE_UNIT)
+    step_v = row_step(stride_vt, STRIDE_VT, STRIDE_UNIT)
+    step_do = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT)
     if split < SPLITS:
         sequence, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
         if (sequence < batch) & (head * GROUP < heads):
@@ -80,8 +88,10 @@ def _attention_bwd_small_kernel(
                 head, 0, k_length, first, 0, q_length, split, slopes_ptr, sequence, stride_slopes, score_mod,
                 stride_qh, stride_kh, stride_vh, stride_doh, stride_dkh, stride_dvh,
                 q_length, scale, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
-                GROUP, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+                step_q, step_k, step_v, step_do,
+                row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT),
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+                HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
             )  # fmt: skip
     else:
         sequence, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
@@ -99,6 +109,7 @@ def _attention_bwd_small_kernel(
                 head, 0, q_length, first, 0, k_length, split - SPLITS,
                 stride_qh, stride_kh, stride_vh, 0, stride_doh, stride_dqh,
                 q_length, scale, score_mod, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
-                GROUP, False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
+                step_q, step_k, step_v, step_do, step_do, row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+                False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
             )  # fmt: skip

@@ -8,14 +8,15 @@ fixed order, so that results have the same bits every time.
 import triton
 import triton.language as tl
 
+from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
 from csrc_free_ops.tiles.overlap import await_before
-from csrc_free_ops.tiles.rows import batch_base, row_base
+from csrc_free_ops.tiles.rows import batch_base, row_base, row_step
 
 
 @triton.jit
 def _add_splits(
     splits_ptr, result_ptr, stride_b, stride_h, heads, length, index, first,
-    STRIDE_T: tl.constexpr, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STRIDE_T, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """result[batch, head] = the sum of SPLITS split sums, for BLOCK_M rows of the index-th head of all sequences."""
@@ -32,10 +33,11 @@ def _add_splits(
     tl.store(result + row.to(tl.int64) * STRIDE_T + col, total.to(result_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("batch", "heads", "k_heads", "q_length", "k_length"))
+@triton.jit(do_not_specialize=(*DENSE_SIZES, "batch", "k_heads"))
 def _attention_bwd_split_sum_kernel(
     dq_partial_ptr, dk_partial_ptr, dv_partial_ptr, dq_ptr, dk_ptr, dv_ptr,
-    stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh, batch, heads, k_heads, q_length, k_length,
+    stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh,
+    stride_dqt, stride_dkt, stride_dvt, batch, heads, k_heads, q_length, k_length,
     STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, DQ_SPLITS: tl.constexpr, DKDV_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -54,16 +56,16 @@ def _attention_bwd_split_sum_kernel(
         if which == 0:
             _add_splits(
                 dk_partial_ptr, dk_ptr, stride_dkb, stride_dkh, k_heads, k_length, index, first,
-                STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, DKDV_SPLITS, BLOCK_M, BLOCK_N,
+                row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), STRIDE_UNIT, HEAD_DIM, DKDV_SPLITS, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if which == 1:
             _add_splits(
                 dv_partial_ptr, dv_ptr, stride_dvb, stride_dvh, k_heads, k_length, index, first,
-                STRIDE_DVT, STRIDE_UNIT, HEAD_DIM, DKDV_SPLITS, BLOCK_M, BLOCK_N,
+                row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT), STRIDE_UNIT, HEAD_DIM, DKDV_SPLITS, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     LAST: tl.constexpr = 2 if DKDV_SPLITS > 1 else 0
     if DQ_SPLITS > 1 and which == LAST and index < batch * heads:
         _add_splits(
             dq_partial_ptr, dq_ptr, stride_dqb, stride_dqh, heads, q_length, index, first,
-            STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, DQ_SPLITS, BLOCK_M, BLOCK_N,
+            row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT), STRIDE_UNIT, HEAD_DIM, DQ_SPLITS, BLOCK_M, BLOCK_N,
         )  # fmt: skip

@@ -34,6 +34,7 @@ from csrc_free_ops.tiles.rows import (
     column_starts,
     dot_rows,
     load_rows,
+    row_step,
     scale_rows,
     store_rows,
     zero_rows,
@@ -44,7 +45,8 @@ from csrc_free_ops.tiles.softmax import update
 
 # Not specialized: Triton would build the same code again for sizes of another divisibility.
 DECODE_SIZES = (
-    "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows", "window_left", "window_right",
+    "stride_ks", "stride_vs", "num_queries", "capacity", "key_capacity", "num_pages", "num_splits", "total_rows",
+    "window_left", "window_right",
 )  # fmt: skip
 COMBINE_SIZES = ("total_rows", "num_splits")
 # Bound of row offsets, where rows are given by their offset in memory. A row that does not exist has this offset.
@@ -101,8 +103,8 @@ def _add_sinks(out, exponent, sinks, NATURAL: tl.constexpr):
 
 @triton.jit
 def _load_keys(
-    base, starts, start, cols, length, page, stride_block,
-    STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    base, starts, start, cols, length, page, stride_block, STRIDE,
+    STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Keys (or values) start .. start+BLOCK_N-1 of a head, [BLOCK_N, D]. `base` is its first row, in page 0 if paged.
@@ -147,8 +149,7 @@ def _find_pages(table_ptr, start, cols, end, length, num_pages, PAGE_SIZE: tl.co
 @triton.jit
 def _attend(
     q, positions, k_base, v_base, table_ptr, starts, first, begin, end, length, num_pages, stride_kb, stride_vb,
-    scale, window_left, window_right, score_mod,
-    STRIDE_KS: tl.constexpr, STRIDE_VS: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    scale, window_left, window_right, score_mod, STRIDE_KS, STRIDE_VS, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -197,7 +198,8 @@ def _attend(
 @triton.jit(do_not_specialize=DECODE_SIZES)
 def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, key_lengths_ptr, table_ptr, slopes_ptr, sinks_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_vb, stride_vh, stride_tb, stride_sb,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_vb, stride_vh,
+    stride_ks, stride_vs, stride_tb, stride_sb,
     stride_ob, stride_oh, stride_os,
     samples, num_queries, capacity, key_capacity, num_pages, num_splits, first_split, total_rows,
     scale, softcap, window_left, window_right,
@@ -278,7 +280,8 @@ def _attention_decode_kernel(
     acc, peak, norm = _attend(
         q, positions, k_base, v_base, table_ptr + group * stride_tb, starts, first, begin, end, key_length,
         num_pages, stride_kb, stride_vb, scale, window_left, window_right, score_mod,
-        STRIDE_KS, STRIDE_VS, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+        row_step(stride_ks, STRIDE_KS, STRIDE_UNIT), row_step(stride_vs, STRIDE_VS, STRIDE_UNIT), STRIDE_UNIT,
+        HEAD_DIM, MAIN, TAIL,
         HAS_LEFT, HAS_RIGHT, SCORE_MODS, PAGE_SIZE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     out, exponent = _normalize(acc, peak, norm, NATURAL)

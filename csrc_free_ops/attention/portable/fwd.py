@@ -23,6 +23,7 @@ from csrc_free_ops.tiles.rows import (
     dot_rows,
     load_rows,
     row_base,
+    row_step,
     scale_rows,
     store_rows,
     zero_rows,
@@ -47,7 +48,7 @@ COUNTS = ("num_segments",)
 # Batch strides follow from lengths; STRIDE_UNIT holds their alignment.
 DENSE_SIZES = (
     "q_length", "k_length", "window_left", "window_right", "stride_slopes", "heads",
-    *[f"stride_{name}{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bh"],
+    *[f"stride_{name}{axis}" for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bht"],
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ DENSE_SIZES = (
 def _attend(
     acc, peak, norm, q, rows, k_base, v_base, starts, low, high, q_length, k_length,
     scale, score_mod, window_left, window_right,
-    STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    STRIDE_KT, STRIDE_VT, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +91,7 @@ def _attend(
 def attend_tile(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
     stride_qh, stride_kh, stride_vh, stride_oh, total_q, scale, score_mod, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -208,7 +209,8 @@ def _attention_fwd_kernel(
 @triton.jit(do_not_specialize=DENSE_SIZES)
 def _attention_fwd_dense_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, slopes_ptr, sinks_ptr, seed_ptr,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_slopes,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh,
+    stride_qt, stride_kt, stride_vt, stride_ot, stride_slopes,
     q_length, k_length, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
@@ -226,6 +228,8 @@ def _attention_fwd_dense_kernel(
         batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), batch_base(out_ptr, sequence, stride_ob, STRIDE_UNIT),
         lse_ptr + sequence.to(tl.int64) * heads * q_length, head, 0, q_length, first, 0, k_length,
         stride_qh, stride_kh, stride_vh, stride_oh, q_length, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
+        STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip

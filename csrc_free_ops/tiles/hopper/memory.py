@@ -110,7 +110,7 @@ def _round_floats(source, target, scale, inside, DTYPE: gl.constexpr):
 @gluon.jit
 def round_rows(
     address, target, rows, scale,
-    MOST: gl.constexpr, COLUMNS: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE: gl.constexpr,
+    MOST: gl.constexpr, COLUMNS: gl.constexpr, SWIZZLED: gl.constexpr, STRIDE,
 ):  # fmt: skip
     """One warp stores scale times the first `rows` of MOST rows of fp32 at shared `address`, rounded, to `target`.
 
@@ -397,7 +397,7 @@ def _float_rows_constraints(strip_count):
 
 
 @gluon.jit
-def store_float_rows(address, o, num_rows, STRIDE: gl.constexpr):
+def store_float_rows(address, o, num_rows, STRIDE):
     """`store_rows` for fp32."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, o[0].type.layout))[:, None]
     column = gl.arange(0, 8, gl.SliceLayout(0, o[0].type.layout))[None, :] + gl.zeros_like(rows)
@@ -481,7 +481,7 @@ def _store_strips(strips, quarter, address, inside, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(address, o, num_rows, DTYPE: gl.constexpr, STRIDE: gl.constexpr):
+def store_rows(address, o, num_rows, DTYPE: gl.constexpr, STRIDE):
     """One warpgroup stores the first num_rows rows of o; row 0 goes to `address`, and rows are 16-byte aligned.
 
     Triton would store values of a half type one by one.

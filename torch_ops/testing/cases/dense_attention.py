@@ -125,6 +125,7 @@ DENSE = (
     ),
     _case("scale", "an explicit scale", (2, 1, 40, 16), options={"scale": 0.5}),
     *(_case(layout, f"{layout} strides", (3, 2, 50, 72), layout=layout, k_length=40) for layout in DENSE_LAYOUTS[1:]),
+    _case("strides_of_the_batch", "row strides of no model", (5, 2, 50, 24), layout="batch_inside", num_k_heads=1),
     *(_case(f"d{d}", f"head dim {d}", (2, 1, 40, d), options={"causal": d % 16 == 0}) for d in range(8, 257, 8)),
     _case("b2h8kv4s1024d128_causal", "a small prefill", (2, 8, 1024, 128), *SUITE, num_k_heads=4, options=CAUSAL),
     _case("b32h10s2048d128_causal", "a batch in training", (32, 10, 2048, 128), *SUITE, options=CAUSAL),
