@@ -209,7 +209,10 @@ def _hopper_build(head_dim: int, variant: str, place: str) -> Build:
 
 # At one head dimension all; at the others what the consumers differ by, and the producer that needs most registers.
 HOPPER_POINTS = [(72, variant) for variant in HOPPER_VARIANTS] + [
-    (head_dim, variant) for head_dim in HEAD_DIMS for variant in ("one", "many", "hidden", "window", "apart") if head_dim != 72
+    (head_dim, variant)
+    for head_dim in HEAD_DIMS
+    for variant in ("one", "many", "hidden", "window", "apart")
+    if head_dim != 72
 ]
 PLACES = ("forward", "delta", "backward", "round")
 

@@ -142,7 +142,7 @@ def assert_few_builds(launched: Kernels, calls_of: Callable[[int], Calls], path:
         apart = {name for _, constants in builds.values() for name in constants}
         apart = {name for name in apart if len({str(each.get(name)) for _, each in builds.values()}) > 1}
         assert len(builds) <= MOST, f"{kernel} has {len(builds)} builds; their sizes and constants: " + ", ".join(
-            f"{size} {({name: constants.get(name) for name in apart})}" for size, constants in builds.values()
+            f"{size} { ({name: constants.get(name) for name in apart}) }" for size, constants in builds.values()
         )
     assert found
 

@@ -278,9 +278,7 @@ def _norm_bwd_kernel(
     for tile in tl.range(program, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * BLOCK_M
         remaining = tl.minimum(num_rows - first, BLOCK_M).to(tl.int32) if BLOCK_M > 1 else 1
-        dout = load_rows(
-            dout_ptr + first * step_do, starts, rows, remaining, step_do, WIDTH, MAIN, TAIL, BLOCK_M > 1
-        )
+        dout = load_rows(dout_ptr + first * step_do, starts, rows, remaining, step_do, WIDTH, MAIN, TAIL, BLOCK_M > 1)
         if NEEDS_DX or NEEDS_DWEIGHT:
             x = load_rows(x_ptr + first * step_x, starts, rows, remaining, step_x, WIDTH, MAIN, TAIL, BLOCK_M > 1)
         if NEEDS_DBIAS:

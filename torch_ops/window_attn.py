@@ -139,8 +139,8 @@ def window_attn(
     """Compute softmax(scale q k^T) v within each segment of packed tensors.
 
     Query row i of a segment with Lq queries and Lk keys stands at key position i + Lk - Lq (aligned bottom-right). A
-    row that sees no key gives out 0 and lse -inf, and so does a row in no segment, before the first boundary or past the
-    largest. Such rows have zero gradient, provided the incoming gradient is finite.
+    row that sees no key gives out 0 and lse -inf. A row before the first boundary or past the largest is in no segment
+    and sees none. Such rows have zero gradient, provided the incoming gradient is finite.
 
     Args:
         q: [Tq, H, D], fp16, bf16 or fp32, on the CPU also fp64; D is a multiple of 8 up to 256. Any strides; columns

@@ -2,8 +2,8 @@
 
 n segments own the rows from cu[0] to cu[n] of the packed tensors. The rows before and after them form two more segments
 that attend to nothing: segment s = 1 .. n has rows cu[s-1] .. cu[s]-1, segment 0 begins at row 0, segment n+1 ends at
-`total`. Boundaries are clamped to the tensor, and a boundary that falls counts as the largest one before it: its segment
-is empty. So every row has one segment, whatever cu holds.
+`total`. Boundaries are clamped to the tensor, and a boundary that falls counts as the largest one before it: its
+segment is empty. So every row has one segment, whatever cu holds.
 
 The grid is an upper bound from shapes alone: `total // BLOCK + n + 2` tiles. A segment that starts at row r gets tiles
 from r // BLOCK + s on. That number grows strictly with s, and every segment gets the ceil(length / BLOCK) tiles that it

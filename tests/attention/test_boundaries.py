@@ -21,7 +21,7 @@ from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_input
 pytestmark = pytest.mark.interpret
 
 ROWS = 64 if INTERPRET else 320
-# Of 64 rows; longer tensors scale them.
+# Boundaries of 64 rows; longer tensors scale them.
 FALLING = {
     "zeros at the end": (0, 16, 40, 40, 0, 0),
     "one falls": (0, 40, 40, 20, 60),

@@ -116,7 +116,9 @@ def settled(inputs: AttentionInputs) -> AttentionInputs:
         return inputs
     boundaries = {
         name: cu_seqlens.clamp(0, rows.shape[0]).cummax(0).values
-        for name, cu_seqlens, rows in zip(("cu_seqlens", "cu_seqlens_k"), inputs.places[-2:], (inputs.q, inputs.k), strict=True)
+        for name, cu_seqlens, rows in zip(
+            ("cu_seqlens", "cu_seqlens_k"), inputs.places[-2:], (inputs.q, inputs.k), strict=True
+        )
         if cu_seqlens is not None
     }
     return replace(inputs, **boundaries)

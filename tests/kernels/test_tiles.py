@@ -121,7 +121,8 @@ def test_tiles_cover_every_row_once(boundaries: list[int], padding: int, device:
     found = torch.empty(tiles, 6, dtype=torch.int32, device=device)
     _locate_kernel[(tiles,)](cu, other, found, num_segments, total, total // 2, BLOCK=block)
     settled, settled_others = (
-        [*np.maximum.accumulate(np.clip(each, 0, rows)).tolist()] for each, rows in ((boundaries, total), (others, total // 2))
+        [*np.maximum.accumulate(np.clip(each, 0, rows)).tolist()]
+        for each, rows in ((boundaries, total), (others, total // 2))
     )
     starts, ends = [0, *settled], [*settled, total]
     covered = np.zeros(total, dtype=np.int64)

@@ -432,8 +432,6 @@ def test_row_strides_that_follow_from_the_batch_change_no_values(device: str) ->
     found = []
     for lay in (torch.Tensor.contiguous, inside):
         caches = [lay(torch.zeros(5, 2, 12, 16, device=device, dtype=torch.float16)) for _ in range(2)]
-        out = torch_ops.kv_cache_append(
-            lay(k), lay(v), *caches, seqlens, q=lay(q), cos=angles.cos(), sin=angles.sin()
-        )
+        out = torch_ops.kv_cache_append(lay(k), lay(v), *caches, seqlens, q=lay(q), cos=angles.cos(), sin=angles.sin())
         found.append([out, *caches])
     assert all(map(torch.equal, *found)) and found[0][1].any()

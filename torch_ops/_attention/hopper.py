@@ -186,7 +186,7 @@ def _forward_scalars(t: Forward, options: AttentionOptions) -> tuple[Any, ...]:
 def plan_forward_hopper(t: Forward, options: AttentionOptions, skipped_rows: int | None = None) -> Plan:
     """Plan tensors that `has_tma_addresses` allows.
 
-    With skipped_rows, few of many segments are long: the launch is that of long ones, and segments of up to so many
+    With skipped_rows, few of many segments are long, and the launch is that of long ones. Segments of up to so many
     rows are left to the kernel before, unless a boundary falls.
     """
     launch, source = forward_config(t.q, options, num_segments(t))
@@ -201,9 +201,7 @@ def plan_forward_hopper(t: Forward, options: AttentionOptions, skipped_rows: int
     descriptors_of = Descriptors(*[partial(describe, rows=rows, columns=columns) for rows, columns in tiles])
     device = t.q.device
     constants = {**_forward_constants(t, options, launch, bits), "SKIPPED_ROWS": skipped_rows or 0}
-    bound = Bound(
-        _attention_fwd_hopper_kernel, (programs(device.index), 1), _forward_scalars(t, options), constants
-    )
+    bound = Bound(_attention_fwd_hopper_kernel, (programs(device.index), 1), _forward_scalars(t, options), constants)
 
     def launch_forward(t: Forward) -> None:
         q, k, v, cu_q, cu_k, out, lse, _, sinks, _ = t

@@ -146,7 +146,8 @@ def plan_backward(t: Backward, options: AttentionOptions) -> Plan:
         return _plan_backward_on_copies(t, options)
     if not runs_kernels(t.q):
         return reference_plan(lambda t: backward_cpu(options, t), t.q)
-    why, mode = why_not_hopper(options, query_length(t), num_segments(t), q=t.q, k=t.k, v=t.v, out=t.out), current_mode()
+    why = why_not_hopper(options, query_length(t), num_segments(t), q=t.q, k=t.k, v=t.v, out=t.out)
+    mode = current_mode()
     if why or mode is Mode.PACKAGED:
         return _plan_backward_portable(t, options).because(why)
     if mode is Mode.TRACED:

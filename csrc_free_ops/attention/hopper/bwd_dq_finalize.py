@@ -103,7 +103,7 @@ def _attention_bwd_delta_kernel(
     """Grid (tiles of BLOCK_M query rows, heads): delta, the tile's semaphores at 0, and its dq_acc where it must be 0.
 
     With ORDERED the first program to add writes, so only rows that no program sees must be 0. A program has BLOCK_N
-    keys. Each accumulator has a semaphore. Without accumulators delta is all. The flag for one segment skips the search.
+    keys. Each accumulator has a semaphore. Without accumulators delta is all. ONE_SEGMENT skips the search.
     With OVERLAPPED the next kernel may begin while this one ends; it must call `await_kernel`.
     """
     if OVERLAPPED:

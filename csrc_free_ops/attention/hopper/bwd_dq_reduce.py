@@ -15,7 +15,6 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     NAMED,
     NUMBER,
     TILE,
-    dq_acc_count,
     gradient_stride,
     m_block_of_step,
     semaphores_per_head,

@@ -355,8 +355,8 @@ def _attention_fwd_hopper_kernel(
     tile_counter_ptr is an int32 that is 0 before and after a launch; no concurrent launch may use it. ORDER is SINGLE
     for one segment, BY_LENGTH for at most RANKED - 2 segments, else CLOSED_FORM. A batch [B, H, S, D] has no
     boundaries: ORDER is DENSE_CUT or DENSE_ENDS, total_* is the length of a sequence, and num_segments the number of
-    sequences. FOLDED has a bit for each of q, k, v and out (`coordinates`). With SKIPPED_ROWS, segments of up to so many
-    rows are left to the kernel before, but if a boundary falls.
+    sequences. FOLDED has a bit for each of q, k, v and out (`coordinates`). With SKIPPED_ROWS,
+    segments of up to so many rows are left to the kernel before, unless a boundary falls.
     """
     MAIN: gl.constexpr = columns_of(q_main)
     V_WIDTH: gl.constexpr = columns_of(v_desc)

@@ -136,18 +136,18 @@ def produce(descs, boundaries_of, tiles, info, bars, sizes, config):
     shared = 0
     index = gl.program_id(0)
     while index < num_tiles:
-        place = index
+        at = index
         if config.SKIPPED_ROWS > 0:
-            place = index // looked_at * tiles_per_head + first_tile + index % looked_at
+            at = index // looked_at * tiles_per_head + first_tile + index % looked_at
         head, segment, q_start, q_length, row_block, num_blocks = scheduler.locate(
-            place, tiles_per_head, split, CACHED_ROWS, ALONE_ROWS
+            at, tiles_per_head, split, CACHED_ROWS, ALONE_ROWS
         )  # fmt: skip
         last = last_segment(segments, config.ORDER)
         k_start, k_length = rows_of(cu_k, segment, last, total_k, config.ORDER)
         if has_many_segments(config.ORDER):
             if segments < 0:
                 head, segment, q_start, q_length, row_block, k_start, k_length = scheduler.locate_falling(
-                    place, tiles_per_head, cu_k, total_k
+                    at, tiles_per_head, cu_k, total_k
                 )
         k_length = gl.where(is_inside(segment, last), k_length, 0)
         first = row_block * 64

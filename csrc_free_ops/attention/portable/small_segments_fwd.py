@@ -115,7 +115,9 @@ def _attention_fwd_small_segments_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if PERSISTENT:
-        for item in tl.range(program, last_with_rows(cu_ptr, num_segments) * NUM_HEADS, tl.num_programs(0), num_stages=1):
+        for item in tl.range(
+            program, last_with_rows(cu_ptr, num_segments) * NUM_HEADS, tl.num_programs(0), num_stages=1
+        ):
             segment = item // NUM_HEADS
             start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
             if (length > 0) & (length <= BLOCK):
