@@ -63,6 +63,18 @@ def batch_inside(calls: Calls) -> Calls:
     return of_tensors(calls, change)
 
 
+def one_of_batch(batch: int, calls: Calls, tables: bool = False) -> Calls:
+    """Packed tensors that are one sequence of [T, B, H, D], and with `tables` long ones that are one of [T, B, D]."""
+
+    def change(tensor: Tensor) -> Tensor:
+        is_table = tables and tensor.dim() == 2 and tensor.shape[0] > tensor.shape[1]
+        if tensor.dim() != 3 and not is_table:
+            return tensor
+        return kernels.new(tensor.shape[0], batch, *tensor.shape[1:], dtype=tensor.dtype).select(1, batch - 1)
+
+    return of_tensors(calls, change)
+
+
 def _norms() -> Iterator[tuple[str, Kernels, Callable[[int], Calls]]]:
     for op, each in kernels.NORMS.items():
         for width in (1152, 20000):
@@ -87,6 +99,22 @@ LAYOUTS: dict[str, tuple[Kernels, Callable[[int], Calls]]] = {
     "attention_rows_first": (kernels.ATTENTION, lambda n: kernels.attention_calls(rows=n, rows_first=True)),
     "window_attn": (kernels.WINDOW_ATTN, lambda n: kernels.window_attn_calls(rows=100 * n, segments=n)),
     "window_attn_head_major": (kernels.WINDOW_ATTN, lambda n: kernels.window_attn_calls(rows=99 * n, head_major=True)),
+    "window_attn_one_of_batch": (
+        kernels.WINDOW_ATTN,
+        lambda n: one_of_batch(n, kernels.window_attn_calls(num_heads=4, num_k_heads=2)),
+    ),
+    "small_segments_one_of_batch": (
+        kernels.WINDOW_ATTN,
+        lambda n: one_of_batch(n, kernels.window_attn_calls(rows=100, segments=4)),
+    ),
+    "rope_window_attn_one_of_batch": (
+        kernels.ROPE_WINDOW_ATTN,
+        lambda n: one_of_batch(n, kernels.rope_window_attn_calls(head_dim=128, needs_tables=True), tables=True),
+    ),
+    "small_segments_head_major": (
+        kernels.WINDOW_ATTN,
+        lambda n: kernels.window_attn_calls(rows=33 * n, segments=n, head_major=True),
+    ),
     "rope_window_attn": (
         kernels.ROPE_WINDOW_ATTN,
         lambda n: kernels.rope_window_attn_calls(rows=100 * n, segments=n, needs_tables=True),
@@ -108,12 +136,20 @@ LAYOUTS: dict[str, tuple[Kernels, Callable[[int], Calls]]] = {
     "mlp_last_rows": (kernels.MLP, lambda n: last_rows(n, kernels.gemm_calls(rows=8), 0)),
     "swiglu_last_rows": (kernels.MLP, lambda n: last_rows(n, kernels.gemm_calls(rows=8, activation="swiglu"), 0)),
     "qkv_rope_last_rows": (kernels.QKV_ROPE, lambda n: last_rows(n, kernels.gemm_calls(rows=8), 0)),
+    "qkv_rope_one_of_batch": (
+        kernels.QKV_ROPE,
+        lambda n: one_of_batch(n, kernels.gemm_calls(rows=8)),
+    ),
     "qkv_rope": (kernels.QKV_ROPE, lambda n: kernels.gemm_calls(rows=n, needs_tables=True)),
     "vision_attention": (
         kernels.VISION_ATTENTION,
         lambda n: kernels.vision_attention_calls(rows=100 * n, segments=n),
     ),
     **{op: (each, lambda n: kernels.grid_calls(rows=4 * n, images=n)) for op, each in kernels.GRIDS.items()},
+    **{
+        f"{op}_last_rows": (kernels.GRIDS[op], lambda n: last_rows(n, kernels.grid_calls(rows=16, images=2), 0))
+        for op in ("spatial_merge", "pos_embed_interpolate")
+    },
 }
 
 
@@ -136,8 +172,9 @@ def assert_few_builds(launched: Kernels, calls_of: Callable[[int], Calls], path:
                     OPS[op].body(*calls[op][0], **calls[op][1])
                 for launch in launches:
                     constants = {name: value for name, value in launch.arguments.items() if name.isupper()}
-                    found[f"{op}: {launch.name}"].setdefault(build_of(launch), (size, constants))
-    # An op may launch a kernel once for each of its products, gate and up, or rotation and back.
+                    back = "back" * bool(constants.get("BACK"))
+                    found[f"{op}: {launch.name} {back}"].setdefault(build_of(launch), (size, constants))
+    # An op may launch a kernel once for each of its products, gate and up.
     for kernel, builds in found.items():
         apart = {name for _, constants in builds.values() for name in constants}
         apart = {name for name in apart if len({str(each.get(name)) for _, each in builds.values()}) > 1}

@@ -29,6 +29,7 @@ from csrc_free_ops.tiles.images import (
     locate_rows_in_frames,
     to_merged,
 )
+from csrc_free_ops.tiles.rows import row_step
 
 
 @triton.jit
@@ -83,10 +84,11 @@ def _span(entry, size, SIDE: tl.constexpr, ALIGN_CORNERS: tl.constexpr):
     return first, tl.maximum(last - first + 1, 0)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=(*COUNTS, "stride_t"))
 def _pos_embed_fwd_kernel(
-    table_ptr, grid_ptr, out_ptr, total, num_images,
-    STRIDE_T: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, ALIGN_CORNERS: tl.constexpr,
+    table_ptr, grid_ptr, out_ptr, total, num_images, stride_t,
+    STRIDE_T: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    SIDE: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, ALIGN_CORNERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M rows, tiles of BLOCK_N of WIDTH columns)."""
@@ -102,12 +104,13 @@ def _pos_embed_fwd_kernel(
     left, right, over = _taps(col, w, SIDE, ALIGN_CORNERS)
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     at = table_ptr + cols[None, :]
+    step = row_step(stride_t, STRIDE_T, STRIDE_UNIT)
     top = top.to(tl.int64) * SIDE
     bottom = bottom.to(tl.int64) * SIDE
-    a = tl.load(at + ((top + left) * STRIDE_T)[:, None], mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    b = tl.load(at + ((top + right) * STRIDE_T)[:, None], mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(at + ((bottom + left) * STRIDE_T)[:, None], mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(at + ((bottom + right) * STRIDE_T)[:, None], mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(at + ((top + left) * step)[:, None], mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    b = tl.load(at + ((top + right) * step)[:, None], mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(at + ((bottom + left) * step)[:, None], mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(at + ((bottom + right) * step)[:, None], mask=mask, other=0.0).to(tl.float32)
     out = a * ((1.0 - down) * (1.0 - over))[:, None] + b * ((1.0 - down) * over)[:, None]
     out += c * (down * (1.0 - over))[:, None]
     out += d * (down * over)[:, None]
@@ -142,10 +145,11 @@ def _count(
     return frames.to(tl.int64) * rows * cols
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=(*COUNTS, "stride_d"))
 def _pos_embed_bwd_kernel(
-    dout_ptr, grid_ptr, dtable_ptr, total, num_images,
-    STRIDE_D: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, ALIGN_CORNERS: tl.constexpr,
+    dout_ptr, grid_ptr, dtable_ptr, total, num_images, stride_d,
+    STRIDE_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    SIDE: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, ALIGN_CORNERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (entries, tiles of BLOCK_N of WIDTH columns)."""
@@ -154,6 +158,7 @@ def _pos_embed_bwd_kernel(
     row_entry = entry // SIDE
     col_entry = entry % SIDE
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    step = row_step(stride_d, STRIDE_D, STRIDE_UNIT)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     before = 0
     index = 0
@@ -184,7 +189,7 @@ def _pos_embed_bwd_kernel(
             source = start + k // num_cols // num_rows * frame + to_merged(row, col, w, MERGE)
             taken = inside & (weight > 0) & (source >= 0) & (source < end)
             dout = tl.load(
-                dout_ptr + source.to(tl.int64)[:, None] * STRIDE_D + cols[None, :],
+                dout_ptr + source.to(tl.int64)[:, None] * step + cols[None, :],
                 mask=taken[:, None] & (cols < WIDTH)[None, :], other=0.0,
             )  # [BLOCK_M, BLOCK_N]  # fmt: skip
             acc += tl.where(taken, weight, 0.0)[:, None] * dout.to(tl.float32)

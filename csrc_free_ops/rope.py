@@ -16,21 +16,22 @@ import triton.language as tl
 
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rope import rotate, rotate_back
-from csrc_free_ops.tiles.rows import WIDE_STRIDE
+from csrc_free_ops.tiles.rows import WIDE_STRIDE, row_step
 from csrc_free_ops.tiles.segments import end_of_segments
 
-SIZES = ("num_rows", "num_segments")
+SIZES = ("num_rows", "num_segments", "stride_qh", "stride_kh", "stride_qt", "stride_kt", "stride_ct", "stride_st")
 
 
 @triton.jit
-def _row_offsets(rows, STRIDE: tl.constexpr):
-    if STRIDE > WIDE_STRIDE:
-        rows = rows.to(tl.int64)
+def _row_offsets(rows, STRIDE):
+    if not isinstance(STRIDE, tl.tensor):
+        if STRIDE > WIDE_STRIDE:
+            rows = rows.to(tl.int64)
     return rows * STRIDE
 
 
 @triton.jit
-def _load_angles(base, rows, pairs, valid, STRIDE: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr):
+def _load_angles(base, rows, pairs, valid, STRIDE, HALF: tl.constexpr, SHARED: tl.constexpr):
     """Angles in fp32 for the first and the second element of pairs, [1, BLOCK_N] each; with SHARED one serves both."""
     pointers = (base + _row_offsets(rows, STRIDE) + pairs)[None, :]
     of_first = tl.load(pointers, mask=valid[None, :], other=0.0).to(tl.float32)
@@ -44,7 +45,7 @@ def _load_angles(base, rows, pairs, valid, STRIDE: tl.constexpr, HALF: tl.conste
 @triton.jit
 def _rotate_heads(
     x_ptr, out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_head,
-    STRIDE_X: tl.constexpr, STRIDE_OUT: tl.constexpr, STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr,
+    STRIDE_X, STRIDE_OUT: tl.constexpr, STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr,
     NUM_HEADS: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Rotate one tile of heads [BLOCK_M, BLOCK_N]. Every element is read before it is written, so out may be x."""
@@ -71,9 +72,10 @@ def _rotate_heads(
 @triton.jit(do_not_specialize=SIZES)
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, cu_q_ptr, cu_k_ptr, q_out_ptr, k_out_ptr,
-    stride_qh, stride_kh, num_rows, num_segments,
+    stride_qh, stride_kh, stride_qt, stride_kt, stride_ct, stride_st, num_rows, num_segments,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
+    HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
     SHARED_ANGLES: tl.constexpr, BACK: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -87,8 +89,9 @@ def _rope_kernel(
     rows = tl.max_constancy(local // HALF, RUN)
     pairs = tl.max_contiguous(tl.multiple_of(local % HALF, RUN), RUN)
     valid = rows < tl.minimum(num_rows - first, BLOCK_N).to(tl.int32)
-    cos = _load_angles(cos_ptr + first * STRIDE_CT, rows, pairs, valid, STRIDE_CT, HALF, SHARED_ANGLES)
-    sin = _load_angles(sin_ptr + first * STRIDE_ST, rows, pairs, valid, STRIDE_ST, HALF, SHARED_ANGLES)
+    step_c, step_s = row_step(stride_ct, STRIDE_CT, TABLE_UNIT), row_step(stride_st, STRIDE_ST, TABLE_UNIT)
+    cos = _load_angles(cos_ptr + first * step_c, rows, pairs, valid, step_c, HALF, SHARED_ANGLES)
+    sin = _load_angles(sin_ptr + first * step_s, rows, pairs, valid, step_s, HALF, SHARED_ANGLES)
     tile = tl.program_id(1)
     q_tiles = (NUM_HEADS + BLOCK_M - 1) // BLOCK_M
     if tile < q_tiles:
@@ -96,12 +99,14 @@ def _rope_kernel(
         inside = (first + rows >= tl.load(cu_q_ptr)) & (first + rows < end)
         _rotate_heads(
             q_ptr, q_out_ptr, cos, sin, tile, first, rows, pairs, valid, inside, stride_qh,
-            STRIDE_QT, 2 * HALF * NUM_HEADS, STRIDE_UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
+            row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), 2 * HALF * NUM_HEADS,
+            STRIDE_UNIT, HALF, NUM_HEADS, BACK, BLOCK_M,
         )  # fmt: skip
     else:
         end = end_of_segments(cu_k_ptr, num_segments, (begin + BLOCK_N - 1) // HALF)
         inside = (first + rows >= tl.load(cu_k_ptr)) & (first + rows < end)
         _rotate_heads(
             k_ptr, k_out_ptr, cos, sin, tile - q_tiles, first, rows, pairs, valid, inside, stride_kh,
-            STRIDE_KT, 2 * HALF * NUM_K_HEADS, STRIDE_UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,
+            row_step(stride_kt, STRIDE_KT, STRIDE_UNIT), 2 * HALF * NUM_K_HEADS,
+            STRIDE_UNIT, HALF, NUM_K_HEADS, BACK, BLOCK_M,
         )  # fmt: skip

@@ -16,11 +16,12 @@ from csrc_free_ops.tiles.images import (
     locate_rows_in_frames,
     to_merged,
 )
+from csrc_free_ops.tiles.rows import row_step
 
 
 @triton.jit
 def _load_patch(
-    x_ptr, patch: tl.constexpr, corner, below, total, cols, mask, STRIDE_X: tl.constexpr, MERGE: tl.constexpr
+    x_ptr, patch: tl.constexpr, corner, below, total, cols, mask, STRIDE_X, MERGE: tl.constexpr
 ):  # fmt: skip
     """Patch `patch` of each block, counted row by row, [BLOCK_M, BLOCK_N]; rows of a block are `below` rows apart.
 
@@ -31,10 +32,11 @@ def _load_patch(
     return tl.load(x_ptr + source[:, None] * STRIDE_X + cols[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=(*COUNTS, "stride_x"))
 def _spatial_merge_fwd_kernel(
-    x_ptr, grid_ptr, out_ptr, total, num_images,
-    STRIDE_X: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
+    x_ptr, grid_ptr, out_ptr, total, num_images, stride_x,
+    STRIDE_X: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M blocks of MERGE x MERGE patches, tiles of BLOCK_N of WIDTH columns)."""
@@ -54,14 +56,15 @@ def _spatial_merge_fwd_kernel(
         row, col = from_merged(index, w, MERGE)
         corner = tl.where(inside, frame + row * w + col, corner)
         below = tl.where(inside, w, MERGE)
+    step = row_step(stride_x, STRIDE_X, STRIDE_UNIT)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # The compiler moves no load past a store that could alias. The four patches of a 2 x 2 block are therefore all
     # loaded before the first store. Registers do not hold all patches of larger blocks, which are loaded one by one.
     AHEAD: tl.constexpr = PATCHES if PATCHES <= 4 else 1
     for begin in tl.static_range(0, PATCHES, AHEAD):
-        patches = (_load_patch(x_ptr, begin, corner, below, total, cols, mask, STRIDE_X, MERGE),)
+        patches = (_load_patch(x_ptr, begin, corner, below, total, cols, mask, step, MERGE),)
         for patch in tl.static_range(begin + 1, begin + AHEAD):
-            patches += (_load_patch(x_ptr, patch, corner, below, total, cols, mask, STRIDE_X, MERGE),)
+            patches += (_load_patch(x_ptr, patch, corner, below, total, cols, mask, step, MERGE),)
         for offset in tl.static_range(0, AHEAD):
             if MEAN:
                 acc += patches[offset].to(tl.float32)
@@ -73,10 +76,11 @@ def _spatial_merge_fwd_kernel(
         tl.store(mean_ptr, (acc / PATCHES).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "num_rows"))
+@triton.jit(do_not_specialize=(*COUNTS, "num_rows", "stride_d"))
 def _spatial_merge_bwd_kernel(
-    dout_ptr, grid_ptr, dx_ptr, total, num_images, num_rows,
-    STRIDE_D: tl.constexpr, WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
+    dout_ptr, grid_ptr, dx_ptr, total, num_images, num_rows, stride_d,
+    STRIDE_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, MERGE: tl.constexpr, MEAN: tl.constexpr, RASTER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_M of num_rows rows of x, tiles of BLOCK_N of WIDTH columns)."""
@@ -94,7 +98,7 @@ def _spatial_merge_bwd_kernel(
         merged = tl.where(inside, frame + to_merged(index // across, index % across, w, MERGE), rows)
         merged = tl.minimum(tl.maximum(merged, 0), total - 1)
     # dout has a row for each block; a concat has the patch's columns within that row.
-    source = (merged // PATCHES).to(tl.int64) * STRIDE_D
+    source = (merged // PATCHES).to(tl.int64) * row_step(stride_d, STRIDE_D, STRIDE_UNIT)
     if not MEAN:
         source += merged % PATCHES * WIDTH
     there = (cols < WIDTH)[None, :]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from csrc_free_ops.pos_embed_interpolate import _pos_embed_bwd_kernel, _pos_embed_fwd_kernel
 from torch_ops._core.checks import check_dense, check_float, integers, refuse
-from torch_ops._core.launch import blocks_of, row_stride, with_columns
+from torch_ops._core.launch import blocks_of, matrix_strides, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op
 from torch_ops._core.registry import runs_kernels, wrap_triton
@@ -114,9 +114,10 @@ def _plan(t: OnGrid, call: PosEmbedInterpolate) -> Plan:
         return reference_plan(partial(_interpolate_cpu, call.merge_size, call.align_corners), t.x)
     entries, width = t.x.shape[0], int(t.x.shape[1])
     launch, source = grid_config("pos_embed_fwd", t.x.dtype, width)
-    constants = {"STRIDE_T": int(row_stride(t.x)), **_constants(call, entries, width), **blocks_of(launch)}
+    unit, _, (row,), numbers = matrix_strides(t.x)
+    constants = {"STRIDE_T": row, "STRIDE_UNIT": unit, **_constants(call, entries, width), **blocks_of(launch)}
     tiles = tiles_of(call.total, width, launch)
-    bound = Bound(wrap_triton(_pos_embed_fwd_kernel), tiles, (call.total, t.grid.shape[0]), constants)
+    bound = Bound(wrap_triton(_pos_embed_fwd_kernel), tiles, (call.total, t.grid.shape[0], *numbers), constants)
     return Plan(
         lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
         {"pos_embed_fwd": (launch, source)}, why=ONE_PATH,
@@ -161,9 +162,10 @@ def _plan_backward(t: OnGrid, call: PosEmbedInterpolateBackward) -> Plan:
         return reference_plan(partial(_gather_cpu, call.merge_size, call.align_corners), t.x)
     total, width = t.x.shape[0], int(t.x.shape[1])
     launch, source = grid_config("pos_embed_bwd", t.x.dtype, width)
-    constants = {"STRIDE_D": int(row_stride(t.x)), **_constants(call, call.entries, width), **blocks_of(launch)}
+    unit, _, (row,), numbers = matrix_strides(t.x)
+    constants = {"STRIDE_D": row, "STRIDE_UNIT": unit, **_constants(call, call.entries, width), **blocks_of(launch)}
     tiles = call.entries, tiles_of(1, width, launch)[1]
-    bound = Bound(wrap_triton(_pos_embed_bwd_kernel), tiles, (total, t.grid.shape[0]), constants)
+    bound = Bound(wrap_triton(_pos_embed_bwd_kernel), tiles, (total, t.grid.shape[0], *numbers), constants)
     return Plan(
         lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
         {"pos_embed_bwd": (launch, source)}, why=ONE_PATH,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from csrc_free_ops.spatial_merge import _spatial_merge_bwd_kernel, _spatial_merge_fwd_kernel
 from torch_ops._core.checks import check_dense, check_float, integers, refuse
-from torch_ops._core.launch import blocks_of, row_stride, with_columns
+from torch_ops._core.launch import blocks_of, matrix_strides, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op, without_tensors
 from torch_ops._core.registry import runs_kernels, wrap_triton
@@ -120,9 +120,10 @@ def _plan(t: OnGrid, call: SpatialMerge) -> Plan:
         return reference_plan(lambda t: _merge_cpu(options, t), t.x)
     width = int(t.x.shape[1])
     launch, source = grid_config("spatial_merge_fwd", t.x.dtype, width)
-    constants = {"STRIDE_X": int(row_stride(t.x)), **_constants(call, width), **blocks_of(launch)}
+    unit, _, (row,), numbers = matrix_strides(t.x)
+    constants = {"STRIDE_X": row, "STRIDE_UNIT": unit, **_constants(call, width), **blocks_of(launch)}
     grid = tiles_of(call.total // _unit(call), width, launch)
-    bound = Bound(wrap_triton(_spatial_merge_fwd_kernel), grid, (call.total, t.grid.shape[0]), constants)
+    bound = Bound(wrap_triton(_spatial_merge_fwd_kernel), grid, (call.total, t.grid.shape[0], *numbers), constants)
     return Plan(
         lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),
         {"spatial_merge_fwd": (launch, source)}, why=ONE_PATH,
@@ -174,8 +175,9 @@ def _plan_backward(t: OnGrid, call: SpatialMergeBackward) -> Plan:
         return reference_plan(lambda t: _merge_backward_cpu(options, t), t.x)
     width = int(t.x.shape[1]) // (int(_unit(call)) if call.mode == "concat" else 1)
     launch, source = grid_config("spatial_merge_bwd", t.x.dtype, width)
-    constants = {"STRIDE_D": int(row_stride(t.x)), **_constants(call, width), **blocks_of(launch)}
-    scalars = (call.total, t.grid.shape[0], call.rows)
+    unit, _, (row,), numbers = matrix_strides(t.x)
+    constants = {"STRIDE_D": row, "STRIDE_UNIT": unit, **_constants(call, width), **blocks_of(launch)}
+    scalars = (call.total, t.grid.shape[0], call.rows, *numbers)
     bound = Bound(wrap_triton(_spatial_merge_bwd_kernel), tiles_of(call.rows, width, launch), scalars, constants)
     return Plan(
         lambda t: bound(with_columns(t.x), t.grid.contiguous(), t.out),

@@ -13,10 +13,11 @@ import triton.language as tl
 from csrc_free_ops.gemm.portable import COUNTS
 from csrc_free_ops.tiles.blocks import load_block, store_block
 from csrc_free_ops.tiles.rope import OF_Q, OF_V, first_columns, load_angles, locate_pairs, rotate, rotate_back
+from csrc_free_ops.tiles.rows import row_step
 
 
 @triton.jit
-def _load_pair(ptr, rows, cols, mask, STRIDE: tl.constexpr, HALF: tl.constexpr):
+def _load_pair(ptr, rows, cols, mask, STRIDE, HALF: tl.constexpr):
     """The first and the second elements of pairs, [rows, pairs] each."""
     return load_block(ptr, rows, cols, mask, STRIDE), load_block(ptr, rows, cols + HALF, mask, STRIDE)
 
@@ -60,10 +61,10 @@ def _in_heads(pairs, stride_head, STRIDE_UNIT: tl.constexpr, HALF: tl.constexpr)
     return (pairs // HALF).to(tl.int64) * tl.cast(stride_head, tl.int64) * STRIDE_UNIT + pairs % HALF
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=(*COUNTS, *[f"stride_{name}{axis}" for name in "qkv" for axis in "ht"]))
 def _qkv_rope_bwd_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, packed_ptr, column_sums_ptr,
-    stride_qh, stride_kh, stride_vh, num_rows,
+    stride_qh, stride_kh, stride_vh, stride_qt, stride_kt, stride_vt, num_rows,
     HALF: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     STRIDE_CT: tl.constexpr, STRIDE_ST: tl.constexpr, SHARED_ANGLES: tl.constexpr,
@@ -74,18 +75,20 @@ def _qkv_rope_bwd_kernel(
     cols = begin + first_columns(pairs, HALF)
     WIDTH: tl.constexpr = 2 * HALF * (NUM_HEADS + 2 * NUM_K_HEADS)
     run = tl.program_id(0).to(tl.int64)
+    step_q, step_k = row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT)
+    step_v = row_step(stride_vt, STRIDE_VT, STRIDE_UNIT)
     sum_a = tl.zeros((BLOCK_N,), tl.float32)
     sum_b = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(0, ROWS, BLOCK_M):
         rows = run * ROWS + start + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & valid[None, :]
         if section == OF_V:
-            a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, STRIDE_UNIT, HALF), mask, STRIDE_VT, HALF)
+            a, b = _load_pair(dv_ptr, rows, _in_heads(pairs, stride_vh, STRIDE_UNIT, HALF), mask, step_v, HALF)
         else:
             if section == OF_Q:
-                a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, STRIDE_UNIT, HALF), mask, STRIDE_QT, HALF)
+                a, b = _load_pair(dq_ptr, rows, _in_heads(pairs, stride_qh, STRIDE_UNIT, HALF), mask, step_q, HALF)
             else:
-                a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, STRIDE_UNIT, HALF), mask, STRIDE_KT, HALF)
+                a, b = _load_pair(dk_ptr, rows, _in_heads(pairs, stride_kh, STRIDE_UNIT, HALF), mask, step_k, HALF)
             cos = load_angles(cos_ptr, rows, pairs, mask, STRIDE_CT, HALF, SHARED_ANGLES)
             sin = load_angles(sin_ptr, rows, pairs, mask, STRIDE_ST, HALF, SHARED_ANGLES)
             a, b = rotate_back(a, b, cos, sin)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def load_block(ptr, rows, cols, mask, STRIDE: tl.constexpr):
+def load_block(ptr, rows, cols, mask, STRIDE):
     """A block in fp32, zero where masked. rows are int64; cols may be any offsets within a row."""
     return tl.load(ptr + (rows * STRIDE)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)  # [rows, cols]
 

@@ -373,6 +373,28 @@ def test_explains_itself(device: str) -> None:
         inputs.call(partial(torch_ops.explain, rope_window_attn), cos=inputs.cos[:, :8])
 
 
+# A sequence of [T, 5, H, D], or rows so far apart that offsets within a tile may need 64 bits.
+@pytest.mark.parametrize("row", [0, 2**22 + 8], ids=["one_of_batch", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["small_segments", "fp32"])
+def test_row_strides_that_no_model_settles_change_no_bits(row: int, dtype: torch.dtype, device: str) -> None:
+    heads = [torch.randn(5, 2, 16, device=device, dtype=dtype) for _ in range(4)]
+    tables = [torch.randn(5, 16, device=device) for _ in range(2)]
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        stride = row or 5 * tensor[0].numel()
+        memory = torch.empty(4 * stride + tensor[0].numel(), device=device, dtype=tensor.dtype)
+        return memory.as_strided(tensor.shape, (stride, *tensor.stride()[1:])).copy_(tensor)
+
+    cu = cumulative((3, 2), device)
+    found = []
+    for change in (torch.clone, apart):
+        *leaves, dout = [change(tensor) for tensor in heads]
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        out = rope_window_attn(*leaves, *[change(table) for table in tables], cu)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.gpu
 def test_no_call_waits_for_the_device(device: str) -> None:
     inputs = make_rope_inputs(SMALL, torch.bfloat16, device)

@@ -38,7 +38,7 @@ from torch_ops._attention.split import allocate_partial, plan_split_sum
 from torch_ops._attention.tensors import Backward, num_segments, query_length
 from torch_ops._core.counters import work_counters
 from torch_ops._core.hopper import Descriptors, programs
-from torch_ops._core.launch import WIDE_STRIDE, are_settled, dense_like, dense_strides, head_strides, row_stride
+from torch_ops._core.launch import WIDE_STRIDE, are_settled, dense_like, dense_strides, packed_strides
 from torch_ops._core.plan import Bound, Plan, has_tma_addresses
 
 # From 12 waves on, an order took up to 4 % less time at head dimension 128 and up to 2 % more at 80 (H200); 10 to 12
@@ -136,12 +136,12 @@ def _bind_delta(t: Backward, options: AttentionOptions, ordered: bool = False, n
         scalars = (*outer, *numbers, heads, length, t.k.shape[2], *options.bounds())
         return Bound(_attention_bwd_delta_dense_kernel, (batch * heads, -(-length // BLOCK_M)), scalars, constants)
     segments, total_q = num_segments(t), t.q.shape[0]
-    stride_unit, head_stride = head_strides(t.out, t.dout)
+    stride_unit, outer, (out_row, dout_row), numbers = packed_strides(t.out, t.dout)
     constants |= {
-        "STRIDE_OT": row_stride(t.out), "STRIDE_DOT": row_stride(t.dout), "STRIDE_UNIT": stride_unit,
+        "STRIDE_OT": out_row, "STRIDE_DOT": dout_row, "STRIDE_UNIT": stride_unit,
         "ORDERED": ordered, "DQ_ACCS": num_accs, "ONE_SEGMENT": segments == 1, "OVERLAPPED": True,
     }  # fmt: skip
-    scalars = (*head_stride, total_q, t.k.shape[0], segments, *options.bounds())
+    scalars = (*outer, *numbers, total_q, t.k.shape[0], segments, *options.bounds())
     grid = (total_q // BLOCK_M + segments + 2, t.q.shape[1])
     return Bound(_attention_bwd_delta_kernel, grid, scalars, constants)
 

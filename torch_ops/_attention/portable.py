@@ -23,15 +23,9 @@ from torch_ops._attention.tensors import (
     num_segments,
     query_length,
 )
-from torch_ops._core.launch import can_overlap, dense_strides, head_strides, row_stride
+from torch_ops._core.launch import can_overlap, dense_strides, packed_strides
 from torch_ops._core.plan import Bound, Kernels, Plan
 from torch_ops._core.registry import wrap_triton
-
-
-def _packed_strides(*tensors: Tensor) -> tuple[int, list[int], list[int]]:
-    """Return STRIDE_UNIT, head strides in it, and row strides."""
-    stride_unit, heads = head_strides(*tensors)
-    return stride_unit, list(heads), [row_stride(tensor) for tensor in tensors]
 
 
 def _sizes(t: Forward | Backward) -> tuple[int, ...]:
@@ -59,10 +53,8 @@ def plan_forward_portable(t: Forward, options: AttentionOptions, precision: str)
     launch, source = choose("attention_fwd", t.q, options, query_length(t), precision=precision)
     if is_dense:
         stride_unit, outer, rows, numbers = dense_strides(t.q, t.k, t.v, t.out)
-        outer += numbers
     else:
-        stride_unit, outer, rows = _packed_strides(t.q, t.k, t.v)
-        rows.append(row_stride(t.out))
+        stride_unit, outer, rows, numbers = packed_strides(t.q, t.k, t.v, t.out)
     constants = {
         **dict(zip(("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_OT"), rows, strict=True)),
         "HAS_LSE": options.has_lse,
@@ -70,7 +62,7 @@ def plan_forward_portable(t: Forward, options: AttentionOptions, precision: str)
     }  # fmt: skip
     kernel = wrap_triton(_attention_fwd_dense_kernel) if is_dense else wrap_triton(_attention_fwd_kernel)
     grid = (_tiles(t, t.q, launch.block_m), t.q.shape[1])
-    bound = Bound(kernel, grid, (*outer, *_scalars(t, options)), constants)
+    bound = Bound(kernel, grid, (*outer, *numbers, *_scalars(t, options)), constants)
     ready = is_readable(t)
 
     def launch_forward(t: Forward) -> None:
@@ -151,9 +143,8 @@ def _bind_gradients(
         dkdv_outer += numbers[6:]
         dkdv_read = (*read[:6], *read[8:])
     else:
-        stride_unit, read, rows = _packed_strides(t.q, t.k, t.v, t.out, t.dout)
-        rows += [row_stride(x) for x in made]
-        dq_outer, dkdv_outer = [], []
+        stride_unit, outer, rows, numbers = packed_strides(t.q, t.k, t.v, t.out, t.dout, *made)
+        read, dq_outer, dkdv_outer = outer[:5], numbers[:6], [*numbers[:3], numbers[4], numbers[6]]
         dkdv_read = (*read[:3], *read[4:])
     q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row, dv_row = rows
     scalars = _scalars(t, options)

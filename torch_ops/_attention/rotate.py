@@ -16,9 +16,9 @@ from torch_ops._core.launch import (
     can_overlap,
     contiguous_like,
     current_gpu,
-    head_strides,
+    matrix_strides,
+    packed_strides,
     readable,
-    row_stride,
     with_columns,
 )
 from torch_ops._core.plan import Bound, Plan, reference_plan
@@ -62,19 +62,21 @@ def plan_rotation(t: Rotation, back: bool) -> Plan:
     total, num_heads, head_dim = q.shape
     half = head_dim // 2
     launch, source = _rotation_config(q)
-    stride_unit, strides = head_strides(q, k)
+    stride_unit, heads, (q_row, k_row), numbers = packed_strides(q, k)
+    table_unit, _, (cos_row, sin_row), table_numbers = matrix_strides(cos, sin)
     overlaps = can_overlap()
     constants = {
-        "STRIDE_QT": row_stride(q), "STRIDE_KT": row_stride(k),
-        "STRIDE_CT": row_stride(cos), "STRIDE_ST": row_stride(sin),
-        "STRIDE_UNIT": stride_unit, "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
+        "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_CT": cos_row, "STRIDE_ST": sin_row,
+        "STRIDE_UNIT": stride_unit, "TABLE_UNIT": table_unit,
+        "HALF": half, "NUM_HEADS": num_heads, "NUM_K_HEADS": k.shape[1],
         "SHARED_ANGLES": cos.shape[1] == half, "BACK": back, "OVERLAPS": overlaps,
         **blocks_of(launch), **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip
     # One tile more than there may be pairs for: so there is one of no rows too, and none asks whether there are any.
     tiles = total * half // launch.block_n + 1
     grid = (tiles, cdiv(num_heads, launch.block_m) + cdiv(k.shape[1], launch.block_m))
-    bound = Bound(wrap_triton(_rope_kernel), grid, (*strides, total, cu_q.shape[0] - 1), constants)
+    scalars = (*heads, *numbers, *table_numbers, total, cu_q.shape[0] - 1)
+    bound = Bound(wrap_triton(_rope_kernel), grid, scalars, constants)
     ready = readable(q, k, cos, sin) and cu_q.is_contiguous() and (cu_k is None or cu_k.is_contiguous())
 
     def launch_rotation(t: Rotation) -> None:

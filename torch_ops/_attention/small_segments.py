@@ -22,7 +22,7 @@ from csrc_free_ops.tiles.score_mod import SOFTCAP
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.tensors import Backward, Forward, is_readable, made_readable, num_segments, query_length
-from torch_ops._core.launch import blocks_of, can_overlap, head_strides, row_stride
+from torch_ops._core.launch import blocks_of, can_overlap, packed_strides
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._core.registry import wrap_triton
 
@@ -82,11 +82,11 @@ def plan_forward_small_segments(
     t: Forward, options: AttentionOptions, launch: Config, source: str, plan_longer: Plan | None = None
 ) -> Plan:
     """Plan segments of up to launch.block_m rows. `plan_longer`, if given, writes all other rows."""
-    stride_unit, strides = head_strides(t.q, t.k, t.v)
-    scalars = (*strides, t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
+    stride_unit, heads, rows, numbers = packed_strides(t.q, t.k, t.v, t.out)
+    scalars = (*heads[:3], *numbers, t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {
-        "STRIDE_QT": row_stride(t.q), "STRIDE_KT": row_stride(t.k), "STRIDE_VT": row_stride(t.v),
-        "STRIDE_OT": row_stride(t.out), "HAS_LSE": options.has_lse, **_constants(t, options, stride_unit),
+        **dict(zip(("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_OT"), rows, strict=True)),
+        "HAS_LSE": options.has_lse, **_constants(t, options, stride_unit),
     }  # fmt: skip
     fallback, _ = choose("attention_fwd_long_segments_fallback", t.q, options, None)
     length = query_length(t)
@@ -115,19 +115,19 @@ def plan_forward_small_segments(
 
 
 def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch: Config, source: str) -> Plan:
-    stride_unit, strides = head_strides(t.q, t.k, t.v, t.out, t.dout)
+    stride_unit, heads, rows, numbers = packed_strides(t.q, t.k, t.v, t.out, t.dout, t.dq)
+    q_row, k_row, v_row, out_row, dout_row, gradient_row = rows
     sizes = (t.q.shape[0], num_segments(t), options.scale, options.softcap, *options.bounds())
     shared = {
-        "STRIDE_QT": row_stride(t.q), "STRIDE_KT": row_stride(t.k), "STRIDE_VT": row_stride(t.v),
-        "STRIDE_DOT": row_stride(t.dout), **_constants(t, options, stride_unit),
+        "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row,
+        **_constants(t, options, stride_unit),
     }  # fmt: skip
-    of_queries = {
-        **shared, "STRIDE_OT": row_stride(t.out), "STRIDE_DQT": row_stride(t.dq), "HAS_DLSE": t.dlse is not None
-    }  # fmt: skip
-    of_keys = {**shared, "STRIDE_DKT": row_stride(t.dk)}
+    of_queries = {**shared, "STRIDE_OT": out_row, "STRIDE_DQT": gradient_row, "HAS_DLSE": t.dlse is not None}
+    of_keys = {**shared, "STRIDE_DKT": gradient_row}
     dq_fallback, _ = choose("attention_bwd_dq_long_segments_fallback", t.q, options, None)
     dkdv_fallback, _ = choose("attention_bwd_dkdv_long_segments_fallback", t.q, options, None)
-    scalars = (*strides, *sizes)
+    scalars = (*heads[:5], *numbers, *sizes)
+    keys_scalars = (*heads[:3], heads[4], *numbers[:3], *numbers[4:], *sizes)
     bound = Bound(
         wrap_triton(_attention_bwd_small_segments_kernel), _grid(t), scalars, {**of_queries, **_warps(launch)}
     )
@@ -137,7 +137,7 @@ def plan_backward_small_segments(t: Backward, options: AttentionOptions, launch:
     )  # fmt: skip
     longer_dkdv = Bound(
         wrap_triton(_attention_bwd_dkdv_long_segments_fallback_kernel), _fallback_grid(t, dkdv_fallback.block_n),
-        (*strides[:3], strides[4], *sizes), _fallback_constants(launch.block_m, dkdv_fallback, of_keys),
+        keys_scalars, _fallback_constants(launch.block_m, dkdv_fallback, of_keys),
     )  # fmt: skip
     ready = is_readable(t)
 

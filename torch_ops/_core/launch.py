@@ -62,11 +62,11 @@ def can_overlap() -> bool:
 WIDE_STRIDE = 2**22
 
 
-class DenseStrides(NamedTuple):
-    """Strides of dense tensors, one tensor after the other, as kernels take them.
+class Strides(NamedTuple):
+    """Strides of dense or packed tensors, one tensor after the other, as kernels take them.
 
     unit: STRIDE_UNIT, in which strides that are arguments at run time count.
-    outer: strides between batches and between heads, at run time.
+    outer: strides between batches, if tensors are dense, and between heads, at run time.
     constants, rows: strides between rows as constants, or as arguments at run time (`row_step` of tiles/rows.py).
     """
 
@@ -77,7 +77,7 @@ class DenseStrides(NamedTuple):
 
 
 def are_settled(rows: list[int], heads: list[int], head_dim: int) -> bool:
-    """Return whether sizes of a model place rows of dense tensors, of so many heads each, and no batch or length."""
+    """Return whether sizes of a model place rows of tensors, of so many heads each, and no batch or length."""
     packed = max(heads) + 2 * min(heads)
     return all(
         not isinstance(row, torch.SymInt) and row in (head_dim, each * head_dim, 2 * each * head_dim, packed * head_dim)
@@ -85,7 +85,7 @@ def are_settled(rows: list[int], heads: list[int], head_dim: int) -> bool:
     )
 
 
-def dense_strides(*tensors: Tensor, settled: bool = False) -> DenseStrides:
+def dense_strides(*tensors: Tensor, settled: bool = False) -> Strides:
     """Strides of [B, H, S, D] tensors; one without contiguous columns has those of its copy.
 
     Rows that a model's sizes place are a constant number of heads apart: one, all heads, or those of a packed
@@ -97,14 +97,42 @@ def dense_strides(*tensors: Tensor, settled: bool = False) -> DenseStrides:
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
     rows = [row for _, _, row, _ in strides]
-    heads = [tensor.shape[1] for tensor in tensors]
-    if settled or are_settled(rows, heads, tensors[0].shape[3]):
+    return _counted(outer, rows, settled or are_settled(rows, [x.shape[1] for x in tensors], tensors[0].shape[3]))
+
+
+def packed_strides(*tensors: Tensor) -> Strides:
+    """Strides of [T, H, D] tensors, by the rule of `dense_strides`.
+
+    A row stride follows from a batch in a sequence of [T, B, H, D], for example.
+    """
+    rows = [row_stride(tensor) for tensor in tensors]
+    heads = [tensor.stride(1) if tensor.stride(2) == 1 else tensor.shape[2] for tensor in tensors]
+    return _counted(heads, rows, are_settled(rows, [x.shape[1] for x in tensors], tensors[0].shape[2]))
+
+
+def matrix_strides(*tensors: Tensor) -> Strides:
+    """Row strides of [T, C] tensors: either all are constants that a model settles, or none is.
+
+    A model places rows without gaps, padded, or as a part of three that are packed. Any other stride follows from a
+    length, as that of h[:, -1] does.
+    """
+    rows = [row_stride(tensor) for tensor in tensors]
+    return _counted([], rows, all(is_settled(row, x.shape[1]) for row, x in zip(rows, tensors, strict=True)))
+
+
+def is_settled(row: int, width: int) -> bool:
+    """Return whether a model places rows of `width` columns, `row` columns apart."""
+    return not isinstance(row, torch.SymInt) and (0 < row < 2 * width or row == 3 * width)
+
+
+def _counted(outer: list[int], rows: list[int], settled: bool) -> Strides:
+    if settled:
         unit = 8 if all(stride % 8 == 0 for stride in outer) else 1
-        return DenseStrides(unit, [stride // unit for stride in outer], rows, [0] * len(rows))
+        return Strides(unit, [stride // unit for stride in outer], rows, [0] * len(rows))
     unit = 8 if all(stride % 8 == 0 for stride in (*outer, *rows)) else 1
     wide = any(isinstance(row, torch.SymInt) or row > WIDE_STRIDE for row in rows)
     constants = [-1 if wide else 0] * len(rows)
-    return DenseStrides(unit, [stride // unit for stride in outer], constants, [row // unit for row in rows])
+    return Strides(unit, [stride // unit for stride in outer], constants, [row // unit for row in rows])
 
 
 def current_gpu() -> Gpu:
@@ -131,10 +159,3 @@ def for_each_precision(tensor: Tensor, plan: Callable[[str], Plan]) -> Plan:
         launches[precision_of(tensors[0])](tensors)
 
     return Plan(launch, current.kernels, current.path, current.why, current.extra)
-
-
-def head_strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
-    """STRIDE_UNIT, and the head strides in it: if all are multiples of 8, kernels load 16 bytes at a time."""
-    strides = [tensor.stride(1) if tensor.stride(2) == 1 else tensor.shape[2] for tensor in tensors]
-    stride_unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    return stride_unit, tuple(stride // stride_unit for stride in strides)

@@ -14,7 +14,7 @@ from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.activations import _activate_kernel, _mlp_bwd_kernel
 from csrc_free_ops.gemm.column_sums import _column_sums_kernel
 from csrc_free_ops.gemm.rotary import _qkv_rope_bwd_kernel, _rotate_kernel
-from torch_ops._core.launch import blocks_of, head_strides, readable, row_stride, with_columns
+from torch_ops._core.launch import blocks_of, packed_strides, readable, with_columns
 from torch_ops._core.plan import Bound, Kernels, Plan, reference_plan
 from torch_ops._core.registry import runs_kernels, wrap_triton
 from torch_ops._gemm.cpu import column_sums_cpu
@@ -121,15 +121,15 @@ def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: b
     if rows.known == 0:
         return Plan(nothing_to_do, kernels)
     angles = angle_constants(cos, sin, dq, dk)
-    stride_unit, strides = head_strides(dq, dk, dv)
+    stride_unit, heads, (q_row, k_row, v_row), numbers = packed_strides(dq, dk, dv)
     launch = _no_larger(chosen[0], int(num_heads * angles["HALF"]))
     grid = (_count_runs(total, ROTATED_RUN), pair_tiles(angles, launch))
     constants = {
-        "STRIDE_QT": row_stride(dq), "STRIDE_KT": row_stride(dk), "STRIDE_VT": row_stride(dv),
+        "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row,
         "STRIDE_UNIT": stride_unit, "PACKS": packs, "COLUMN_SUMS": sums, "ROWS": ROTATED_RUN,
         **angles, **blocks_of(launch),
     }  # fmt: skip
-    bound = Bound(wrap_triton(_qkv_rope_bwd_kernel), grid, (*strides, total), constants)
+    bound = Bound(wrap_triton(_qkv_rope_bwd_kernel), grid, (*heads, *numbers, total), constants)
     ready = readable(dq, dk, dv)
 
     def launch_backward(t: RotaryBackward) -> None:

@@ -14,7 +14,7 @@ from csrc_free_ops.configs.gemm import pick_product
 from csrc_free_ops.configs.rows import Config
 from csrc_free_ops.gemm.portable import _gemm_kernel, _gemm_pair_kernel
 from torch_ops._core.checks import dtype_name
-from torch_ops._core.launch import WIDE_STRIDE, current_gpu, for_each_precision
+from torch_ops._core.launch import WIDE_STRIDE, current_gpu, for_each_precision, is_settled
 from torch_ops._core.plan import Bound, Plan
 from torch_ops._core.registry import wrap_triton
 from torch_ops._gemm.tensors import Linear, Rotary
@@ -51,9 +51,7 @@ class Rows:
 
         Any other stride follows from a length, as that of h[:, -1] does, and would cost a build for each length.
         """
-        return not isinstance(self.stride, torch.SymInt) and (
-            self.stride < 2 * self.width or self.stride == 3 * self.width
-        )
+        return is_settled(self.stride, self.width)
 
     @property
     def unit(self) -> int:

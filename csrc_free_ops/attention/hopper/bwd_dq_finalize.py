@@ -93,7 +93,7 @@ def _clear_dq_acc(dq_acc_ptr, acc_row, rows, acc_rows, HEAD_DIM: tl.constexpr, B
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_delta_kernel(
     out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, delta_ptr, dq_acc_ptr, semaphores_ptr,
-    stride_oh, stride_doh, total_q, total_k, num_segments, window_left, window_right,
+    stride_oh, stride_doh, stride_ot, stride_dot, total_q, total_k, num_segments, window_left, window_right,
     STRIDE_OT: tl.constexpr, STRIDE_DOT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ORDERED: tl.constexpr,
@@ -118,10 +118,12 @@ def _attention_bwd_delta_kernel(
     local = tl.arange(0, BLOCK_M)
     remaining = total_q - row
     starts = column_starts(head, HEAD_DIM, MAIN)
-    out_base = row_base(out_ptr, row, head, stride_oh, STRIDE_OT, STRIDE_UNIT)
-    dout_base = row_base(dout_ptr, row, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
-    out = load_rows(out_base, starts, local, remaining, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
-    dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    step_o = row_step(stride_ot, STRIDE_OT, STRIDE_UNIT)
+    step_do = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT)
+    out_base = row_base(out_ptr, row, head, stride_oh, step_o, STRIDE_UNIT)
+    dout_base = row_base(dout_ptr, row, head, stride_doh, step_do, STRIDE_UNIT)
+    out = load_rows(out_base, starts, local, remaining, step_o, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
+    dout = load_rows(dout_base, starts, local, remaining, step_do, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_M, D]
     statistics = head * total_q + row + local
     lse = tl.load(lse_ptr + statistics, mask=local < remaining, other=float("-inf"))
     if DQ_ACCS > 0:

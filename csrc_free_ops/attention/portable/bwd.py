@@ -188,7 +188,8 @@ def differentiate_queries(
 def _attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, seed_ptr,
     delta_ptr, dq_ptr,
-    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, stride_slopes,
+    stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    stride_qt, stride_kt, stride_vt, stride_ot, stride_dot, stride_dqt, stride_slopes,
     total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -240,7 +241,10 @@ def _attention_bwd_dq_kernel(
         head, q_start, q_length, first, k_start, k_length, 0,
         stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // STRIDE_UNIT,
         total_q, scale, score_mod, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
+        row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT), row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
+        STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 

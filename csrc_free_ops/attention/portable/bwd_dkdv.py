@@ -190,7 +190,8 @@ def differentiate_keys(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, seed_ptr, dk_ptr, dv_ptr,
-    stride_qh, stride_kh, stride_vh, stride_doh, stride_slopes,
+    stride_qh, stride_kh, stride_vh, stride_doh,
+    stride_qt, stride_kt, stride_vt, stride_dot, stride_dkt, stride_slopes,
     total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -241,7 +242,10 @@ def _attention_bwd_dkdv_kernel(
         k_head, k_start, k_length, first, q_start, q_length, 0, slopes_ptr, sequence, stride_slopes, score_mod,
         stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // STRIDE_UNIT, HEAD_DIM // STRIDE_UNIT,
         total_q, scale, window_left, window_right,
-        STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
+        row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+        row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT),
+        row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT),
+        STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
         HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 

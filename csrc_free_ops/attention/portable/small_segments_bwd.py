@@ -20,6 +20,7 @@ from csrc_free_ops.tiles.rows import (
     dot_rows,
     load_rows,
     row_base,
+    row_step,
     scale_rows,
     store_rows,
     zero_rows,
@@ -66,6 +67,7 @@ def _differentiate_scores(
 def _attention_bwd_small_segments_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    stride_qt, stride_kt, stride_vt, stride_ot, stride_dot, stride_dqt,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -83,17 +85,20 @@ def _attention_bwd_small_segments_kernel(
     start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
     if (length > 0) & (length <= BLOCK):
         head = program % NUM_HEADS
+        step_q, step_k = row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT)
+        step_v, step_o = row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT)
+        step_do, step_dq = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT), row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT)
         starts = column_starts(head, HEAD_DIM, MAIN)
-        q_base = row_base(q_ptr, start, head, stride_qh, STRIDE_QT, STRIDE_UNIT)
-        k_base = row_base(k_ptr, start, head, stride_kh, STRIDE_KT, STRIDE_UNIT)
-        v_base = row_base(v_ptr, start, head, stride_vh, STRIDE_VT, STRIDE_UNIT)
-        out_base = row_base(out_ptr, start, head, stride_oh, STRIDE_OT, STRIDE_UNIT)
-        dout_base = row_base(dout_ptr, start, head, stride_doh, STRIDE_DOT, STRIDE_UNIT)
-        q = load_rows(q_base, starts, local, length, STRIDE_QT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        k = load_rows(k_base, starts, local, length, STRIDE_KT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        v = load_rows(v_base, starts, local, length, STRIDE_VT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        out = load_rows(out_base, starts, local, length, STRIDE_OT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
-        dout = load_rows(dout_base, starts, local, length, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        q_base = row_base(q_ptr, start, head, stride_qh, step_q, STRIDE_UNIT)
+        k_base = row_base(k_ptr, start, head, stride_kh, step_k, STRIDE_UNIT)
+        v_base = row_base(v_ptr, start, head, stride_vh, step_v, STRIDE_UNIT)
+        out_base = row_base(out_ptr, start, head, stride_oh, step_o, STRIDE_UNIT)
+        dout_base = row_base(dout_ptr, start, head, stride_doh, step_do, STRIDE_UNIT)
+        q = load_rows(q_base, starts, local, length, step_q, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        k = load_rows(k_base, starts, local, length, step_k, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        v = load_rows(v_base, starts, local, length, step_v, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        out = load_rows(out_base, starts, local, length, step_o, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
+        dout = load_rows(dout_base, starts, local, length, step_do, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK, D]
         row_of_head = tl.cast(head, tl.int64) * total + start
         lse = tl.load(lse_ptr + row_of_head + local, mask=local < length, other=float("-inf"))
         delta = delta_of_rows(out, dout, lse, dlse_ptr + row_of_head + local, local < length, HAS_DLSE)
@@ -102,20 +107,21 @@ def _attention_bwd_small_segments_kernel(
             HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK,
         )  # fmt: skip
         dv = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), p, dout, PRECISION)  # [BLOCK, D]
-        dv_base = row_base(dv_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
-        store_rows(dv_base, starts, local, length, dv, STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dv_base = row_base(dv_ptr, start, head, 1, step_dq, HEAD_DIM)
+        store_rows(dv_base, starts, local, length, dv, step_dq, HEAD_DIM, MAIN, TAIL)
         dk = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), ds, q, PRECISION)  # [BLOCK, D]
-        dk_base = row_base(dk_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
-        store_rows(dk_base, starts, local, length, scale_rows(dk, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dk_base = row_base(dk_ptr, start, head, 1, step_dq, HEAD_DIM)
+        store_rows(dk_base, starts, local, length, scale_rows(dk, scale), step_dq, HEAD_DIM, MAIN, TAIL)
         dq = accumulate_rows(zero_rows(BLOCK, HEAD_DIM, MAIN, TAIL), tl.trans(ds), k, PRECISION)  # [BLOCK, D]
-        dq_base = row_base(dq_ptr, start, head, 1, STRIDE_DQT, HEAD_DIM)
-        store_rows(dq_base, starts, local, length, scale_rows(dq, scale), STRIDE_DQT, HEAD_DIM, MAIN, TAIL)
+        dq_base = row_base(dq_ptr, start, head, 1, step_dq, HEAD_DIM)
+        store_rows(dq_base, starts, local, length, scale_rows(dq, scale), step_dq, HEAD_DIM, MAIN, TAIL)
 
 
 @triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_dq_long_segments_fallback_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, cu_ptr, delta_ptr, dq_ptr,
     stride_qh, stride_kh, stride_vh, stride_oh, stride_doh,
+    stride_qt, stride_kt, stride_vt, stride_ot, stride_dot, stride_dqt,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
@@ -172,7 +178,10 @@ def _attention_bwd_dq_long_segments_fallback_kernel(
                 head, start, length, first, start, attended, 0,
                 stride_qh, stride_kh, stride_vh, stride_oh, stride_doh, HEAD_DIM // STRIDE_UNIT,
                 total, scale, softcap_score_mod(softcap), window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+                row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
+                row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT), row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
                 1, HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
@@ -182,7 +191,7 @@ def _attention_bwd_dq_long_segments_fallback_kernel(
 @triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_dkdv_long_segments_fallback_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, cu_ptr, dk_ptr, dv_ptr,
-    stride_qh, stride_kh, stride_vh, stride_doh,
+    stride_qh, stride_kh, stride_vh, stride_doh, stride_qt, stride_kt, stride_vt, stride_dot, stride_dkt,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
@@ -236,6 +245,8 @@ def _attention_bwd_dkdv_long_segments_fallback_kernel(
                 head, start, length, first, start, attended, 0, None, 0, 0, softcap_score_mod(softcap),
                 stride_qh, stride_kh, stride_vh, stride_doh, HEAD_DIM // STRIDE_UNIT, HEAD_DIM // STRIDE_UNIT,
                 total, scale, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DKT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
-                1, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
+                row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+                row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT),
+                row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT),
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, 1, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip

@@ -15,7 +15,7 @@ reads results of the other. With OVERLAPS the second one starts early (`launch_p
 import triton
 import triton.language as tl
 
-from csrc_free_ops.attention.portable.fwd import COUNTS, attend_tile
+from csrc_free_ops.attention.portable.fwd import COUNTS, STRIDES, attend_tile
 from csrc_free_ops.tiles.masks import within_bounds
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -23,6 +23,7 @@ from csrc_free_ops.tiles.rows import (
     dot_rows,
     load_rows,
     row_base,
+    row_step,
     store_rows,
     zero_rows,
 )
@@ -41,7 +42,7 @@ from csrc_free_ops.tiles.segments import (
 )
 from csrc_free_ops.tiles.softmax import normalize, update
 
-SMALL_SEGMENTS_SIZES = ("total", "window_left", "window_right")
+SMALL_SEGMENTS_SIZES = ("total", "window_left", "window_right", *STRIDES)
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _attend_block(
 def _attend_small_segment(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length,
     stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
-    STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
+    STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,7 +100,7 @@ def _attend_small_segment(
 @triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_small_segments_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_ptr,
-    stride_qh, stride_kh, stride_vh,
+    stride_qh, stride_kh, stride_vh, stride_qt, stride_kt, stride_vt, stride_ot,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
@@ -114,6 +115,8 @@ def _attention_fwd_small_segments_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
+    step_q, step_k = row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT)
+    step_v, step_o = row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT)
     if PERSISTENT:
         for item in tl.range(
             program, last_with_rows(cu_ptr, num_segments) * NUM_HEADS, tl.num_programs(0), num_stages=1
@@ -124,7 +127,7 @@ def _attention_fwd_small_segments_kernel(
                 _attend_small_segment(
                     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, item % NUM_HEADS, start, length,
                     stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
-                    STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                    step_q, step_k, step_v, step_o, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
                     HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK,
                 )  # fmt: skip
     else:
@@ -134,7 +137,7 @@ def _attention_fwd_small_segments_kernel(
             _attend_small_segment(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, program % NUM_HEADS, start, length,
                 stride_qh, stride_kh, stride_vh, total, scale, softcap, window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
+                step_q, step_k, step_v, step_o, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL,
                 HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK,
             )  # fmt: skip
 
@@ -142,7 +145,7 @@ def _attention_fwd_small_segments_kernel(
 @triton.jit(do_not_specialize=SMALL_SEGMENTS_SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_long_segments_fallback_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_ptr,
-    stride_qh, stride_kh, stride_vh,
+    stride_qh, stride_kh, stride_vh, stride_qt, stride_kt, stride_vt, stride_ot,
     total, num_segments, scale, softcap, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
@@ -195,7 +198,9 @@ def _attention_fwd_long_segments_fallback_kernel(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, start, length, first, start, attended,
                 stride_qh, stride_kh, stride_vh, HEAD_DIM // STRIDE_UNIT, total, scale, softcap_score_mod(softcap),
                 window_left, window_right,
-                STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, 1,
+                row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
+                row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
+                STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, 1,
                 HAS_LEFT, HAS_RIGHT, SCORE_MODS, HAS_LSE, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
     if OVERLAPS:
