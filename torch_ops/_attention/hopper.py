@@ -220,8 +220,11 @@ def plan_forward_fp32_hopper(t: Forward, options: AttentionOptions) -> Plan:
     launch = sizes.fp32
     halves = [tensor.new_empty(tensor.shape, dtype=dtype, device="meta") for tensor in (t.k, t.v)]
     constants = _forward_constants(t, options, launch, folded(t.q, *halves, t.out))
-    constants |= {"K_STRIDE": t.k.stride(2), "V_STRIDE": t.v.stride(2)}
-    scalars = (*t.k.stride()[:2], *t.v.stride()[:2], *_forward_scalars(t, options))
+    heads, rows = t.k.shape[1], [t.k.stride(2), t.v.stride(2)]
+    # Keys and values may be packed with queries.
+    is_settled = are_settled([*rows, t.q.shape[3]], [heads, heads, t.q.shape[1]], t.q.shape[3])
+    constants |= dict(zip(("K_STRIDE", "V_STRIDE"), rows if is_settled else (0, 0), strict=True))
+    scalars = (*t.k.stride()[:2], *t.v.stride()[:2], *rows, *_forward_scalars(t, options))
     device, block = t.q.device, launch.block_n
     main, tail, width = sizes.main, sizes.tail, sizes.v_columns
     # q comes in one part, of whole columns.

@@ -74,8 +74,8 @@ def plan_fp32_dkdv(t: Dkdv, options: AttentionOptions) -> Plan:
     batch, heads, k_length, head_dim = t.k.shape
     splits = _splits(t.q, t.k)
     results = [allocate_partial(tensor, splits) for tensor in (t.dk, t.dv)]
-    stride_unit, outer, rows, _ = dense_strides(t.q, t.k, t.v, t.dout, *results, settled=True)
-    scalars = (*outer, t.q.shape[2], k_length, options.scale, *options.bounds())
+    stride_unit, outer, rows, numbers = dense_strides(t.q, t.k, t.v, t.dout, *results)
+    scalars = (*outer, *numbers, t.q.shape[2], k_length, options.scale, *options.bounds())
     names = ("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_DOT", "STRIDE_DKT", "STRIDE_DVT")
     constants = {
         **dict(zip(names, rows, strict=True)), "STRIDE_UNIT": stride_unit, "HEAD_DIM": head_dim, "SPLITS": splits,

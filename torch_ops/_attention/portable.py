@@ -54,7 +54,9 @@ def plan_forward_portable(t: Forward, options: AttentionOptions, precision: str)
     if is_dense:
         stride_unit, outer, rows, numbers = dense_strides(t.q, t.k, t.v, t.out)
     else:
-        stride_unit, outer, rows, numbers = packed_strides(t.q, t.k, t.v, t.out)
+        stride_unit, heads, rows, numbers = packed_strides(t.q, t.k, t.v, t.out)
+        # Heads of out lie side by side.
+        outer = heads[:3]
     constants = {
         **dict(zip(("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_OT"), rows, strict=True)),
         "HAS_LSE": options.has_lse,

@@ -85,19 +85,17 @@ def are_settled(rows: list[int], heads: list[int], head_dim: int) -> bool:
     )
 
 
-def dense_strides(*tensors: Tensor, settled: bool = False) -> Strides:
+def dense_strides(*tensors: Tensor) -> Strides:
     """Strides of [B, H, S, D] tensors; one without contiguous columns has those of its copy.
 
     Rows that a model's sizes place are a constant number of heads apart: one, all heads, or those of a packed
     projection. Any other row stride follows from a batch or a length, as in [S, B, H, D]. As a constant it would cost a
     build for each size. Either all row strides of a launch are constants or none, so that few builds serve all.
-
-    A kernel that takes constants alone says that strides are `settled`.
     """
     strides = [tensor.stride() if tensor.stride(3) == 1 else tensor.contiguous().stride() for tensor in tensors]
     outer = [stride for batch, head, _, _ in strides for stride in (batch, head)]
     rows = [row for _, _, row, _ in strides]
-    return _counted(outer, rows, settled or are_settled(rows, [x.shape[1] for x in tensors], tensors[0].shape[3]))
+    return _counted(outer, rows, are_settled(rows, [x.shape[1] for x in tensors], tensors[0].shape[3]))
 
 
 def packed_strides(*tensors: Tensor) -> Strides:

@@ -59,7 +59,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     gradient_stride,
 )
 from csrc_free_ops.attention.hopper.scheduler import boundaries, has_one_segment, is_dense
-from csrc_free_ops.attention.hopper.tile_info import make_info
+from csrc_free_ops.attention.hopper.tile_info import COUNTS, SIZES, make_info
 from csrc_free_ops.tiles.hopper.memory import clear_rows, flat, put_pairs, read_columns, store_rows
 from csrc_free_ops.tiles.hopper.versions import aggregate, meet
 from csrc_free_ops.tiles.hopper.warpgroup import (
@@ -369,7 +369,7 @@ def _consume(INDEX: gl.constexpr, shared, scale, config):
         num_blocks = info.tile(count).read(TILE.NUM_BLOCKS)
 
 
-@gluon.jit(do_not_specialize=["stride_dkt", "stride_dvt", "stride_dqt"])
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_acc2_desc, dq_acc2_second_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dq_acc_ptr, semaphores_ptr, tile_counter_ptr, dk_ptr, dv_ptr, dq_ptr,

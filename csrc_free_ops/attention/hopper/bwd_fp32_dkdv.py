@@ -16,8 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
 from csrc_free_ops.tiles.hopper.limits import SHARED_BYTES
 from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
+from csrc_free_ops.tiles.rows import row_step
 from csrc_free_ops.tiles.scores import exponent_of_norm, exponential
 from csrc_free_ops.tiles.segments import locate_dense
 
@@ -41,7 +43,7 @@ def _split(x):
 
 
 @gluon.jit
-def _load(ptr, first, length, STRIDE: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr):
+def _load(ptr, first, length, STRIDE, ROWS: gl.constexpr, HALVES: gl.constexpr):
     """ROWS rows from `first` on, in halves of WIDTH columns; 0 from row `length` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -123,7 +125,7 @@ def _accumulate(accumulators, weights, row_tiles, zeros):
 
 
 @gluon.jit
-def _store(ptr, accumulators, factor, first, length, STRIDE: gl.constexpr):
+def _store(ptr, accumulators, factor, first, length, STRIDE):
     LAYOUT: gl.constexpr = accumulators[0].type.layout
     rows = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -132,11 +134,13 @@ def _store(ptr, accumulators, factor, first, length, STRIDE: gl.constexpr):
         gl.store(pointers + half * WIDTH, accumulators[half] * factor, mask=(rows < length) & (columns >= 0))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=DENSE_SIZES)
 def _attention_bwd_fp32_dkdv_hopper_kernel(
     q_ptr, k_ptr, v_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_dkb, stride_dkh, stride_dvb, stride_dvh, q_length, k_length, scale, window_left, window_right,
+    stride_dkb, stride_dkh, stride_dvb, stride_dvh,
+    stride_qt, stride_kt, stride_vt, stride_dot, stride_dkt, stride_dvt,
+    q_length, k_length, scale, window_left, window_right,
     STRIDE_QT: gl.constexpr, STRIDE_KT: gl.constexpr, STRIDE_VT: gl.constexpr, STRIDE_DOT: gl.constexpr,
     STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, STRIDE_UNIT: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SPLITS: gl.constexpr,
@@ -175,8 +179,8 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
         k_tiles = k_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, WIDTH], SHARED),)
         v_tiles = v_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, WIDTH], SHARED),)
         row_tiles = row_tiles + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, WIDTH], SHARED),)
-    _stage(_load(k_ptr, first, k_length, STRIDE_KT, BLOCK_N, HALVES), k_tiles)
-    _stage(_load(v_ptr, first, k_length, STRIDE_VT, BLOCK_N, HALVES), v_tiles)
+    _stage(_load(k_ptr, first, k_length, row_step(stride_kt, STRIDE_KT, STRIDE_UNIT), BLOCK_N, HALVES), k_tiles)
+    _stage(_load(v_ptr, first, k_length, row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), BLOCK_N, HALVES), v_tiles)
 
     low, full_low, full_high, high = block_span(
         first, gl.minimum(first + BLOCK_N, k_length) - 1, q_length - k_length, window_right, window_left, q_length,
@@ -195,10 +199,12 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
         dv = dv + (no_gradient,)
     local = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
     cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
-    q = _load(q_ptr, low, q_length, STRIDE_QT, BLOCK_M, HALVES)
+    step_q = row_step(stride_qt, STRIDE_QT, STRIDE_UNIT)
+    step_do = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT)
+    q = _load(q_ptr, low, q_length, step_q, BLOCK_M, HALVES)
     for start in range(low, high, BLOCK_M):
         _stage(q, row_tiles)
-        dout = _load(dout_ptr, start, q_length, STRIDE_DOT, BLOCK_M, HALVES)
+        dout = _load(dout_ptr, start, q_length, step_do, BLOCK_M, HALVES)
         lse = gl.load(lse_ptr + statistics + start + local, mask=start + local < q_length, other=0.0)  # [BLOCK_M]
         s = _wait_scores(_issue_scores(k_tiles, row_tiles, HALVES, no_scores))  # [BLOCK_N, BLOCK_M]
         _stage(dout, row_tiles)
@@ -215,10 +221,10 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
         dv = _accumulate(dv, p, row_tiles, no_gradient)
         _stage(q, row_tiles)
         # The next block is loaded during the products.
-        q = _load(q_ptr, start + BLOCK_M, q_length, STRIDE_QT, BLOCK_M, HALVES)
+        q = _load(q_ptr, start + BLOCK_M, q_length, step_q, BLOCK_M, HALVES)
         dk = _accumulate(dk, ds, row_tiles, no_gradient)
     split_head = head * SPLITS + gl.program_id(2)
     dk_ptr += (sequence * stride_dkb + split_head * stride_dkh) * STRIDE_UNIT
     dv_ptr += (sequence * stride_dvb + split_head * stride_dvh) * STRIDE_UNIT
-    _store(dk_ptr, dk, scale, first, k_length, STRIDE_DKT)
-    _store(dv_ptr, dv, 1.0, first, k_length, STRIDE_DVT)
+    _store(dk_ptr, dk, scale, first, k_length, row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT))
+    _store(dv_ptr, dv, 1.0, first, k_length, row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT))

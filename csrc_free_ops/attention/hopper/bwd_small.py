@@ -29,7 +29,7 @@ from csrc_free_ops.attention.hopper.bwd_protocol import (
     tile_count,
 )
 from csrc_free_ops.attention.hopper.scheduler import boundaries, head_count, rows_of
-from csrc_free_ops.attention.hopper.tile_info import SLOTS, TILE_INFOS, LaunchInfo
+from csrc_free_ops.attention.hopper.tile_info import COUNTS, SIZES, SLOTS, TILE_INFOS, LaunchInfo
 from csrc_free_ops.configs import attention_hopper_backward
 from csrc_free_ops.tiles.hopper.limits import REGISTERS, SHARED_BYTES
 from csrc_free_ops.tiles.hopper.memory import await_kernel, clear_rows, flat, load_blocks, read_columns, store_rows
@@ -431,7 +431,7 @@ def _gradient_address(ptr, batch, head, row, stride_batch, stride_head, stride_r
     return (ptr + offset).to(gl.int64)
 
 
-@gluon.jit(do_not_specialize=["stride_dkt", "stride_dvt", "stride_dqt"])
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_bwd_small_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc,
     lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, dk_ptr, dv_ptr, dq_ptr,

@@ -49,7 +49,7 @@ from csrc_free_ops.attention.hopper.fwd_config import (
 )
 from csrc_free_ops.attention.hopper.fwd_producer import produce
 from csrc_free_ops.attention.hopper.scheduler import boundaries, is_dense
-from csrc_free_ops.attention.hopper.tile_info import make_info
+from csrc_free_ops.attention.hopper.tile_info import COUNTS, SIZES, make_info
 from csrc_free_ops.tiles.hopper.memory import (
     await_kernel,
     clear_rows,
@@ -339,7 +339,7 @@ def consume(INDEX: gl.constexpr, q, out, tiles, info, bars, scale, total_q, sink
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_ot"])
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_hopper_kernel(
     q_main, q_tail, k_main, k_tail, v_desc, out_main, out_tail,
     out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, tile_counter_ptr,

@@ -60,7 +60,7 @@ class ForwardConfig:
     CAST_WARPS: gl.constexpr  # warps that round fp32 keys and values, or 0
     SEPARATE_Q: gl.constexpr  # whether rounded q has memory of its own, so that the next rows can come early
     SKIPPED_ROWS: gl.constexpr  # segments of up to so many rows are left to the kernel before
-    K_STRIDE: gl.constexpr  # between rows of fp32 keys
+    K_STRIDE: gl.constexpr  # between rows of fp32 keys; 0 where an argument at run time has it
     V_STRIDE: gl.constexpr  # between rows of fp32 values
     ENDS: gl.constexpr  # whether ORDER is DENSE_ENDS
     V_TILES: gl.constexpr  # tiles of v of one block

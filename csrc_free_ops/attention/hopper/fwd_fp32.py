@@ -12,7 +12,7 @@ from csrc_free_ops.attention.hopper.fwd import consume, group_rows
 from csrc_free_ops.attention.hopper.fwd_config import ARRIVALS, BARRIER_BYTES, ForwardConfig
 from csrc_free_ops.attention.hopper.fwd_fp32_producer import STAGE_BYTES, cast_kv, cast_warps
 from csrc_free_ops.attention.hopper.fwd_producer import produce
-from csrc_free_ops.attention.hopper.tile_info import make_info
+from csrc_free_ops.attention.hopper.tile_info import COUNTS, SIZES, make_info
 from csrc_free_ops.tiles.hopper.memory import await_kernel, columns_of, flat
 from csrc_free_ops.tiles.hopper.versions import reinterpret
 from csrc_free_ops.tiles.hopper.warpgroup import barriers_in, check_base, make_barriers, shared_base
@@ -57,11 +57,11 @@ def _third_cast_warp(STAGES_AT: gl.constexpr, sources, halves, counters, sizes, 
         cast_kv(2, STAGES_AT, sources, halves, counters, sizes, config)
 
 
-@gluon.jit(do_not_specialize=["stride_ot"])
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_fp32_hopper_kernel(
     q_desc_fp32, k_main, k_tail, v_desc,
     k_ptr, v_ptr, k_half, v_half, out_ptr, lse_ptr, sinks_ptr, cast_counters_ptr, tile_counter_ptr,
-    stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_ot,
+    stride_kb, stride_kh, stride_vb, stride_vh, stride_kt, stride_vt, stride_ob, stride_oh, stride_ot,
     total_q, total_k, batch, scale, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     ORDER: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
@@ -113,7 +113,12 @@ def _attention_fwd_fp32_hopper_kernel(
     sinks = lse_ptr
     if HAS_SINKS:
         sinks = sinks_ptr
-    sources = (k_ptr, v_ptr, (stride_kb, stride_kh), (stride_vb, stride_vh))
+    k_strides = (stride_kb, stride_kh)
+    v_strides = (stride_vb, stride_vh)
+    if K_STRIDE == 0:
+        k_strides = k_strides + (stride_kt,)
+        v_strides = v_strides + (stride_vt,)
+    sources = (k_ptr, v_ptr, k_strides, v_strides)
     halves = (k_half, v_half)
     lengths = (total_k, batch)
     if SEPARATE_Q:

@@ -74,6 +74,15 @@ def _locate(piece, total_k, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
+def _row_step(strides, STRIDE: gl.constexpr):
+    """Elements from a row to the next: a constant, or the last of the strides, which follows from a batch."""
+    if STRIDE > 0:
+        return STRIDE
+    else:
+        return strides[2]
+
+
+@gluon.jit
 def _load_stage(location, half, sources, stage_at, total_k, config):
     """Begin to load half a piece. The caller commits the loads, even if there are none, because they are counted."""
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
@@ -85,11 +94,13 @@ def _load_stage(location, half, sources, stage_at, total_k, config):
     batch = (head // K_HEADS).to(gl.int64)
     within = (head % K_HEADS).to(gl.int64)
     if is_v:
-        begin = v_ptr + batch * v_strides[0] + within * v_strides[1] + row.to(gl.int64) * config.V_STRIDE
-        fetch_run(begin, stage_at, total_k - row, ROWS, HEAD_DIM, config.V_STRIDE)  # [ROWS, HEAD_DIM]
+        step = _row_step(v_strides, config.V_STRIDE)
+        begin = v_ptr + batch * v_strides[0] + within * v_strides[1] + row.to(gl.int64) * step
+        fetch_run(begin, stage_at, total_k - row, ROWS, HEAD_DIM, step)  # [ROWS, HEAD_DIM]
     else:
-        begin = k_ptr + batch * k_strides[0] + within * k_strides[1] + row.to(gl.int64) * config.K_STRIDE
-        fetch_run(begin, stage_at, total_k - row, ROWS, HEAD_DIM, config.K_STRIDE)  # [ROWS, HEAD_DIM]
+        step = _row_step(k_strides, config.K_STRIDE)
+        begin = k_ptr + batch * k_strides[0] + within * k_strides[1] + row.to(gl.int64) * step
+        fetch_run(begin, stage_at, total_k - row, ROWS, HEAD_DIM, step)  # [ROWS, HEAD_DIM]
 
 
 @gluon.jit

@@ -14,6 +14,15 @@ from csrc_free_ops.tiles.hopper.versions import aggregate, reinterpret
 SLOTS, TILE_INFOS = gl.constexpr(16), gl.constexpr(4)
 
 
+# Arguments of the kernels that follow from lengths and batches. They are not specialized: Triton would build the same
+# code again for sizes of another divisibility. A number of sequences is specialized to 1 alone.
+SIZES = (
+    "total_q", "total_k", "window_left", "window_right",
+    *[f"stride_{name}{axis}" for name in ("k", "v", "o", "dk", "dv", "dq") for axis in "bht"],
+)  # fmt: skip
+COUNTS = ("num_segments", "batch")
+
+
 @gluon.constexpr_function
 def _one_value(warps):
     return gl.BlockedLayout([1], [32], [warps], [0])

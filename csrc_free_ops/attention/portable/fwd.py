@@ -151,7 +151,7 @@ def attend_tile(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=COUNTS)
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, sinks_ptr, seed_ptr,
-    stride_qh, stride_kh, stride_vh, stride_oh, stride_qt, stride_kt, stride_vt, stride_ot, stride_slopes,
+    stride_qh, stride_kh, stride_vh, stride_qt, stride_kt, stride_vt, stride_ot, stride_slopes,
     total_q, total_k, num_segments, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
@@ -201,7 +201,7 @@ def _attention_fwd_kernel(
         score_mod = without_sink(score_mod, not inside)
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
-        stride_qh, stride_kh, stride_vh, stride_oh, total_q, scale, score_mod, window_left, window_right,
+        stride_qh, stride_kh, stride_vh, HEAD_DIM // STRIDE_UNIT, total_q, scale, score_mod, window_left, window_right,
         row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT),
         row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
         STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,

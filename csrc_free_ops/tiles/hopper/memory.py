@@ -133,7 +133,7 @@ def round_rows(
 
 
 @gluon.jit
-def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr):
+def fetch_run(source, target, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE):
     """One warp starts to copy the first `rows` of ROWS rows of fp32 to shared `target`, 16 bytes for each thread.
 
     After `await_fetched` a thread may read what it has copied itself, as `round_run` does. The copies have no L2
