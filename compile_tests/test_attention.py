@@ -320,7 +320,7 @@ def test_rows_are_split_where_tiles_of_keys_are_few() -> None:
     tensor, lse = torch.empty(3, 4, 200, 64, device="meta"), torch.empty(3, 4, 200, device="meta")
     with fake_gpu(SM90):
         keys, parts = _launches_of_keys(tensor, lse, AttentionOptions(0.1, -1, 0))
-    assert keys.grid == (2 * 3, 4, 4) and keys.kwargs["SPLITS"] == parts.kwargs["DKDV_SPLITS"] == 4
+    assert keys.grid == (2 * 3, 4, 4) and keys.arguments["splits"] == parts.arguments["dkdv_splits"] == 4
 
 
 def _launches_of_keys(tensor: Tensor, lse: Tensor, options: AttentionOptions) -> list[Any]:

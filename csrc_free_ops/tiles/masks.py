@@ -57,7 +57,16 @@ def block_span(
 
 
 @triton.jit
-def share_of_span(low, full_low, full_high, high, share, SHARES: tl.constexpr, BLOCK: tl.constexpr):
+def count_splits(splits, IS_SPLIT: tl.constexpr):
+    """The number of splits: at run time with IS_SPLIT, because it follows from sizes, and else the constant 1."""
+    if IS_SPLIT:
+        return tl.cast(splits, tl.int32)
+    else:
+        return 1
+
+
+@triton.jit
+def share_of_span(low, full_low, full_high, high, share, SHARES, BLOCK: tl.constexpr):
     """The blocks of one of SHARES shares of a `block_span`. Shares are equally long; the last may be shorter."""
     blocks = (high - low + BLOCK - 1) // BLOCK
     begin = tl.minimum(low + share * ((blocks + SHARES - 1) // SHARES) * BLOCK, high)

@@ -75,10 +75,10 @@ def plan_fp32_dkdv(t: Dkdv, options: AttentionOptions) -> Plan:
     splits = _splits(t.q, t.k)
     results = [allocate_partial(tensor, splits) for tensor in (t.dk, t.dv)]
     stride_unit, outer, rows, numbers = dense_strides(t.q, t.k, t.v, t.dout, *results)
-    scalars = (*outer, *numbers, t.q.shape[2], k_length, options.scale, *options.bounds())
+    scalars = (*outer, *numbers, t.q.shape[2], k_length, splits, options.scale, *options.bounds())
     names = ("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_DOT", "STRIDE_DKT", "STRIDE_DVT")
     constants = {
-        **dict(zip(names, rows, strict=True)), "STRIDE_UNIT": stride_unit, "HEAD_DIM": head_dim, "SPLITS": splits,
+        **dict(zip(names, rows, strict=True)), "STRIDE_UNIT": stride_unit, "HEAD_DIM": head_dim, "IS_SPLIT": splits > 1,
         "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0, "num_warps": FP32_DKDV_CONFIG.num_warps,
         **PTXAS,
     }  # fmt: skip

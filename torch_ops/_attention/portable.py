@@ -41,9 +41,10 @@ def _tiles(t: Forward | Backward, rows: Tensor, block: int) -> int:
     return rows.shape[0] // block + num_segments(t) + 2
 
 
-def _scalars(t: Forward | Backward, options: AttentionOptions) -> tuple[Any, ...]:
+def _scalars(t: Forward | Backward, options: AttentionOptions, *splits: int) -> tuple[Any, ...]:
     return (
-        slopes_stride(t.q, options), *_sizes(t), options.scale, options.softcap, options.dropout, *options.bounds()
+        slopes_stride(t.q, options), *_sizes(t), *splits,
+        options.scale, options.softcap, options.dropout, *options.bounds(),
     )  # fmt: skip
 
 
@@ -149,12 +150,14 @@ def _bind_gradients(
         read, dq_outer, dkdv_outer = outer[:5], numbers[:6], [*numbers[:3], numbers[4], numbers[6]]
         dkdv_read = (*read[:3], *read[4:])
     q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row, dv_row = rows
-    scalars = _scalars(t, options)
+    dq_scalars, dkdv_scalars = (
+        _scalars(t, options, *([splits] if is_dense else [])) for splits in (dq_splits, dkdv_splits)
+    )
     strides = {"STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row}
     overlaps = can_overlap()
     early = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
-    of_dq = {"SPLITS": dq_splits, **early} if is_dense else {}
-    of_dkdv = {"STRIDE_DVT": dv_row, "SPLITS": dkdv_splits, **early} if is_dense else {}
+    of_dq = {"IS_SPLIT": dq_splits > 1, **early} if is_dense else {}
+    of_dkdv = {"STRIDE_DVT": dv_row, "IS_SPLIT": dkdv_splits > 1, **early} if is_dense else {}
     dq_constants = {
         **strides, "STRIDE_OT": out_row, "STRIDE_DQT": dq_row, "HAS_DLSE": t.dlse is not None, **of_dq,
         **constants_of(t, options, dq_config, stride_unit, options.backward_score_mods, precision),
@@ -172,6 +175,6 @@ def _bind_gradients(
     else:
         dq_kernel, dkdv_kernel = wrap_triton(_attention_bwd_dq_kernel), wrap_triton(_attention_bwd_dkdv_kernel)
     return (
-        Bound(dq_kernel, dq_grid, (*read, *dq_outer, *scalars), dq_constants),
-        Bound(dkdv_kernel, dkdv_grid, (*dkdv_read, *dkdv_outer, *scalars), dkdv_constants),
+        Bound(dq_kernel, dq_grid, (*read, *dq_outer, *dq_scalars), dq_constants),
+        Bound(dkdv_kernel, dkdv_grid, (*dkdv_read, *dkdv_outer, *dkdv_scalars), dkdv_constants),
     )

@@ -54,12 +54,12 @@ def plan_split_sum(gradients: Sequence[Tensor], dq_splits: int, dkdv_splits: int
     batch, heads, length, head_dim = gradients[0].shape
     k_heads, k_length = gradients[1].shape[1:3]
     stride_unit, outer, rows, numbers = dense_strides(*gradients)
-    scalars = (*outer, *numbers, batch, heads, k_heads, length, k_length)
+    scalars = (*outer, *numbers, batch, heads, k_heads, length, k_length, dq_splits, dkdv_splits)
     overlaps = can_overlap()
     constants = {
         **dict(zip(("STRIDE_DQT", "STRIDE_DKT", "STRIDE_DVT"), rows, strict=True)),
-        "STRIDE_UNIT": stride_unit, "HEAD_DIM": head_dim, "DQ_SPLITS": dq_splits, "DKDV_SPLITS": dkdv_splits,
-        "OVERLAPS": overlaps,
+        "STRIDE_UNIT": stride_unit, "HEAD_DIM": head_dim, "IS_DQ_SPLIT": dq_splits > 1,
+        "IS_DKDV_SPLIT": dkdv_splits > 1, "OVERLAPS": overlaps,
         "BLOCK_M": ROWS, "BLOCK_N": next_power_of_2(head_dim), "num_warps": 4, "num_stages": 1,
         **({"launch_pdl": True} if overlaps else {}),
     }  # fmt: skip
@@ -127,12 +127,13 @@ def plan_backward_small(
     )
     scalars = (
         *outer[4:], *numbers[2:], slopes_stride(q, options), batch, length, k_length,
-        options.scale, options.softcap, options.dropout, *options.bounds(),
+        dq_splits, splits, options.scale, options.softcap, options.dropout, *options.bounds(),
     )  # fmt: skip
     constants = {
         "STRIDE_QT": q_row, "STRIDE_KT": k_row, "STRIDE_VT": v_row, "STRIDE_DOT": dout_row,
         "STRIDE_DQT": dq_row, "STRIDE_DKT": dk_row, "STRIDE_DVT": dv_row,
-        "DQ_BLOCK_M": dq_config.block_m, "DQ_BLOCK_N": dq_config.block_n, "DQ_SPLITS": dq_splits, "SPLITS": splits,
+        "DQ_BLOCK_M": dq_config.block_m, "DQ_BLOCK_N": dq_config.block_n, "IS_DQ_SPLIT": dq_splits > 1,
+        "IS_SPLIT": splits > 1,
         **shared, **early,
     }  # fmt: skip
     grid = (max(tiles), num_heads, splits + dq_splits)

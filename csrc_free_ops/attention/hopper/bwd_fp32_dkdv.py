@@ -140,12 +140,12 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     stride_qt, stride_kt, stride_vt, stride_dot, stride_dkt, stride_dvt,
-    q_length, k_length, scale, window_left, window_right,
+    q_length, k_length, splits, scale, window_left, window_right,
     STRIDE_QT: gl.constexpr, STRIDE_KT: gl.constexpr, STRIDE_VT: gl.constexpr, STRIDE_DOT: gl.constexpr,
     STRIDE_DKT: gl.constexpr, STRIDE_DVT: gl.constexpr, STRIDE_UNIT: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SPLITS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys of all sequences, heads, SPLITS): dk and dv of fp32 [B, H, S, D] of one head each.
+    """Grid (tiles of BLOCK_N keys of all sequences, heads, splits): dk and dv of fp32 [B, H, S, D] of one head each.
 
     With several splits, each computes a contribution from its share of the rows. The contributions to a head lie behind
     each other, like those of so many heads. HEAD_DIM is a multiple of WIDTH. Strides of batch and head are in units of
@@ -186,9 +186,9 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
         first, gl.minimum(first + BLOCK_N, k_length) - 1, q_length - k_length, window_right, window_left, q_length,
         HAS_RIGHT, HAS_LEFT, BLOCK_M,
     )  # fmt: skip
-    if SPLITS > 1:
+    if IS_SPLIT:
         low, full_low, full_high, high = share_of_span(
-            low, full_low, full_high, high, gl.program_id(2), SPLITS, BLOCK_M
+            low, full_low, full_high, high, gl.program_id(2), splits, BLOCK_M
         )
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SCORES)
     no_gradient = gl.zeros([BLOCK_N, WIDTH], gl.float32, GRADIENTS)
@@ -223,7 +223,9 @@ def _attention_bwd_fp32_dkdv_hopper_kernel(
         # The next block is loaded during the products.
         q = _load(q_ptr, start + BLOCK_M, q_length, step_q, BLOCK_M, HALVES)
         dk = _accumulate(dk, ds, row_tiles, no_gradient)
-    split_head = head * SPLITS + gl.program_id(2)
+    split_head = head
+    if IS_SPLIT:
+        split_head = head * splits + gl.program_id(2)
     dk_ptr += (sequence * stride_dkb + split_head * stride_dkh) * STRIDE_UNIT
     dv_ptr += (sequence * stride_dvb + split_head * stride_dvh) * STRIDE_UNIT
     _store(dk_ptr, dk, scale, first, k_length, row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT))

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from csrc_free_ops.attention.portable.fwd import COUNTS, DENSE_SIZES, SIZES
 from csrc_free_ops.tiles.dropout import drop_weights
-from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
+from csrc_free_ops.tiles.masks import block_span, count_splits, share_of_span, within_bounds
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -102,13 +102,13 @@ def differentiate_queries(
     STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_OT, STRIDE_DOT, STRIDE_DQT, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS=1,
     HAS_DELTA: tl.constexpr = False,
 ):  # fmt: skip
     """Store dq of BLOCK_M query rows of a segment, from row `first` on, and their delta unless HAS_DELTA.
 
-    With SPLITS > 1 a program passes over its share of the keys and stores a split sum of dq. The split sums of a head
-    follow each other like heads.
+    Where SPLITS is a number at run time (`count_splits`), a program passes over its share of the keys and stores a
+    split sum of dq. The split sums of a head follow each other like heads.
     """
     scale = tl.cast(scale, tl.float32)
     k_head = head // GROUP
@@ -150,7 +150,7 @@ def differentiate_queries(
         BLOCK_N,
     )
     split_head = head
-    if SPLITS > 1:
+    if isinstance(SPLITS, tl.tensor):
         low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_N)
         split_head = head * SPLITS + split
     dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
@@ -254,14 +254,15 @@ def _attention_bwd_dq_dense_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr, slopes_ptr, seed_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_dob, stride_doh,
     stride_dqb, stride_dqh, stride_qt, stride_kt, stride_vt, stride_ot, stride_dot, stride_dqt, stride_slopes,
-    q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    q_length, k_length, splits, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_OT: tl.constexpr,
     STRIDE_DOT: tl.constexpr, STRIDE_DQT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_SPLIT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows of all sequences, heads, SPLITS): delta and dq for sequences of equal length.
+    """Grid (tiles of BLOCK_M query rows of all sequences, heads, splits): delta and dq for sequences of equal length.
 
     With OVERLAPS the kernel starts while the previous one ends.
     """
@@ -284,5 +285,6 @@ def _attention_bwd_dq_dense_kernel(
         row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT),
         row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT), row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
         STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+        HAS_DLSE, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
+        count_splits(splits, IS_SPLIT),
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from csrc_free_ops.attention.portable.fwd import COUNTS, DENSE_SIZES, SIZES
 from csrc_free_ops.tiles.dropout import dropout_mask
-from csrc_free_ops.tiles.masks import block_span, share_of_span, within_bounds
+from csrc_free_ops.tiles.masks import block_span, count_splits, share_of_span, within_bounds
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
     accumulate_rows,
@@ -98,11 +98,11 @@ def differentiate_keys(
     STRIDE_QT, STRIDE_KT, STRIDE_VT, STRIDE_DOT, STRIDE_DKT, STRIDE_DVT, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr = 1,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS=1,
 ):  # fmt: skip
     """Store dk and dv of BLOCK_N keys of a segment, from key `first` on, summed over the GROUP query heads in order.
 
-    With SPLITS > 1 a program passes over its share of the query rows and stores split sums, as in
+    Where SPLITS is a number at run time, a program passes over its share of the query rows and stores split sums, as in
     `differentiate_queries`.
     """
     scale = tl.cast(scale, tl.float32)
@@ -132,7 +132,7 @@ def differentiate_keys(
         BLOCK_M,
     )
     split_head = k_head
-    if SPLITS > 1:
+    if isinstance(SPLITS, tl.tensor):
         low, full_low, full_high, high = share_of_span(low, full_low, full_high, high, split, SPLITS, BLOCK_M)
         split_head = k_head * SPLITS + split
     # In fp32 each query head has its own accumulators: a shorter chain of additions rounds less.
@@ -256,14 +256,14 @@ def _attention_bwd_dkdv_dense_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     stride_qt, stride_kt, stride_vt, stride_dot, stride_dkt, stride_dvt, stride_slopes,
-    q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    q_length, k_length, splits, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_N keys of all sequences, key heads, SPLITS): dk and dv for sequences of equal length.
+    """Grid (tiles of BLOCK_N keys of all sequences, key heads, splits): dk and dv for sequences of equal length.
 
     With OVERLAPS the kernel starts while the previous one, which stores delta, ends.
     """
@@ -287,5 +287,6 @@ def _attention_bwd_dkdv_dense_kernel(
         row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT),
         row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT),
         STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+        HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
+        count_splits(splits, IS_SPLIT),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from csrc_free_ops.attention.portable.bwd import differentiate_queries
 from csrc_free_ops.attention.portable.bwd_dkdv import differentiate_keys
 from csrc_free_ops.attention.portable.fwd import DENSE_SIZES
+from csrc_free_ops.tiles.masks import count_splits
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import batch_base, column_starts, delta_of_rows, load_rows, row_base, row_step
 from csrc_free_ops.tiles.score_mod import head_score_mod, sequence_score_mod
@@ -53,15 +54,15 @@ def _attention_bwd_small_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_dqb, stride_dqh, stride_dkb, stride_dkh, stride_dvb, stride_dvh,
     stride_qt, stride_kt, stride_vt, stride_dot, stride_dqt, stride_dkt, stride_dvt, stride_slopes,
-    batch, q_length, k_length, scale, softcap, dropout, window_left, window_right,
+    batch, q_length, k_length, dq_splits, splits, scale, softcap, dropout, window_left, window_right,
     STRIDE_QT: tl.constexpr, STRIDE_KT: tl.constexpr, STRIDE_VT: tl.constexpr, STRIDE_DOT: tl.constexpr,
     STRIDE_DQT: tl.constexpr, STRIDE_DKT: tl.constexpr, STRIDE_DVT: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, DQ_SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+    DQ_BLOCK_M: tl.constexpr, DQ_BLOCK_N: tl.constexpr, IS_DQ_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (the larger number of tiles of both kinds, heads, SPLITS + DQ_SPLITS): dk and dv of BLOCK_N keys, and dq.
+    """Grid (the larger number of tiles of both kinds, heads, splits + dq_splits): dk and dv of BLOCK_N keys, and dq.
 
     Split sums are those of `bwd.py`. With OVERLAPS the kernel starts while the previous one, which stores delta, ends.
     """
@@ -73,7 +74,7 @@ def _attention_bwd_small_kernel(
     step_k = row_step(stride_kt, STRIDE_KT, STRIDE_UNIT)
     step_v = row_step(stride_vt, STRIDE_VT, STRIDE_UNIT)
     step_do = row_step(stride_dot, STRIDE_DOT, STRIDE_UNIT)
-    if split < SPLITS:
+    if split < splits:
         sequence, first = locate_dense(tl.program_id(0), k_length, False, BLOCK_N)
         if (sequence < batch) & (head * GROUP < heads):
             score_mod = sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS)
@@ -91,7 +92,8 @@ def _attention_bwd_small_kernel(
                 step_q, step_k, step_v, step_do,
                 row_step(stride_dkt, STRIDE_DKT, STRIDE_UNIT), row_step(stride_dvt, STRIDE_DVT, STRIDE_UNIT),
                 STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-                HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N, SPLITS,
+                HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_M, BLOCK_N,
+                count_splits(splits, IS_SPLIT),
             )  # fmt: skip
     else:
         sequence, first = locate_dense(tl.program_id(0), q_length, HAS_RIGHT, DQ_BLOCK_M)
@@ -106,10 +108,11 @@ def _attention_bwd_small_kernel(
                 batch_base(k_ptr, sequence, stride_kb, STRIDE_UNIT),
                 batch_base(v_ptr, sequence, stride_vb, STRIDE_UNIT), dout_base, lse_ptr + statistics, dout_base,
                 None, delta_ptr + statistics, batch_base(dq_ptr, sequence, stride_dqb, STRIDE_UNIT),
-                head, 0, q_length, first, 0, k_length, split - SPLITS,
+                head, 0, q_length, first, 0, k_length, split - splits,
                 stride_qh, stride_kh, stride_vh, 0, stride_doh, stride_dqh,
                 q_length, scale, score_mod, window_left, window_right,
                 step_q, step_k, step_v, step_do, step_do, row_step(stride_dqt, STRIDE_DQT, STRIDE_UNIT),
                 STRIDE_UNIT, HEAD_DIM, MAIN, TAIL, GROUP,
-                False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N, DQ_SPLITS, True,
+                False, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, DQ_BLOCK_M, DQ_BLOCK_N,
+                count_splits(dq_splits, IS_DQ_SPLIT), True,
             )  # fmt: skip

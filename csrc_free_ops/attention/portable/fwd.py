@@ -50,7 +50,9 @@ STRIDES = (
 SIZES = ("total_q", "total_k", "window_left", "window_right", *STRIDES)
 # Specialized to 1 but not to other divisors: with a single segment 1024 rows take 4 % less time.
 COUNTS = ("num_segments",)
-DENSE_SIZES = ("q_length", "k_length", "window_left", "window_right", "heads", *STRIDES)
+DENSE_SIZES = (
+    "q_length", "k_length", "splits", "dq_splits", "dkdv_splits", "window_left", "window_right", "heads", *STRIDES
+)  # fmt: skip
 
 
 @triton.jit
