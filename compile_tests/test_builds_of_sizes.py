@@ -95,6 +95,10 @@ LAYOUTS: dict[str, tuple[Kernels, Callable[[int], Calls]]] = {
         # So many heads and rows that gradients are not split, which is a choice of launches.
         lambda n: batch_inside(kernels.attention_calls(batch=n, num_heads=64, rows=1000, dtype=torch.float32)),
     ),
+    "attention_fp32_batch": (
+        kernels.ATTENTION,
+        lambda n: kernels.attention_calls(batch=n, rows=1000, head_dim=64, dtype=torch.float32),
+    ),
     "attention_length": (kernels.ATTENTION, lambda n: kernels.attention_calls(rows=n, keys=3 * n)),
     "attention_rows_first": (kernels.ATTENTION, lambda n: kernels.attention_calls(rows=n, rows_first=True)),
     "window_attn": (kernels.WINDOW_ATTN, lambda n: kernels.window_attn_calls(rows=100 * n, segments=n)),
@@ -199,6 +203,32 @@ def test_few_builds_of_hopper_kernels_serve_all_batches(rows: int, head_dim: int
                 constants = {key: value for key, value in launch.arguments.items() if "SPLIT" in key or key == "ORDER"}
                 found[f"{name} {constants}"].add(build_of(launch))
     assert len(found) > 2 and all(len(builds) <= MOST for builds in found.values()), {
+        name: len(builds) for name, builds in found.items()
+    }
+
+
+# A launch of the Hopper path with so many rows, batches or segments; fp32 ones have a forward alone.
+HOPPER_SIZES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "segments": lambda n: {"rows": 131 * n, "segments": n},
+    "window": lambda n: {"rows": 64 * n, "left": n, "right": 3 * n},
+    "lengths": lambda n: {"rows": 64 * n + 300, "batch": 2},
+    "batches": lambda n: {"rows": 2000, "batch": n},
+    "fp32_lengths": lambda n: {"rows": 64 * n + 300, "batch": 2, "dtype": torch.float32},
+    "fp32_inside": lambda n: {"rows": 300, "batch": n, "batch_inside": True, "dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("sizes", HOPPER_SIZES)
+def test_few_builds_of_hopper_kernels_serve_all_sizes(sizes: str) -> None:
+    """Each order of tiles counts as a kernel of its own."""
+    chosen = {name: Config(128, 128, 8, 2) for name in ("attention_fwd_hopper", "attention_bwd_hopper")}
+    found: dict[str, set[str]] = defaultdict(set)
+    for size in SIZES:
+        launches = hopper_launches(chosen, 64, num_heads=8, num_k_heads=4, **HOPPER_SIZES[sizes](size))
+        with fake_gpu():
+            for name, launch in launches.items():
+                found[f"{name} {launch.arguments.get('ORDER')}"].add(build_of(launch))
+    assert found and all(len(builds) <= MOST for builds in found.values()), {
         name: len(builds) for name, builds in found.items()
     }
 
