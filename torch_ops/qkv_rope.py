@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from torch_ops._core.checks import (
     check_bias,
@@ -30,12 +29,13 @@ from torch_ops._core.checks import (
 from torch_ops._core.plan import Plan, merged, reference_plan
 from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._core.registry import runs_kernels
-from torch_ops._core.rotation_gradient import TableGradients, new_table_gradients, plan_table_gradients
+from torch_ops._core.rotation_gradient import new_table_gradients
 from torch_ops._core.torch_private import without_autocast
 from torch_ops._gemm.cpu import qkv_rope_cpu, rotary_backward_cpu
 from torch_ops._gemm.elementwise import ROTATED_RUN, new_column_sums, plan_rotary_backward, sum_runs
 from torch_ops._gemm.plan import plan_of, plan_rotary
 from torch_ops._gemm.portable import rows_of
+from torch_ops._gemm.rotary_tables import RotaryTables, plan_rotary_tables
 from torch_ops._gemm.tensors import Rotary, RotaryBackward, RotaryOptions
 
 
@@ -182,34 +182,8 @@ def _backward_tensors(call: QkvRopeBackward) -> RotaryBackward:
     return RotaryBackward(dq, dk, dv, cos, sin, packed, partial)
 
 
-def _table_gradients(call: QkvRopeBackward, packed: Tensor, made: tuple[Tensor, ...]) -> TableGradients:
-    """Those of q and k before their rotation, which `packed` holds."""
-    dq, dk = call.dq, call.dk
-    q, k = packed.unflatten(1, (-1, dq.shape[2])).split([dq.shape[1], dk.shape[1]], 1)
-    return TableGradients(dq, dk, q, k, None, None, *made)
-
-
-def _rotated_columns(call: QkvRopeBackward) -> int:
-    return (call.dq.shape[1] + call.dk.shape[1]) * call.dq.shape[2]
-
-
-def _plan_tables(call: QkvRopeBackward) -> Plan:
-    """Plan dcos and dsin; the launch takes the call and makes them."""
-    columns, dq = _rotated_columns(call), call.dq
-    empty = dq.new_empty((dq.shape[0], columns))
-    plan = plan_table_gradients(_table_gradients(call, empty, new_table_gradients(dq, call.cos, True)))
-    fill = plan.launch
-
-    def launch(call: QkvRopeBackward) -> tuple[Tensor, ...]:
-        assert call.x is not None
-        made = new_table_gradients(call.dq, call.cos, True)
-        bias = None if call.bias is None else call.bias.narrow(0, 0, columns)
-        with without_autocast():
-            packed = functional.linear(call.x, call.weight.narrow(0, 0, columns), bias)
-        fill(_table_gradients(call, packed, made))
-        return made
-
-    return Plan(launch, plan.kernels)
+def _tables_of(call: QkvRopeBackward) -> RotaryTables:
+    return RotaryTables(call.dq, call.dk, call.x, call.weight, call.bias, call.cos)
 
 
 def _plan_backward(call: QkvRopeBackward, _: QkvRopeBackward) -> Plan:
@@ -217,7 +191,7 @@ def _plan_backward(call: QkvRopeBackward, _: QkvRopeBackward) -> Plan:
         plan = plan_rotary_backward(_backward_tensors(call), call.weight, call.packs, call.needs_bias)
     else:
         plan = reference_plan(rotary_backward_cpu, call.dq)
-    fill, tables = plan.launch, _plan_tables(call) if call.needs_tables else None
+    fill, tables = plan.launch, plan_rotary_tables(_tables_of(call)) if call.needs_tables else None
 
     def launch(call: QkvRopeBackward) -> tuple[Tensor, ...]:
         t, x = _backward_tensors(call), call.x
@@ -229,7 +203,9 @@ def _plan_backward(call: QkvRopeBackward, _: QkvRopeBackward) -> Plan:
                 torch.mm(t.packed.t(), x) if call.needs_weight and x is not None else t.dq.new_empty((0,)),
                 sum_runs(t.partial, t.dq.dtype) if call.needs_bias else t.dq.new_empty((0,)),
             )
-        return *made, *(new_table_gradients(t.dq, call.cos, False) if tables is None else tables.launch(call))
+        if tables is None:
+            return *made, *new_table_gradients(t.dq, call.cos, False)
+        return *made, *tables.launch(_tables_of(call))
 
     return Plan(launch, merged(plan.kernels, tables.kernels if tables else {}), plan.path, plan.why)
 
@@ -244,7 +220,7 @@ qkv_rope_backward_op = planned_op(
     plan=_plan_backward,
     flops=lambda call: (
         2 * call.dq.shape[0] * call.weight.numel() * (call.needs_x + call.needs_weight)
-        + 2 * call.dq.shape[0] * call.weight.shape[1] * _rotated_columns(call) * call.needs_tables
+        + 2 * call.dq.shape[0] * call.weight.shape[1] * _tables_of(call).columns * call.needs_tables
     ),
 )
 qkv_rope_backward_op.refuse_autograd()
