@@ -51,7 +51,7 @@ def test_delta_counters_and_sums(
     sums = torch.full((heads * total_q * head_dim,), torch.nan, device=device)
     counts = torch.full((lanes * heads * tiles + 1,), -1, dtype=torch.int32, device=device)
     _attention_bwd_delta_kernel[(tiles, heads)](
-        out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8,
+        out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8, 0, 0,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
         STRIDE_OT=heads * head_dim, STRIDE_DOT=heads * head_dim, STRIDE_UNIT=8, HAS_DLSE=has_dlse,
         HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ORDERED=ordered, DQ_ACCS=lanes, ONE_SEGMENT=False,
@@ -101,7 +101,7 @@ def test_one_segment_is_found_without_a_search(begin: int, end: int, keys: tuple
         made = [torch.full_like(lse, torch.nan), torch.full((heads, total, 64), torch.nan, device=device)]
         counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
         _attention_bwd_delta_kernel[(tiles, heads)](
-            out, lse, dout, lse, cu_q, cu_k, *made, counts, 8, 8, total, 50, 1, 0, 0,
+            out, lse, dout, lse, cu_q, cu_k, *made, counts, 8, 8, 0, 0, total, 50, 1, 0, 0,
             STRIDE_OT=heads * 64, STRIDE_DOT=heads * 64, STRIDE_UNIT=8, HAS_DLSE=True, HAS_LEFT=False, HAS_RIGHT=True,
             ORDERED=True, DQ_ACCS=1, ONE_SEGMENT=one, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
         )  # fmt: skip
@@ -124,7 +124,7 @@ def test_falling_boundaries_are_told(falling: str, device: str) -> None:
     sums = torch.zeros(heads, total, 64, device=device)
     counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
     _attention_bwd_delta_kernel[(tiles, heads)](
-        out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, total, total, segments, 0, 0,
+        out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, 0, 0, total, total, segments, 0, 0,
         STRIDE_OT=64, STRIDE_DOT=64, STRIDE_UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
         DQ_ACCS=1, ONE_SEGMENT=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
     )  # fmt: skip
