@@ -425,6 +425,44 @@ def test_forwards_of_instances_are_called(when: str, graphs_on_the_cpu: None) ->
     check_outputs(restore(encoder)(pixels, grid_thw=IMAGES), eager, truth)
 
 
+@torch.no_grad()
+def test_no_forward_of_an_instance_is_lost_on_the_way_back() -> None:
+    """Wherever one is put afterwards, the restored tower computes it too, or it is refused by name."""
+    names = [name for name, _ in accelerate(tower_of("qwen2_5_vl_vision")).named_modules()]
+    pixels, refused = draw_pixels(tower_of("qwen2_5_vl_vision"), ONE), []
+    for name in names:
+        if name.startswith(("blocks.1", "blocks.2")):
+            continue
+        encoder = accelerate(tower_of("qwen2_5_vl_vision"))
+        plain, module = encoder(pixels, ONE).pooler_output, encoder.get_submodule(name)
+        if isinstance(module, nn.ModuleList):
+            continue
+        module.forward = functools.partial(_scaled, module.forward)
+        changed = encoder(pixels, ONE).pooler_output
+        assert (changed - plain).abs().max() > 1e-3, name
+        try:
+            output = restore(encoder)(pixels, grid_thw=ONE).pooler_output
+        except ValueError as error:
+            place = f"{name}.forward".lstrip(".")
+            assert str(error).startswith(f"restore: {place} is another, expected that of {type(module).__name__}; undo")
+            refused.append(name)
+        else:
+            torch.testing.assert_close(output, changed, atol=1e-4, rtol=1e-4)
+    assert refused == ["", "blocks.0", "blocks.0.attn", "merger.mlp", "merger.mlp.1"]
+    # As after `remove_hook_from_submodules` of Accelerate, which leaves the forward that it found.
+    encoder = accelerate(tower_of("qwen2_5_vl_vision"))
+    for module in encoder.modules():
+        module.forward = module.forward
+    torch.testing.assert_close(restore(encoder)(pixels, grid_thw=ONE).pooler_output, plain, atol=1e-4, rtol=1e-4)
+
+
+def _scaled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
+    for key in ["pooler_output"] if isinstance(output, dict) else []:
+        output[key] = 1.5 * output[key]
+    return 1.5 * output if isinstance(output, Tensor) else output
+
+
 def test_a_patch_embedding_without_its_layer_is_refused() -> None:
     tower = tower_of("qwen3_vl_vision")
     tower.patch_embed = nn.Sequential(tower.patch_embed)

@@ -21,6 +21,7 @@ from torch_ops.models._sharing import (
     is_vision_model,
     kinds_of,
     modules_of,
+    own_forward,
     rotary_like,
     share,
     vision_classes,
@@ -184,6 +185,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
     called = _called(encoder, tower, made)
     _check_structure(encoder, made, called)
     _check_dispatched(encoder, called)
+    _check_forwards(encoder, made, called)
     share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
@@ -238,6 +240,18 @@ def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
         if hasattr(module, "_hf_hook") and not is_inside(name, called):
             wanted = "one without; remove Accelerate's hooks first (remove_hook_from_submodules)"
             refuse("restore", name or "the vision encoder", wanted, "a module with a hook")
+
+
+def _check_forwards(encoder: QwenVisionEncoder, made: dict[str, nn.Module], called: list[str]) -> None:
+    """Refuses forwards that somebody put on modules afterwards: they compute ours, and the tower has others."""
+    for name, module in encoder.named_modules(remove_duplicate=False):
+        if is_inside(name, called):
+            continue
+        own, kind = own_forward(module), type(made[name])
+        # The hook that was carried over is no other forward.
+        if getattr(own, "func", own) not in (None, _within) or type(module).forward is not kind.forward:
+            wanted = f"that of {kind.__name__}; undo what was put there first"
+            refuse("restore", f"{name}.forward".lstrip("."), wanted, "another")
 
 
 def _copy_checkpointing(source: Any, target: Any) -> None:

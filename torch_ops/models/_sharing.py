@@ -185,14 +185,19 @@ def rotary_like(rotary: Any) -> Any:
     return type(rotary)(*arguments)
 
 
+def own_forward(module: nn.Module) -> Any:
+    """Return the forward that somebody put on an instance, or None; Accelerate's hooks keep what they wrap."""
+    forward = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    same = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+    return None if same else forward
+
+
 def _is_patched(module: nn.Module) -> bool:
     """Whether an instance has a forward of its own that may do something else.
 
-    The hub's kernels give activations one, which computes the same; Accelerate's hooks keep what they wrap.
+    The hub's kernels give activations one, which computes the same.
     """
-    forward = module.__dict__.get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
-    same = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
-    return forward is not None and not same and bool([*module.parameters(), *module.buffers()])
+    return own_forward(module) is not None and bool([*module.parameters(), *module.buffers()])
 
 
 def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder, called: Iterable[str]) -> None:
@@ -282,5 +287,5 @@ def vision_classes() -> str:
 
 __all__ = [
     "check_in_place", "copy_modes", "from_transformers", "is_inside", "is_vision_model", "kinds_of", "modules_of",
-    "rotary_like", "share", "vision_classes",
+    "own_forward", "rotary_like", "share", "vision_classes",
 ]  # fmt: skip
