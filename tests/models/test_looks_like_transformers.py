@@ -449,11 +449,26 @@ def test_no_forward_of_an_instance_is_lost_on_the_way_back() -> None:
         else:
             torch.testing.assert_close(output, changed, atol=1e-4, rtol=1e-4)
     assert refused == ["", "blocks.0", "blocks.0.attn", "merger.mlp", "merger.mlp.1"]
-    # As after `remove_hook_from_submodules` of Accelerate, which leaves the forward that it found.
-    encoder = accelerate(tower_of("qwen2_5_vl_vision"))
-    for module in encoder.modules():
-        module.forward = module.forward
-    torch.testing.assert_close(restore(encoder)(pixels, grid_thw=ONE).pooler_output, plain, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_forwards_that_accelerate_leaves_behind_replace_nothing(graphs_on_the_cpu: None) -> None:
+    """Without its hooks, a module has the forward of its class as an attribute."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="the test needs Accelerate")
+    model: Any = nn.ModuleDict({"visual": tower_of("qwen2_5_vl_vision")})
+    pixels, kinds = draw_pixels(model["visual"], ONE), list(map(type, model.modules()))
+    for change in (accelerate, restore, accelerate, accelerate):
+        for module in model["visual"].modules():
+            hooks.add_hook_to_module(module, hooks.ModelHook())
+        hooks.remove_hook_from_submodules(model)
+        assert "forward" in vars(model["visual"].blocks[0].norm1)
+        change(model)
+        if change is restore:
+            assert list(map(type, model.modules())) == kinds
+    encoder = model["visual"]
+    for _ in range(3):
+        encoder(pixels, ONE)
+    assert encoder.graphs.captured and not encoder.graphs.why_eager
 
 
 def _scaled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -583,6 +598,8 @@ def test_pixels_as_collators_make_them(shape: Any, graphs_on_the_cpu: None) -> N
             check_outputs(call(given, IMAGES), eager, truth)
         assert encoder.graphs.captured and not encoder.graphs.why_eager
         check_outputs(encoder(given, IMAGES, chunk_tokens=32), eager, truth)
+        packed = encoder.encode_packed(given, qwen_vl.vision_metadata(IMAGES, encoder.sizes))
+        check_outputs(encoder.output_of(*packed), eager, truth)
         for wrong in (pixels.flatten(), pixels[None, 1:], pixels[:, None, :-1]):
             with pytest.raises(ValueError, match="pixel_values"):
                 encoder(wrong, IMAGES)

@@ -16,6 +16,7 @@ from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
     check_in_place,
     copy_modes,
+    drop_same_forwards,
     from_transformers,
     is_inside,
     is_vision_model,
@@ -65,6 +66,8 @@ def accelerate(model: ModelT, *, graphs: bool = True) -> ModelT:
             f"model is {type(model).__name__}, expected a vision encoder of Transformers or a model that holds one "
             f"({vision_classes()})"
         )
+    for tower in towers.values():
+        drop_same_forwards(tower)
     # All are made before the first is put in its place, so that a refusal leaves the model whole.
     made = {key: _made(tower) for key, tower in towers.items() if not isinstance(tower, QwenVisionEncoder)}
     for tower in towers.values():
@@ -180,6 +183,7 @@ def _within(hook: Any, encoder: QwenVisionEncoder, *args: Any, **kwargs: Any) ->
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
     check_in_place("restore", encoder, "restore", "remove Accelerate's hooks first (remove_hook_from_submodules)")
+    drop_same_forwards(encoder)
     with torch.device("meta"):
         made = dict(QwenVisionEncoder(encoder.config).named_modules())
     called = _called(encoder, tower, made)

@@ -46,6 +46,7 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
             f"or a model that holds one ({vision_classes()})"
         )
     (source,) = found
+    drop_same_forwards(source)
     if isinstance(source, QwenVisionEncoder):
         return source
     check_in_place("from_transformers", source, "accelerate", "accelerate the model first, then offload")
@@ -192,6 +193,16 @@ def own_forward(module: nn.Module) -> Any:
     return None if same else forward
 
 
+def drop_same_forwards(model: nn.Module) -> None:
+    """Delete forwards of instances that are their class's own: a module with a forward looks like a replaced one.
+
+    Accelerate leaves them where it removes its hooks.
+    """
+    for module in model.modules():
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook") and own_forward(module) is None:
+            del module.forward
+
+
 def _is_patched(module: nn.Module) -> bool:
     """Whether an instance has a forward of its own that may do something else.
 
@@ -286,6 +297,6 @@ def vision_classes() -> str:
 
 
 __all__ = [
-    "check_in_place", "copy_modes", "from_transformers", "is_inside", "is_vision_model", "kinds_of", "modules_of",
-    "own_forward", "rotary_like", "share", "vision_classes",
+    "check_in_place", "copy_modes", "drop_same_forwards", "from_transformers", "is_inside", "is_vision_model",
+    "kinds_of", "modules_of", "own_forward", "rotary_like", "share", "vision_classes",
 ]  # fmt: skip

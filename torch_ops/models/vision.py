@@ -215,7 +215,7 @@ class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
         tensors. Rows past the images are computed too. They see nothing, and are finite if their pixels are.
         """
         check_is_metadata(metadata)
-        return self._encode(pixel_values, metadata, False)[:3]
+        return self._encode(self.rows_of(pixel_values), metadata, False)[:3]
 
     def output_of(self, last: Tensor, pooled: Tensor, taps: Iterable[Tensor]) -> Any:
         """Transformers' output of what `encode_packed` returns."""
