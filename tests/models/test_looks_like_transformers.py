@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import inspect
 import io
 from collections.abc import Callable
@@ -318,6 +319,22 @@ def test_hooks_of_transformers_itself_do_not_stop_pairs_and_come_back() -> None:
     assert seen == [tower.blocks[1], tower.merger]
     for mine, theirs in zip(again, expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("way", (from_transformers, accelerate, lambda tower: restore(accelerate(tower)), restore))
+def test_hooks_of_loading_outlive_their_modules(way: Callable[[Any], Any]) -> None:
+    """PyTorch gives them the module on which they were registered, and refuses to call them without it."""
+    first, seen = tower_of("qwen3_vl_vision"), []
+    first = accelerate(first) if way is restore else first
+    places, keys = (first, first.blocks[0].mlp), list(first.state_dict())
+    for module in places:
+        module.register_load_state_dict_pre_hook(lambda module, *rest: seen.append(type(module)))
+    kinds, other = list(map(type, places)), way(first)
+    del first, module, places
+    gc.collect()
+    other = copy.deepcopy(other)
+    other.load_state_dict(other.state_dict())
+    assert seen == kinds and list(other.state_dict()) == keys
 
 
 @pytest.fixture

@@ -261,8 +261,10 @@ def hooks_of_user(module: nn.Module) -> list[Any]:
 
 def _share_hooks(source: nn.Module, target: nn.Module) -> None:
     """Give target the very dictionaries, so that `remove()` of a handle takes a hook from both."""
-    if not hooks_of_user(source):
+    if not (hooks := hooks_of_user(source)):
         return
+    # PyTorch's hooks of loading hold their module weakly. In a tuple, it is no submodule.
+    vars(target)["_owners_of_hooks"] = tuple(hook.module() for hook in hooks if getattr(hook, "with_module", False))
     for name in FIELDS_OF_HOOKS:
         held, shared = vars(target)[name], vars(source)[name]
         if isinstance(shared, dict):
