@@ -205,7 +205,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
 
 
 def _called(encoder: QwenVisionEncoder, tower: nn.Module, made: dict[str, nn.Module]) -> list[str]:
-    """The modules that the tower takes as they are, our norms too; of all others it takes the parameters."""
+    """Return the modules that the tower takes as they are, our norms too; for other modules it takes parameters."""
     kinds = kinds_of(encoder)
     modules, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (encoder, tower))
     called: list[str] = []
@@ -224,7 +224,7 @@ def _called(encoder: QwenVisionEncoder, tower: nn.Module, made: dict[str, nn.Mod
 
 
 def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], called: list[str]) -> None:
-    """Refuses what has other modules by now than it was made with, but for those that are called."""
+    """Refuse an encoder that has other modules than it was made with, except modules that are called."""
     modules = dict(encoder.named_modules(remove_duplicate=False))
     for name, module in made.items():
         if is_inside(name, called):
@@ -239,7 +239,7 @@ def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], cal
 
 
 def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
-    """Refuses hooks of Accelerate on modules that the tower has others for: it would lack them."""
+    """Refuse hooks of Accelerate on modules that the tower replaces by its own, because it would lack them."""
     for name, module in encoder.named_modules():
         if hasattr(module, "_hf_hook") and not is_inside(name, called):
             wanted = "one without; remove Accelerate's hooks first (remove_hook_from_submodules)"
@@ -247,7 +247,7 @@ def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
 
 
 def _check_forwards(encoder: QwenVisionEncoder, made: dict[str, nn.Module], called: list[str]) -> None:
-    """Refuses forwards that somebody put on modules afterwards: they compute ours, and the tower has others."""
+    """Refuse forwards that somebody put on modules afterwards, because the tower has other modules."""
     for name, module in encoder.named_modules(remove_duplicate=False):
         if is_inside(name, called):
             continue

@@ -36,7 +36,7 @@ class CheckedInputs(nn.Module):
         return pixel_values
 
     def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
-        """With `sent`, who calls sends pixel values of the host."""
+        """Refuse pixel values of another shape, dtype or device. With `sent`, the caller sends those of the host."""
         check_is_tensor(pixel_values)
         if pixel_values.is_complex():
             refuse("vision encoder", "pixel_values", "of a real dtype", dtype_name(pixel_values.dtype))

@@ -167,7 +167,7 @@ def _other_constant(theirs: nn.Module, made: nn.Module, names: Iterable[str]) ->
 
 
 def _other_frequencies(name: str, theirs: Any) -> Difference | None:
-    """Those of a rotary embedding are in no state dict, and follow from the config; towers that are cast round them."""
+    """Rotary frequencies are in no state dict, because they follow from the config. Casting a tower rounds them."""
     got = getattr(theirs, "inv_freq", None)
     if not isinstance(got, Tensor) or got.is_meta:
         return None
@@ -234,7 +234,7 @@ def _first(names: Iterable[str]) -> str:
 
 
 def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
-    """Gives target the very parameters, buffers and hooks of source, and its modules that are called as modules."""
+    """Give target the parameters, buffers and hooks of source themselves, and the modules of source that are called."""
     for name in called:
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, source.get_submodule(name))
@@ -274,7 +274,7 @@ def _share_hooks(source: nn.Module, target: nn.Module) -> None:
 
 
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Gives each module of target the mode of source's of that name, or of the nearest that it would be in."""
+    """Give each module of target the mode of the module in source by that name, or of the nearest one around it."""
     modes = {name: module.training for name, module in source.named_modules(remove_duplicate=False)}
     for name, module in target.named_modules(remove_duplicate=False):
         while name not in modes:
@@ -283,7 +283,7 @@ def copy_modes(source: nn.Module, target: nn.Module) -> None:
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:
-    """None of what is no module, which callers then refuse by what they look for."""
+    """Return all modules of a model, and none for another object, which callers then refuse."""
     return model.modules() if isinstance(model, nn.Module) else ()
 
 
