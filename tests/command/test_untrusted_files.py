@@ -18,6 +18,7 @@ from PIL import Image
 
 from tests.command.verify import CPU, STREET, draw_image, draw_mode, refused, stored, vk
 from torch_ops.command.inputs import InputError, frame_files, read_frames, read_images
+from torch_ops.models._files import check_stored
 from torch_ops.models.qwen_vl import image_processor, load_tower, open_image
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.filterwarnings("ignore:::PIL")]
@@ -197,6 +198,26 @@ def test_damaged_images(tmp_path_factory: pytest.TempPathFactory, draws: st.Data
                 read([file], None, step)
             except InputError as error:
                 assert str(file) in str(error) and "\n" not in str(error)
+
+
+def test_pipes_and_devices_are_no_files(model: Path, tmp_path: Path) -> None:
+    """To open a pipe waits for a writer, and a link to `/dev/zero` never ends."""
+    names = ("config.json", "processor_config.json", "preprocessor_config.json", "model.safetensors")
+    for file in (tmp_path / "image.png", *(model / name for name in names), model / "model.safetensors.index.json"):
+        kept = file.read_bytes() if file.exists() else None
+        file.unlink(missing_ok=True)
+        file.symlink_to("/dev/null")
+        image = file if file.suffix == ".png" else STREET
+        for options in ([], ["--frames"]):
+            line = refused("encode", image, "--model", model, *options, *CPU)
+            assert line == f"vk: {file} is a pipe or a device; give a file\n"
+        file.unlink()
+        # Without weights the index is read.
+        if kept is not None and file.suffix == ".json":
+            file.write_bytes(kept)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe or a device; give a file"):
+        check_stored(pipe)
 
 
 def test_animations_that_are_cut(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_delta_counters_and_sums(
     lse[:, 8] = -torch.inf
     delta = torch.full_like(lse, torch.nan)
     sums = torch.full((heads * total_q * head_dim,), torch.nan, device=device)
-    counts = torch.full((lanes * heads * tiles + 1,), -1, dtype=torch.int32, device=device)
+    counts = torch.full((lanes * heads * tiles,), -1, dtype=torch.int32, device=device)
     _attention_bwd_delta_kernel[(tiles, heads)](
         out, lse, dout, dlse, cu_q, cu_k, delta, sums, counts, head_dim // 8, head_dim // 8, 0, 0,
         total_q, total_k, len(q_lengths), left or 0, right or 0,
@@ -99,7 +99,7 @@ def test_one_segment_is_found_without_a_search(begin: int, end: int, keys: tuple
     found = []
     for one in (False, True):
         made = [torch.full_like(lse, torch.nan), torch.full((heads, total, 64), torch.nan, device=device)]
-        counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
+        counts = torch.full((heads * tiles,), -1, dtype=torch.int32, device=device)
         _attention_bwd_delta_kernel[(tiles, heads)](
             out, lse, dout, lse, cu_q, cu_k, *made, counts, 8, 8, 0, 0, total, 50, 1, 0, 0,
             STRIDE_OT=heads * 64, STRIDE_DOT=heads * 64, STRIDE_UNIT=8, HAS_DLSE=True, HAS_LEFT=False, HAS_RIGHT=True,
@@ -109,26 +109,28 @@ def test_one_segment_is_found_without_a_search(begin: int, end: int, keys: tuple
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("falling", ["neither", "queries", "keys"])
-def test_falling_boundaries_are_told(falling: str, device: str) -> None:
-    """More segments than are looked at in one step; the one that falls is the last."""
-    segments, heads, total = 1100, 1, 1100
+@pytest.mark.parametrize("falling", ["queries", "keys"])
+def test_falling_boundaries_are_their_prefix_maximum(falling: str, device: str) -> None:
+    """More segments than are looked at in one step; boundaries fall before the last and at the end."""
+    segments, heads, total = 300, 1, 300
     rising = torch.arange(segments + 1, dtype=torch.int32, device=device)
     fallen = rising.clone()
-    fallen[-1] = 7
-    cu_q, cu_k = (fallen if falling == name else rising for name in ("queries", "keys"))
-    # The last tile looks at all boundaries, however many there are.
-    tiles = 2
+    fallen[torch.tensor([40, 280, 300])] = torch.tensor([200, 7, 0], dtype=torch.int32, device=device)
+    tiles = total // BLOCK_M + segments + 2
     out = torch.zeros(total, heads, 64, device=device, dtype=torch.float16)
     lse, delta = (torch.zeros(heads, total, device=device) for _ in range(2))
-    sums = torch.zeros(heads, total, 64, device=device)
-    counts = torch.full((heads * tiles + 1,), -1, dtype=torch.int32, device=device)
-    _attention_bwd_delta_kernel[(tiles, heads)](
-        out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, 0, 0, total, total, segments, 0, 0,
-        STRIDE_OT=64, STRIDE_DOT=64, STRIDE_UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
-        DQ_ACCS=1, ONE_SEGMENT=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
-    )  # fmt: skip
-    assert counts[-1].item() == (falling != "neither")
+    found = []
+    for boundaries in (fallen, fallen.cummax(0).values.to(torch.int32)):
+        cu_q, cu_k = (boundaries if falling == name else rising for name in ("queries", "keys"))
+        sums = torch.full((heads, total, 64), torch.nan, device=device)
+        counts = torch.full((heads * tiles,), -1, dtype=torch.int32, device=device)
+        _attention_bwd_delta_kernel[(tiles, heads)](
+            out, lse, out, lse, cu_q, cu_k, delta, sums, counts, 8, 8, 0, 0, total, total, segments, 0, 0,
+            STRIDE_OT=64, STRIDE_DOT=64, STRIDE_UNIT=8, HAS_DLSE=False, HAS_LEFT=False, HAS_RIGHT=False, ORDERED=True,
+            DQ_ACCS=1, ONE_SEGMENT=False, OVERLAPPED=False, BLOCK_N=BLOCK_N, **_split(64),
+        )  # fmt: skip
+        found.append(sums.nan_to_num(7.0))
+    assert torch.equal(*found) and 0 < (found[0] == 0).sum() < found[0].numel()
 
 
 @triton.jit

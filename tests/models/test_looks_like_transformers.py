@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import inspect
 import io
 from collections.abc import Callable
@@ -320,6 +321,22 @@ def test_hooks_of_transformers_itself_do_not_stop_pairs_and_come_back() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("way", (from_transformers, accelerate, lambda tower: restore(accelerate(tower)), restore))
+def test_hooks_of_loading_outlive_their_modules(way: Callable[[Any], Any]) -> None:
+    """PyTorch gives them the module on which they were registered, and refuses to call them without it."""
+    first, seen = tower_of("qwen3_vl_vision"), []
+    first = accelerate(first) if way is restore else first
+    places, keys = (first, first.blocks[0].mlp), list(first.state_dict())
+    for module in places:
+        module.register_load_state_dict_pre_hook(lambda module, *rest: seen.append(type(module)))
+    kinds, other = list(map(type, places)), way(first)
+    del first, module, places
+    gc.collect()
+    other = copy.deepcopy(other)
+    other.load_state_dict(other.state_dict())
+    assert seen == kinds and list(other.state_dict()) == keys
+
+
 @pytest.fixture
 def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "DEVICES", ("cuda", "cpu"))
@@ -423,6 +440,59 @@ def test_forwards_of_instances_are_called(when: str, graphs_on_the_cpu: None) ->
             check_outputs(encoder(pixels, IMAGES), eager, truth)
     assert "has a forward of its own" in encoder.graphs.why_eager
     check_outputs(restore(encoder)(pixels, grid_thw=IMAGES), eager, truth)
+
+
+@torch.no_grad()
+def test_no_forward_of_an_instance_is_lost_on_the_way_back() -> None:
+    """Wherever one is put afterwards, the restored tower computes it too, or it is refused by name."""
+    names = [name for name, _ in accelerate(tower_of("qwen2_5_vl_vision")).named_modules()]
+    pixels, refused = draw_pixels(tower_of("qwen2_5_vl_vision"), ONE), []
+    for name in names:
+        if name.startswith(("blocks.1", "blocks.2")):
+            continue
+        encoder = accelerate(tower_of("qwen2_5_vl_vision"))
+        plain, module = encoder(pixels, ONE).pooler_output, encoder.get_submodule(name)
+        if isinstance(module, nn.ModuleList):
+            continue
+        module.forward = functools.partial(_scaled, module.forward)
+        changed = encoder(pixels, ONE).pooler_output
+        assert (changed - plain).abs().max() > 1e-3, name
+        try:
+            output = restore(encoder)(pixels, grid_thw=ONE).pooler_output
+        except ValueError as error:
+            place = f"{name}.forward".lstrip(".")
+            assert str(error).startswith(f"restore: {place} is another, expected that of {type(module).__name__}; undo")
+            refused.append(name)
+        else:
+            torch.testing.assert_close(output, changed, atol=1e-4, rtol=1e-4)
+    assert refused == ["", "blocks.0", "blocks.0.attn", "merger.mlp", "merger.mlp.1"]
+
+
+@torch.no_grad()
+def test_forwards_that_accelerate_leaves_behind_replace_nothing(graphs_on_the_cpu: None) -> None:
+    """Without its hooks, a module has the forward of its class as an attribute."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="the test needs Accelerate")
+    model: Any = nn.ModuleDict({"visual": tower_of("qwen2_5_vl_vision")})
+    pixels, kinds = draw_pixels(model["visual"], ONE), list(map(type, model.modules()))
+    for change in (accelerate, restore, accelerate, accelerate):
+        for module in model["visual"].modules():
+            hooks.add_hook_to_module(module, hooks.ModelHook())
+        hooks.remove_hook_from_submodules(model)
+        assert "forward" in vars(model["visual"].blocks[0].norm1)
+        change(model)
+        if change is restore:
+            assert list(map(type, model.modules())) == kinds
+    encoder = model["visual"]
+    for _ in range(3):
+        encoder(pixels, ONE)
+    assert encoder.graphs.captured and not encoder.graphs.why_eager
+
+
+def _scaled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
+    for key in ["pooler_output"] if isinstance(output, dict) else []:
+        output[key] = 1.5 * output[key]
+    return 1.5 * output if isinstance(output, Tensor) else output
 
 
 def test_a_patch_embedding_without_its_layer_is_refused() -> None:
@@ -545,6 +615,8 @@ def test_pixels_as_collators_make_them(shape: Any, graphs_on_the_cpu: None) -> N
             check_outputs(call(given, IMAGES), eager, truth)
         assert encoder.graphs.captured and not encoder.graphs.why_eager
         check_outputs(encoder(given, IMAGES, chunk_tokens=32), eager, truth)
+        packed = encoder.encode_packed(given, qwen_vl.vision_metadata(IMAGES, encoder.sizes))
+        check_outputs(encoder.output_of(*packed), eager, truth)
         for wrong in (pixels.flatten(), pixels[None, 1:], pixels[:, None, :-1]):
             with pytest.raises(ValueError, match="pixel_values"):
                 encoder(wrong, IMAGES)

@@ -43,7 +43,7 @@ def table_gradients_cpu(tensors: Any) -> None:
     dq, dk, q, k, cu_q, cu_k, dcos, dsin = tensors
     dtype = torch.promote_types(q.dtype, torch.float32)
     half = q.shape[2] // 2
-    sums = torch.zeros((2, q.shape[0], 2 * half), dtype=dtype)
+    sums = torch.zeros((2, q.shape[0], 2 * half), dtype=dtype, device="cpu")
     for dx, x, cu in ((dq, q, cu_q), (dk, k, cu_q if cu_k is None else cu_k)):
         rows = slice(None) if cu is None else _inside(x, cu)
         dx, x = dx[rows].to(dtype), x[rows].to(dtype)

@@ -16,11 +16,13 @@ from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models._sharing import (
     check_in_place,
     copy_modes,
+    drop_same_forwards,
     from_transformers,
     is_inside,
     is_vision_model,
     kinds_of,
     modules_of,
+    own_forward,
     rotary_like,
     share,
     vision_classes,
@@ -64,6 +66,8 @@ def accelerate(model: ModelT, *, graphs: bool = True) -> ModelT:
             f"model is {type(model).__name__}, expected a vision encoder of Transformers or a model that holds one "
             f"({vision_classes()})"
         )
+    for tower in towers.values():
+        drop_same_forwards(tower)
     # All are made before the first is put in its place, so that a refusal leaves the model whole.
     made = {key: _made(tower) for key, tower in towers.items() if not isinstance(tower, QwenVisionEncoder)}
     for tower in towers.values():
@@ -179,11 +183,13 @@ def _within(hook: Any, encoder: QwenVisionEncoder, *args: Any, **kwargs: Any) ->
 def _original(encoder: QwenVisionEncoder) -> nn.Module:
     (tower,) = getattr(encoder, _ORIGINAL)
     check_in_place("restore", encoder, "restore", "remove Accelerate's hooks first (remove_hook_from_submodules)")
+    drop_same_forwards(encoder)
     with torch.device("meta"):
         made = dict(QwenVisionEncoder(encoder.config).named_modules())
     called = _called(encoder, tower, made)
     _check_structure(encoder, made, called)
     _check_dispatched(encoder, called)
+    _check_forwards(encoder, made, called)
     share(encoder, tower, called)
     _copy_checkpointing(encoder, tower)
     if hasattr(tower, "gradient_checkpointing"):
@@ -199,7 +205,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
 
 
 def _called(encoder: QwenVisionEncoder, tower: nn.Module, made: dict[str, nn.Module]) -> list[str]:
-    """The modules that the tower takes as they are, our norms too; of all others it takes the parameters."""
+    """Return the modules that the tower takes as they are, our norms too; for other modules it takes parameters."""
     kinds = kinds_of(encoder)
     modules, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (encoder, tower))
     called: list[str] = []
@@ -218,7 +224,7 @@ def _called(encoder: QwenVisionEncoder, tower: nn.Module, made: dict[str, nn.Mod
 
 
 def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], called: list[str]) -> None:
-    """Refuses what has other modules by now than it was made with, but for those that are called."""
+    """Refuse an encoder that has other modules than it was made with, except modules that are called."""
     modules = dict(encoder.named_modules(remove_duplicate=False))
     for name, module in made.items():
         if is_inside(name, called):
@@ -233,11 +239,23 @@ def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], cal
 
 
 def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
-    """Refuses hooks of Accelerate on modules that the tower has others for: it would lack them."""
+    """Refuse hooks of Accelerate on modules that the tower replaces by its own, because it would lack them."""
     for name, module in encoder.named_modules():
         if hasattr(module, "_hf_hook") and not is_inside(name, called):
             wanted = "one without; remove Accelerate's hooks first (remove_hook_from_submodules)"
             refuse("restore", name or "the vision encoder", wanted, "a module with a hook")
+
+
+def _check_forwards(encoder: QwenVisionEncoder, made: dict[str, nn.Module], called: list[str]) -> None:
+    """Refuse forwards that somebody put on modules afterwards, because the tower has other modules."""
+    for name, module in encoder.named_modules(remove_duplicate=False):
+        if is_inside(name, called):
+            continue
+        own, kind = own_forward(module), type(made[name])
+        # The hook that was carried over is no other forward.
+        if getattr(own, "func", own) not in (None, _within) or type(module).forward is not kind.forward:
+            wanted = f"that of {kind.__name__}; undo what was put there first"
+            refuse("restore", f"{name}.forward".lstrip("."), wanted, "another")
 
 
 def _copy_checkpointing(source: Any, target: Any) -> None:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from torch_ops.models._files import (
     NUMBER,
     POSITIVE,
+    check_stored,
     check_values,
     listed,
     one_of,
@@ -163,6 +164,7 @@ def read_tensors(
 @contextmanager
 def _stored_in(file: Path) -> Iterator[Any]:
     """The tensors of a safetensors file, none of them read yet."""
+    check_stored(file)
     with parsing(file, "is damaged"):
         stored = safe_open(file, framework="pt")
     with stored:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +29,24 @@ def reason(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
+class NotStoredError(ValueError):
+    """A file that is a pipe or a device."""
+
+
+def check_stored(file: str | os.PathLike[str]) -> None:
+    """Refuse pipes and devices, also behind links: to open one may wait forever, and to read one may never end.
+
+    Raises NotStoredError, a ValueError, for them. Files that cannot be asked about raise what opening them would.
+    """
+    mode = os.stat(file).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise NotStoredError(f"{os.fspath(file)} is a pipe or a device; give a file")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in ``file``. Raises ValueError for other content and for a file that cannot be read."""
     try:
+        check_stored(file)
         text = file.read_bytes()
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {reason(error)}") from error

@@ -15,7 +15,9 @@ from torch_ops.models._files import (
     NUMBER,
     POSITIVE,
     SWITCH,
+    NotStoredError,
     Rule,
+    check_stored,
     check_values,
     fields,
     listed,
@@ -76,7 +78,7 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
     in images of 16 bits, become 255. Raises OSError for a file that cannot be read. Raises ValueError for one that is
     not an image or is damaged.
     """
-    with _readable(path), Image.open(path) as image:
+    with _readable(path), _opened(path) as image:
         return _upright(image)
 
 
@@ -84,7 +86,7 @@ def open_frames(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
     """Open all frames of an animation, all pages, or the one image at ``path``, each as `open_image` does."""
     with ExitStack() as stack:
         with _readable(path):
-            image = stack.enter_context(Image.open(path))
+            image = stack.enter_context(_opened(path))
             count = getattr(image, "n_frames", 1) if image.format in _ANIMATIONS else 1
             # An APNG may begin with a picture for those who cannot play it.
             first = 1 if image.info.get("default_image") and count > 1 else 0
@@ -94,6 +96,11 @@ def open_frames(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
                     image.seek(place)
                 frame = _upright(image)
             yield frame
+
+
+def _opened(path: str | os.PathLike[str]) -> Image.Image:
+    check_stored(path)
+    return Image.open(path)
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -107,6 +114,8 @@ def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
     path = os.fspath(path)
     try:
         yield
+    except NotStoredError:
+        raise
     except UnidentifiedImageError as error:
         raise ValueError(f"{path} is not an image that Pillow can read; give a PNG, JPEG or WebP file") from error
     except FileNotFoundError as error:

@@ -46,6 +46,7 @@ def from_transformers(model: nn.Module) -> QwenVisionEncoder:
             f"or a model that holds one ({vision_classes()})"
         )
     (source,) = found
+    drop_same_forwards(source)
     if isinstance(source, QwenVisionEncoder):
         return source
     check_in_place("from_transformers", source, "accelerate", "accelerate the model first, then offload")
@@ -166,7 +167,7 @@ def _other_constant(theirs: nn.Module, made: nn.Module, names: Iterable[str]) ->
 
 
 def _other_frequencies(name: str, theirs: Any) -> Difference | None:
-    """Those of a rotary embedding are in no state dict, and follow from the config; towers that are cast round them."""
+    """Rotary frequencies are in no state dict, because they follow from the config. Casting a tower rounds them."""
     got = getattr(theirs, "inv_freq", None)
     if not isinstance(got, Tensor) or got.is_meta:
         return None
@@ -185,14 +186,29 @@ def rotary_like(rotary: Any) -> Any:
     return type(rotary)(*arguments)
 
 
+def own_forward(module: nn.Module) -> Any:
+    """Return the forward that somebody put on an instance, or None; Accelerate's hooks keep what they wrap."""
+    forward = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    same = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+    return None if same else forward
+
+
+def drop_same_forwards(model: nn.Module) -> None:
+    """Delete forwards of instances that are their class's own: a module with a forward looks like a replaced one.
+
+    Accelerate leaves them where it removes its hooks.
+    """
+    for module in model.modules():
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook") and own_forward(module) is None:
+            del module.forward
+
+
 def _is_patched(module: nn.Module) -> bool:
     """Whether an instance has a forward of its own that may do something else.
 
-    The hub's kernels give activations one, which computes the same; Accelerate's hooks keep what they wrap.
+    The hub's kernels give activations one, which computes the same.
     """
-    forward = module.__dict__.get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
-    same = getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
-    return forward is not None and not same and bool([*module.parameters(), *module.buffers()])
+    return own_forward(module) is not None and bool([*module.parameters(), *module.buffers()])
 
 
 def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder, called: Iterable[str]) -> None:
@@ -218,7 +234,7 @@ def _first(names: Iterable[str]) -> str:
 
 
 def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
-    """Gives target the very parameters, buffers and hooks of source, and its modules that are called as modules."""
+    """Give target the parameters, buffers and hooks of source themselves, and the modules of source that are called."""
     for name in called:
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, source.get_submodule(name))
@@ -245,8 +261,10 @@ def hooks_of_user(module: nn.Module) -> list[Any]:
 
 def _share_hooks(source: nn.Module, target: nn.Module) -> None:
     """Give target the very dictionaries, so that `remove()` of a handle takes a hook from both."""
-    if not hooks_of_user(source):
+    if not (hooks := hooks_of_user(source)):
         return
+    # PyTorch's hooks of loading hold their module weakly. In a tuple, it is no submodule.
+    vars(target)["_owners_of_hooks"] = tuple(hook.module() for hook in hooks if getattr(hook, "with_module", False))
     for name in FIELDS_OF_HOOKS:
         held, shared = vars(target)[name], vars(source)[name]
         if isinstance(shared, dict):
@@ -256,7 +274,7 @@ def _share_hooks(source: nn.Module, target: nn.Module) -> None:
 
 
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Gives each module of target the mode of source's of that name, or of the nearest that it would be in."""
+    """Give each module of target the mode of the module in source by that name, or of the nearest one around it."""
     modes = {name: module.training for name, module in source.named_modules(remove_duplicate=False)}
     for name, module in target.named_modules(remove_duplicate=False):
         while name not in modes:
@@ -265,7 +283,7 @@ def copy_modes(source: nn.Module, target: nn.Module) -> None:
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:
-    """None of what is no module, which callers then refuse by what they look for."""
+    """Return all modules of a model, and none for another object, which callers then refuse."""
     return model.modules() if isinstance(model, nn.Module) else ()
 
 
@@ -281,6 +299,6 @@ def vision_classes() -> str:
 
 
 __all__ = [
-    "check_in_place", "copy_modes", "from_transformers", "is_inside", "is_vision_model", "kinds_of", "modules_of",
-    "rotary_like", "share", "vision_classes",
+    "check_in_place", "copy_modes", "drop_same_forwards", "from_transformers", "is_inside", "is_vision_model",
+    "kinds_of", "modules_of", "own_forward", "rotary_like", "share", "vision_classes",
 ]  # fmt: skip

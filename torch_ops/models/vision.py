@@ -3,24 +3,22 @@
     patches -> + learned positions -> blocks of (norm, attention, norm, MLP) -> merger
 
 Modules and parameters are named as in Transformers (`Qwen3VLVisionModel` and its relatives), so state dicts load both
-ways. `vision_block` is a block, `_chunks` cuts long batches.
+ways. `vision_block` is a block, `_chunks` cuts long batches, `_inputs` checks them.
 """
 
-import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
-from torch.utils.checkpoint import checkpoint
 
-from torch_ops._core.checks import check_device, check_int, dtype_name, refuse
+from torch_ops._core.checks import refuse
 from torch_ops._core.torch_private import has_global_hooks
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
+from torch_ops.models._checkpointing import CheckpointedBlocks
 from torch_ops.models._chunks import Outputs, chunks_of, joined
-from torch_ops.models._layers import LAYERS, NORMS, plain, untouched
+from torch_ops.models._inputs import CheckedInputs, check_is_metadata, check_is_tensor
+from torch_ops.models._layers import LAYERS, NORMS, plain
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision_metadata import (
@@ -36,7 +34,7 @@ from torch_ops.models.vision_metadata import (
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 
 
-class QwenVisionEncoder(nn.Module):
+class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
     """The vision encoder of a Qwen-VL family, for a vision configuration of Transformers.
 
     It takes and returns what Transformers' class does, and can replace `visual` of a whole model. `graphs` is a
@@ -89,39 +87,6 @@ class QwenVisionEncoder(nn.Module):
     def device(self) -> torch.device:
         return self.patch_embed.proj.weight.device
 
-    @property
-    def is_activation_checkpointing(self) -> bool:
-        return any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
-
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
-    ) -> None:
-        """Keep only the input of every n-th block in training, and compute the block again for its gradient."""
-        check_int("vision encoder", "every_n_layers", every_n_layers)
-        if every_n_layers < 1:
-            refuse("vision encoder", "every_n_layers", "1 or more", every_n_layers)
-        options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
-        for layer, block in enumerate(self.blocks):
-            # A wrapper looks like the block that it holds, but does not pass on what is set.
-            for each in (block, *(module for module in block.modules() if isinstance(module, self._kind))):
-                each.gradient_checkpointing = layer % every_n_layers == 0
-                each._gradient_checkpointing_func = partial(checkpoint, **options)
-
-    def activation_checkpointing_disable(self) -> None:
-        for block in self.blocks:
-            for each in (block, *(module for module in block.modules() if isinstance(module, self._kind))):
-                each.gradient_checkpointing = False
-
-    # The names of Transformers up to version 5.
-    is_gradient_checkpointing = is_activation_checkpointing
-    gradient_checkpointing_disable = activation_checkpointing_disable
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1
-    ) -> None:
-        """Do the same as `activation_checkpointing_enable`."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers)
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -156,7 +121,7 @@ class QwenVisionEncoder(nn.Module):
             ValueError: for a bad argument. The message names it, what was expected and what came.
         """
         self.check_metadata(metadata)
-        _check_is_tensor(hidden_states)
+        check_is_tensor(hidden_states)
         hidden_states = self.rows_of(hidden_states)
         images: tuple[Image, ...] | None = ()
         keep = bool(self._asked("output_hidden_states", output_hidden_states, False))
@@ -249,8 +214,8 @@ class QwenVisionEncoder(nn.Module):
         For CUDA graphs, torch.compile and torch.export: nothing depends on values, and shapes only on those of the
         tensors. Rows past the images are computed too. They see nothing, and are finite if their pixels are.
         """
-        _check_is_metadata(metadata)
-        return self._encode(pixel_values, metadata, False)[:3]
+        check_is_metadata(metadata)
+        return self._encode(self.rows_of(pixel_values), metadata, False)[:3]
 
     def output_of(self, last: Tensor, pooled: Tensor, taps: Iterable[Tensor]) -> Any:
         """Transformers' output of what `encode_packed` returns."""
@@ -258,41 +223,6 @@ class QwenVisionEncoder(nn.Module):
         if self.family.taps:
             fields["deepstack_features"] = list(taps)
         return self._output(**fields)
-
-    def check_metadata(self, metadata: VisionMetadata | None) -> None:
-        if metadata is None:
-            return
-        _check_is_metadata(metadata)
-        if metadata.sizes not in (None, self.sizes):
-            refuse("vision encoder", "metadata", f"made for encoder.sizes = {self.sizes}", f"made for {metadata.sizes}")
-
-    def rows_of(self, pixel_values: Tensor) -> Tensor:
-        """Return pixel values with a row for each patch, where their shape tells which patches there are."""
-        if not isinstance(pixel_values, Tensor) or pixel_values.dim() == 2:
-            return pixel_values
-        if pixel_values.shape[1:] == self.patch:
-            return pixel_values.flatten(1)
-        if pixel_values.dim() > 2 and pixel_values.shape[-1] == math.prod(self.patch):
-            return pixel_values.flatten(0, -2)
-        return pixel_values
-
-    def check_pixels(self, pixel_values: Tensor, rows: int, *, sent: bool = False) -> None:
-        """With `sent`, who calls sends pixel values of the host."""
-        _check_is_tensor(pixel_values)
-        if pixel_values.is_complex():
-            refuse("vision encoder", "pixel_values", "of a real dtype", dtype_name(pixel_values.dtype))
-        embed = self.patch_embed
-        # FSDP and offloading bring weights and pixels together when a module is called, and weights may be in shards.
-        in_place = untouched(embed, (PatchEmbed,)) and plain(embed.proj)
-        if in_place and not (sent and pixel_values.device.type == "cpu"):
-            check_device("vision encoder", "pixel_values", pixel_values, "the encoder", embed.proj.weight)
-        columns = math.prod(self.patch)
-        if pixel_values.dim() != 2 or pixel_values.shape[1] != columns:
-            got = list(pixel_values.shape)
-            refuse("vision encoder", "pixel_values", f"of shape [T, {columns}], a row for each patch", got)
-        if pixel_values.shape[0] != rows:
-            wanted = f"of {rows} rows, the patches of the grid"
-            refuse("vision encoder", "pixel_values", wanted, pixel_values.shape[0])
 
     def _asked(self, name: str, given: Any, default: bool) -> Any:
         return getattr(self.config, name, default) if given is None else given
@@ -365,44 +295,9 @@ class QwenVisionEncoder(nn.Module):
         return getattr(self, self.family.taps)[self._taps.index(layer)](hidden)
 
 
-def _check_is_tensor(pixel_values: object) -> None:
-    if not isinstance(pixel_values, Tensor):
-        refuse("vision encoder", "pixel_values", "a tensor", type(pixel_values).__name__)
-
-
-def _check_is_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, VisionMetadata):
-        refuse("vision encoder", "metadata", "a result of vision_metadata", type(metadata).__name__)
-
-
-class PackedEncoder(nn.Module):
-    """`encode_packed` of an encoder as a module of its own, for torch.export."""
-
-    def __init__(self, encoder: QwenVisionEncoder) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, pixel_values: Tensor, metadata: VisionMetadata) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        return self.encoder.encode_packed(pixel_values, metadata)
-
-    def dynamic_shapes(self, metadata: VisionMetadata) -> tuple[Any, ...]:
-        """Shapes for torch.export of (pixel_values, metadata): any number of images, segments and windows, and merged
-        cells from 2 on.
-        """
-        # PyTorch takes tensors of one row for another case.
-        cells = Dim("cells", min=2)
-        patches = self.encoder.spatial_merge_size**2 * cells
-        sizes = {
-            "grid": Dim("images"), "cu_seqlens": Dim("borders"), "cos": patches, "sin": patches,
-            "window_index": cells, "reverse_index": cells, "cu_window_seqlens": Dim("window_borders"),
-            "interp_indices": patches, "interp_weights": patches,
-        }  # fmt: skip
-        return {0: patches}, [{0: sizes[name]} for name, _ in metadata.tensors()]
-
-
 def from_config(config: Any) -> QwenVisionEncoder:
     """Build an encoder with fresh weights from a Transformers configuration, of a vision encoder or a whole model."""
     return QwenVisionEncoder(config)
 
 
-__all__ = ["PackedEncoder", "QwenVisionEncoder", "VisionAttention", "from_config"]
+__all__ = ["QwenVisionEncoder", "VisionAttention", "from_config"]

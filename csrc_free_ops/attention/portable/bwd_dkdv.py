@@ -216,10 +216,11 @@ def _attention_bwd_dkdv_kernel(
         falls += falling
         index += LOOK
     k_start = tl.load(cu_k_ptr + segment - 1, mask=segment > 0, other=0)
-    q_start = tl.load(cu_q_ptr + segment - 1, mask=segment > 0, other=0)
+    q_start = tl.load(cu_q_ptr + tl.maximum(segment - 1, 0))
     if falls > 0:
         segment = num_segments + 1
-        k_start, q_start, index = 0, 0, 0
+        k_start, index = 0, 0
+        q_start = tl.load(cu_q_ptr)
         while index < segment:
             at = index + tl.arange(0, LOOK)
             cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=0)
@@ -228,10 +229,9 @@ def _attention_bwd_dkdv_kernel(
             k_start = advance_start(cu_k, at, segment, k_start, total_k)
             q_start = advance_start(cu_q, at, segment, q_start, total_q)
             index += LOOK
-    inside = (segment > 0) & (segment <= num_segments)
     k_start, k_length, first, q_start, q_length = locate_tile(
         k_start, tl.load(cu_k_ptr + segment, mask=segment <= num_segments, other=total_k),
-        q_start, tl.load(cu_q_ptr + segment, mask=inside, other=0), segment, total_k, total_q, tile, BLOCK_N,
+        q_start, tl.load(cu_q_ptr + tl.minimum(segment, num_segments)), segment, total_k, total_q, tile, BLOCK_N,
     )  # fmt: skip
     if first >= k_length:
         return

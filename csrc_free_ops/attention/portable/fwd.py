@@ -177,10 +177,11 @@ def _attention_fwd_kernel(
         falls += falling
         index += LOOK
     q_start = tl.load(cu_q_ptr + segment - 1, mask=segment > 0, other=0)
-    k_start = tl.load(cu_k_ptr + segment - 1, mask=segment > 0, other=0)
+    k_start = tl.load(cu_k_ptr + tl.maximum(segment - 1, 0))
     if falls > 0:
         segment = num_segments + 1
-        q_start, k_start, index = 0, 0, 0
+        q_start, index = 0, 0
+        k_start = tl.load(cu_k_ptr)
         while index < segment:
             at = index + tl.arange(0, LOOK)
             cu_q = tl.load(cu_q_ptr + at, mask=at <= num_segments, other=0)
@@ -189,10 +190,9 @@ def _attention_fwd_kernel(
             q_start = advance_start(cu_q, at, segment, q_start, total_q)
             k_start = advance_start(cu_k, at, segment, k_start, total_k)
             index += LOOK
-    inside = (segment > 0) & (segment <= num_segments)
     q_start, q_length, first, k_start, k_length = locate_tile(
         q_start, tl.load(cu_q_ptr + segment, mask=segment <= num_segments, other=total_q),
-        k_start, tl.load(cu_k_ptr + segment, mask=inside, other=0), segment, total_q, total_k, tile, BLOCK_M,
+        k_start, tl.load(cu_k_ptr + tl.minimum(segment, num_segments)), segment, total_q, total_k, tile, BLOCK_M,
     )  # fmt: skip
     if first >= q_length:
         return
@@ -200,7 +200,7 @@ def _attention_fwd_kernel(
     score_mod = sequence_score_mod(seed_ptr, sequence, tl.num_programs(1), softcap, dropout, SCORE_MODS)
     score_mod = head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS)
     if SINKS & SCORE_MODS:
-        score_mod = without_sink(score_mod, not inside)
+        score_mod = without_sink(score_mod, (segment == 0) | (segment > num_segments))
     attend_tile(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, head, q_start, q_length, first, k_start, k_length,
         stride_qh, stride_kh, stride_vh, HEAD_DIM // STRIDE_UNIT, total_q, scale, score_mod, window_left, window_right,

@@ -201,6 +201,8 @@ WINDOW_ATTN = (
     _case("qwen25vl_4x4096", "Qwen2.5-VL full layers", (4096,) * 4, 16, 80, "bench"),
     _case("qwen25vl_windows", "Qwen2.5-VL windows", (64,) * 256, 16, 80, "bench"),
     _case("qwen25vl_ragged", "Qwen2.5-VL windows of a full HD image", RAGGED_WINDOWS, 16, 80, "bench"),
+    _case("replayed_40x784", "40 images of 448 px in a captured graph", (784,) * 40, 16, 72, "bench"),
+    _case("replayed_40x784_empty", "2000 empty segments behind them", (784,) * 40 + (0,) * 2000, 16, 72, "bench"),
     *(_case(f"dense_d64_{2**n}", "one sequence", (2**n,), 16, 64, "bench") for n in range(8, 15)),
     _case("dense_d64_16x1024", "a batch", (1024,) * 16, 16, 64, "bench"),
     _case("qwen3vl_m_4x4096", "M tower", (4096,) * 4, 16, 64, "bench"),
