@@ -18,6 +18,7 @@ from compile_tests.contract.kernels import Calls, Kernels
 from compile_tests.contract.trace import KernelLaunch, fake_gpu, record_launches
 from csrc_free_ops.configs.rows import Config
 from torch_ops._core.registry import OPS
+from torch_ops._gemm.portable import table_rows, table_stride
 
 pytestmark = pytest.mark.no_interpret
 
@@ -240,3 +241,13 @@ def test_few_builds_of_hopper_kernels_serve_all_sizes(sizes: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_builds_serve_all_sizes(layout: str) -> None:
     assert_few_builds(*LAYOUTS[layout], "portable", SIZES if layout in ALL_SIZES else FEW)
+
+
+def test_products_copy_tables_whose_rows_follow_from_a_batch() -> None:
+    """Tables that are one sequence's of [T, B, D]; those that a model places are read where they lie."""
+    tables = [torch.rand(8, batch, 72).select(1, batch - 1) for batch in SIZES]
+    for table in tables:
+        rows = table_rows(table)
+        assert torch.equal(rows, table) and rows.stride() == (table_stride(table), 1)
+    assert {table_stride(table) for table in tables} == {72, 3 * 72}
+    assert table_rows(tables[0]).data_ptr() == tables[0].data_ptr()

@@ -26,7 +26,7 @@ from torch_ops._gemm.portable import (
     nothing_to_do,
     pair_tiles,
     product_size,
-    rows_of,
+    table_rows,
 )
 from torch_ops._gemm.tensors import ColumnSums, Rotary, RotaryBackward
 
@@ -108,7 +108,7 @@ def plan_rotate(t: Rotary) -> tuple[Launcher, Kernels]:
     angles = angle_constants(t.cos, t.sin, t.q, t.k)
     grid = (cdiv(rows.count, launch.block_m), pair_tiles(angles, launch))
     bound = Bound(wrap_triton(_rotate_kernel), grid, (rows.count,), {**angles, **blocks_of(launch)})
-    return lambda packed, t: bound(packed, rows_of(t.cos), rows_of(t.sin), t.q, t.k, t.v), kernels
+    return lambda packed, t: bound(packed, table_rows(t.cos), table_rows(t.sin), t.q, t.k, t.v), kernels
 
 
 def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: bool) -> Plan:
@@ -136,7 +136,7 @@ def plan_rotary_backward(t: RotaryBackward, weight: Tensor, packs: bool, sums: b
         dq, dk, dv, cos, sin, packed, partial = t
         if not ready:
             dq, dk, dv = with_columns(dq), with_columns(dk), with_columns(dv)
-        bound(dq, dk, dv, rows_of(cos), rows_of(sin), packed, partial)
+        bound(dq, dk, dv, table_rows(cos), table_rows(sin), packed, partial)
 
     return Plan(launch_backward, {"qkv_rope_bwd": (launch, chosen[1])})
 

@@ -35,7 +35,7 @@ from torch_ops._gemm.portable import (
     partner_rows,
     product_name,
     product_size,
-    rows_of,
+    table_rows,
 )
 from torch_ops._gemm.tensors import Gradient, GradientOptions, Linear, Rotary
 
@@ -155,6 +155,6 @@ def plan_rotary_hopper(chosen: Chosen, t: Rotary) -> Plan:
         x, weight, bias, cos, sin, q, k, v = t
         bias = weight if bias is None else bias.contiguous()
         descriptors = descriptors_of(x, weight, weight)
-        bound(bias, bias, q, k, v, q, rows_of(cos), rows_of(sin), descriptors=descriptors)
+        bound(bias, bias, q, k, v, q, table_rows(cos), table_rows(sin), descriptors=descriptors)
 
     return Plan(launch_rotary, {product_name("gemm_hopper", t.weight): chosen}, "hopper")

@@ -83,6 +83,21 @@ def rows_of(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
 
+def table_rows(table: Tensor) -> Tensor:
+    """`rows_of` a table of angles, copied if its row stride is not a model's.
+
+    Products hold that stride as a constant, and one that follows from a batch would cost a build for each.
+    """
+    rows = rows_of(table)
+    return rows if Rows.of(rows).is_settled else rows.contiguous()
+
+
+def table_stride(table: Tensor) -> int:
+    """The row stride of `table_rows`."""
+    rows = Rows.of(table)
+    return rows.stride if rows.is_settled else rows.width
+
+
 def padded(columns: int, dtype: torch.dtype) -> int:
     """So many columns that each row begins at 16 bytes."""
     per_load = 16 // dtype.itemsize
@@ -233,7 +248,7 @@ def plan_rotary_portable(chosen: Chosen, t: Rotary) -> Plan:
             x, weight, bias, cos, sin, q, k, v = t
             weight = operand(weight)
             bias = weight if bias is None else bias.contiguous()
-            bound(x, weight, weight, bias, bias, rows_of(cos), rows_of(sin), q, k, v)
+            bound(x, weight, weight, bias, bias, table_rows(cos), table_rows(sin), q, k, v)
 
         return Plan(launch_rotary, kernels)
 
@@ -241,11 +256,11 @@ def plan_rotary_portable(chosen: Chosen, t: Rotary) -> Plan:
 
 
 def angle_constants(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Scalars of the heads of q and k, or of their gradients, and of the tables, as `rows_of` lays them out."""
+    """Scalars of the heads of q and k, or of their gradients, and of the tables, as `table_rows` lays them out."""
     half = q.shape[2] // 2
     return {
         "HALF": half, "NUM_HEADS": q.shape[1], "NUM_K_HEADS": k.shape[1],
-        "STRIDE_CT": Rows.of(cos).stride, "STRIDE_ST": Rows.of(sin).stride, "SHARED_ANGLES": cos.shape[1] == half,
+        "STRIDE_CT": table_stride(cos), "STRIDE_ST": table_stride(sin), "SHARED_ANGLES": cos.shape[1] == half,
     }  # fmt: skip
 
 
