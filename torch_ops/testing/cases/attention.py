@@ -150,7 +150,7 @@ WINDOW_ATTN = (
     _case("peaked", "scores so large that a row sees one key", (50,), 2, 64, options={"scale": 4.0}),
     _case("no_segments", "nothing but padding", (), 1, 16, padding=20),
     _case("no_rows", "no rows at all", (0,), 2, 64),
-    _case("many", "more segments than one step of the search looks at", (3, 1, 2, 5) * 40, 1, 8),
+    _case("many", "many short segments", (3, 1, 2, 5) * 40, 1, 8),
     _case("causal", "diagonal blocks", (70, 33), 2, 64, "smoke", "edge", options=CAUSAL),
     _case("causal_wide", "more keys than queries", (20, 9), 1, 32, k_lengths=(90, 9), options=CAUSAL),
     _case("causal_tall", "rows that see no key", (90, 12), 1, 32, k_lengths=(30, 12), options=CAUSAL),
