@@ -213,6 +213,8 @@ def test_preprocess_sizes(size: tuple[int, int]) -> None:
 def test_preprocess_refuses() -> None:
     with pytest.raises(ValueError, match="at least one image"):
         preprocess([])
+    with pytest.raises(ValueError, match="images.1. has 0 x 3 pixels"):
+        preprocess([Image.new("RGB", (32, 32)), Image.new("RGB", (0, 3))])
     with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
         preprocess([Image.new("RGB", (1, 300))])
 

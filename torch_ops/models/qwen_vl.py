@@ -152,11 +152,14 @@ def preprocess(
     """Resize, normalise and cut images into patches as Transformers does, with the settings of ``processor``.
 
     Returns ``pixel_values`` fp32 ``[T, 1536]`` and ``grid_thw`` int64 ``[n, 3]``, in patches, all images packed in
-    order. Patches of 14 x 14 pixels give ``[T, 1176]``. Raises ValueError for an empty list and for an image more than
-    200 times as long as it is wide.
+    order. Patches of 14 x 14 pixels give ``[T, 1176]``. Raises ValueError for an empty list, for an image without
+    pixels and for one more than 200 times as long as it is wide.
     """
     if not images:
         raise ValueError("images must hold at least one image")
+    for index, image in enumerate(images):
+        if 0 in image.size:
+            raise ValueError(f"images[{index}] has {image.width} x {image.height} pixels, expected at least 1 x 1")
     batch = (processor or image_processor())(images=list(images), return_tensors="pt")
     return batch["pixel_values"], batch["image_grid_thw"]
 
