@@ -1,6 +1,7 @@
 """Arrows between the rooms of the house point one way, and private names stay in theirs."""
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_tests.contract.process import ROOT
 from torch_ops._core.registry import OPS, KernelOp
@@ -191,6 +193,13 @@ def test_kernels_import_triton_alone_and_read_no_environment() -> None:
                     if alias.name == "triton.language" and alias.asname != "tl"
                 ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine brings the libraries that it has")
+@pytest.mark.parametrize("library", ["accelerate", "peft", "transformers"])
+def test_libraries_that_tests_skip_without_are_here(library: str) -> None:
+    """The test extra holds them, so no skip hides them where the suite decides."""
+    assert importlib.util.find_spec(library) is not None
 
 
 def test_the_library_imports_without_what_only_some_of_it_needs() -> None:
