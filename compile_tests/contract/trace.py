@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_module, make_boxed_func
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
@@ -216,7 +217,38 @@ def _functionalized(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
             return outputs if isinstance(outputs, tuple) else (outputs,)
 
     tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
-    return aot_export_module(Call(), tensors, trace_joint=False)
+    find = triton_kernel_wrap.get_mutated_tensors
+    with mock.patch.object(triton_kernel_wrap, "get_mutated_tensors", partial(_written_once, find)):
+        return aot_export_module(Call(), tensors, trace_joint=False)
+
+
+_WRITTEN: dict[Any, list[str]] = {}
+
+
+def _written_once(
+    find: Callable[..., list[str]], kernel_idx: int, constants_idx: int, kwargs: dict[str, Any], *rest: Any
+) -> list[str]:
+    """`get_mutated_tensors`, which builds a kernel's Triton IR anew in both passes of a trace, and in every trace.
+
+    The IR follows from the target, dtypes of tensors, values of ints and constants; all symbols count as one value.
+    """
+    kernel: Any = kernel_side_table.get_kernel(kernel_idx)
+    configs = []
+    while not isinstance(kernel, JITFunction):
+        configs += [config.kwargs for config in kernel.configs]
+        kernel = kernel.fn
+
+    def known(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype
+        return type(value), "" if isinstance(value, torch.SymInt) else repr(value)
+
+    given = {**kwargs, **kernel_side_table.get_constant_args(constants_idx)}
+    target = triton.runtime.driver.active.get_current_target()
+    key = kernel, target, repr((configs, rest)), tuple((name, known(value)) for name, value in given.items())
+    if key not in _WRITTEN:
+        _WRITTEN[key] = find(kernel_idx, constants_idx, kwargs, *rest)
+    return list(_WRITTEN[key])
 
 
 def _kernel_nodes(graph: torch.fx.Graph) -> list[Node]:
