@@ -8,19 +8,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-import torch._inductor.config as inductor_config
-
-import torch_ops
-
-# Read when a compiler is first imported; the fixtures below see to what is read later.
+# Inductor reads these when it is first imported; the fixtures below see to what is read later.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 # Graphs here are small; a pool of compiling processes would cost more to start than it saves.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Else every process asks the C++ compiler, by three builds, whether it knows the CPU's vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+
+import torch_ops
 
 HERE = Path(__file__).parent
 TRITON_CACHE = HERE.parent / ".pytest_cache" / "triton"
