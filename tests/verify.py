@@ -29,13 +29,13 @@ def assert_same_bits(call: Callable[[], Any]) -> None:
     assert first and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def assert_expanded_gradients(function: Callable[[Tensor], Any], x: Tensor) -> None:
-    """The gradient of a sum, whose upstream gradients have strides of 0, is that of ones."""
-    one, other = (x.detach().clone().requires_grad_() for _ in range(2))
-    sum(result.sum() for result in pytree.tree_leaves(function(one))).backward()
-    results = pytree.tree_leaves(function(other))
+def assert_expanded_gradients(function: Callable[..., Any], *tensors: Tensor) -> None:
+    """The gradients of a sum, whose upstream gradients have strides of 0, are those of ones."""
+    some, others = ([x.detach().clone().requires_grad_() for x in tensors] for _ in range(2))
+    sum(result.sum() for result in pytree.tree_leaves(function(*some))).backward()
+    results = pytree.tree_leaves(function(*others))
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-    assert torch.equal(one.grad, other.grad)
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(some, others, strict=True))
 
 
 def assert_waits_for_nothing(call: Callable[[], Any]) -> None:

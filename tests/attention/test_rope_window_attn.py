@@ -222,10 +222,9 @@ def test_checked_mode_names_the_entry(device: str) -> None:
 
 def test_gradients_with_zero_strides(device: str) -> None:
     inputs = make_rope_inputs(SMALL, torch.float32, device)
-    for name in ("q", "k", "v"):
-        every_op.assert_expanded_gradients(
-            lambda x, name=name: inputs.call(rope_window_attn, **{name: x}), getattr(inputs, name)
-        )
+    every_op.assert_expanded_gradients(
+        lambda q, k, v: inputs.call(rope_window_attn, q=q, k=k, v=v), inputs.q, inputs.k, inputs.v
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1])
