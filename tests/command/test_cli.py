@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -149,9 +150,13 @@ def test_progress_goes_to_stderr(checkpoint: Path, small_image: Path, monkeypatc
     assert "encoding" in result.stderr
 
 
-def test_the_old_path_still_runs_the_command() -> None:
-    command = [sys.executable, "-m", "torch_ops.cli", "--help"]
-    assert "Usage" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def test_the_old_path_still_runs_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torch_ops.cli", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torch_ops.cli", run_name="__main__", alter_sys=True)
+    assert not ended.value.code and "Usage" in capsys.readouterr().out
 
 
 def test_closed_pipe_is_quiet() -> None:
