@@ -484,6 +484,7 @@ TestAnyOrder.settings = hypothesis_settings(
 REFUSED: list[tuple[str, Any, str]] = [
     ("contiguous", lambda cache: cache.append(0.5, *new(1)), r"KVCache: layer is 0.5, expected an integer"),
     ("contiguous", lambda cache: cache.append(0, None, None), r"KVCache.append: k is None, expected a dense tensor"),
+    ("contiguous", lambda cache: cache.append(0, [0.0], None), r"KVCache.append: k is of type list, expected a dense"),
     (
         "contiguous", lambda cache: cache.append(0, *(part[:, :1] for part in new(1))),
         r"KVCache.append: k has .*, expected shape \[B, Hk, Sn, D\] = \[.*\]",
@@ -509,6 +510,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("paged", lambda c: c.reorder([0, 1, -1]), r"PagedKVCache.reorder: indices\[2\] is -1, expected 0 or more"),
     ("paged", lambda c: (c.reserve([0, 17, 0]), c.reorder([0, 0, 0], 18)),
      r"PagedKVCache.reorder: lengths\[0\] is 18, expected at most 16, for which the sequence has pages"),
+    ("paged", lambda c: c.reorder(torch.tensor([0, 1, 2], device=DEVICE)),
+     r"PagedKVCache.reorder: indices is a tensor, expected integers on the host"),
     ("paged", lambda c: c.reserve(57), r"PagedKVCache.reserve: lengths is 57, expected at most 56"),
     ("paged", lambda c: c.reserve([0, 1.5, 0]), r"PagedKVCache.reserve: lengths\[1\] is 1.5, expected an integer"),
     ("paged", lambda c: c.append(0, *new(17)),
@@ -534,7 +537,10 @@ def test_refuses(kind: str, call: Any, message: str) -> None:
     [
         ({"num_layers": 0}, r"num_layers is 0, expected 1 or more"),
         ({"capacity": None}, r"capacity is None, expected an integer"),
-        ({"head_dim": 12}, r"the head dimension of the cache is 12, expected a multiple of 8 from 8 to 256"),
+        (
+            {"head_dim": 12, "capacity": 2**50},
+            r"the head dimension of the cache is 12, expected a multiple of 8 from",
+        ),
         ({"dtype": torch.int32}, r"dtype is int32, expected float16, bfloat16 or float32"),
     ],
 )
@@ -566,8 +572,15 @@ def test_a_cache_made_for_inference_outlives_it() -> None:
     assert cache.seqlens[0].tolist() == [4] * BATCH
 
 
-def test_lengths_beyond_int32_keep_everything() -> None:
-    cache = make("contiguous")
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_lengths_may_be_any_integers(kind: str) -> None:
+    """Beyond int32 they keep everything. Negative ones keep nothing, which only a device does not refuse."""
+    cache = make(kind)
     cache.append(0, *new(5))
     cache.truncate(torch.tensor([2**32, 2**31, 3], device=DEVICE))
+    cache.truncate(2**40)
     assert cache.seqlens[0].tolist() == [5, 5, 3]
+    cache.truncate(torch.tensor([-1, -(2**31) - 1, -(2**40)], device=DEVICE))
+    assert cache.seqlens[0].tolist() == [0, 0, 0]
+    with torch_ops.settings(checked=True), pytest.raises(ValueError, match=r"lengths\[1\] is -"):
+        cache.truncate(torch.tensor([0, -(2**40), 0], device=DEVICE))

@@ -63,7 +63,9 @@ def integers(op: str, **values: Any) -> list[int]:
     return [check_int(op, argument, value) for argument, value in values.items()]
 
 
-def check_dense(op: str, argument: str, tensor: Tensor | None) -> None:
+def check_dense(op: str, argument: str, tensor: Any) -> None:
+    if tensor is not None and not isinstance(tensor, Tensor):
+        refuse(op, argument, "a dense tensor", f"of type {type(tensor).__name__}")
     if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         got = "None" if tensor is None else "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
         refuse(op, argument, "a dense tensor", got)

@@ -30,6 +30,8 @@ from torch_ops.settings import settings
 
 # One for all sequences, or one for each: on the host, or in a tensor whose values are not looked at.
 Lengths = int | Sequence[int] | Tensor
+# The largest int32. Larger lengths are beyond any room too.
+MOST_KEYS = torch.iinfo(torch.int32).max
 
 
 def check_size(op: str, argument: str, value: int, least: int = 1) -> int:
@@ -72,12 +74,12 @@ class Cache:
         self._name = type(self).__name__
         self.num_layers, self.batch = num_layers, batch
         self._heads = shape[1:2]
+        check_head_dim(self._name, "the cache", shape[3])
         with torch.inference_mode(False):
             self.k, self.v = (
                 [static(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_layers)] for _ in range(2)
             )
             self.seqlens = [static(torch.zeros(batch, dtype=torch.int32, device=device)) for _ in range(num_layers)]
-        check_head_dim(self._name, "the cache", shape[3])
         check_float(self._name, "dtype", self.k[0])
 
     def append(
@@ -116,7 +118,9 @@ class Cache:
 
     def _on_host(self, op: str, argument: str, values: int | Sequence[int], least: int, most: int | None) -> list[int]:
         several = isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim == 1)
-        if not several and (isinstance(values, Tensor) or not hasattr(values, "__index__")):
+        if isinstance(values, Tensor):
+            refuse(op, argument, "integers on the host", "a tensor")
+        if not several and not hasattr(values, "__index__"):
             refuse(op, argument, "an integer, or one for each sequence", type(values).__name__)
         given: list[Any] = list(values) if several else [values] * self.batch  # type: ignore[arg-type]
         if len(given) != self.batch:
@@ -129,23 +133,24 @@ class Cache:
                 refuse(op, name, f"at most {most}", each[-1])
         return each
 
-    def _on_device(self, op: str, argument: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def _on_device(self, op: str, argument: str, values: Tensor) -> Tensor:
         check_dense(op, argument, values)
         check_vector(op, argument, values, self.batch)
         if values.dtype not in (torch.int32, torch.int64):
             refuse(op, argument, "int32 or int64", dtype_name(values.dtype))
         check_device(op, argument, values, "the cache", self.k[0])
-        # Numbers beyond int32 are beyond any room too.
-        return values.clamp(max=torch.iinfo(torch.int32).max).to(dtype)
+        return values
 
     def _kept(self, op: str, lengths: Lengths) -> Sequence[Tensor]:
         """The counts of each layer, cut to these lengths."""
         if isinstance(lengths, Tensor):
-            lengths = self._on_device(op, "lengths", lengths, torch.int32)
+            lengths = self._on_device(op, "lengths", lengths)
             if settings.checked and is_eager():
                 self._on_host(op, "lengths", lengths.tolist(), 0, None)
+            lengths = lengths.clamp(0, MOST_KEYS).to(torch.int32)
         else:
-            lengths = self._send(self._on_host(op, "lengths", lengths, 0, None), torch.int32)
+            each = self._on_host(op, "lengths", lengths, 0, None)
+            lengths = self._send([min(length, MOST_KEYS) for length in each], torch.int32)
         return clamp_all(self.seqlens, [lengths] * self.num_layers)
 
     def _send(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:

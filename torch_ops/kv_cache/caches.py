@@ -58,7 +58,10 @@ class KVCache(Cache):
         self.k, self.v = self._grown(2, check_size("KVCache.grow", "capacity", capacity, self.capacity))
 
     def truncate(self, lengths: Lengths) -> None:
-        """Keep at most so many keys of each sequence in every layer, as after refused speculative tokens."""
+        """Keep at most so many keys of each sequence in every layer, as after refused speculative tokens.
+
+        Negative lengths in a tensor count as 0.
+        """
         publish(self.seqlens, self._kept("KVCache.truncate", lengths))
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
@@ -68,7 +71,7 @@ class KVCache(Cache):
         index tensor are not checked; PyTorch refuses wrong ones on the device.
         """
         if isinstance(indices, Tensor):
-            chosen = self._on_device("KVCache.reorder", "indices", indices, torch.int64)
+            chosen = self._on_device("KVCache.reorder", "indices", indices).to(torch.int64)
         else:
             each = self._on_host("KVCache.reorder", "indices", indices, 0, self.batch - 1)
             chosen = self._send(each, torch.int64)
