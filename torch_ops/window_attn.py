@@ -187,7 +187,8 @@ def window_attn(
     keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
     seed = seed_of(q, dropout_p, dropout_seed)
     # PyTorch's dispatcher takes longer with more arguments, so defaults are not passed on.
-    scored = () if alibi_slopes is None and sinks is None and dropout_p == 0 else (alibi_slopes, sinks, dropout_p, seed)
+    plain = alibi_slopes is None and sinks is None and dropout_p == 0 and dropout_seed is None
+    scored = () if plain else (alibi_slopes, sinks, dropout_p, seed)
     out, lse = window_attn_op(
         q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic, keeps_lse,
         *scored,

@@ -407,6 +407,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": None}, r"cu_seqlens is None, expected a dense tensor"),
     ({"scale": torch.tensor(0.5)}, r"scale is a tensor, expected a number"),
     ({"softcap": torch.tensor(5.0)}, r"softcap is a tensor, expected a number"),
+    ({"dropout_seed": torch.tensor(3)}, r"dropout_seed is int64 of \[\], expected int64 of shape \[1\]"),
     ({"q": lambda x: x.to_sparse()}, r"q is of layout .*, expected a dense tensor"),
     ({"cu_seqlens": lambda x: x.to("meta")}, r"cu_seqlens is on meta, expected on .* as q is"),
 ]
