@@ -13,7 +13,7 @@ E[x^2] - E[x]^2 cancels. Everything is fp32, and out is rounded once.
 fp32 rows also subtract the mean of x - mean. If all values of a row are equal, only the rounding error of the mean
 would be left, and rstd would multiply it by 1000. Equal values of a half type add up exactly.
 
-Squares of values above 2^63 overflow, and squares of values below 2^-63 underflow. Such a row is scaled by a power of
+Squares of values from 2^64 on overflow, and squares of values below 2^-63 underflow. Such a row is scaled by a power of
 two before it is squared, which changes no bits of out. The sum of squares alone tells, so other rows pay one branch.
 
 Backward, for upstream gradients dout of out and dsum of the residual sum, with g = dout weight:

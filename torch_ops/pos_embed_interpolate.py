@@ -210,6 +210,7 @@ def pos_embed_interpolate(
 
     Raises:
         ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
     Differentiable in `table`. The gradient is gathered entry by entry in a fixed order, without atomics: the same bits
     every time.

@@ -119,6 +119,7 @@ def rotary_table(
 
     Raises:
         ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
     Qwen2-VL, arXiv 2409.12191, section 2.1.
     """

@@ -225,6 +225,7 @@ def spatial_merge(
 
     Raises:
         ValueError: for a bad argument. The message names it, what was expected and what came.
+        RuntimeError: from PyTorch, for an argument of another type.
 
     Differentiable in `x`. The gradient is gathered and has the same bits every time.
     """
