@@ -16,7 +16,7 @@ from torch_ops import settings, window_attn
 from torch_ops._attention import small_segments
 from torch_ops._attention.choose import choose
 from torch_ops._attention.options import AttentionOptions
-from torch_ops._attention.plan import plan_backward, plan_forward
+from torch_ops._attention.plan import MANY_SEGMENTS, plan_backward, plan_forward
 from torch_ops._attention.tensors import Backward, Forward, mean_length
 from torch_ops.testing.cases import WindowAttnCase, WindowAttnInputs, make_inputs, window_attn_cases
 
@@ -98,6 +98,13 @@ def test_more_segments_than_one_look(device: str) -> None:
     inputs = _inputs(*((0, 0),) * 1030, SHORT, LONG, (0, 0), device=device, num_heads=1, head_dim=16)
     assert _kernels(inputs) == KERNELS
     verify(inputs)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="a Hopper GPU adds a kernel for the long ones")
+def test_the_interpreter_takes_many_segments_without_a_gpu(device: str) -> None:
+    inputs = _inputs(*[(0, 1)] * (MANY_SEGMENTS + 1), device=device)
+    with settings(path="auto"):
+        assert _kernels(inputs) >= {"attention_fwd_small_segments"}
 
 
 def test_gradients_of_scores_far_below_zero(device: str) -> None:

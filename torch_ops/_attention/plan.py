@@ -85,7 +85,7 @@ def _may_hide_long_segments(t: Forward, options: AttentionOptions) -> bool:
     A captured graph has boundaries for as many segments as there may ever be. With fewer than MANY_SEGMENTS, one more
     kernel would cost more than it can save.
     """
-    if settings.path != "auto" or query_length(t) is None or num_segments(t) <= MANY_SEGMENTS:
+    if INTERPRET or settings.path != "auto" or query_length(t) is None or num_segments(t) <= MANY_SEGMENTS:
         return False
     has_kernel = small_segments_config("attention_fwd_small_segments", t, options) is not None
     return has_kernel and not why_unsupported(gpu(), options, q=t.q, k=t.k, v=t.v)
