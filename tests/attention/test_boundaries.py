@@ -75,6 +75,17 @@ def test_keys_have_falling_boundaries_of_their_own(boundaries: str, options: dic
     verify(_inputs((0, *sorted(abs(bound) for bound in own)[1:]), keys, head_dim=WIDE[-1], **options))
 
 
+@pytest.mark.no_interpret
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("segments", [3, 39])
+def test_boundaries_rise_again_behind_their_largest(segments: int) -> None:
+    """Keys have such boundaries beside queries whose boundaries never fall, and the other way round."""
+    rising = tuple(64 * index // segments for index in range(segments + 1))
+    again = (0, 64, *(0, 50) * (segments // 2))
+    for boundaries in (rising, again), (again, rising):
+        verify(_inputs(*boundaries, head_dim=72 if GPU else 40))
+
+
 @pytest.mark.usefixtures("path")
 def test_rows_in_no_segment() -> None:
     """Right to the bit: out 0, lse -inf, and no gradient, whatever the rows hold."""

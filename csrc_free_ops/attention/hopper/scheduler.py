@@ -73,7 +73,7 @@ def boundaries(cu_ptr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _survey(cu_ptr, num_segments, total):
-    """(number of the last segment that has rows, whether a boundary falls before it), as `tiles.segments.survey`."""
+    """(number of the last segment that has rows, number of the segment before the first boundary that falls)."""
     last, most, index = 0, 0, 0
     fall = num_segments
     while index <= num_segments:
@@ -87,22 +87,23 @@ def _survey(cu_ptr, num_segments, total):
         last = gl.where(highest > most, gl.min(gl.where(start == highest, at, num_segments), 0), last)
         most = gl.maximum(most, highest)
         index += SURVEYED
-    return last, (fall < last).to(gl.int32)
+    return last, fall
 
 
 @gluon.jit
 def survey_segments(cu, streamed_cu, num_segments, total, total_streamed, ORDER: gl.constexpr):
     """`segments` of a scheduler: num_segments, or of several the last that has rows, and ~ that if a boundary falls.
 
-    No program looks for tiles in the segments behind the last that has rows.
+    No program looks for tiles in the segments behind the last that has rows, so boundaries behind it may fall, in both
+    tensors. A streamed boundary before it that falls counts even behind all streamed rows: a later one may rise again.
     """
     segments = num_segments
     if has_many_segments(ORDER):
-        last, falls = _survey(cu, num_segments, total)
+        last, fall = _survey(cu, num_segments, total)
         if streamed_cu.to(gl.int64, bitcast=True) != cu.to(gl.int64, bitcast=True):
-            _, streamed_falls = _survey(streamed_cu, num_segments, total_streamed)
-            falls = falls | streamed_falls
-        segments = last ^ -falls
+            _, streamed_fall = _survey(streamed_cu, num_segments, total_streamed)
+            fall = gl.minimum(fall, streamed_fall)
+        segments = last ^ -(fall < last).to(gl.int32)
     return segments
 
 
