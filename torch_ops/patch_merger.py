@@ -52,7 +52,7 @@ class PatchMerger(NamedTuple):
 def _check_norm(call: PatchMerger, width: int) -> None:
     x = call.x
     if call.norm_bias is not None and (call.norm_weight is None or call.rms):
-        refuse(OP, "norm_bias", "None with rms and where norm_weight is", "a tensor")
+        refuse(OP, "norm_bias", "None without norm_weight, and with rms", "a tensor")
     for name, vector in (("norm_weight", call.norm_weight), ("norm_bias", call.norm_bias)):
         if vector is None:
             continue
