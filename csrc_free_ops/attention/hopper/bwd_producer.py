@@ -25,6 +25,7 @@ from csrc_free_ops.attention.hopper.dq_order import acc2_distance, start_block_o
 from csrc_free_ops.attention.hopper.scheduler import (
     CACHED,
     CACHED_OF_ONE,
+    SURVEYED_BACKWARD,
     TileScheduler,
     has_many_segments,
     has_one_segment,
@@ -92,9 +93,10 @@ def produce(kv_descs, q_desc, dout_desc, shared, config):
     tiles, bars, info = shared.tiles, shared.bars, shared.info
     bars_at = shared_base() + config.BARRIERS_AT
     heads = head_count(info.number(NUMBER.NUM_SEGMENTS), K_HEADS, ORDER)
-    segments = survey_segments(
+    segments, _ = survey_segments(
         _k_boundaries(info, ORDER), _boundaries(info, NUMBER.Q_SPAN, ADDRESS.CU_Q, ORDER),
         info.number(NUMBER.NUM_SEGMENTS), info.number(NUMBER.TOTAL_K), info.number(NUMBER.TOTAL_Q), ORDER,
+        SURVEYED_BACKWARD,
     )  # fmt: skip
     info.write_number(NUMBER.SEGMENTS, segments)
     tiles_per_head, split = TileScheduler(

@@ -33,6 +33,7 @@ from csrc_free_ops.attention.hopper.scheduler import (
     ALONE,
     CACHED,
     CACHED_OF_ONE,
+    SURVEYED_FORWARD,
     TileScheduler,
     has_many_segments,
     has_one_segment,
@@ -119,7 +120,7 @@ def produce(descs, boundaries_of, tiles, info, bars, sizes, config):
     k_batch = (total_k, config.HEADS // config.GROUP, config.FOLDED & 2)
     v_batch = (total_k, config.HEADS // config.GROUP, config.FOLDED & 4)
     bars_at = shared_base() + config.BARRIERS_AT
-    segments = survey_segments(cu_q, cu_k, num_segments, total_q, total_k, config.ORDER)
+    segments, longest = survey_segments(cu_q, cu_k, num_segments, total_q, total_k, config.ORDER, SURVEYED_FORWARD)
     sizes = (total_q, total_k, segments, window_left, window_right)
     heads = head_count(num_segments, config.HEADS, config.ORDER)
     scheduler = TileScheduler(cu_q, segments, total_q, heads, GROUPS, config.ORDER)
@@ -127,7 +128,7 @@ def produce(descs, boundaries_of, tiles, info, bars, sizes, config):
     num_tiles = tiles_per_head * heads
     if config.SKIPPED_ROWS > 0:
         looked_at, first_tile = tiles_besides_short(
-            cu_q, segments, total_q, tiles_per_head, config.SKIPPED_ROWS, 64 * GROUPS
+            cu_q, segments, longest, total_q, tiles_per_head, config.SKIPPED_ROWS, 64 * GROUPS
         )
         num_tiles = looked_at * heads
     stage = 0

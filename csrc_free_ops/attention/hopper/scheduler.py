@@ -23,10 +23,10 @@ from csrc_free_ops.tiles.hopper.versions import aggregate
 from csrc_free_ops.tiles.hopper.warpgroup import made_anew
 from csrc_free_ops.tiles.segments import clamp_rows
 
-# Segments that one warp ranks by length, and boundaries that it loads at once in a search and in a survey.
-RANKED = gl.constexpr(32)
-SEARCHED, SURVEYED = gl.constexpr(128), gl.constexpr(64)
-LOOKED_AT = gl.constexpr(256)
+# Segments that one warp ranks by length, and boundaries that it loads at once in a search and, of each direction, in a
+# survey: a producer of the backward has fewer registers left.
+RANKED, SEARCHED = gl.constexpr(32), gl.constexpr(128)
+SURVEYED_FORWARD, SURVEYED_BACKWARD = gl.constexpr(128), gl.constexpr(64)
 # Bytes that the operands of concurrent tiles may take of the L2 cache, 50 MiB on H100 and H200: in general, and for one
 # segment. There more heads at a time fill the last wave, or have less to wait for in order. Heads of at least ALONE
 # bytes run one at a time if not all heads fit. Measured in docs/attention.md.
@@ -72,9 +72,9 @@ def boundaries(cu_ptr, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _survey(cu_ptr, num_segments, total):
-    """(number of the last segment that has rows, number of the segment before the first boundary that falls)."""
-    last, most, index = 0, 0, 0
+def _survey(cu_ptr, num_segments, total, SURVEYED: gl.constexpr):
+    """(last segment that has rows, segment before the first boundary that falls, rows of the longest segment)."""
+    last, most, longest, index = 0, 0, 0, 0
     fall = num_segments
     while index <= num_segments:
         # Not kept after this, because a producer has few registers.
@@ -83,44 +83,43 @@ def _survey(cu_ptr, num_segments, total):
         start = clamp_rows(gl.load(cu_ptr + at, mask=at <= num_segments, other=0), total)
         end = clamp_rows(gl.load(cu_ptr + at + 1, mask=at < num_segments, other=0), total)
         fall = gl.minimum(fall, gl.min(gl.where(end < start, at, num_segments), 0))
+        longest = gl.maximum(longest, gl.max(end - start, 0))
         highest = gl.max(start, 0)
         last = gl.where(highest > most, gl.min(gl.where(start == highest, at, num_segments), 0), last)
         most = gl.maximum(most, highest)
         index += SURVEYED
-    return last, fall
+    return last, fall, longest
 
 
 @gluon.jit
-def survey_segments(cu, streamed_cu, num_segments, total, total_streamed, ORDER: gl.constexpr):
-    """`segments` of a scheduler: num_segments, or of several the last that has rows, and ~ that if a boundary falls.
+def survey_segments(
+    cu, streamed_cu, num_segments, total, total_streamed, ORDER: gl.constexpr, SURVEYED: gl.constexpr
+):  # fmt: skip
+    """`segments` of a scheduler, and the rows of the longest segment.
 
-    No program looks for tiles in the segments behind the last that has rows, so boundaries behind it may fall, in both
-    tensors. A streamed boundary before it that falls counts even behind all streamed rows: a later one may rise again.
+    `segments` is num_segments, or of several the last that has rows, and ~ that if a boundary falls. No program looks
+    for tiles in the segments behind the last that has rows, so boundaries behind it may fall, in both tensors. A
+    streamed boundary before it that falls counts even behind all streamed rows: a later one may rise again.
     """
     segments = num_segments
+    longest = total
     if has_many_segments(ORDER):
-        last, fall = _survey(cu, num_segments, total)
+        last, fall, longest = _survey(cu, num_segments, total, SURVEYED)
         if streamed_cu.to(gl.int64, bitcast=True) != cu.to(gl.int64, bitcast=True):
-            _, streamed_fall = _survey(streamed_cu, num_segments, total_streamed)
+            _, streamed_fall, _ = _survey(streamed_cu, num_segments, total_streamed, SURVEYED)
             fall = gl.minimum(fall, streamed_fall)
         segments = last ^ -(fall < last).to(gl.int32)
-    return segments
+    return segments, longest
 
 
 @gluon.jit
-def tiles_besides_short(cu, segments, total, tiles_per_head, ROWS: gl.constexpr, BLOCK_M: gl.constexpr):
+def tiles_besides_short(
+    cu, segments, longest, total, tiles_per_head, ROWS: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
     """(number of tiles of a head to look at, the first of them) for all rows but those of segments of up to ROWS rows.
 
     If there is no longer segment, these are the tiles behind the last segment.
     """
-    longest, index = 0, 0
-    while index < segments:
-        local = made_anew(gl.arange(0, LOOKED_AT, gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0])))
-        inside = index + local < segments
-        start = clamp_rows(gl.load(cu + index + local, mask=inside, other=0), total)
-        end = clamp_rows(gl.load(cu + index + local + 1, mask=inside, other=0), total)
-        longest = gl.maximum(longest, gl.max(end - start, 0))
-        index += LOOKED_AT
     first = 0
     if (longest <= ROWS) & (segments >= 0):
         last_end = clamp_rows(gl.load(cu + segments), total)
