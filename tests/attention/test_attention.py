@@ -381,6 +381,31 @@ def test_nothing_is_read_past_a_sequence(device: str) -> None:
 
 
 @pytest.mark.no_interpret
+@pytest.mark.parametrize("bounds", [(-1, 0), (7, 0), (3, 5)], ids=str)
+def test_values_that_a_row_does_not_see_never_reach_it_on_a_cpu(bounds: tuple[int, int]) -> None:
+    """Each row is compared with attention over its own keys alone, which hold what they hold."""
+    left, right = bounds
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 24, 8, dtype=torch.float64) for _ in range(4))
+    k[..., 9, 0], v[..., 12, 3], v[..., 12, 4] = torch.nan, torch.inf, -torch.inf
+    v[..., 14, 3], v[..., 17, 5], dout[..., 2, 1], q[..., 4, 2] = -torch.inf, torch.nan, torch.nan, torch.inf
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = attention(*leaves, window_left=left, window_right=right)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    sums = [torch.zeros_like(tensor) for tensor in leaves]
+    for row in range(24):
+        keys = slice(0 if left < 0 else max(row - left, 0), row + right + 1)
+        own = [q[..., row : row + 1, :], k[..., keys, :], v[..., keys, :]]
+        alone = scaled_dot_product_attention(*own)
+        torch.testing.assert_close(out[..., row : row + 1, :], alone, equal_nan=True)
+        for total, gradient in zip(sums, torch.autograd.grad(alone, leaves, dout[..., row : row + 1, :]), strict=True):
+            # The slices' backward fills the other rows with zeros, which add nothing.
+            total += gradient
+    for name, ours, exact in zip("qkv", gradients, sums, strict=True):
+        torch.testing.assert_close(ours, exact, equal_nan=True, msg=lambda text, name=name: f"d{name}: {text}")
+
+
+@pytest.mark.no_interpret
 def test_gradcheck() -> None:
     q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)

@@ -57,8 +57,11 @@ def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) 
 
 def _block_scores(
     q: Tensor, k: Tensor, position: int, options: AttentionOptions, slopes: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Masked scores [Hk, group, M, N], and tanh where there is a softcap; slopes [H] of ALiBi."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Masked scores [Hk, group, M, N], tanh where there is a softcap, and which pairs see each other where not all do.
+
+    slopes [H] are those of ALiBi.
+    """
     products = q @ k.transpose(-1, -2) * options.scale
     capped = None
     if options.softcap > 0:
@@ -68,10 +71,33 @@ def _block_scores(
     offset = columns - (position + rows)[:, None]
     if slopes is not None:
         products = products - slopes.to(products.dtype).view(*q.shape[:2], 1, 1) * offset.abs()
+    seen = None
     if options.masked:
         left, right = options.bounds()
-        products = products.masked_fill((offset < -left) | (offset > right), -torch.inf)
-    return products, capped
+        seen = (offset >= -left) & (offset <= right)
+        products = products.masked_fill(~seen, -torch.inf)
+    return products, capped, seen
+
+
+def _weigh(weights: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
+    """weights [..., M, N] @ rows [..., N, D], in which a row counts only where it is seen, whatever it holds.
+
+    Weights are 0 elsewhere, but 0 times an infinity or a NaN is NaN. So these are counted, and added to the product of
+    the other entries.
+    """
+    finite = rows.isfinite()
+    if seen is None or bool(finite.all()):
+        return weights @ rows
+    up, down = ((rows == torch.inf).to(rows.dtype), (rows == -torch.inf).to(rows.dtype))
+    more, less = ((weights > 0).to(rows.dtype), (weights < 0).to(rows.dtype))
+    undefined = seen.to(rows.dtype) @ rows.isnan().to(rows.dtype)
+    undefined = undefined + (seen & (weights == 0)).to(rows.dtype) @ (up + down)
+    total = weights @ rows.masked_fill(~finite, 0.0)
+    for count, value in (
+        (more @ up + less @ down, torch.inf), (more @ down + less @ up, -torch.inf), (undefined, torch.nan)
+    ):  # fmt: skip
+        total = total + torch.zeros_like(total).masked_fill(count > 0, value)
+    return total
 
 
 def _slopes(t: Forward | Backward, sequence: int) -> Tensor | None:
@@ -125,7 +151,7 @@ def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int =
         sequence = first_sequence + number
         slopes = _slopes(t, sequence)
         for rows, position in _blocks(queries, keys):
-            s, _ = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, options, slopes)
+            s, _, seen = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, options, slopes)
             block_lse = own_lse = torch.logsumexp(s, -1)
             # Weights add up to 1 whatever lse is rounded to.
             p = torch.softmax(s, -1)
@@ -136,7 +162,7 @@ def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int =
             if options.dropout > 0:
                 kept = _kept(t, sequence, rows.start - queries.start, p, options.dropout)
                 p = p.masked_fill(~kept, 0.0) / (1 - options.dropout)
-            out[rows] = (p @ v_segment).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            out[rows] = _weigh(p, v_segment, seen).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
             lse[:, rows] = block_lse.flatten(0, 1)
 
 
@@ -157,7 +183,7 @@ def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int
         slopes = _slopes(t, sequence)
         for rows, position in _blocks(queries, keys):
             q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))
-            s, capped = _block_scores(q_block, k_segment, position, options, slopes)
+            s, capped, seen = _block_scores(q_block, k_segment, position, options, slopes)
             block_lse = lse[:, rows].unflatten(0, (heads, -1))
             unseen = block_lse == -torch.inf
             p = torch.exp(s - block_lse.masked_fill(unseen, 0.0)[..., None])
@@ -172,9 +198,13 @@ def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int
             ds = p * (dp - delta.masked_fill(unseen, 0.0)[..., None])
             if capped is not None:
                 ds = ds * (1 - capped * capped)
-            dq[rows] = (ds @ k_segment * options.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
-            dk_sum[keys] += (ds.transpose(-1, -2) @ q_block).sum(1).permute(1, 0, 2) * options.scale
-            dv_sum[keys] += (weights.transpose(-1, -2) @ dout_block).sum(1).permute(1, 0, 2)
+            seen_by = None
+            if seen is not None:
+                ds, weights, seen_by = ds.masked_fill(~seen, 0.0), weights.masked_fill(~seen, 0.0), seen.T
+            dq[rows] = (_weigh(ds, k_segment, seen) * options.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
+            dk_block = _weigh(ds.transpose(-1, -2), q_block, seen_by).sum(1)
+            dk_sum[keys] += dk_block.permute(1, 0, 2) * options.scale
+            dv_sum[keys] += _weigh(weights.transpose(-1, -2), dout_block, seen_by).sum(1).permute(1, 0, 2)
     dk.copy_(dk_sum)
     dv.copy_(dv_sum)
 
