@@ -217,6 +217,10 @@ PLAIN = --contenders 'vk_default,vk_default_eager,vk_graph,hf,hf_cudnn_blocks'
 COMPILED = --contenders 'vk_compiled,vk_compiled_plain'
 LARGER = --rows '896,1504x640,mixed,video16x448'
 TRAINED = --contenders 'vk_ready,vk_default,hf_cudnn_blocks'
+.PHONY: figures-replayed
+figures-replayed: | needs-gpu ## attention with empty segments behind the others, as captured graphs replay it
+	$(call FIGURES,window_attn_replayed,1,window_attn --shapes 'replayed_*' --backward --peers vk_free --rounds 40)
+
 .PHONY: figures-accelerate
 figures-accelerate: | needs-gpu ## the runs of the encoder after accelerate(model)
 	$(call FIGURES,accelerate,1,encoder --rows 448 $(PLAIN) $(COMPILED))

@@ -64,6 +64,14 @@ def test_runs_reach_what_targets_ask_for(commands: dict[str, list[str]]) -> None
     assert backward == {f"h200_{name}.json" for name in ("norms", "rope_window_attn", "vision_attention")}
 
 
+def test_empty_segments_are_timed_in_the_run_of_the_same_rows_without() -> None:
+    (arguments,) = bench_lines("figures-replayed")
+    shapes = arguments[arguments.index("--shapes") + 1]
+    first, second = BENCHES[arguments[0]].cases([shapes], CUDA)
+    assert second.lengths == (*first.lengths, *(0,) * 2000)
+    assert "--if-measured results/h200_window_attn_replayed.json -->" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
 def test_a_family_is_one_document(tmp_path: Path) -> None:
     out = tmp_path / "norms.json"
     result = bench("norms", "--shapes", "narrow", "--rounds", 2, "--out", out)
