@@ -201,7 +201,8 @@ def pos_embed_interpolate(
             multiple of merge_size. Other wrong values give wrong rows, and nothing is read or written out of bounds.
         total: number of patches, the rows of the result. Rows past the last image (the padding of a CUDA graph) are 0
             and have no gradient. Patches past `total` are left out.
-        merge_size: rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order. Default: 2.
+        merge_size: 1 to 16. Rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order.
+            Default: 2.
         align_corners: whether the first and last patch of an axis lie on the first and last entry, as in Qwen3-VL.
             False: half-pixel centres, clamped to the table, as in `torch.nn.functional.interpolate`. Default: True.
 

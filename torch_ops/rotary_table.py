@@ -110,7 +110,8 @@ def rotary_table(
             cos 1 and sin 0. Patches past `total` are left out.
         dim: D, the head dimension, a multiple of 8 up to 256.
         theta: base, at least 1. Default: 10000.
-        merge_size: rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order. Default: 2.
+        merge_size: 1 to 16. Rows of a frame are in blocks of merge_size x merge_size patches; 1 is raster order.
+            Default: 2.
         device: device of the tables. Default: that of grid.
 
     Returns:

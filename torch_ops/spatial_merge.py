@@ -218,7 +218,7 @@ def spatial_merge(
             Default: "concat".
         order: "merge_block" if the rows of a block follow each other in x, as in Qwen-VL. "raster" if the rows of a
             frame are in raster order. Default: "merge_block".
-        merge_size: M; blocks have M x M patches. Default: 2.
+        merge_size: M, 1 to 16; blocks have M x M patches. Default: 2.
 
     Returns:
         [total / M^2, M^2 C], for "mean" [total / M^2, C], in x's dtype; always a new tensor.

@@ -3,7 +3,7 @@
 n segments own the rows from cu[0] to cu[n] of the packed tensors. The rows before and after them form two more segments
 that attend to nothing: segment s = 1 .. n has rows cu[s-1] .. cu[s]-1, segment 0 begins at row 0, segment n+1 ends at
 `total`. Boundaries are clamped to the tensor, and a boundary that falls counts as the largest one before it: its
-segment is empty. So every row has one segment, whatever cu holds.
+segment is empty. So every row has one segment of these n + 2, whatever cu holds.
 
 The grid is an upper bound from shapes alone: `total // BLOCK + n + 2` tiles. A segment that starts at row r gets tiles
 from r // BLOCK + s on. That number grows strictly with s, and every segment gets the ceil(length / BLOCK) tiles that it
@@ -20,8 +20,8 @@ result; torch.compile would then clone cu and call it mutated.
 import triton
 import triton.language as tl
 
-# Boundaries that a program loads at once: one of many programs, and one of few. NO_BOUNDARY stands for those behind the
-# last.
+# LOOK: boundaries that each of many programs loads at once. LOOK_FAR: the same where there are few programs.
+# NO_BOUNDARY stands for those behind the last.
 LOOK, LOOK_FAR = tl.constexpr(256), tl.constexpr(1024)
 NO_BOUNDARY = tl.constexpr(2**31 - 1)
 

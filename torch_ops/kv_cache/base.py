@@ -28,7 +28,7 @@ from torch_ops._kv_cache.append import check_shape
 from torch_ops.kv_cache_append import kv_cache_append
 from torch_ops.settings import settings
 
-# One for all sequences, or one for each: on the host, or in a tensor whose values are not looked at.
+# One for all sequences, or one for each: on the host, or in a tensor, whose values are looked at in checked mode alone.
 Lengths = int | Sequence[int] | Tensor
 # The largest int32. Larger lengths are beyond any room too.
 MOST_KEYS = torch.iinfo(torch.int32).max
