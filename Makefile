@@ -219,7 +219,7 @@ LARGER = --rows '896,1504x640,mixed,video16x448'
 TRAINED = --contenders 'vk_ready,vk_default,hf_cudnn_blocks'
 .PHONY: figures-replayed
 figures-replayed: | needs-gpu ## attention with empty segments behind the others, as captured graphs replay it
-	$(call FIGURES,window_attn_replayed,1,window_attn --shapes 'replayed_*' --backward --peers vk_free --rounds 40)
+	$(call FIGURES,window_attn_replayed,1,window_attn --shapes 'replayed_*' --backward --peers vk_free --rounds 12)
 
 .PHONY: figures-accelerate
 figures-accelerate: | needs-gpu ## the runs of the encoder after accelerate(model)

@@ -100,6 +100,18 @@ def end_of_segments(cu_ptr, num_segments, last_row):
 
 
 @triton.jit
+def last_with_rows(cu_ptr, num_segments):
+    """The number of the last segment that has rows, if no boundary falls; loads from cu_ptr like `survey`."""
+    last = 0
+    for index in range(0, num_segments, LOOK_FAR):
+        at = index + tl.arange(0, LOOK_FAR)
+        start = tl.load(cu_ptr + at, mask=at < num_segments, other=0)
+        end = tl.load(cu_ptr + at + 1, mask=at < num_segments, other=0)
+        last = tl.maximum(last, tl.max(tl.where(end > start, at + 1, 0), 0))
+    return last
+
+
+@triton.jit
 def survey(cu_ptr, num_segments, total):
     """(rows of the longest segment, number of the last that has rows, whether a boundary falls before it).
 

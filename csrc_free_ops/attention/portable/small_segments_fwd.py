@@ -33,6 +33,7 @@ from csrc_free_ops.tiles.segments import (
     LOOK,
     advance_start,
     clamp_span,
+    last_with_rows,
     locate_outside,
     locate_rows,
     longest_segment,
@@ -109,7 +110,7 @@ def _attention_fwd_small_segments_kernel(
 ):  # fmt: skip
     """Grid (segments * heads), or of any size if PERSISTENT: segments of 1 .. BLOCK rows.
 
-    A persistent grid costs less where most segments may have no rows: passing by one is cheaper than a program.
+    A persistent grid costs less where most segments may have no rows: programs end at the last that has.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,7 +118,9 @@ def _attention_fwd_small_segments_kernel(
     step_q, step_k = row_step(stride_qt, STRIDE_QT, STRIDE_UNIT), row_step(stride_kt, STRIDE_KT, STRIDE_UNIT)
     step_v, step_o = row_step(stride_vt, STRIDE_VT, STRIDE_UNIT), row_step(stride_ot, STRIDE_OT, STRIDE_UNIT)
     if PERSISTENT:
-        for item in tl.range(program, num_segments * NUM_HEADS, tl.num_programs(0), num_stages=1):
+        for item in tl.range(
+            program, last_with_rows(cu_ptr, num_segments) * NUM_HEADS, tl.num_programs(0), num_stages=1
+        ):
             segment = item // NUM_HEADS
             start, length = clamp_span(tl.load(cu_ptr + segment), tl.load(cu_ptr + segment + 1), total)
             if (length > 0) & (length <= BLOCK):
