@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import PIL
 import pytest
 import torch
 import transformers
@@ -127,11 +128,10 @@ def animations() -> Iterator[tuple[str, dict[str, Any], list[Image.Image]]]:
         yield "PNG", {"disposal": disposal, "blend": blend}, [draw_mode(mode, seed) for seed in range(4)]
     for mode in ("RGBA", "RGB"):
         yield "WEBP", {"lossless": True, "background": (9, 9, 9, 9)}, [draw_mode(mode, seed) for seed in range(3)]
-    yield (
-        "TIFF",
-        {},
-        [draw_mode(mode, 1, (12 + place, 9)) for place, mode in enumerate(MODES) if mode not in ("La", "RGBa", "HSV")],
-    )
+    # Pillow before 13 keeps the palette of one page of a TIFF for the next, which has none, and cannot read it.
+    left_out = ("La", "RGBa", "HSV", *(("P", "PA") if int(PIL.__version__.split(".")[0]) < 13 else ()))
+    modes = [mode for mode in MODES if mode not in left_out]
+    yield "TIFF", {}, [draw_mode(mode, 1, (12 + place, 9)) for place, mode in enumerate(modes)]
 
 
 def test_frames_are_those_of_transformers(tmp_path: Path, small: Any) -> None:

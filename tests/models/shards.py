@@ -28,7 +28,8 @@ Sharding = Callable[[Any], Any]
 def results(encoder: Any, pixels: Tensor) -> dict[str, Tensor]:
     """Outputs and the gradient of the pixels; parameters keep theirs."""
     pixels = pixels.clone().requires_grad_()
-    outputs = named_outputs(encoder(pixels, grid_thw=IMAGES))
+    # Transformers before 5.18 takes grids on the device of the weights alone.
+    outputs = named_outputs(encoder(pixels, grid_thw=IMAGES.to(pixels.device)))
     torch.stack([each.float().square().mean() for each in outputs.values()]).sum().backward()
     assert pixels.grad is not None
     return {**{name: each.detach() for name, each in outputs.items()}, "pixels.grad": pixels.grad}
