@@ -586,6 +586,11 @@ def test_buffers_of_modules_that_both_have_are_kept() -> None:
             r"merger\.extra is Identity, expected no mod",
         ),
         (lambda encoder: setattr(encoder, "extra", nn.Linear(2, 2)), "extra is Linear, expected no module"),
+        (lambda encoder: setattr(encoder.config, "depth", 2), r"blocks\.2 is Qwen3VLVisionBlock, expected no module"),
+        (
+            lambda encoder: (setattr(encoder.config, "depth", 2), encoder.blocks.pop(2)),
+            r"blocks\.2 is none, expected Qwen3VLVisionBlock, as the tower has it",
+        ),
     ],
 )
 def test_a_structure_that_transformers_has_no_place_for_is_not_restored(

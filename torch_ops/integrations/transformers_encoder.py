@@ -188,6 +188,7 @@ def _original(encoder: QwenVisionEncoder) -> nn.Module:
         made = dict(QwenVisionEncoder(encoder.config).named_modules())
     called = _called(encoder, tower, made)
     _check_structure(encoder, made, called)
+    _check_depth(encoder, tower, called)
     _check_dispatched(encoder, called)
     _check_forwards(encoder, made, called)
     share(encoder, tower, called)
@@ -210,7 +211,7 @@ def _called(encoder: QwenVisionEncoder, tower: nn.Module, made: dict[str, nn.Mod
     modules, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (encoder, tower))
     called: list[str] = []
     for name in encoder.places:
-        if name not in modules or is_inside(name, called):
+        if name not in modules or name not in made or is_inside(name, called):
             continue
         ours = modules[name]
         if name in encoder.layer_names:
@@ -236,6 +237,14 @@ def _check_structure(encoder: QwenVisionEncoder, made: dict[str, nn.Module], cal
     for name in modules:
         if name not in made and not is_inside(name, called):
             refuse("restore", name, "no module, as Transformers' encoder has none there", type(modules[name]).__name__)
+
+
+def _check_depth(encoder: QwenVisionEncoder, tower: nn.Module, called: list[str]) -> None:
+    """Refuse an encoder that lacks modules of the tower, because blocks and their number in `config` were taken out."""
+    names = {name for name, _ in encoder.named_modules(remove_duplicate=False)}
+    for name, module in tower.named_modules(remove_duplicate=False):
+        if name not in names and any(True for _ in module.parameters()) and not is_inside(name, called):
+            refuse("restore", name, f"{type(module).__name__}, as the tower has it", "none")
 
 
 def _check_dispatched(encoder: QwenVisionEncoder, called: list[str]) -> None:
