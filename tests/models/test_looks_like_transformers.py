@@ -358,24 +358,33 @@ def test_hooks_are_called_with_automatic_graphs_on(name: str, graphs_on_the_cpu:
     assert bool(encoder.graphs.captured) == (not name)
 
 
-def test_hooks_of_all_modules_see_blocks() -> None:
-    tower, seen = tower_of("qwen2_5_vl_vision"), []
+@pytest.mark.parametrize("model_type", KINDS)
+def test_hooks_of_all_modules_see_and_change_blocks_and_layers(model_type: str) -> None:
+    tower, seen = tower_of(model_type), []
     pixels = draw_pixels(tower, IMAGES)
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(module, GradientCheckpointingLayer):
-            seen.append((shapes(args), shapes(output)))
+    def note(module: nn.Module, args: Any, output: Any) -> Any:
+        is_norm = type(module).__name__.endswith("Norm")
+        if isinstance(module, GradientCheckpointingLayer | nn.Linear | nn.Conv3d) or is_norm:
+            seen.append((is_norm or type(module).__name__, shapes(args), shapes(output)))
+            return 0.75 * output
+        return 0.75 * output if isinstance(module, nn.Embedding) else None
 
-    eager, truth = tower(pixels, grid_thw=IMAGES), doubled(tower)(pixels.double(), grid_thw=IMAGES)
-    encoder = accelerate(tower)
+    accelerated = accelerate(copy.deepcopy(tower))
+    plainly = accelerated(pixels, IMAGES).last_hidden_state
     handle = nn.modules.module.register_module_forward_hook(note)
     try:
-        check_outputs(encoder(pixels, IMAGES), eager, truth)
-        assert len(seen) == 3
-        tower(pixels, grid_thw=IMAGES)
+        eager, expected = tower(pixels, grid_thw=IMAGES), [*seen]
+        truth = doubled(tower)(pixels.double(), grid_thw=IMAGES)
+        made_meanwhile = accelerate(tower)
+        for encoder in (accelerated, made_meanwhile):
+            seen.clear()
+            check_outputs(encoder(pixels, IMAGES), eager, truth)
+            # A merger of a tap comes after the next block.
+            assert sorted(map(str, seen)) == sorted(map(str, expected))
     finally:
         handle.remove()
-    assert seen[:3] == seen[3:]
+    assert torch.equal(made_meanwhile(pixels, IMAGES).last_hidden_state, plainly)
 
 
 class Experts(nn.Module):

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch_ops._core.checks import check_head_dim, check_matrix, check_num_heads, refuse
 from torch_ops._core.torch_private import COMPILED_CALL, children_of
 from torch_ops.models._boundaries import one_segment
-from torch_ops.models._layers import NORMS, RMSNorm, chained, norm_of, plain, promoted, untouched
+from torch_ops.models._layers import NORMS, RMSNorm, chained, norm_of, plain, promoted, untouched, watched
 from torch_ops.models.families import Family
 from torch_ops.patch_merger import patch_merger
 from torch_ops.qkv_rope import qkv_rope
@@ -44,7 +44,7 @@ class PatchEmbed(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight
         pixel_values = pixel_values.to(weight.dtype)
-        if not plain(self.proj):
+        if not plain(self.proj) or watched():
             return self.proj(pixel_values.view(-1, *self.patch)).flatten(1)
         return functional.linear(pixel_values, weight.flatten(1), self.proj.bias)
 
@@ -89,7 +89,7 @@ def attend(
     if (cos is None) != (sin is None):
         given, other = ("cos", "sin") if sin is None else ("sin", "cos")
         refuse("VisionAttention", given, f"None where {other} is", "a tensor")
-    takes_qkv = plain(attention.qkv)
+    takes_qkv = plain(attention.qkv) and not watched()
     if cos is None or not takes_qkv:
         check_matrix("VisionAttention", "x", x, "[T, C]", (None, None))
     if cu_seqlens is None:
@@ -156,10 +156,14 @@ class PatchMerger(nn.Module):
         norm, *layers = modules
         # FSDP, by a policy of sizes, and offloading bring a sequence the weights of its layers when it is called.
         inner: Any = getattr(self, self._inner) if self._inner else None
+        seen = watched()
         called = not (
-            inner is None or untouched(inner, (nn.Sequential, nn.ModuleList)) and untouched(inner[1], (nn.GELU,))
+            inner is None
+            or untouched(inner, (nn.Sequential, nn.ModuleList))
+            and untouched(inner[1], (nn.GELU,))
+            and not seen
         )
-        if not called and plain(norm, NORMS) and all([plain(layer) for layer in layers]):
+        if not (called or seen) and plain(norm, NORMS) and all([plain(layer) for layer in layers]):
             first, second = layers
             weight, is_rms = norm.weight, isinstance(norm, RMSNorm)
             if is_rms:
@@ -190,7 +194,7 @@ def called(
     block: Any, kind: type, hidden_states: Tensor, cu_seqlens: Tensor, rotation: Rotation, head_dim: int
 ) -> Tensor:
     """Call a block as Transformers does."""
-    if not untouched(block, (kind,)):
+    if not untouched(block, (kind,)) or watched():
         rotation = whole(rotation, head_dim)
     return block(_started_from(block, hidden_states), cu_seqlens=cu_seqlens, position_embeddings=rotation)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_ops._core.checks import refuse
-from torch_ops._core.torch_private import FakeTensor, FunctionalTensor
+from torch_ops._core.torch_private import FakeTensor, FunctionalTensor, has_global_hooks
 from torch_ops.layer_norm import add_layer_norm, layer_norm
 from torch_ops.mlp import mlp
 from torch_ops.models.families import Family
@@ -42,6 +42,11 @@ def plain(layer: Any, kinds: tuple[type, ...] = LAYERS) -> bool:
         and type(layer.weight) in _TENSORS
         and type(getattr(layer, "bias", None)) in _TENSORS_OR_NONE
     )
+
+
+def watched() -> bool:
+    """Whether hooks of all modules are registered: they see, and may change, only what is called as a module."""
+    return not torch.compiler.is_compiling() and bool(has_global_hooks())
 
 
 # All families have an eps of 1e-6. It is written out in each call, as softcap is below: of a float that is no literal,
@@ -110,7 +115,7 @@ NORMS = (LayerNorm, RMSNorm)
 
 def after_sum(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and the sum."""
-    if plain(norm, NORMS):
+    if plain(norm, NORMS) and not watched():
         return norm.after_sum(x, residual)
     total = x + residual
     return norm(total), total
@@ -136,7 +141,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def chained(x: Tensor, layers: list[Any], activation: str) -> Tensor:
     """The last of the layers on the activation of those before it: one op where all are plain."""
     *first, last = layers
-    if not all([plain(layer) for layer in layers]):
+    fused = all([plain(layer) for layer in layers]) and not watched()
+    # The op takes both biases of gate and up, or none.
+    if not fused or activation == "swiglu" and (first[0].bias is None) is not (first[1].bias is None):
         if activation == "swiglu":
             return last(functional.silu(first[0](x)) * first[1](x))
         return last(_ACTIVATIONS[activation](first[0](x)))
@@ -156,4 +163,5 @@ __all__ = [
     "plain",
     "promoted",
     "untouched",
+    "watched",
 ]

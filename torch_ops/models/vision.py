@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_ops._core.checks import refuse
-from torch_ops._core.torch_private import has_global_hooks
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
 from torch_ops.models._checkpointing import CheckpointedBlocks
 from torch_ops.models._chunks import Outputs, chunks_of, joined
 from torch_ops.models._inputs import CheckedInputs, check_is_metadata, check_is_tensor
-from torch_ops.models._layers import LAYERS, NORMS, plain
+from torch_ops.models._layers import LAYERS, NORMS, plain, watched
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graph_cache import GraphCache
 from torch_ops.models.vision_metadata import (
@@ -233,7 +232,7 @@ class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
             taken = self.pos_embed(metadata.interp_indices) * metadata.interp_weights[:, :, None]
             return taken.sum(1).to(patches.dtype)
         assert metadata.grid is not None
-        if plain(self.pos_embed):
+        if plain(self.pos_embed) and not watched():
             table = self.pos_embed.weight
         else:
             table = self.pos_embed(torch.arange(self.config.num_position_embeddings, device=patches.device))
@@ -256,7 +255,7 @@ class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
             branch = gather_cells(branch, metadata.window_index, self.sizes)
         rotation = metadata.cos, metadata.sin
         # Hooks of all modules see blocks only where they are called.
-        alone = torch.compiler.is_compiling() or not has_global_hooks()
+        alone = not watched()
         taps, kept = [], []
         for layer, block in enumerate(self.blocks):
             full = self._full_layers is None or layer in self._full_layers

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torch_ops.models._blocks import Rotation, VisionAttention, VisionMLP, attend, whole
-from torch_ops.models._layers import after_sum, norm_of, untouched
+from torch_ops.models._layers import after_sum, norm_of, untouched, watched
 from torch_ops.models._named import name_classes
 from torch_ops.models.families import FAMILIES, Family
 
@@ -67,7 +67,7 @@ class VisionBlock(GradientCheckpointingLayer):
             normed, entered = self.norm1(branch), branch
         else:
             normed, entered = after_sum(self.norm1, branch, residual)
-        if not untouched(self.attn, (BlockAttention,)):
+        if not untouched(self.attn, (BlockAttention,)) or watched():
             rotation = whole(rotation, self.head_dim)
         attended = self.attn(normed, cu_seqlens=cu_seqlens, position_embeddings=rotation)
         normed, total = after_sum(self.norm2, attended, entered)
