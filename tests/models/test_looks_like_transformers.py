@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import PreTrainedModel, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -67,6 +68,55 @@ def test_names_order_and_groups_of_parameters(model_type: str) -> None:
     assert [name for name, _ in made.named_parameters()] == names and decayed(made) == wanted
     restore(model)
     assert list(model.state_dict()) == keys and decayed(model) == wanted
+
+
+def put_last(held: nn.Module, name: str) -> None:
+    value = getattr(held, name)
+    delattr(held, name)
+    setattr(held, name, value)
+
+
+@hypothesis_settings(max_examples=12)
+@given(st.sampled_from(KINDS), st.lists(st.integers(0, 999), min_size=1, max_size=5))
+def test_any_order_of_parameters_is_kept(model_type: str, draws: list[int]) -> None:
+    """Pruning, weight norm and other parametrizations put a weight behind its bias where they are made permanent."""
+    model = nn.ModuleDict({"visual": tower_of(model_type)})
+    prune.l1_unstructured(model["visual"].blocks[0].attn.qkv, "weight", 0.5)
+    prune.remove(model["visual"].blocks[0].attn.qkv, "weight")
+    holders = [
+        (module, name)
+        for module in model["visual"].modules()
+        if not isinstance(module, nn.ModuleList | nn.Sequential)
+        for name in [*dict(module.named_parameters(recurse=False)), *dict(module.named_children())]
+    ]
+    for draw in draws:
+        put_last(*holders[draw % len(holders)])
+    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    accelerate(model)
+    assert [name for name, _ in model.named_parameters()] == names and list(model.state_dict()) == keys
+    put_last(model["visual"].blocks[1].attn.proj, "weight")
+    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    restore(model)
+    assert [name for name, _ in model.named_parameters()] == names and list(model.state_dict()) == keys
+
+
+@hypothesis_settings(max_examples=12)
+@given(st.sampled_from(KINDS), st.lists(st.integers(0, 99), min_size=1, max_size=4))
+def test_any_layer_may_do_without_a_bias(model_type: str, draws: list[int]) -> None:
+    towers: list[Any] = [tower_of(model_type).requires_grad_(False) for _ in range(3)]
+    after = accelerate(towers[2])
+    named = [name for name, _ in towers[0].named_parameters() if name.endswith(".bias")]
+    # One op would take both biases of a gate and its up layer.
+    gate = {"blocks.1.mlp.gate_proj.bias"}
+    chosen = {named[draw % len(named)] for draw in draws} | gate.intersection(named)
+    for tower in (*towers[:2], after):
+        for name in chosen:
+            tower.get_submodule(name.rpartition(".")[0]).bias = None
+    pixels = draw_pixels(towers[0], IMAGES)
+    eager, truth = towers[0](pixels, grid_thw=IMAGES), doubled(towers[0])(pixels.double(), grid_thw=IMAGES)
+    for encoder in (after, accelerate(towers[1])):
+        check_outputs(encoder(pixels, IMAGES), eager, truth)
+    check_outputs(restore(after)(pixels, grid_thw=IMAGES), eager, truth)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -220,7 +220,13 @@ def _check_parameters(source: nn.Module, encoder: QwenVisionEncoder, called: Ite
             for name in [name for name in named if name.startswith(f"{layer}.")]:
                 del named[name]
     kind = type(source).__name__
-    if lacking := shapes.keys() - parameters:
+    # Layers may do without a bias.
+    without = {
+        f"{name}.bias"
+        for name, module in source.named_modules(remove_duplicate=False)
+        if parameters_of(module).get("bias", module) is None
+    }
+    if lacking := shapes.keys() - parameters - without:
         raise ValueError(f"{kind} lacks {_first(lacking)}")
     if surplus := parameters.keys() - shapes.keys():
         raise ValueError(f"{kind} also holds {_first(surplus)}; merge adapters first")
@@ -249,7 +255,17 @@ def share(source: nn.Module, target: nn.Module, called: Iterable[str]) -> None:
             setattr(place, leaf, parameter)
         for leaf, buffer in buffers_of(module).items():
             place.register_buffer(leaf, buffer, persistent=leaf not in unsaved_buffers_of(module))
+        for fields in (parameters_of, buffers_of, children_of):
+            _order_as(fields(module), fields(place))
         _share_hooks(module, place)
+
+
+def _order_as(wanted: Iterable[str], held: dict[str, Any]) -> None:
+    """Put entries in the order of the names, in which optimizers and state dicts have them."""
+    names = [name for name in wanted if name in held]
+    if names != [name for name in held if name in names]:
+        for name in names:
+            held[name] = held.pop(name)
 
 
 def hooks_of_user(module: nn.Module) -> list[Any]:
