@@ -125,6 +125,21 @@ def test_files_that_are_no_json_object(name: str, model: Path) -> None:
     assert "cannot be read: Is a directory" in refused("encode", STREET, "--model", model, *CPU)
 
 
+@pytest.mark.parametrize("link", ["nowhere", "to itself"])
+def test_links_that_lead_nowhere(link: str, model: Path) -> None:
+    """A snapshot of the hub is made of links. Settings that were not fetched are not those of the family."""
+    for name in ("processor_config.json", "preprocessor_config.json", "model.safetensors", "config.json"):
+        file, kept = model / name, model / "kept"
+        if file.exists():
+            file.rename(kept)
+        file.symlink_to("gone" if link == "nowhere" else name)
+        line = refused("encode", STREET, "--model", model, *CPU)
+        assert f"{file} cannot be read: {'No such file' if link == 'nowhere' else 'Too many levels'}" in line
+        file.unlink()
+        if kept.exists():
+            kept.rename(file)
+
+
 def test_parts_of_a_processor_config(model: Path) -> None:
     whole = model / "processor_config.json"
     for content, said in (("[]", "holds a list"), ('{"image_processor": 1}', "image_processor is 1, expected a JSON")):

@@ -15,10 +15,12 @@ from torch_ops.models._files import (
     POSITIVE,
     check_stored,
     check_values,
+    is_there,
     listed,
     one_of,
     parsing,
     read_json,
+    reason,
     refuse_value,
     whole,
 )
@@ -65,7 +67,7 @@ def vision_config(directory: Path) -> PretrainedConfig:
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not a directory; give a local Transformers checkpoint directory")
     file = directory / "config.json"
-    if not file.exists():
+    if not is_there(file):
         raise FileNotFoundError(f"{directory} holds no {file.name}; give a local Transformers checkpoint directory")
     values = read_json(file)
     model_type = values.get("model_type")
@@ -164,7 +166,10 @@ def read_tensors(
 @contextmanager
 def _stored_in(file: Path) -> Iterator[Any]:
     """The tensors of a safetensors file, none of them read yet."""
-    check_stored(file)
+    try:
+        check_stored(file)
+    except OSError as error:
+        raise OSError(f"{file} cannot be read: {reason(error)}") from error
     with parsing(file, "is damaged"):
         stored = safe_open(file, framework="pt")
     with stored:
@@ -182,11 +187,11 @@ def _checked(file: Path, name: str, tensor: torch.Tensor, shape: torch.Size) -> 
 
 def _stored(directory: Path) -> dict[str, Path]:
     single = directory / "model.safetensors"
-    if single.exists():
+    if is_there(single):
         with _stored_in(single) as stored:
             return dict.fromkeys(stored.keys(), single)
     index = directory / "model.safetensors.index.json"
-    if not index.exists():
+    if not is_there(index):
         raise FileNotFoundError(
             f"{directory} holds neither model.safetensors nor model.safetensors.index.json; "
             f"other weight formats are not read"

@@ -43,6 +43,11 @@ def check_stored(file: str | os.PathLike[str]) -> None:
         raise NotStoredError(f"{os.fspath(file)} is a pipe or a device; give a file")
 
 
+def is_there(file: str | os.PathLike[str]) -> bool:
+    """Whether the folder has this name. Behind a link that leads nowhere is a file that lacks, not one to do without."""
+    return os.path.lexists(file)
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in ``file``. Raises ValueError for other content and for a file that cannot be read."""
     try:

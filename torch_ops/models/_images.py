@@ -20,6 +20,7 @@ from torch_ops.models._files import (
     check_stored,
     check_values,
     fields,
+    is_there,
     listed,
     optional,
     parsing,
@@ -143,7 +144,7 @@ def image_processor(directory: str | os.PathLike[str] | None = None) -> Qwen2VLI
         return Qwen2VLImageProcessorPil(**_QWEN3_PROCESSOR)
     directory = Path(directory)
     config_file = directory / "config.json"
-    config = vision_config(directory) if config_file.exists() else None
+    config = vision_config(directory) if is_there(config_file) else None
     file, values = _settings_of(directory)
     if file is None:
         file, values = config_file, _OTHER_PROCESSORS.get(family_key(config), _QWEN3_PROCESSOR)
@@ -163,12 +164,12 @@ def image_processor(directory: str | os.PathLike[str] | None = None) -> Qwen2VLI
 def _settings_of(directory: Path) -> tuple[Path | None, dict[str, Any]]:
     """The file that holds a checkpoint's settings of images, as Transformers finds it, and the settings."""
     whole_processor, own = (directory / f"{name}_config.json" for name in ("processor", "preprocessor"))
-    if whole_processor.exists() and "image_processor" in (values := read_json(whole_processor)):
+    if is_there(whole_processor) and "image_processor" in (values := read_json(whole_processor)):
         inner = values["image_processor"]
         if not isinstance(inner, dict):
             refuse_value(whole_processor, "image_processor", inner, "a JSON object")
         return whole_processor, inner
-    return (own, read_json(own)) if own.exists() else (None, {})
+    return (own, read_json(own)) if is_there(own) else (None, {})
 
 
 def _check_beside(processor: Qwen2VLImageProcessorPil, config: Any, file: Path, config_file: Path) -> None:
