@@ -266,3 +266,28 @@ def test_files_that_are_no_documents(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_bytes(content)
         for command in (("table", tmp_path / "x.json"), ("chart", tmp_path / "x.json", tmp_path / "x.svg")):
             assert str(tmp_path / "x.json") in refused(*command)
+
+
+def test_pipes_and_devices_are_no_documents(tmp_path: Path) -> None:
+    """To read one may never end."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (link := tmp_path / "link.json").symlink_to(pipe)
+    for file in (pipe, link, Path("/dev/zero"), Path("/dev/null")):
+        for command in (("table", file), ("chart", file, tmp_path / "x.svg")):
+            assert f"{file} is a pipe or a device; give a file" in refused(*command)
+
+
+def test_a_picture_behind_links_that_lead_to_each_other(tmp_path: Path) -> None:
+    (file := tmp_path / "a.json").write_text(golden_report().to_json())
+    (picture := tmp_path / "x.svg").symlink_to(picture)
+    assert f"'{picture}' cannot be written: Too many levels of symbolic links" in refused("chart", file, picture)
+
+
+def test_tables_escape_what_no_line_holds(tmp_path: Path) -> None:
+    document, file = json.loads(golden_report().to_json()), tmp_path / "a.json"
+    for value in ("\udcff", "\x1b[31m", "\u202e", "\r"):
+        document["records"][0]["case"] = document["provenance"]["device"] = f"a{value}b"
+        file.write_text(json.dumps(document))
+        for options in ((), ("--summary",), ("--suite",)):
+            shown = bench("table", file, *options).stdout
+            assert value not in shown and value.encode("unicode_escape").decode() in shown

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.command.verify import CPU, STREET, draw_image, draw_mode, refused, stored, vk
+from torch_ops._core.files import check_stored
 from torch_ops.command.inputs import InputError, frame_files, read_frames, read_images
-from torch_ops.models._files import check_stored
 from torch_ops.models.qwen_vl import image_processor, load_tower, open_image
 
 pytestmark = [pytest.mark.no_interpret, pytest.mark.filterwarnings("ignore:::PIL")]

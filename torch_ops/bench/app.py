@@ -9,6 +9,7 @@ import typer
 
 import torch_ops
 from csrc_free_ops.configs.candidates import CANDIDATES
+from torch_ops._core.files import check_stored
 from torch_ops.bench.commands import options
 from torch_ops.bench.commands.attention import attention_command
 from torch_ops.bench.commands.encoder import encoder, timeline
@@ -26,7 +27,7 @@ from torch_ops.bench.measure.profile import profile_case
 from torch_ops.bench.measure.results import Report, read_report
 from torch_ops.bench.measure.run import Setup
 from torch_ops.bench.show.tables import markdown
-from torch_ops.command.errors import OneLineErrors
+from torch_ops.command.errors import OneLineErrors, on_lines
 from torch_ops.settings import default_rows
 
 _MODULES = (
@@ -227,8 +228,9 @@ def table(
     kind = "images" if images else "summary" if short else "suite" if suite else ""
     for index, file in enumerate(files):
         with options.file_errors(file):
+            check_stored(file)
             text = markdown(read_report(file), kind)
-        typer.echo("\n" * bool(index) + text, nl=False)
+        typer.echo("\n" * bool(index) + on_lines(text), nl=False)
 
 
 @app.command()
@@ -246,6 +248,7 @@ def chart(
         raise typer.BadParameter(message) from error
     options.check_output(picture, "PICTURE")
     with options.file_errors(results):
+        check_stored(results)
         kernels = read_timeline(results.read_text())
         if kernels is not None:
             draw_timeline(kernels, picture)

@@ -16,6 +16,11 @@ def on_one_line(text: object) -> str:
     return re.sub("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", _escaped, str(text))
 
 
+def on_lines(text: str) -> str:
+    """A text of several lines, each as `on_one_line` shows it."""
+    return "\n".join(map(on_one_line, text.split("\n")))
+
+
 def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 

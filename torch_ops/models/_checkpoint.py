@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig
 
+from torch_ops._core.files import check_stored
 from torch_ops.models._files import (
     NUMBER,
     POSITIVE,
-    check_stored,
     check_values,
     is_there,
     listed,

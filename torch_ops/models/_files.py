@@ -3,12 +3,13 @@
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from torch_ops._core.files import check_stored
 
 # No encoder is larger. A larger number would only keep the host busy until it runs out of memory.
 MOST = 2**20
@@ -27,20 +28,6 @@ def reason(error: Exception) -> str:
     """The text of an error on one line; an OSError's without the path, and the kind of an error without text."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split()) or type(error).__name__
-
-
-class NotStoredError(ValueError):
-    """A file that is a pipe or a device."""
-
-
-def check_stored(file: str | os.PathLike[str]) -> None:
-    """Refuse pipes and devices, also behind links: to open one may wait forever, and to read one may never end.
-
-    Raises NotStoredError, a ValueError, for them. Files that cannot be asked about raise what opening them would.
-    """
-    mode = os.stat(file).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise NotStoredError(f"{os.fspath(file)} is a pipe or a device; give a file")
 
 
 def is_there(file: str | os.PathLike[str]) -> bool:

@@ -10,14 +10,13 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from torch_ops._core.files import NotStoredError, check_stored
 from torch_ops.models._checkpoint import vision_config
 from torch_ops.models._files import (
     NUMBER,
     POSITIVE,
     SWITCH,
-    NotStoredError,
     Rule,
-    check_stored,
     check_values,
     fields,
     is_there,

@@ -5,6 +5,7 @@ A document is one `Report`: `{"schema": 2, "provenance": ..., "ceilings": ..., "
 (1e9) and TFLOP/s. Medians, ratios and rates are computed here and never stored.
 """
 
+import errno
 import dataclasses
 import json
 import os
@@ -275,5 +276,8 @@ def check_replaceable(path: Path) -> None:
 
 
 def _partial(path: Path) -> Path:
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except RuntimeError as error:  # before Python 3.13, of links that lead to each other
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
