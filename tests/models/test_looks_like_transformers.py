@@ -24,6 +24,7 @@ from compile_tests.models import FAMILIES, draw_pixels, named_outputs, tiny_towe
 from tests.models.verify import KINDS, check_outputs, doubled, tiny_model
 from torch_ops.integrations.transformers import accelerate, restore
 from torch_ops.models import EncoderGraphs, QwenVisionEncoder, from_config, from_transformers, graph_cache, qwen_vl
+from torch_ops.models._constants import Constant
 from torch_ops.testing import check
 
 pytestmark = pytest.mark.no_interpret
@@ -131,6 +132,31 @@ def test_modules_are_of_the_classes_that_others_look_for(model_type: str) -> Non
         for eps in ("eps", "variance_epsilon"):
             if hasattr(module, eps) and name in encoder.layer_names:
                 assert getattr(encoder.get_submodule(name), eps) == getattr(module, eps)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_settings_of_modules_are_told_and_no_other_ones_taken(model_type: str) -> None:
+    """All numbers of Transformers' modules: what is set on ours afterwards would count for nothing."""
+    tower, places = tower_of(model_type), dict(accelerate(tower_of(model_type)).named_modules())
+    told = 0
+    for name, module in tower.named_modules():
+        ours = places.get(name)
+        if ours is None or isinstance(module, GradientCheckpointingLayer | nn.Linear | nn.Conv3d | nn.Embedding):
+            continue
+        for key, value in vars(module).items():
+            if isinstance(value, int | float | list) and isinstance(getattr(type(ours), key, None), Constant):
+                assert getattr(ours, key) == value, (name, key)
+                setattr(ours, key, value)
+                with pytest.raises(ValueError, match=f"{key} is .*, expected .*, by the config; put another module"):
+                    setattr(ours, key, [] if isinstance(value, list) else value + 1)
+                told += 1
+        for key, _ in module.named_children():
+            if key not in dict(ours.named_children()) and not isinstance(module, nn.ModuleList | nn.Sequential):
+                assert not hasattr(ours, key)
+                with pytest.raises(ValueError, match=f"{key} is ReLU, expected what the config says; put another"):
+                    setattr(ours, key, nn.ReLU())
+                told += 1
+    assert told >= 20
 
 
 def test_an_eps_that_would_not_count_is_refused() -> None:

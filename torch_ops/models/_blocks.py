@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch_ops._core.checks import check_head_dim, check_matrix, check_num_heads, refuse
 from torch_ops._core.torch_private import COMPILED_CALL, children_of
 from torch_ops.models._boundaries import one_segment
+from torch_ops.models._constants import Constant, Constants
 from torch_ops.models._layers import NORMS, RMSNorm, chained, norm_of, plain, promoted, untouched, watched
 from torch_ops.models.families import Family
 from torch_ops.patch_merger import patch_merger
@@ -31,8 +32,13 @@ from torch_ops.window_attn import window_attn
 Rotation = tuple[Tensor, Tensor]
 
 
-class PatchEmbed(nn.Module):
+class PatchEmbed(Constants):
     """The convolution over patches, which do not overlap, as the linear layer that it is."""
+
+    in_channels = Constant(lambda self: self.patch[0])
+    temporal_patch_size = Constant(lambda self: self.patch[1])
+    patch_size = Constant(lambda self: self.patch[2])
+    embed_dim = Constant(lambda self: self.proj.weight.shape[0])
 
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
@@ -111,7 +117,9 @@ def attend(
     return attention.proj(out.flatten(1))
 
 
-class VisionMLP(nn.Module):
+class VisionMLP(Constants):
+    act, act_fn = Constant(), Constant()
+
     def __init__(self, family: Family, config: Any) -> None:
         super().__init__()
         outer, inner = getattr(config, family.width), family.intermediate_size(config)
@@ -125,12 +133,16 @@ class VisionMLP(nn.Module):
         return chained(x, [children_of(self)[name] for name in self._names], self.activation)
 
 
-class PatchMerger(nn.Module):
+class PatchMerger(Constants):
     """Norm, the patches of a merged cell side by side, and two layers with GELU (by erf) between them.
 
     The patches of a cell follow each other, so that putting them side by side is a view. `after_shuffle` norms the
     cells instead of the patches.
     """
+
+    act_fn = Constant()
+    hidden_size = Constant(lambda self: self.width)
+    use_postshuffle_norm = Constant(lambda self: self.after_shuffle)
 
     def __init__(self, family: Family, config: Any, after_shuffle: bool = False) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def reason(error: Exception) -> str:
 
 
 def is_there(file: str | os.PathLike[str]) -> bool:
-    """Whether the folder has this name. Behind a link that leads nowhere is a file that lacks, not one to do without."""
+    """Whether the folder has this name. A link that leads nowhere is a file that lacks, not one to do without."""
     return os.path.lexists(file)
 
 

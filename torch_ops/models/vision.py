@@ -16,6 +16,7 @@ from torch_ops._core.checks import refuse
 from torch_ops.models._blocks import PatchEmbed, PatchMerger, VisionAttention, VisionMLP, called, in_pairs
 from torch_ops.models._checkpointing import CheckpointedBlocks
 from torch_ops.models._chunks import Outputs, chunks_of, joined
+from torch_ops.models._constants import TowerConstants
 from torch_ops.models._inputs import CheckedInputs, check_is_metadata, check_is_tensor
 from torch_ops.models._layers import LAYERS, NORMS, plain, watched
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
@@ -33,7 +34,7 @@ from torch_ops.models.vision_metadata import (
 from torch_ops.pos_embed_interpolate import pos_embed_interpolate
 
 
-class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
+class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks, TowerConstants):
     """The vision encoder of a Qwen-VL family, for a vision configuration of Transformers.
 
     It takes and returns what Transformers' class does, and can replace `visual` of a whole model. `graphs` is a
@@ -50,7 +51,6 @@ class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
         self.config = config
         self.family = family
         self.sizes = family.sizes(config)
-        self.spatial_merge_size = config.spatial_merge_size
         self.graphs: GraphCache | None = None
         self._no_split_modules = {family.block_class}
         self._output = family.output_class()
@@ -238,7 +238,7 @@ class QwenVisionEncoder(CheckedInputs, CheckpointedBlocks):
             table = self.pos_embed(torch.arange(self.config.num_position_embeddings, device=patches.device))
         # A narrow table would round the sum of its rows once more.
         table = table.to(torch.promote_types(table.dtype, patches.dtype))
-        rows, merge_size = patches.shape[0], self.spatial_merge_size
+        rows, merge_size = patches.shape[0], self.sizes.merge_size
         return pos_embed_interpolate(table, metadata.grid, rows, merge_size).to(patches.dtype)
 
     def _encode(self, pixel_values: Tensor, metadata: VisionMetadata, keep: bool) -> Outputs:

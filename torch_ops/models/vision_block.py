@@ -19,13 +19,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torch_ops.models._blocks import Rotation, VisionAttention, VisionMLP, attend, whole
+from torch_ops.models._constants import Constant, Constants
 from torch_ops.models._layers import after_sum, norm_of, untouched, watched
 from torch_ops.models._named import name_classes
 from torch_ops.models.families import FAMILIES, Family
 
 
-class BlockAttention(VisionAttention):
+class BlockAttention(Constants, VisionAttention):
     """`VisionAttention` with the arguments that Transformers gives to the attention of a block."""
+
+    dim = Constant(lambda self: self.num_heads * self.head_dim)
+    scaling = Constant(lambda self: self.head_dim**-0.5)
+    num_key_value_groups = Constant(lambda self: 1)
+    attention_dropout = Constant(lambda self: 0.0)
+    is_causal = Constant(lambda self: False)
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: Rotation, **kwargs: Any

@@ -5,8 +5,8 @@ A document is one `Report`: `{"schema": 2, "provenance": ..., "ceilings": ..., "
 (1e9) and TFLOP/s. Medians, ratios and rates are computed here and never stored.
 """
 
-import errno
 import dataclasses
+import errno
 import json
 import os
 import statistics
