@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_ops._core.checks import refuse
 from torch_ops._core.plan import Plan
 from torch_ops._core.planned_op import planned_op
 from torch_ops._kv_cache.append import Append, check_append, check_append_values, new_queries, plan_append
@@ -74,7 +73,7 @@ def kv_cache_append(
             columns that are not contiguous are copied.
         k_cache, v_cache: [B, Hk, S, D], or with a block_table [num_pages, Hk, page_size, D]. Any strides with
             contiguous columns: flash-attn's [B, S, Hk, D] is `cache.transpose(1, 2)`. The dtype may differ from k's.
-            They are written to in place, at the new positions and nowhere else.
+            They are written to in place, at the new positions and nowhere else. Caches of one address are refused.
         cache_seqlens: int32 [B] on the device, number of keys that each sequence has before the call. It is not
             changed.
         block_table: int32 [B, max_pages], the pages of each sequence in order. Two sequences may share pages that are
@@ -99,8 +98,6 @@ def kv_cache_append(
     negative length are not written, and nothing else changes. `torch_ops.settings(checked=True)` refuses them by name
     before anything is written. The rotation is fp32 and rounded once. The same inputs give the same bits.
     """
-    if k_cache is v_cache:
-        refuse("kv_cache_append", "v_cache", "another tensor, since both are written", "k_cache")
     return kv_cache_append_op(k, v, k_cache, v_cache, cache_seqlens, block_table, q, cos, sin, interleaved, lengths)
 
 

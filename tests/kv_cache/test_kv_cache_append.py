@@ -340,10 +340,25 @@ def test_refuses(name: str, change: Any, message: str, device: str) -> None:
     inputs.call(kv_cache_append)
 
 
-def test_one_tensor_as_both_caches_is_refused(device: str) -> None:
+@pytest.mark.parametrize("other", [lambda cache: cache, lambda cache: cache[:], lambda cache: cache.detach()])
+def test_one_memory_as_both_caches_is_refused(other: Any, device: str) -> None:
+    """Also after a call of the same shapes, and where the op itself is called."""
+    for function in (kv_cache_append, torch.ops.vk.kv_cache_append):
+        inputs = _good(device)
+        inputs.call(function)
+        kept = inputs.k_cache.clone()
+        with pytest.raises(ValueError, match="^kv_cache_append: v_cache is in the memory of k_cache, expected in memo"):
+            inputs.call(function, v_cache=other(inputs.k_cache))
+        assert torch.equal(inputs.k_cache, kept)
+
+
+def test_caches_may_lie_side_by_side(device: str) -> None:
     inputs = _good(device)
-    with pytest.raises(ValueError, match="^kv_cache_append: v_cache is k_cache, expected another tensor"):
-        inputs.call(kv_cache_append, v_cache=inputs.k_cache)
+    apart = inputs.k_cache.clone(), inputs.v_cache.clone()
+    inputs.call(kv_cache_append, k_cache=apart[0], v_cache=apart[1])
+    both = torch.stack((inputs.k_cache, inputs.v_cache), 2)
+    inputs.call(kv_cache_append, k_cache=both[:, :, 0], v_cache=both[:, :, 1])
+    assert torch.equal(both[:, :, 0], apart[0]) and torch.equal(both[:, :, 1], apart[1])
 
 
 def test_q_without_tables_is_refused(device: str) -> None:

@@ -26,7 +26,7 @@ from torch_ops._core.checks import (
 )
 from torch_ops._core.launch import are_settled, blocks_of, contiguous_like, current_gpu, with_columns
 from torch_ops._core.plan import Bound, Plan, reference_plan
-from torch_ops._core.registry import runs_kernels, wrap_triton
+from torch_ops._core.registry import is_eager, runs_kernels, wrap_triton
 from torch_ops._core.torch_private import statically_known_true
 from torch_ops._kv_cache.cpu import append_cpu, rotary_dim
 from torch_ops.settings import settings
@@ -35,6 +35,8 @@ from torch_ops.settings import settings
 MOST_SEQUENCES = 65535
 # Rows of a sequence are counted in 32 bits.
 MOST_ROWS = 2**30
+# Wanted and got, where both caches are one.
+SHARED = "in memory of its own, since both are written", "in the memory of k_cache"
 
 
 def check_shape(op: str, argument: str, tensor: Tensor, named: str, sizes: tuple[int | None, ...]) -> None:
@@ -81,6 +83,8 @@ def _check_caches(op: str, call: Any) -> None:
     check_device(op, "k_cache", k_cache, "k", k)
     check_shape(op, "v_cache", v_cache, named, tuple(k_cache.shape))
     check_like(op, "v_cache", v_cache, "k_cache", k_cache)
+    if v_cache is k_cache:
+        refuse(op, "v_cache", *SHARED)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.stride(3) != 1:
             refuse(op, name, "of contiguous columns, since it is written in its place", f"strides {cache.stride()}")
@@ -189,6 +193,25 @@ class Append(NamedTuple):
 
 
 def plan_append(t: Append, interleaved: bool) -> Plan:
+    plan = _plan_append(t, interleaved)
+    if is_eager():
+        launch = plan.launch
+
+        def launch_apart(t: Append) -> None:
+            _refuse_shared_memory(t.k_cache, t.v_cache)
+            launch(t)
+
+        plan.launch = launch_apart
+    return plan
+
+
+def _refuse_shared_memory(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Refuse caches that begin at one address. Metadata does not show it, and fake tensors have no address."""
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
+        refuse("kv_cache_append", "v_cache", *SHARED)
+
+
+def _plan_append(t: Append, interleaved: bool) -> Plan:
     k, q, cos, sin, block_table = t.k, t.q, t.cos, t.sin, t.block_table
     if _has_no_tokens(k):
         return Plan(lambda t: None, why="there are no tokens")
