@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,12 +214,12 @@ NO_INTEGERS = (True, np.True_, 2.0, np.float32(2), np.array(2.0), np.array([2]),
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 def test_integers_are_python_s_or_numpy_s(op: Op, recorded: dict[str, Any]) -> None:
     args = recorded[op.name]
-    for place, argument in op.integers:
+    for place, argument, whole in op.numbers:
         value = args[place]
-        for bad in NO_INTEGERS:
+        for bad in NO_INTEGERS if whole else ():
             with pytest.raises(ValueError, match=f"^{op.name}: {argument} is .*, expected an integer"):
                 op(*_with(args, place, bad))
-        if value is None:
+        if value is None or not whole:
             continue
         expected = as_tuple(op(*_with(args, place, value)))
         for kind in (np.int64, np.int16, np.array):
@@ -226,12 +227,64 @@ def test_integers_are_python_s_or_numpy_s(op: Op, recorded: dict[str, Any]) -> N
             assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True)), argument
 
 
-def test_public_functions_refuse_what_is_no_integer() -> None:
+NO_NUMBERS = (True, False, np.True_, np.array([0.5]), 1j, np.complex64(1), "0.5", torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if not all(whole for *_, whole in op.numbers)],
+                         ids=lambda op: op.name)  # fmt: skip
+def test_real_numbers_are_python_s_or_numpy_s(op: Op, recorded: dict[str, Any]) -> None:
+    args = recorded[op.name]
+    for place, argument, whole in op.numbers:
+        if whole:
+            continue
+        for bad in NO_NUMBERS:
+            with pytest.raises(ValueError, match=f"^{op.name}: {argument} is .*, expected a number"):
+                op(*_with(args, place, bad))
+        for kind in (np.float64, np.float32, np.array, np.int64) if args[place] is not None else ():
+            value = kind(args[place])
+            if argument != "eps" or value:
+                results, expected = (as_tuple(op(*_with(args, place, each))) for each in (value, float(value)))
+                assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True)), argument
+
+
+def test_public_functions_refuse_what_is_no_number() -> None:
     for name, args, _ in _calls():
-        for _, argument in OPS[name].integers:
-            for bad in NO_INTEGERS:
-                with pytest.raises(ValueError, match=f"^{name}: {argument} is .*, expected an integer"):
+        for _, argument, whole in OPS[name].numbers:
+            for bad in NO_INTEGERS if whole else NO_NUMBERS:
+                wanted = "an integer" if whole else "a number"
+                with pytest.raises(ValueError, match=f"^{name}: {argument} is .*, expected {wanted}"):
                     getattr(torch_ops, name)(**{**args, argument: bad})
+
+
+def test_compiled_functions_take_numpy_s_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch logs what its compilers cannot do with them."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("torch._dynamo"), "handlers", [handler])
+    q, grid, counts = _drawn(1, 2, 3, 16), torch.tensor([[1, 2, 6]], device=DEVICE), _counts(3)
+
+    def call(whole: Callable[[int], Any], real: Callable[[float], Any]) -> list[Tensor]:
+        cache = KVCache(2, 1, 2, 8, 16, dtype=DTYPE, device=DEVICE)
+
+        def compute(x: Tensor, one: Any, two: Any, twelve: Any, half: Any) -> tuple[Tensor, ...]:
+            cache.append(one, q, q)
+            cache.truncate(two)
+            return (
+                torch_ops.attention(q, q, q, half, window_left=one),
+                torch_ops.attention_decode(q, q, q, counts, window_left=two),
+                torch_ops.spatial_merge(x, grid, twelve, "mean"),
+                *torch_ops.rotary_table(grid, twelve, 16, 2.0 * twelve),
+                torch_ops.rms_norm(x, None, half),
+            )
+
+        compiled = torch.compile(compute, backend="aot_eager")
+        x = torch.arange(12 * 8, device=DEVICE).view(12, 8).to(DTYPE)
+        return [*compiled(x, whole(1), whole(2), whole(12), real(0.5)), *cache.layer(1)]
+
+    found, expected = call(np.int64, np.float64), call(int, float)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not logged
 
 
 def test_caches_take_numpy_s_integers() -> None:

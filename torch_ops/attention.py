@@ -173,8 +173,7 @@ def attention(
     GPUs multiply three bfloat16 parts of each number, with errors below those of fp32 products, for the head dimensions
     in docs/dense.md. Forward and backward give the same bits for the same inputs. FlashAttention-2, arXiv 2307.08691.
     """
-    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        check_number("attention", name, number)
+    dropout_p = check_number("attention", "dropout_p", dropout_p)
     # The backward takes lse; without one, lse need not lie in memory.
     keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
     out, lse = attention_op(

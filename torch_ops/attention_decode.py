@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_ops._attention.decode import Decode, plan_decode
 from torch_ops._attention.decode_checks import check_decode, check_decode_values, decode_outputs
-from torch_ops._core.checks import capacity_of, check_number
+from torch_ops._core.checks import capacity_of
 from torch_ops._core.planned_op import planned_op
 
 
@@ -125,8 +125,6 @@ def attention_decode(
     Products accumulate in fp32. fp32 inputs use tf32 only if `torch.backends.cuda.matmul` allows it. The same call
     gives the same bits every time. Flash-Decoding, https://pytorch.org/blog/flash-decoding.
     """
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        check_number("attention_decode", name, number)
     out, lse = attention_decode_op(
         q, k_cache, v_cache, cache_seqlens, block_table, scale, causal, window_left, window_right, softcap,
         alibi_slopes, sinks, prefix_k, prefix_v, prefix_seqlens, num_splits, batch_invariant,

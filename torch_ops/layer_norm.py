@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_ops._core.checks import check_number
 from torch_ops._norms.plan import Norm, register_norm
 
 
@@ -89,7 +88,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     the same inputs on the same GPU. Gradients of parameters that need none are not computed. Ba, Kiros, Hinton, Layer
     Normalization, arXiv 1607.06450.
     """
-    check_number("layer_norm", "eps", eps)
     out: Tensor = layer_norm_op(x, weight, bias, eps)
     return out
 
@@ -114,7 +112,6 @@ def add_layer_norm(
 
     The bits are those of `layer_norm(x + residual, weight, bias, eps)`. All else is as in `layer_norm`.
     """
-    check_number("add_layer_norm", "eps", eps)
     normed, total = add_layer_norm_op(x, residual, weight, bias, eps)
     return normed, total
 

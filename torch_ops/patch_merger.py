@@ -20,7 +20,6 @@ from torch_ops._core.checks import (
     check_float,
     check_like,
     check_matrix,
-    check_number,
     check_vector,
     dtype_name,
     refuse,
@@ -158,7 +157,6 @@ def patch_merger(
     projection is PyTorch's own product. Only the layers follow autocast. Transformers: Qwen3VLVisionPatchMerger,
     Qwen2_5_VLPatchMerger, PatchMerger of Qwen2-VL.
     """
-    check_number(OP, "eps", eps)
     out: Tensor = patch_merger_op(
         x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, merge_size, norm_after, eps, rms
     )

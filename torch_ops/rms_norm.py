@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_ops._core.checks import check_number
 from torch_ops._norms.plan import Norm, register_norm
 
 
@@ -81,7 +80,6 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     backward give the same bits for the same inputs on the same GPU. The gradient of a weight that needs none is not
     computed. Zhang, Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.
     """
-    check_number("rms_norm", "eps", eps)
     out: Tensor = rms_norm_op(x, weight, eps)
     return out
 
@@ -104,7 +102,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
 
     The bits are those of `rms_norm(x + residual, weight, eps)`. All else is as in `rms_norm`.
     """
-    check_number("add_rms_norm", "eps", eps)
     normed, total = add_rms_norm_op(x, residual, weight, eps)
     return normed, total
 

@@ -37,7 +37,7 @@ from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import plan_backward, plan_forward
 from torch_ops._attention.rotate import Rotation, plan_rotation, workspaces
 from torch_ops._attention.tensors import Backward, Forward
-from torch_ops._core.checks import check_number, check_tables, refuse
+from torch_ops._core.checks import check_tables, refuse
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._core.rotation_gradient import TableGradients, new_table_gradients, plan_table_gradients
@@ -257,8 +257,6 @@ def rope_window_attn(
     bits for the same inputs, unless `deterministic` is False. RoFormer, arXiv 2104.09864; FlashAttention-2, arXiv
     2307.08691.
     """
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        check_number("rope_window_attn", name, number)
     # The backward takes lse; without one, lse need not lie in memory.
     keeps_lse = return_lse or is_differentiated(q, k, v, cos, sin)
     out, lse = rope_window_attn_op(

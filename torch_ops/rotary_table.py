@@ -5,14 +5,13 @@ Kernel and maths: `csrc_free_ops.rotary_table`.
 
 import math
 from functools import partial
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.rotary_table import _rotary_table_kernel
-from torch_ops._core.checks import check_head_dim, integers, refuse
+from torch_ops._core.checks import check_head_dim, check_number, integers, refuse
 from torch_ops._core.launch import blocks_of
 from torch_ops._core.plan import Bound, Plan, reference_plan
 from torch_ops._core.planned_op import planned_op
@@ -42,8 +41,6 @@ def _check(call: RotaryTable) -> None:
     op, theta = "rotary_table", call.theta
     check_grid(op, call.grid, call.total, call.merge_size)
     check_head_dim(op, "the tables, dim,", call.dim)
-    if isinstance(theta, bool) or not isinstance(theta, Real | torch.SymInt | torch.SymFloat):
-        refuse(op, "theta", "a number", repr(theta))
     if not 1 <= theta <= torch.finfo(torch.float32).max:
         refuse(op, "theta", "a number of at least 1 that fp32 holds", theta)
 
@@ -125,6 +122,7 @@ def rotary_table(
     Qwen2-VL, arXiv 2409.12191, section 2.1.
     """
     total, dim, merge_size = integers("rotary_table", total=total, dim=dim, merge_size=merge_size)
+    theta = check_number("rotary_table", "theta", theta)
     if isinstance(grid, Tensor):
         where = grid.device if device is None else torch.device(device)
         grid = send_grid(

@@ -181,8 +181,7 @@ def window_attn(
     GPUs multiply three bfloat16 parts of each number, with errors below those of fp32 products. Forward and backward
     give the same bits for the same inputs, unless `deterministic` is False. FlashAttention-2, arXiv 2307.08691.
     """
-    for name, number in (("scale", scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        check_number("window_attn", name, number)
+    dropout_p = check_number("window_attn", "dropout_p", dropout_p)
     # The backward takes lse; without one, lse need not lie in memory.
     keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
     seed = seed_of(q, dropout_p, dropout_seed)

@@ -5,29 +5,43 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.library import Library
 
-from torch_ops._core.checks import check_all_dense, check_int
+from torch_ops._core.checks import check_all_dense, check_int, check_number
 from torch_ops._core.torch_private import NestedTensor
 
-# Places and names of arguments.
-Places = tuple[tuple[int, str], ...]
+# Place and name of each argument that is a number, and whether it is an integer.
+Numbers = tuple[tuple[int, str, bool], ...]
+
+_numbers: dict[str, Numbers] = {}
 
 
-def integers_of(body: Callable[..., Any]) -> Places:
-    """The arguments that are integers."""
-    parameters = inspect.signature(body, eval_str=True).parameters.values()
-    return tuple((place, each.name) for place, each in enumerate(parameters) if each.annotation in (int, int | None))
+def keep_numbers(op: str, body: Callable[..., Any]) -> Numbers:
+    """Find the arguments that are integers or real numbers, for `numbers_of`."""
+    whole = {int: True, int | None: True, float: False, float | None: False}
+    parameters = enumerate(inspect.signature(body, eval_str=True).parameters.items())
+    kinds = [(place, name, whole.get(parameter.annotation)) for place, (name, parameter) in parameters]
+    _numbers[op] = tuple((place, name, kind) for place, name, kind in kinds if kind is not None)
+    return _numbers[op]
 
 
-def with_integers(op: str, integers: Places, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with Python's integers for NumPy's. PyTorch would take True and np.float32(1.5) for 1."""
-    for place, argument in integers:
+# Read as attributes, each number would have guards, which a compiled function asks before each call.
+@torch.compiler.assume_constant_result
+def numbers_of(op: str) -> Numbers:
+    return _numbers[op]
+
+
+def with_numbers(op: str, numbers: Numbers, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with Python's numbers for NumPy's. PyTorch would take True and np.float32(1.5) for 1."""
+    for place, argument, whole in numbers:
         if place < len(args):
             value = args[place]
-            if type(value) is not int and value is not None:
-                args = (*args[:place], check_int(op, argument, value), *args[place + 1 :])
+            plain = isinstance(value, int if whole else float) and not isinstance(value, (bool, np.generic))
+            if not plain and value is not None:
+                checked = check_int(op, argument, value) if whole else check_number(op, argument, value)
+                args = (*args[:place], checked, *args[place + 1 :])
     return args
 
 

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,12 +51,42 @@ def check_int(op: str, argument: str, value: Any) -> int:
     # Dynamo answers these questions where the value is a symbol.
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
-    if not isinstance(value, bool | Tensor):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _integer_of_numpy(op, argument, value)
+    if not isinstance(value, bool | Tensor) and hasattr(value, "__index__"):
+        return operator.index(value)
     refuse(op, argument, "an integer", repr(value))
+
+
+def check_number(op: str, argument: str, value: Any) -> float:
+    """Return a real number as Python's, or as a trace's symbol. NumPy's are taken; bools and tensors are not.
+
+    PyTorch would take a tensor's value for a number and give it no gradient.
+    """
+    # np.float64 is a float too.
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _number_of_numpy(op, argument, value)
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    if isinstance(value, Tensor):
+        refuse(op, argument, "a number; a tensor would get no gradient", "a tensor")
+    refuse(op, argument, "a number", repr(value))
+
+
+# Dynamo takes NumPy's numbers for arrays in the graph, whose values no host has.
+@torch.compiler.disable
+def _integer_of_numpy(op: str, argument: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        refuse(op, argument, "an integer", repr(value))
+
+
+@torch.compiler.disable
+def _number_of_numpy(op: str, argument: str, value: Any) -> float:
+    if value.ndim or value.dtype.kind not in "iuf":
+        refuse(op, argument, "a number", repr(value))
+    return float(value)
 
 
 def integers(op: str, **values: Any) -> list[int]:
@@ -179,12 +210,6 @@ def check_softcap(op: str, softcap: float) -> None:
 def check_eps(op: str, eps: float) -> None:
     if not 0 <= eps <= torch.finfo(torch.float32).max:
         refuse(op, "eps", "0 or a positive number that fp32 holds", eps)
-
-
-def check_number(op: str, argument: str, value: object) -> None:
-    """PyTorch would take a tensor's value for a number and give it no gradient."""
-    if isinstance(value, Tensor):
-        refuse(op, argument, "a number; a tensor would get no gradient", "a tensor")
 
 
 def check_window(op: str, argument: str, width: int) -> None:

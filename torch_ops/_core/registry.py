@@ -40,7 +40,7 @@ from torch.library import Library, custom_op
 from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_ops._core.arguments import Places, integers_of, refuse_nested_tensors, with_integers
+from torch_ops._core.arguments import Numbers, keep_numbers, numbers_of, refuse_nested_tensors, with_numbers
 from torch_ops._core.autocast import install_autocast
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.direct import Direct, is_watched
@@ -71,15 +71,15 @@ _library = Library(NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True)
 class Op:
-    """A registered op: `op(...)` is `torch.ops.vk.<name>(...)`, and refuses by name what is no integer."""
+    """A registered op: `op(...)` is `torch.ops.vk.<name>(...)`, and refuses by name what is no number."""
 
     name: str
     overload: Any
     body: Callable[..., Any]
-    integers: Places
+    numbers: Numbers
 
     def __call__(self, *args: Any) -> Any:
-        return self.overload(*with_integers(self.name, self.integers, args))
+        return self.overload(*with_numbers(self.name, numbers_of(self.name), args))
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,13 @@ class KernelOp(Op):
 
     def __call__(self, *args: Any) -> Any:
         direct = self.direct
-        # Graphs have no NumPy integers; each question would be a guard, which is asked before each call.
         if torch.compiler.is_compiling():
-            return self.overload(*args)
+            return self.overload(*with_numbers(self.name, numbers_of(self.name), args))
         if direct is None or is_watched():
-            return self.overload(*with_integers(self.name, self.integers, args))
+            return self.overload(*with_numbers(self.name, self.numbers, args))
         found = direct.find(args)
         if found is None:
-            args = with_integers(self.name, self.integers, args)
+            args = with_numbers(self.name, self.numbers, args)
             results = self.overload(*args)
             direct.remember(args, self.body.prepared, self._recorded)  # type: ignore[attr-defined]
             return results
@@ -247,7 +246,7 @@ def vk_op(
                 lambda *args, out_val=None, **kwargs: flops(*args, **kwargs)
             )
         direct = Direct() if hasattr(body, "prepared") and not mutates else None
-        op = OPS[name] = KernelOp(name, overload, body, integers_of(body), definition, recorded, direct)
+        op = OPS[name] = KernelOp(name, overload, body, keep_numbers(name, body), definition, recorded, direct)
         return op
 
     return register
@@ -263,7 +262,7 @@ def composed_op(name: str, private: bool = False) -> Callable[[Callable[..., Any
         schema = torch.library.infer_schema(body, mutates_args=())
         _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, body, "CompositeImplicitAutograd")
-        op = Op(name, getattr(torch.ops.vk, name).default, body, integers_of(body))
+        op = Op(name, getattr(torch.ops.vk, name).default, body, keep_numbers(name, body))
         refuse_nested_tensors(_library, name, body, op.overload)
         if not private:
             OPS[name] = op

@@ -13,8 +13,7 @@ def check_layout(op: str, argument: str, tensor: Tensor, layout: str, packed: in
 
 
 def check_softmax_scale(op: str, softmax_scale: float | None) -> None:
-    check_number(op, "softmax_scale", softmax_scale)
-    if softmax_scale is not None and not softmax_scale > 0:
+    if softmax_scale is not None and not check_number(op, "softmax_scale", softmax_scale) > 0:
         refuse(op, "softmax_scale", "a positive number or None", softmax_scale)
 
 

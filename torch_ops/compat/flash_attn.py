@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_ops._core.checks import check_number
 from torch_ops._tools.explain import explained_as
 from torch_ops.attention import attention
 from torch_ops.compat._flash_attn_checks import bounds_of, check_layout, check_softmax_scale, refuse_given
@@ -67,6 +68,7 @@ def flash_attn_func(
     bounds = bounds_of(op, window_size)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out: Any = None
+    dropout_p, softcap = check_number(op, "dropout_p", dropout_p), check_number(op, "softcap", softcap)
     if _is_plain(dropout_p, bounds, softcap, alibi_slopes, return_attn_probs):
         out = hand_over(q, k, v, softmax_scale, causal, deterministic)
     if out is None:
@@ -78,13 +80,10 @@ def flash_attn_func(
 
 
 def _is_plain(
-    dropout_p: object, bounds: tuple[int, int], softcap: object, alibi_slopes: object, return_attn_probs: bool
+    dropout_p: float, bounds: tuple[int, int], softcap: float, alibi_slopes: object, return_attn_probs: bool
 ) -> bool:
     """Whether PyTorch's kernels have all that a call asks for."""
-    numbers = isinstance(dropout_p, int | float) and isinstance(softcap, int | float)
-    return (
-        numbers and dropout_p == softcap == 0 and bounds == (-1, -1) and alibi_slopes is None and not return_attn_probs
-    )
+    return dropout_p == softcap == 0 and bounds == (-1, -1) and alibi_slopes is None and not return_attn_probs
 
 
 @explained_as("attention")

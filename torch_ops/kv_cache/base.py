@@ -95,7 +95,7 @@ class Cache:
         the others are padding. Tokens without room are counted but not written, and `torch_ops.settings(checked=True)`
         refuses them.
         """
-        self._check_layer(layer)
+        layer = self._check_layer(layer)
         check_shape(f"{self._name}.append", "k", k, "[B, Hk, Sn, D]", (self.batch, *self._heads, None, None))
         self._check_room(k, lengths)
         out = kv_cache_append(
@@ -109,9 +109,11 @@ class Cache:
     def _table(self) -> Tensor | None:
         return None
 
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= check_int(self._name, "layer", layer) < self.num_layers:
-            refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", layer)
+    def _check_layer(self, layer: int) -> int:
+        index = check_int(self._name, "layer", layer)
+        if not 0 <= index < self.num_layers:
+            refuse(self._name, "layer", f"from 0 to {self.num_layers - 1}", index)
+        return index
 
     def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
         """Check the room that the host knows of."""

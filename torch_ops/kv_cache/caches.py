@@ -42,7 +42,7 @@ class KVCache(Cache):
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (k, v, seqlens) of a layer, as `torch_ops.attention_decode` takes them."""
-        self._check_layer(index)
+        index = self._check_layer(index)
         return self.k[index], self.v[index], self.seqlens[index]
 
     def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
@@ -132,7 +132,7 @@ class PagedKVCache(Cache):
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (k, v, seqlens, block_table) of a layer, as `torch_ops.attention_decode` takes them."""
-        self._check_layer(index)
+        index = self._check_layer(index)
         return self.k[index], self.v[index], self.seqlens[index], self.block_table
 
     def _check_room(self, k: Tensor, lengths: Tensor | None) -> None:
