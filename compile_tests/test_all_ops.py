@@ -331,6 +331,18 @@ def test_functions_of_the_host_take_numpy_s_integers(name: str) -> None:
             call(bad)
 
 
+@pytest.mark.parametrize("op", ["rotary_table", "pos_embed_interpolate", "spatial_merge"])
+def test_vmap_of_grids_equals_a_loop(op: str) -> None:
+    args, _ = small_calls()[op]
+    swapped = args["grid"][:, [0, 2, 1]].contiguous()
+    found = as_tuple(torch.func.vmap(lambda grid: getattr(torch_ops, op)(**{**args, "grid": grid}))(
+        torch.stack((args["grid"], swapped))
+    ))  # fmt: skip
+    looped = [as_tuple(getattr(torch_ops, op)(**{**args, "grid": grid})) for grid in (args["grid"], swapped)]
+    for actual, expected in zip(found, zip(*looped, strict=True), strict=True):
+        assert torch.equal(actual, torch.stack(expected))
+
+
 def _undense(kind: str) -> Tensor:
     if kind == "sparse":
         return torch.eye(2, device=DEVICE).to(DTYPE).to_sparse()

@@ -15,6 +15,7 @@ from csrc_free_ops.configs.rows import Config
 from torch_ops._core.checks import check_dense, check_device, dtype_name, refuse
 from torch_ops._core.launch import current_gpu
 from torch_ops._core.registry import KernelOp, Mode, current_mode
+from torch_ops._core.torch_private import has_functorch_transforms
 from torch_ops.settings import settings
 
 # Row numbers are 32-bit in the kernels.
@@ -85,7 +86,8 @@ def send_grid(
     if not isinstance(grid, Tensor) or grid.device.type != "cpu":
         return grid
     sent = grid if device.type == "cpu" else grid.to(device, non_blocking=True)
-    if not torch.compiler.is_compiling() and current_mode() is Mode.EAGER:
+    # Under torch.func.vmap a grid may be a batch of grids, which has no values here.
+    if not torch.compiler.is_compiling() and current_mode() is Mode.EAGER and not has_functorch_transforms():
         check(sent)
         check_grid_values(op, grid, merge_size, most)
     return sent
