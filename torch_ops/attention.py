@@ -24,7 +24,7 @@ from torch_ops._attention.checks import (
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import backward_tensors, forward_tensors, plan_backward, plan_forward
 from torch_ops._attention.tensors import Backward, Forward
-from torch_ops._core.checks import check_number
+from torch_ops._core.checks import check_bool, check_number
 from torch_ops._core.plan import Plan
 from torch_ops._core.planned_op import gradient, planned_op
 
@@ -175,7 +175,7 @@ def attention(
     """
     dropout_p = check_number("attention", "dropout_p", dropout_p)
     # The backward takes lse; without one, lse need not lie in memory.
-    keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
+    keeps_lse = check_bool("attention", "return_lse", return_lse) or is_differentiated(q, k, v, sinks)
     out, lse = attention_op(
         q, k, v, scale, causal, window_left, window_right, softcap, alibi_slopes, sinks,
         dropout_p, seed_of(q, dropout_p, dropout_seed), deterministic, keeps_lse, compute_dtype,

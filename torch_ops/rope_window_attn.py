@@ -37,7 +37,7 @@ from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import plan_backward, plan_forward
 from torch_ops._attention.rotate import Rotation, plan_rotation, workspaces
 from torch_ops._attention.tensors import Backward, Forward
-from torch_ops._core.checks import check_tables, refuse
+from torch_ops._core.checks import check_bool, check_tables, refuse
 from torch_ops._core.plan import Plan, merged
 from torch_ops._core.planned_op import gradient, planned_op
 from torch_ops._core.rotation_gradient import TableGradients, new_table_gradients, plan_table_gradients
@@ -258,7 +258,7 @@ def rope_window_attn(
     2307.08691.
     """
     # The backward takes lse; without one, lse need not lie in memory.
-    keeps_lse = return_lse or is_differentiated(q, k, v, cos, sin)
+    keeps_lse = check_bool("rope_window_attn", "return_lse", return_lse) or is_differentiated(q, k, v, cos, sin)
     out, lse = rope_window_attn_op(
         q, k, v, cos, sin, cu_seqlens, cu_seqlens_k, scale, causal, window_left, window_right, softcap, deterministic,
         keeps_lse,

@@ -24,7 +24,7 @@ from torch_ops._attention.checks import (
 from torch_ops._attention.options import AttentionOptions
 from torch_ops._attention.plan import backward_tensors, forward_tensors, plan_backward, plan_forward
 from torch_ops._attention.tensors import Backward, Forward
-from torch_ops._core.checks import check_number
+from torch_ops._core.checks import check_bool, check_number
 from torch_ops._core.plan import Plan
 from torch_ops._core.planned_op import gradient, planned_op
 
@@ -183,7 +183,7 @@ def window_attn(
     """
     dropout_p = check_number("window_attn", "dropout_p", dropout_p)
     # The backward takes lse; without one, lse need not lie in memory.
-    keeps_lse = return_lse or is_differentiated(q, k, v, sinks)
+    keeps_lse = check_bool("window_attn", "return_lse", return_lse) or is_differentiated(q, k, v, sinks)
     seed = seed_of(q, dropout_p, dropout_seed)
     # PyTorch's dispatcher takes longer with more arguments, so defaults are not passed on.
     plain = alibi_slopes is None and sinks is None and dropout_p == 0 and dropout_seed is None

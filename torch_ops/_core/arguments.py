@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch.library import Library
 
-from torch_ops._core.checks import check_all_dense, check_int, check_number
+from torch_ops._core.checks import check_all_dense, check_bool, check_int, check_number
 from torch_ops._core.torch_private import NestedTensor
 
-# Place and name of each argument that is a number, and whether it is an integer.
-Numbers = tuple[tuple[int, str, bool], ...]
+# Place, name and type of each argument that is an integer, a real number or a bool.
+Numbers = tuple[tuple[int, str, str], ...]
 
 _numbers: dict[str, Numbers] = {}
 
 
 def keep_numbers(op: str, body: Callable[..., Any]) -> Numbers:
-    """Find the arguments that are integers or real numbers, for `numbers_of`."""
-    whole = {int: True, int | None: True, float: False, float | None: False}
+    """Find the arguments that are integers, real numbers or bools, for `numbers_of`."""
+    types = {int: "int", int | None: "int", float: "float", float | None: "float", bool: "bool"}
     parameters = enumerate(inspect.signature(body, eval_str=True).parameters.items())
-    kinds = [(place, name, whole.get(parameter.annotation)) for place, (name, parameter) in parameters]
-    _numbers[op] = tuple((place, name, kind) for place, name, kind in kinds if kind is not None)
+    kinds = [(place, name, types.get(parameter.annotation, "")) for place, (name, parameter) in parameters]
+    _numbers[op] = tuple((place, name, kind) for place, name, kind in kinds if kind)
     return _numbers[op]
 
 
@@ -34,14 +34,29 @@ def numbers_of(op: str) -> Numbers:
 
 
 def with_numbers(op: str, numbers: Numbers, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with Python's numbers for NumPy's. PyTorch would take True and np.float32(1.5) for 1."""
-    for place, argument, whole in numbers:
-        if place < len(args):
-            value = args[place]
-            plain = isinstance(value, int if whole else float) and not isinstance(value, (bool, np.generic))
-            if not plain and value is not None:
-                checked = check_int(op, argument, value) if whole else check_number(op, argument, value)
-                args = (*args[:place], checked, *args[place + 1 :])
+    """The arguments, with Python's numbers for NumPy's.
+
+    PyTorch would take True and np.float32(1.5) for the integer 1, and 64, None or a tensor for a bool.
+    """
+    for place, argument, kind in numbers:
+        if place >= len(args):
+            continue
+        value = args[place]
+        if kind == "bool":
+            if isinstance(value, bool):
+                continue
+            checked: Any = check_bool(op, argument, value)
+        elif value is None:
+            continue
+        elif kind == "int":
+            if isinstance(value, int) and not isinstance(value, bool):
+                continue
+            checked = check_int(op, argument, value)
+        else:
+            if isinstance(value, float) and not isinstance(value, np.generic):
+                continue
+            checked = check_number(op, argument, value)
+        args = (*args[:place], checked, *args[place + 1 :])
     return args
 
 

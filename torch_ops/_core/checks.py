@@ -73,6 +73,15 @@ def check_number(op: str, argument: str, value: Any) -> float:
     refuse(op, argument, "a number", repr(value))
 
 
+def check_bool(op: str, argument: str, value: Any) -> bool:
+    """Return a bool as Python's, or as a trace's symbol. NumPy's are taken; numbers, tensors and None are not."""
+    if isinstance(value, bool | torch.SymBool):
+        return value  # type: ignore[return-value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _bool_of_numpy(op, argument, value)
+    refuse(op, argument, "True or False", "a tensor" if isinstance(value, Tensor) else repr(value))
+
+
 # Dynamo takes NumPy's numbers for arrays in the graph, whose values no host has.
 @torch.compiler.disable
 def _integer_of_numpy(op: str, argument: str, value: Any) -> int:
@@ -87,6 +96,13 @@ def _number_of_numpy(op: str, argument: str, value: Any) -> float:
     if value.ndim or value.dtype.kind not in "iuf":
         refuse(op, argument, "a number", repr(value))
     return float(value)
+
+
+@torch.compiler.disable
+def _bool_of_numpy(op: str, argument: str, value: Any) -> bool:
+    if value.ndim or value.dtype.kind != "b":
+        refuse(op, argument, "True or False", repr(value))
+    return bool(value)
 
 
 def integers(op: str, **values: Any) -> list[int]:
