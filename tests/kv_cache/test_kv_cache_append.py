@@ -352,6 +352,19 @@ def test_one_memory_as_both_caches_is_refused(other: Any, device: str) -> None:
         assert torch.equal(inputs.k_cache, kept)
 
 
+def test_views_that_are_negated_as_they_are_read_are_read_but_not_written(device: str) -> None:
+    inputs, negated = _good(device), _good(device)
+    inputs.call(kv_cache_append, k=-inputs.k)
+    negated.call(kv_cache_append, k=torch._neg_view(negated.k))
+    assert torch.equal(inputs.k_cache, negated.k_cache)
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(inputs, name)
+        kept = cache.clone()
+        with pytest.raises(ValueError, match=f"^kv_cache_append: {name} is a negated view, expected a tensor with mem"):
+            inputs.call(kv_cache_append, **{name: torch._neg_view(cache)})
+        assert torch.equal(cache, kept)
+
+
 def test_caches_may_lie_side_by_side(device: str) -> None:
     inputs = _good(device)
     apart = inputs.k_cache.clone(), inputs.v_cache.clone()

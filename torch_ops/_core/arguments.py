@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.library import Library
 
-from torch_ops._core.checks import check_all_dense, check_bool, check_int, check_number
-from torch_ops._core.torch_private import NestedTensor
+from torch_ops._core.checks import check_all_dense, check_bool, check_int, check_number, refuse
+from torch_ops._core.torch_private import NestedTensor, schema_of
 
 # Place, name and type of each argument that is an integer, a real number or a bool.
 Numbers = tuple[tuple[int, str, str], ...]
@@ -58,6 +58,22 @@ def with_numbers(op: str, numbers: Numbers, args: tuple[Any, ...]) -> tuple[Any,
             checked = check_number(op, argument, value)
         args = (*args[:place], checked, *args[place + 1 :])
     return args
+
+
+def refuse_negated_tensors(library: Library, name: str, written: tuple[str, ...], overload: Any) -> None:
+    """Let `vk::<name>` refuse to write to views that PyTorch negates as it reads, by the name of their argument.
+
+    PyTorch would write to a copy and then fail an assertion of its own. Tensors that are read come as copies.
+    """
+    parameters = [argument.name for argument in schema_of(overload).arguments]
+
+    def resolve(*args: Any) -> Any:
+        for argument, value in zip(parameters, args, strict=False):
+            if argument in written and value.is_neg():
+                refuse(name, argument, "a tensor with memory of its own (resolve_neg())", "a negated view")
+        return overload(*(value.resolve_neg() if isinstance(value, torch.Tensor) else value for value in args))
+
+    library.impl(name, resolve, "Negative")
 
 
 def refuse_nested_tensors(library: Library, name: str, body: Callable[..., Any], overload: Any) -> None:

@@ -40,7 +40,14 @@ from torch.library import Library, custom_op
 from torch.library import wrap_triton as _torch_wrap_triton
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_ops._core.arguments import Numbers, keep_numbers, numbers_of, refuse_nested_tensors, with_numbers
+from torch_ops._core.arguments import (
+    Numbers,
+    keep_numbers,
+    numbers_of,
+    refuse_negated_tensors,
+    refuse_nested_tensors,
+    with_numbers,
+)
 from torch_ops._core.autocast import install_autocast
 from torch_ops._core.device import run_where_tensors_are
 from torch_ops._core.direct import Direct, is_watched
@@ -238,6 +245,8 @@ def vk_op(
 
         definition.register_torch_dispatch(FunctionalTensorMode, functionalize)
         refuse_nested_tensors(_library, name, body, overload)
+        if mutates:
+            refuse_negated_tensors(_library, name, mutates, overload)
         recorded = _install_eager_path(name, body, definition, mutates)
         if autocast:
             install_autocast(_library, name, overload, body, keeps_dtype, reads_any, dtype_argument)
