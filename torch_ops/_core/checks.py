@@ -64,9 +64,11 @@ def check_number(op: str, argument: str, value: Any) -> float:
     PyTorch would take a tensor's value for a number and give it no gradient.
     """
     # np.float64 is a float too.
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return value
     if isinstance(value, (np.generic, np.ndarray)):
         return _number_of_numpy(op, argument, value)
-    if isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
+    if isinstance(value, int | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor):
         refuse(op, argument, "a number; a tensor would get no gradient", "a tensor")
