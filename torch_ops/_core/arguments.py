@@ -10,7 +10,7 @@ import torch
 from torch.library import Library
 
 from torch_ops._core.checks import check_all_dense, check_bool, check_int, check_number, refuse
-from torch_ops._core.torch_private import NestedTensor, schema_of
+from torch_ops._core.torch_private import NestedTensor, assumed_constant, schema_of
 
 # Place, name and type of each argument that is an integer, a real number or a bool.
 Numbers = tuple[tuple[int, str, str], ...]
@@ -28,7 +28,7 @@ def keep_numbers(op: str, body: Callable[..., Any]) -> Numbers:
 
 
 # Read as attributes, each number would have guards, which a compiled function asks before each call.
-@torch.compiler.assume_constant_result
+@assumed_constant
 def numbers_of(op: str) -> Numbers:
     return _numbers[op]
 

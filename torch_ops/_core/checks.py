@@ -1,7 +1,7 @@
 """The shared refusals: `<op>: <argument> is <got>, expected <wanted>`."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,7 +52,7 @@ def check_int(op: str, argument: str, value: Any) -> int:
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
     if isinstance(value, (np.generic, np.ndarray)):
-        return _integer_of_numpy(op, argument, value)
+        return _of_numpy(_integer_of_numpy, op, argument, value)
     if not isinstance(value, bool | Tensor) and hasattr(value, "__index__"):
         return operator.index(value)
     refuse(op, argument, "an integer", repr(value))
@@ -67,7 +67,7 @@ def check_number(op: str, argument: str, value: Any) -> float:
     if isinstance(value, float) and not isinstance(value, np.generic):
         return value
     if isinstance(value, (np.generic, np.ndarray)):
-        return _number_of_numpy(op, argument, value)
+        return _of_numpy(_number_of_numpy, op, argument, value)
     if isinstance(value, int | torch.SymInt | torch.SymFloat) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor):
@@ -80,12 +80,19 @@ def check_bool(op: str, argument: str, value: Any) -> bool:
     if isinstance(value, bool | torch.SymBool):
         return value  # type: ignore[return-value]
     if isinstance(value, (np.generic, np.ndarray)):
-        return _bool_of_numpy(op, argument, value)
+        return _of_numpy(_bool_of_numpy, op, argument, value)
     refuse(op, argument, "True or False", "a tensor" if isinstance(value, Tensor) else repr(value))
 
 
-# Dynamo takes NumPy's numbers for arrays in the graph, whose values no host has.
-@torch.compiler.disable
+def _of_numpy(convert: Callable[..., Any], op: str, argument: str, value: Any) -> Any:
+    if torch.compiler.is_compiling():
+        # Dynamo takes NumPy's numbers for arrays in the graph, whose values no host has.
+        from torch_ops._core.outside_graphs import call_outside
+
+        return call_outside(convert, op, argument, value)
+    return convert(op, argument, value)
+
+
 def _integer_of_numpy(op: str, argument: str, value: Any) -> int:
     try:
         return operator.index(value)
@@ -93,14 +100,12 @@ def _integer_of_numpy(op: str, argument: str, value: Any) -> int:
         refuse(op, argument, "an integer", repr(value))
 
 
-@torch.compiler.disable
 def _number_of_numpy(op: str, argument: str, value: Any) -> float:
     if value.ndim or value.dtype.kind not in "iuf":
         refuse(op, argument, "a number", repr(value))
     return float(value)
 
 
-@torch.compiler.disable
 def _bool_of_numpy(op: str, argument: str, value: Any) -> bool:
     if value.ndim or value.dtype.kind != "b":
         refuse(op, argument, "True or False", repr(value))

@@ -39,6 +39,7 @@ __all__ = [
     "addmm_activation",
     "addresses_equal",
     "any_requires_grad",
+    "assumed_constant",
     "autograd_impl",
     "backward_of",
     "buffers_of",
@@ -209,6 +210,12 @@ def is_exporting() -> bool:
 def mark_static_address(tensor: Tensor) -> None:
     """Tell CUDA graphs of torch.compile that the tensor stays where it is. Imports Dynamo."""
     torch._dynamo.mark_static_address(tensor)
+
+
+def assumed_constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which imports Dynamo to set one attribute."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def statically_known_true(condition: bool | torch.SymBool) -> bool:
