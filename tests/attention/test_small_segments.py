@@ -100,7 +100,7 @@ def test_more_segments_than_one_look(device: str) -> None:
     verify(inputs)
 
 
-@pytest.mark.skipif(not INTERPRET, reason="a Hopper GPU adds a kernel for the long ones")
+@pytest.mark.skipif(not INTERPRET, reason="only the interpreter plans kernels without a GPU")
 def test_the_interpreter_takes_many_segments_without_a_gpu(device: str) -> None:
     inputs = _inputs(*[(0, 1)] * (MANY_SEGMENTS + 1), device=device)
     with settings(path="auto"):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import IncompatibleTypeErrorImpl
 from triton.runtime import interpreter
 
 from tests.verify import INTERPRET
@@ -40,7 +41,7 @@ def _tensor(dtype: Any, shape: tuple[int, ...]) -> Any:
 def _prepared(semantic: Any, *args: Any) -> Any:
     try:
         made = semantic.binary_op_type_checking_impl(*args)
-    except Exception as error:
+    except (IncompatibleTypeErrorImpl, AttributeError, OverflowError, TypeError, ValueError) as error:
         return type(error), str(error)
     arrays = [each.handle.data for each in made]
     return [(str(each.type), str(each.handle.dtype)) for each in made], [

@@ -214,7 +214,7 @@ def mark_static_address(tensor: Tensor) -> None:
 
 def assumed_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, which imports Dynamo to set one attribute."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
