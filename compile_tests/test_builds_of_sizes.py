@@ -1,21 +1,24 @@
 """No build depends on a size: few builds of each kernel serve all lengths and batches of a layout."""
 
 import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from compile_tests import kernels
 from compile_tests.attention import hopper_launches
-from compile_tests.contract.build import _stand_in
+from compile_tests.contract.build import _stand_in, build_now
 from compile_tests.contract.kernels import Calls, Kernels
-from compile_tests.contract.trace import KernelLaunch, fake_gpu, record_launches
+from compile_tests.contract.trace import SM90, KernelLaunch, fake_gpu, record_launches
 from csrc_free_ops.configs.rows import Config
 from torch_ops._core.registry import OPS
 from torch_ops._gemm.portable import table_rows, table_stride
@@ -251,3 +254,50 @@ def test_products_copy_tables_whose_rows_follow_from_a_batch() -> None:
         assert torch.equal(rows, table) and rows.stride() == (table_stride(table), 1)
     assert {table_stride(table) for table in tables} == {72, 3 * 72}
     assert table_rows(tables[0]).data_ptr() == tables[0].data_ptr()
+
+
+# Launches that add up what they load, or multiply it in parts.
+ADDING: dict[str, tuple[str, Callable[[], Calls]]] = {
+    "_attention_bwd_dq_kernel": ("window_attn_backward", lambda: kernels.window_attn_calls(rows=300, segments=1)),
+    "_attention_bwd_small_segments_kernel": (
+        "window_attn_backward",
+        lambda: kernels.window_attn_calls(rows=100, segments=4),
+    ),
+    "_attention_decode_kernel": ("attention_decode", lambda: kernels.attention_decode_calls(batch=3, capacity=192)),
+}
+
+
+@pytest.mark.parametrize("kernel", ADDING)
+def test_inductor_builds_the_layouts_of_eager_calls(kernel: str) -> None:
+    """Inductor lets Triton specialize all integers, and other layouts would change bits.
+
+    Only the last tensor lies so that 16 divides its strides.
+    """
+    op, calls_of = ADDING[kernel]
+
+    def odd(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[-1] % 8:
+            return tensor
+        wide = kernels.new(*tensor.shape[:-1], 3 * tensor.shape[-1] + 3, dtype=tensor.dtype)
+        return wide.narrow(-1, 0, tensor.shape[-1])
+
+    with fake_gpu() as mode:
+        with mode, record_launches() as launches:
+            calls = calls_of()
+            args, options = calls[op]
+            last = max(at for at, arg in enumerate(args) if isinstance(arg, Tensor) and odd(arg) is not arg)
+            odd_args, _ = of_tensors(calls, odd)[op]
+            OPS[op].body(*odd_args[:last], args[last], *odd_args[last + 1 :], **options)
+        launch = next(launch for launch in launches if launch.name == kernel)
+        specialized = replace(launch, kernel=triton.jit(launch.kernel.fn))
+        eager, compiled = (build_now(each, SM90).asm["ttgir"] for each in (launch, specialized))
+    assert signature_of(eager) != signature_of(compiled)
+    assert layouts_of(eager) == layouts_of(compiled)
+
+
+def signature_of(ttgir: str) -> str:
+    return re.sub(r"loc\([^)]*\)", "", next(line for line in ttgir.splitlines() if "tt.func public" in line))
+
+
+def layouts_of(ttgir: str) -> list[str]:
+    return sorted(re.findall(r"^#\w+ = (#ttg\..*)", ttgir, re.MULTILINE))

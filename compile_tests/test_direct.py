@@ -255,6 +255,18 @@ def test_a_wrong_call_is_refused_as_ever(norm: Dispatched) -> None:
     norm(*arguments())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused_as_ever(layout: torch.layout, norm: Dispatched) -> None:
+    """PyTorch's guards end the process where they meet one of strided layout."""
+    nested = torch.nested.nested_tensor([*drawn(2)], layout=layout)
+    for _ in range(3):
+        norm(*arguments())
+    for argument in ("x", "bias"):
+        with pytest.raises(ValueError, match=f"^layer_norm: {argument} is a nested tensor"):
+            norm(*arguments(**{argument: nested}))
+
+
 def test_a_tensor_that_comes_twice_is_dispatched() -> None:
     """Guards of several tensors take them to be different ones."""
     add = Dispatched("add_layer_norm")

@@ -78,14 +78,23 @@ class Call:
     def takes(self, args: tuple[Any, ...]) -> bool:
         if len(args) != self._count:
             return False
-        values = self._pick_values(args)
+        values, tensors = self._pick_values(args), self._pick_tensors(args)
         return (
             tuple(map(type, values)) == self._types
             and values == self._values
             and self._generation == settings.generation
-            and self._check(*self._pick_tensors(args))
+            and not _any_nested(tensors)
+            and self._check(*tensors)
             and self._device == current_cuda_device()
         )
+
+
+def _any_nested(tensors: tuple[Any, ...]) -> bool:
+    """PyTorch's guards end the process where they meet a nested tensor of strided layout."""
+    for each in tensors:
+        if each.is_nested:
+            return True
+    return False
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -118,7 +127,7 @@ class Direct:
                         # Another thread may have changed the list; then nothing is lost but the order.
                         self._calls[shape] = [call, *(each for each in calls if each is not call)]
                     return call
-            except (TypeError, RuntimeError):
+            except (AttributeError, TypeError, RuntimeError):
                 # A value has no truth, or something else than a tensor stands in its place: the check refuses it.
                 continue
         return None

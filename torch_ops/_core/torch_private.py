@@ -61,6 +61,7 @@ __all__ = [
     "is_profiling",
     "is_traceable_wrapper_subclass",
     "launch_triton_directly",
+    "leave_frames_uncompiled",
     "mark_static_address",
     "name_kernels",
     "nothing_watches",
@@ -210,6 +211,12 @@ def is_exporting() -> bool:
 def mark_static_address(tensor: Tensor) -> None:
     """Tell CUDA graphs of torch.compile that the tensor stays where it is. Imports Dynamo."""
     torch._dynamo.mark_static_address(tensor)
+
+
+def leave_frames_uncompiled(*functions: Callable[..., Any]) -> None:
+    """Let Dynamo run these as they are where another function does not inline them. Imports Dynamo."""
+    for function in functions:
+        torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 def assumed_constant(function: Callable[..., Any]) -> Callable[..., Any]:
