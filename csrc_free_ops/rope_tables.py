@@ -14,7 +14,7 @@ outside all segments add nothing, whatever they hold.
 import triton
 import triton.language as tl
 
-from csrc_free_ops.tiles.rows import in_elements
+from csrc_free_ops.tiles.rows import of_unit
 from csrc_free_ops.tiles.segments import end_of_segments
 
 SIZES = ("num_rows", "num_segments", *[f"stride_{name}{axis}" for name in ("dq", "dk", "q", "k") for axis in "ht"])
@@ -28,15 +28,14 @@ def _add_heads(
     """(dcos, dsin), the sums for first and second elements, after all heads of q or of k."""
     cos_a, cos_b = dcos
     sin_a, sin_b = dsin
-    dx_ptr += (rows * in_elements(tl.cast(stride_dxt, tl.int64), STRIDE_UNIT) + pairs)[None, :]
-    x_ptr += (rows * in_elements(tl.cast(stride_xt, tl.int64), STRIDE_UNIT) + pairs)[None, :]
-    from_dx_head = in_elements(tl.cast(stride_dxh, tl.int64), STRIDE_UNIT)
-    from_x_head = in_elements(tl.cast(stride_xh, tl.int64), STRIDE_UNIT)
+    dx_ptr += (rows * of_unit(tl.cast(stride_dxt, tl.int64), STRIDE_UNIT) * STRIDE_UNIT + pairs)[None, :]
+    x_ptr += (rows * of_unit(tl.cast(stride_xt, tl.int64), STRIDE_UNIT) * STRIDE_UNIT + pairs)[None, :]
     for begin in tl.range(0, NUM_HEADS, BLOCK_M):
         heads = begin + tl.arange(0, BLOCK_M)
         mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
-        dx = dx_ptr + heads.to(tl.int64)[:, None] * from_dx_head
-        x = x_ptr + heads.to(tl.int64)[:, None] * from_x_head
+        heads = heads.to(tl.int64)[:, None] * STRIDE_UNIT
+        dx = dx_ptr + heads * of_unit(tl.cast(stride_dxh, tl.int64), STRIDE_UNIT)
+        x = x_ptr + heads * of_unit(tl.cast(stride_xh, tl.int64), STRIDE_UNIT)
         da = tl.load(dx, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         db = tl.load(dx + HALF, mask=mask, other=0.0).to(tl.float32)
         a = tl.load(x, mask=mask, other=0.0).to(tl.float32)

@@ -19,14 +19,14 @@ WIDE_STRIDE = tl.constexpr(2**22)
 
 
 @triton.jit
-def in_elements(stride, STRIDE_UNIT: tl.constexpr):
-    """A stride at run time, which counts STRIDE_UNIT elements, without any other divisor that the compiler knows.
+def of_unit(stride, STRIDE_UNIT: tl.constexpr):
+    """A stride at run time, which counts STRIDE_UNIT elements. Counting single ones, it has no divisor for the compiler.
 
     Inductor tells Triton which integers 16 divides, those of `do_not_specialize` too. Loads would be wider than in an
     eager call, and sums over them have another order.
     """
     if STRIDE_UNIT > 1:
-        return stride * STRIDE_UNIT
+        return stride
     else:
         return stride & (0x7FFFFFFF if stride.dtype == tl.int32 else 0x7FFFFFFFFFFFFFFF)
 
@@ -40,22 +40,22 @@ def row_step(stride, STRIDE: tl.constexpr, STRIDE_UNIT: tl.constexpr):
     if STRIDE > 0:
         return STRIDE
     elif STRIDE == 0:
-        return in_elements(tl.cast(stride, tl.int32), STRIDE_UNIT)
+        return of_unit(tl.cast(stride, tl.int32), STRIDE_UNIT) * STRIDE_UNIT
     else:
-        return in_elements(tl.cast(stride, tl.int64), STRIDE_UNIT)
+        return of_unit(tl.cast(stride, tl.int64), STRIDE_UNIT) * STRIDE_UNIT
 
 
 @triton.jit
 def row_base(ptr, row, head, stride_head, STRIDE, STRIDE_UNIT: tl.constexpr):
     """The address of a row of a head. Head strides count STRIDE_UNIT elements, so their alignment is known."""
-    stride_head = in_elements(tl.cast(stride_head, tl.int64), STRIDE_UNIT)
-    return ptr + tl.cast(row, tl.int64) * STRIDE + tl.cast(head, tl.int64) * stride_head
+    stride_head = of_unit(tl.cast(stride_head, tl.int64), STRIDE_UNIT)
+    return ptr + tl.cast(row, tl.int64) * STRIDE + tl.cast(head, tl.int64) * stride_head * STRIDE_UNIT
 
 
 @triton.jit
 def batch_base(ptr, sequence, stride_batch, STRIDE_UNIT: tl.constexpr):
     """The address of a sequence of a batch. Its stride counts STRIDE_UNIT elements too."""
-    return ptr + tl.cast(sequence, tl.int64) * in_elements(tl.cast(stride_batch, tl.int64), STRIDE_UNIT)
+    return ptr + tl.cast(sequence, tl.int64) * of_unit(tl.cast(stride_batch, tl.int64), STRIDE_UNIT) * STRIDE_UNIT
 
 
 @triton.jit
