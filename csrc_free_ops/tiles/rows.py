@@ -20,7 +20,7 @@ WIDE_STRIDE = tl.constexpr(2**22)
 
 @triton.jit
 def of_unit(stride, STRIDE_UNIT: tl.constexpr):
-    """A stride at run time, which counts STRIDE_UNIT elements. Counting single ones, it has no divisor for the compiler.
+    """A stride at run time, which counts STRIDE_UNIT elements. If it counts single ones, it has no known divisor.
 
     Inductor tells Triton which integers 16 divides, those of `do_not_specialize` too. Loads would be wider than in an
     eager call, and sums over them have another order.
