@@ -123,9 +123,14 @@ def _wgmma(point: Point, kernel: str) -> Literal["", "some"]:
     return "some"
 
 
-# Bytes that a launch of the rule may spill, by target, head dimension and kernel. None is in the loop over whole blocks
-# of keys.
-SPILLED = {("sm_90", 256, "_attention_bwd_dq_kernel"): 184}
+# Bytes that a launch may spill, by target, head dimension and kernel. 8 bytes are two registers. With 256 columns none
+# is in the loop over whole blocks of keys.
+SPILLED = {
+    ("sm_90", 256, "_attention_bwd_dq_kernel"): 184,
+    ("sm_100", 72, "_attention_fwd_kernel"): 8,
+    ("sm_120", 72, "_attention_fwd_kernel"): 8,
+    ("sm_120", 128, "_attention_fwd_long_segments_fallback_kernel"): 8,
+}
 
 
 def _may_spill(point: Point, kernel: str) -> int:

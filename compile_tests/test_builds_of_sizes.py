@@ -256,7 +256,7 @@ def test_products_copy_tables_whose_rows_follow_from_a_batch() -> None:
     assert table_rows(tables[0]).data_ptr() == tables[0].data_ptr()
 
 
-# Launches that add up what they load, or multiply it in parts.
+# Kernels that sum loaded values or multiply in parts: op and calls of each.
 ADDING: dict[str, tuple[str, Callable[[], Calls]]] = {
     "_attention_bwd_dq_kernel": ("window_attn_backward", lambda: kernels.window_attn_calls(rows=300, segments=1)),
     "_attention_bwd_small_segments_kernel": (
@@ -269,9 +269,9 @@ ADDING: dict[str, tuple[str, Callable[[], Calls]]] = {
 
 @pytest.mark.parametrize("kernel", ADDING)
 def test_inductor_builds_the_layouts_of_eager_calls(kernel: str) -> None:
-    """Inductor lets Triton specialize all integers, and other layouts would change bits.
+    """A build with all integers specialized, as Inductor's, has the layouts of the eager build; others change bits.
 
-    Only the last tensor lies so that 16 divides its strides.
+    16 divides the strides of the last tensor only.
     """
     op, calls_of = ADDING[kernel]
 

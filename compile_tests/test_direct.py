@@ -258,13 +258,31 @@ def test_a_wrong_call_is_refused_as_ever(norm: Dispatched) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_refused_as_ever(layout: torch.layout, norm: Dispatched) -> None:
-    """PyTorch's guards end the process where they meet one of strided layout."""
+    """PyTorch's guards abort the process on a nested tensor of strided layout."""
     nested = torch.nested.nested_tensor([*drawn(2)], layout=layout)
     for _ in range(3):
         norm(*arguments())
     for argument in ("x", "bias"):
         with pytest.raises(ValueError, match=f"^layer_norm: {argument} is a nested tensor"):
             norm(*arguments(**{argument: nested}))
+
+
+class ForOneOp(Tensor):
+    """A tensor that refuses all but one op, reads of attributes as well."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is torch.ops.vk.layer_norm.default
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def test_attributes_of_subclasses_are_not_read(norm: Dispatched) -> None:
+    for _ in range(3):
+        norm.op(*arguments())
+    x, weight, *rest = arguments()
+    assert norm.op(x, weight.as_subclass(ForOneOp), *rest).shape == x.shape
+    assert norm.calls == 3
 
 
 def test_a_tensor_that_comes_twice_is_dispatched() -> None:

@@ -28,6 +28,22 @@ def test_modes_are_counted() -> None:
         assert torch_private.count_dispatch_modes() == 1
 
 
+def test_frames_are_left_uncompiled_and_inlined_all_the_same() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def alone(x: Tensor) -> Tensor:
+        return x + 1
+
+    torch_private.leave_frames_uncompiled(alone)
+    assert torch.compile(alone, backend=keep)(torch.ones(2)).tolist() == [2, 2] and not graphs
+    torch.compile(lambda x: alone(x).sin(), backend=keep, fullgraph=True)(torch.ones(2))
+    assert len(graphs) == 1
+
+
 def test_transforms_of_torch_func_are_seen() -> None:
     seen = []
 

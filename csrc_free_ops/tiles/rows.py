@@ -20,10 +20,10 @@ WIDE_STRIDE = tl.constexpr(2**22)
 
 @triton.jit
 def of_unit(stride, STRIDE_UNIT: tl.constexpr):
-    """A stride at run time, which counts STRIDE_UNIT elements. If it counts single ones, it has no known divisor.
+    """Return a run-time stride, which counts STRIDE_UNIT elements. The compiler knows no divisor of one in elements.
 
-    Inductor tells Triton which integers 16 divides, those of `do_not_specialize` too. Loads would be wider than in an
-    eager call, and sums over them have another order.
+    Inductor lets Triton specialize all integers, also arguments in `do_not_specialize`. Without this function, loads
+    would be wider than in eager calls, and sums would add in another order.
     """
     if STRIDE_UNIT > 1:
         return stride

@@ -31,6 +31,7 @@ from torch_ops.settings import settings
 MOST_CALLS, MOST_OF_A_SHAPE = 1024, 8
 # Calls that a full memory turns away before it begins anew.
 MOST_TURNED_AWAY = 4 * MOST_CALLS
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_watched() -> bool:
@@ -83,18 +84,19 @@ class Call:
             tuple(map(type, values)) == self._types
             and values == self._values
             and self._generation == settings.generation
-            and not _any_nested(tensors)
+            and _may_be_compared(tensors)
             and self._check(*tensors)
             and self._device == current_cuda_device()
         )
 
 
-def _any_nested(tensors: tuple[Any, ...]) -> bool:
-    """PyTorch's guards end the process where they meet a nested tensor of strided layout."""
+def _may_be_compared(tensors: tuple[Any, ...]) -> bool:
+    """Return whether PyTorch's guards may see these: they abort the process on a nested tensor of strided layout."""
     for each in tensors:
-        if each.is_nested:
-            return True
-    return False
+        # A subclass may forbid that its attributes are read.
+        if type(each) not in _PLAIN or each.is_nested:
+            return False
+    return True
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -127,8 +129,8 @@ class Direct:
                         # Another thread may have changed the list; then nothing is lost but the order.
                         self._calls[shape] = [call, *(each for each in calls if each is not call)]
                     return call
-            except (AttributeError, TypeError, RuntimeError):
-                # A value has no truth, or something else than a tensor stands in its place: the check refuses it.
+            except (TypeError, RuntimeError):
+                # A value has no truth: the check refuses it.
                 continue
         return None
 
@@ -178,7 +180,7 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
     return (
         bool(tensors)
         and all(
-            type(each) in (Tensor, torch.nn.Parameter)
+            type(each) in _PLAIN
             and each.is_cuda
             and each.get_device() == current_cuda_device()
             and each.layout is torch.strided

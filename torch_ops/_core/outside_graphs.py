@@ -15,11 +15,12 @@ def call_outside(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-# Where a graph ends, each function on the stack may become a frame of its own. PyTorch would compile these for each op
-# and argument, more often than it allows.
+# Where a graph ends, each function on the stack may become a frame of its own. Dynamo would compile each of these once
+# per op and argument, and reach its recompile_limit.
 leave_frames_uncompiled(
-    arguments.with_numbers, checks.integers, checks.check_int, checks.check_number, checks.check_bool,
-    checks._of_numpy, checks._integer_of_numpy, checks._number_of_numpy, checks._bool_of_numpy,
+    arguments.with_numbers,
+    checks.integers, checks.check_int, checks.check_number, checks.check_bool, checks._of_numpy,
+    checks._integer_of_numpy, checks._number_of_numpy, checks._bool_of_numpy,
 )  # fmt: skip
 
 __all__ = ["call_outside"]

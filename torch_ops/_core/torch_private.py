@@ -214,7 +214,7 @@ def mark_static_address(tensor: Tensor) -> None:
 
 
 def leave_frames_uncompiled(*functions: Callable[..., Any]) -> None:
-    """Let Dynamo run these as they are where another function does not inline them. Imports Dynamo."""
+    """Let Dynamo run the functions uncompiled, except where it inlines them into a caller. Imports Dynamo."""
     for function in functions:
         torch._dynamo.eval_frame.skip_code(function.__code__)
 
