@@ -19,6 +19,7 @@ from torch_ops.qkv_rope import qkv_rope
 from torch_ops.rms_norm import add_rms_norm, rms_norm
 from torch_ops.rope_window_attn import rope_window_attn
 from torch_ops.rotary_table import rotary_table
+from torch_ops.segment_attention import segment_attention
 from torch_ops.settings import settings
 from torch_ops.spatial_merge import spatial_merge
 from torch_ops.window_attn import window_attn
@@ -42,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rope_window_attn",
     "rotary_table",
+    "segment_attention",
     "settings",
     "spatial_merge",
     "warmup",

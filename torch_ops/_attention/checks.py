@@ -42,7 +42,7 @@ def can_drop(dropout_p: float) -> bool:
 
 
 def is_packed(call: Any) -> bool:
-    return hasattr(call, "cu_seqlens")
+    return hasattr(call, "cu_seqlens") or hasattr(call, "cu_seqlens_q")
 
 
 def check_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -78,14 +78,18 @@ def check_options(op: str, call: Any) -> None:
     check_softcap(op, call.softcap)
 
 
-def _check_packed_tensors(op: str, call: Any) -> None:
-    q, k, v = call.q, call.k, call.v
+def check_packed_rows(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_packed(op, "q", q)
     check_float(op, "q", q)
     for name, tensor in (("k", k), ("v", v)):
         check_packed(op, name, tensor)
         check_like(op, name, tensor, "q", q)
     check_heads(op, q, k, v)
+
+
+def _check_packed_tensors(op: str, call: Any) -> None:
+    q, k, v = call.q, call.k, call.v
+    check_packed_rows(op, q, k, v)
     cu_q, cu_k = call.cu_seqlens, call.cu_seqlens_k
     check_cu_seqlens(op, "cu_seqlens", cu_q, "q", q)
     if cu_k is None:
@@ -166,6 +170,11 @@ def check_score_tensors(op: str, call: Any, num_sequences: int) -> None:
 
 def check_attention_backward(op: str, call: Any) -> None:
     check_attention(op, call)
+    check_upstream(op, call)
+
+
+def check_upstream(op: str, call: Any) -> None:
+    """Refuse a backward's dout, dlse, out or lse that do not fit its q."""
     q = call.q
     for name, tensor in (("out", call.out), ("dout", call.dout)):
         check_dense(op, name, tensor)
@@ -255,7 +264,8 @@ def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp,
 
     Arguments of the backward op have the names of those of the op, besides dout, dlse, out and lse.
     """
-    names = ("dout", "dlse", "out", "lse", "needs_tables", *arguments._fields)
+    # Gradients of keys come in their own dtype.
+    names = ("dout", "dlse", "out", "lse", "needs_tables", "float32_kv", *arguments._fields)
     pick = operator.itemgetter(*[names.index(field) for field in backward_arguments._fields])
     gradients = [name for name in ("q", "k", "v", "cos", "sin") if name in arguments._fields]
 
@@ -268,7 +278,7 @@ def differentiate_attention(op: KernelOp, arguments: Any, backward_op: KernelOp,
             with without_autocast():
                 lse, dlse = op(*call._replace(return_lse=True))[1], None
         needs_tables = "cos" in needed or "sin" in needed
-        made = dict(zip(gradients, backward_op(*pick((dout, dlse, out, lse, needs_tables, *call))), strict=True))
+        made = dict(zip(gradients, backward_op(*pick((dout, dlse, out, lse, needs_tables, False, *call))), strict=True))
         if "sinks" in needed:
             if is_packed(call):
                 made["sinks"] = sinks_gradient(dout, dlse, out, lse, call.sinks)

@@ -5,7 +5,7 @@ is written out, as in the kernels, and not taken by autograd: ops on the CPU are
 op takes, and nothing in here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -13,41 +13,85 @@ import torch
 from torch import Tensor
 
 from torch_ops._attention.options import AttentionOptions
-from torch_ops._attention.tensors import Backward, Forward
+from torch_ops._attention.tensors import Backward, Forward, SegmentBackward, SegmentForward
 from torch_ops._core.device import host_tensor
 from torch_ops._core.philox import keep_weights
 
+AnyForward, AnyBackward = Forward | SegmentForward, Backward | SegmentBackward
 BLOCK_ROWS = 512
 # With fewer, less than a vector of the CPU, PyTorch's own kernel takes rows of NaN for rows without keys.
 FUSED_KEYS = 16
 
 
 class _Segment(NamedTuple):
-    """A segment that has queries, by its number, and its rows, clamped to the tensors."""
+    """A segment that has queries.
 
-    number: int
+    sequence: its number, which slopes and dropout's stream have
+    queries, keys: its rows, clamped to the tensors; keys that lie apart are a vector of rows
+    places: key positions of these keys
+    shift: key position of the first query
+    first_row: the first query's row for dropout
+    """
+
+    sequence: int
     queries: slice
-    keys: slice
+    keys: slice | Tensor
+    places: Tensor
+    shift: int
+    first_row: int
 
 
 def _segments(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int) -> Iterator[_Segment]:
-    # A boundary that falls counts as the largest before it: its segment is empty.
-    q_bounds = accumulate((min(max(bound, 0), total_q) for bound in cu_q.tolist()), max)
-    k_bounds = accumulate((min(max(bound, 0), total_k) for bound in cu_k.tolist()), max)
-    spans = zip(pairwise(q_bounds), pairwise(k_bounds), strict=True)
-    for index, ((q_start, q_end), (k_start, k_end)) in enumerate(spans):
-        if q_start < q_end:
-            yield _Segment(index, slice(q_start, q_end), slice(k_start, k_end))
+    spans = zip(_spans(cu_q, total_q), _spans(cu_k, total_k), strict=True)
+    for index, (queries, keys) in enumerate(spans):
+        if queries.start < queries.stop:
+            length = keys.stop - keys.start
+            places = torch.arange(length, device=cu_q.device)
+            yield _Segment(index, queries, keys, places, length - (queries.stop - queries.start), 0)
 
 
-def _blocks(queries: slice, keys: slice) -> Iterator[tuple[slice, int]]:
-    """Blocks of query rows, and the key position of the first of each (bottom-right alignment)."""
-    shift = (keys.stop - keys.start) - (queries.stop - queries.start)
+def _shared_segments(t: SegmentForward | SegmentBackward) -> Iterator[_Segment]:
+    """Segments that name the sequence of their keys."""
+    total_k, device = t.k.shape[0], t.q.device
+    bounds, rows = t.key_bounds.tolist(), t.key_rows.tolist()
+    named = zip(_spans(t.cu_q, t.q.shape[0]), t.key_sequence.tolist(), t.key_limit.tolist(), strict=True)
+    for queries, sequence, limit in named:
+        if queries.start == queries.stop:
+            continue
+        length, pieces = 0, [torch.empty(0, dtype=torch.int64, device=device)]
+        places = list(pieces)
+        if 0 <= sequence < len(bounds):
+            length = min(max(limit, 0), max(bounds[sequence][-1], 0))
+            for (begin, end), row in zip(pairwise(bounds[sequence]), rows[sequence], strict=True):
+                # Keys outside of the tensor do not exist.
+                low, high = max(begin, 0, begin - row), min(end, length, begin - row + total_k)
+                places.append(torch.arange(low, max(low, high), device=device))
+                pieces.append(places[-1] + (row - begin))
+        shift = length - (queries.stop - queries.start)
+        yield _Segment(sequence, queries, torch.cat(pieces), torch.cat(places), shift, shift)
+
+
+def _spans(cu: Tensor, total: int) -> Iterator[slice]:
+    """Rows of each segment. A boundary that falls counts as the largest before it: its segment is empty."""
+    for start, end in pairwise(accumulate((min(max(bound, 0), total) for bound in cu.tolist()), max)):
+        yield slice(start, end)
+
+
+def _blocks(queries: slice) -> Iterator[tuple[slice, int]]:
+    """Blocks of query rows, and the number of the first of each in the segment."""
     for start in range(queries.start, queries.stop, BLOCK_ROWS):
-        yield slice(start, min(start + BLOCK_ROWS, queries.stop)), start - queries.start + shift
+        yield slice(start, min(start + BLOCK_ROWS, queries.stop)), start - queries.start
 
 
-def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) -> Tensor:
+def _add(total: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    """Add values to these rows of total; several values may be for one row."""
+    if isinstance(rows, slice):
+        total[rows] += values
+    else:
+        total.index_add_(0, rows, values)
+
+
+def _grouped(tensor: Tensor, rows: slice | Tensor, num_k_heads: int, dtype: torch.dtype) -> Tensor:
     """[Hk, group, rows, D]; keys and values have a group of one and broadcast.
 
     Contiguous, so that equal values give equal bits in whatever strides they come.
@@ -56,19 +100,18 @@ def _grouped(tensor: Tensor, rows: slice, num_k_heads: int, dtype: torch.dtype) 
 
 
 def _block_scores(
-    q: Tensor, k: Tensor, position: int, options: AttentionOptions, slopes: Tensor | None
+    q: Tensor, k: Tensor, position: int, places: Tensor, options: AttentionOptions, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Masked scores [Hk, group, M, N], tanh where there is a softcap, and which pairs see each other where not all do.
 
-    slopes [H] are those of ALiBi.
+    `position` is the key position of the first query, `places` are those of the keys. slopes [H] are those of ALiBi.
     """
     products = q @ k.transpose(-1, -2) * options.scale
     capped = None
     if options.softcap > 0:
         capped = torch.tanh(products / options.softcap)
         products = capped * options.softcap
-    columns, rows = (torch.arange(each.shape[-2], device=each.device) for each in (k, q))
-    offset = columns - (position + rows)[:, None]
+    offset = places - (position + torch.arange(q.shape[-2], device=q.device))[:, None]
     if slopes is not None:
         products = products - slopes.to(products.dtype).view(*q.shape[:2], 1, 1) * offset.abs()
     seen = None
@@ -100,27 +143,26 @@ def _weigh(weights: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
     return total
 
 
-def _slopes(t: Forward | Backward, sequence: int) -> Tensor | None:
+def _slopes(t: AnyForward | AnyBackward, sequence: int) -> Tensor | None:
     return t.slopes if t.slopes is None or t.slopes.dim() == 1 else t.slopes[sequence]
 
 
-def _kept(t: Forward | Backward, sequence: int, first: int, weights: Tensor, dropout: float) -> Tensor:
+def _kept(t: AnyForward | AnyBackward, segment: _Segment, first: int, weights: Tensor, dropout: float) -> Tensor:
     """Which of the weights [Hk, group, M, N] of rows from the segment's `first` on dropout keeps."""
     assert t.seed is not None
     k_heads, group, num_rows, num_keys = weights.shape
-    streams = sequence * k_heads * group + torch.arange(k_heads * group, device=weights.device).view(k_heads, group)
-    rows = torch.arange(first, first + num_rows, device=weights.device)
-    return keep_weights(t.seed, streams, rows, num_keys, dropout)
+    streams = segment.sequence * k_heads * group + torch.arange(k_heads * group, device=weights.device)
+    rows = segment.first_row + torch.arange(first, first + num_rows, device=weights.device)
+    if isinstance(segment.keys, slice):
+        return keep_weights(t.seed, streams.view(k_heads, group), rows, num_keys, dropout)
+    most = int(segment.places.max()) + 1
+    return keep_weights(t.seed, streams.view(k_heads, group), rows, most, dropout)[..., segment.places]
 
 
 @torch.autocast("cpu", enabled=False)
-def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int = 0) -> None:
-    """Fill out and lse; without lse, of no rows, what it would be is let go.
-
-    `first_sequence` is the number of the first segment among all sequences.
-    """
-    q, k, v, cu_q, cu_k, out, lse, *_ = t
-    assert cu_q is not None
+def _forward(options: AttentionOptions, t: AnyForward, segments: Iterable[_Segment]) -> None:
+    """Fill out and lse; without lse, of no rows, what it would be is let go."""
+    q, k, v, out, lse = t.q, t.k, t.v, t.out, t.lse
     heads = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     plain = not options.masked and not options.score_mods and q.shape[1] == heads
@@ -134,12 +176,13 @@ def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int =
     if lse.shape[1] < q.shape[0]:
         lse = lse.new_empty((q.shape[1], q.shape[0]))
     lse.fill_(-torch.inf)
-    for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
-        if keys.start == keys.stop:
+    for segment in segments:
+        queries, keys, places = segment.queries, segment.keys, segment.places
+        if places.numel() == 0:
             if t.sinks is not None:
                 lse[:, queries] = t.sinks.to(lse.dtype)[:, None]
             continue
-        if plain and keys.stop - keys.start >= FUSED_KEYS:
+        if plain and places.numel() >= FUSED_KEYS:
             fused, fused_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *(tensor[rows].transpose(0, 1)[None] for tensor, rows in ((q, queries), (k, keys), (v, keys))),
                 scale=options.scale,
@@ -148,10 +191,10 @@ def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int =
             lse[:, queries] = fused_lse[0]
             continue
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
-        sequence = first_sequence + number
-        slopes = _slopes(t, sequence)
-        for rows, position in _blocks(queries, keys):
-            s, _, seen = _block_scores(_grouped(q, rows, heads, dtype), k_segment, position, options, slopes)
+        slopes = _slopes(t, segment.sequence)
+        for rows, first in _blocks(queries):
+            q_block, position = _grouped(q, rows, heads, dtype), segment.shift + first
+            s, _, seen = _block_scores(q_block, k_segment, position, places, options, slopes)
             block_lse = own_lse = torch.logsumexp(s, -1)
             # Weights add up to 1 whatever lse is rounded to.
             p = torch.softmax(s, -1)
@@ -160,30 +203,29 @@ def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int =
                 p = p * torch.exp(own_lse - block_lse)[..., None]
             p = p.masked_fill((own_lse == -torch.inf)[..., None], 0.0)
             if options.dropout > 0:
-                kept = _kept(t, sequence, rows.start - queries.start, p, options.dropout)
-                p = p.masked_fill(~kept, 0.0) / (1 - options.dropout)
+                p = p.masked_fill(~_kept(t, segment, first, p, options.dropout), 0.0) / (1 - options.dropout)
             out[rows] = _weigh(p, v_segment, seen).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
             lse[:, rows] = block_lse.flatten(0, 1)
 
 
 @torch.autocast("cpu", enabled=False)
-def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int = 0) -> None:
-    dout, dlse, q, k, v, out, lse, cu_q, cu_k, dq, dk, dv, *_ = t
-    assert cu_q is not None
+def _backward(options: AttentionOptions, t: AnyBackward, segments: Iterable[_Segment]) -> None:
+    dout, dlse, q, k, v, out, lse, dq = t.dout, t.dlse, t.q, t.k, t.v, t.out, t.lse, t.dq
     heads = k.shape[1]
     # In the precision that lse came from: scores of another would be off by its rounding, and P would not sum to 1.
     dtype = lse.dtype
     dq.zero_()
     dk_sum, dv_sum = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    for number, queries, keys in _segments(cu_q, cu_q if cu_k is None else cu_k, q.shape[0], k.shape[0]):
-        if keys.start == keys.stop:
+    for segment in segments:
+        keys, places = segment.keys, segment.places
+        if places.numel() == 0:
             continue
         k_segment, v_segment = (_grouped(tensor, keys, heads, dtype) for tensor in (k, v))
-        sequence = first_sequence + number
-        slopes = _slopes(t, sequence)
-        for rows, position in _blocks(queries, keys):
+        slopes = _slopes(t, segment.sequence)
+        for rows, first in _blocks(segment.queries):
             q_block, dout_block, out_block = (_grouped(tensor, rows, heads, dtype) for tensor in (q, dout, out))
-            s, capped, seen = _block_scores(q_block, k_segment, position, options, slopes)
+            position = segment.shift + first
+            s, capped, seen = _block_scores(q_block, k_segment, position, places, options, slopes)
             block_lse = lse[:, rows].unflatten(0, (heads, -1))
             unseen = block_lse == -torch.inf
             p = torch.exp(s - block_lse.masked_fill(unseen, 0.0)[..., None])
@@ -193,7 +235,7 @@ def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int
             dp = dout_block @ v_segment.transpose(-1, -2)
             weights = p
             if options.dropout > 0:
-                kept = _kept(t, sequence, rows.start - queries.start, p, options.dropout)
+                kept = _kept(t, segment, first, p, options.dropout)
                 weights, dp = (x.masked_fill(~kept, 0.0) / (1 - options.dropout) for x in (p, dp))
             ds = p * (dp - delta.masked_fill(unseen, 0.0)[..., None])
             if capped is not None:
@@ -203,10 +245,35 @@ def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int
                 ds, weights, seen_by = ds.masked_fill(~seen, 0.0), weights.masked_fill(~seen, 0.0), seen.T
             dq[rows] = (_weigh(ds, k_segment, seen) * options.scale).permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
             dk_block = _weigh(ds.transpose(-1, -2), q_block, seen_by).sum(1)
-            dk_sum[keys] += dk_block.permute(1, 0, 2) * options.scale
-            dv_sum[keys] += _weigh(weights.transpose(-1, -2), dout_block, seen_by).sum(1).permute(1, 0, 2)
-    dk.copy_(dk_sum)
-    dv.copy_(dv_sum)
+            _add(dk_sum, keys, dk_block.permute(1, 0, 2) * options.scale)
+            _add(dv_sum, keys, _weigh(weights.transpose(-1, -2), dout_block, seen_by).sum(1).permute(1, 0, 2))
+    t.dk.copy_(dk_sum)
+    t.dv.copy_(dv_sum)
+
+
+def segment_forward_cpu(options: AttentionOptions, t: SegmentForward) -> None:
+    """Fill out and lse of segments that name the sequence of their keys."""
+    _forward(options, t, _shared_segments(t))
+
+
+def segment_backward_cpu(options: AttentionOptions, t: SegmentBackward) -> None:
+    """Fill dq, dk and dv of segments that name the sequence of their keys."""
+    _backward(options, t, _shared_segments(t))
+
+
+def _packed_forward(options: AttentionOptions, t: Forward, first_sequence: int = 0) -> None:
+    """Fill out and lse; `first_sequence` is the number of the first segment among all sequences."""
+    _forward(options, t, _numbered(t, first_sequence))
+
+
+def _packed_backward(options: AttentionOptions, t: Backward, first_sequence: int = 0) -> None:
+    _backward(options, t, _numbered(t, first_sequence))
+
+
+def _numbered(t: Forward | Backward, first_sequence: int) -> Iterator[_Segment]:
+    assert t.cu_q is not None
+    for segment in _segments(t.cu_q, t.cu_q if t.cu_k is None else t.cu_k, t.q.shape[0], t.k.shape[0]):
+        yield segment._replace(sequence=first_sequence + segment.sequence)
 
 
 def _boundaries(tensor: Tensor) -> Tensor:

@@ -42,31 +42,73 @@ class Backward(NamedTuple):
     seed: Tensor | None = None
 
 
-# Rows that kernels read and vectors that they read, by the names of fields.
-_ROWS = ("q", "k", "v", "out", "dout")
-_VECTORS = ("lse", "dlse", "cu_q", "cu_k")
+class SegmentForward(NamedTuple):
+    """Segments of queries that name the sequence of their keys (`vk::segment_attention`). out and lse are filled."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_q: Tensor
+    key_sequence: Tensor
+    key_limit: Tensor
+    key_bounds: Tensor
+    key_rows: Tensor
+    out: Tensor
+    lse: Tensor
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
 
 
-def is_readable(t: Forward | Backward) -> bool:
+class SegmentBackward(NamedTuple):
+    """dq, dk and dv are filled."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    cu_q: Tensor
+    key_sequence: Tensor
+    key_limit: Tensor
+    key_bounds: Tensor
+    key_rows: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    slopes: Tensor | None = None
+    seed: Tensor | None = None
+
+
+# Rows of columns and whole tensors that a kernel reads, by the names of fields. A forward only fills out and lse.
+_FORWARD_ROWS, _BACKWARD_ROWS = ("q", "k", "v"), ("q", "k", "v", "out", "dout")
+_INDICES = ("cu_q", "cu_k", "key_sequence", "key_limit", "key_bounds", "key_rows")
+
+
+def _read_rows(t: Any) -> tuple[str, ...]:
+    return _BACKWARD_ROWS if hasattr(t, "dout") else _FORWARD_ROWS
+
+
+def _read_whole(t: Any) -> list[str]:
+    names = _INDICES + (("lse", "dlse") if hasattr(t, "dout") else ())
+    return [name for name in names if getattr(t, name, None) is not None]
+
+
+def is_readable(t: Any) -> bool:
     """Return whether kernels can read all tensors as they are; by metadata alone."""
-    rows: list[Tensor] = [t.q, t.k, t.v]
-    vectors: list[Tensor | None] = [t.cu_q, t.cu_k]
-    if isinstance(t, Backward):
-        rows += [t.out, t.dout]
-        vectors += [t.lse, t.dlse]
-    return all(row.stride(-1) == 1 for row in rows) and all(x is None or x.is_contiguous() for x in vectors)
+    rows, whole = _read_rows(t), _read_whole(t)
+    return all(getattr(t, name).stride(-1) == 1 for name in rows) and all(getattr(t, x).is_contiguous() for x in whole)
 
 
 def made_readable(t: Any) -> Any:
-    """Copy rows whose columns are not contiguous, and vectors that are not. Outputs stay as they are."""
-    read = ("q", "k", "v") if isinstance(t, Forward) else _ROWS
-    vectors = ("cu_q", "cu_k") if isinstance(t, Forward) else _VECTORS
-    rows = {name: with_columns(getattr(t, name)) for name in read}
-    copies = {name: None if (x := getattr(t, name)) is None else x.contiguous() for name in vectors}
-    return t._replace(**rows, **copies)
+    """Copy rows whose columns are not contiguous, and whole tensors that are not. Outputs stay as they are."""
+    rows = {name: with_columns(getattr(t, name)) for name in _read_rows(t)}
+    return t._replace(**rows, **{name: getattr(t, name).contiguous() for name in _read_whole(t)})
 
 
-def num_segments(t: Forward | Backward) -> int:
+def num_segments(t: Forward | Backward | SegmentForward | SegmentBackward) -> int:
     return 1 if t.cu_q is None else t.cu_q.shape[0] - 1
 
 
