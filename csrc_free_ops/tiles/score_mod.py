@@ -30,11 +30,13 @@ def sequence_score_mod(seed_ptr, sequence, heads, softcap, dropout, SCORE_MODS: 
 
 
 @triton.jit
-def head_score_mod(score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS: tl.constexpr):
-    """score_mod of one head, from the sequence's."""
+def head_score_mod(
+    score_mod, slopes_ptr, sinks_ptr, sequence, head, stride_slopes, SCORE_MODS: tl.constexpr, has_sequence=None
+):  # fmt: skip
+    """score_mod of one head, from the sequence's; `has_sequence` is false where there may be no slopes to read."""
     softcap, slope, sink, dropout, seed, stream = score_mod
     if ALIBI & SCORE_MODS:
-        slope = tl.load(slopes_ptr + sequence * stride_slopes + head).to(tl.float32)
+        slope = tl.load(slopes_ptr + sequence * stride_slopes + head, mask=has_sequence).to(tl.float32)
     if SINKS & SCORE_MODS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
     if DROPOUT & SCORE_MODS:

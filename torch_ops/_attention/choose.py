@@ -66,7 +66,7 @@ def slopes_stride(q: Tensor, options: AttentionOptions) -> int:
 
 
 def constants_of(
-    t: Forward | Backward, options: AttentionOptions, launch: Config, stride_unit: int, score_mods: int, precision: str
+    t: Any, options: AttentionOptions, launch: Config, stride_unit: int, score_mods: int, precision: str
 ) -> dict[str, Any]:
     q, k = t.q, t.k
     main, tail = split_head_dim(q.shape[-1], q.dtype.itemsize, precision)

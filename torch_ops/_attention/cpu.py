@@ -17,7 +17,8 @@ from torch_ops._attention.tensors import Backward, Forward, SegmentBackward, Seg
 from torch_ops._core.device import host_tensor
 from torch_ops._core.philox import keep_weights
 
-AnyForward, AnyBackward = Forward | SegmentForward, Backward | SegmentBackward
+AnyForward = Forward | SegmentForward
+AnyBackward = Backward | SegmentBackward
 BLOCK_ROWS = 512
 # With fewer, less than a vector of the CPU, PyTorch's own kernel takes rows of NaN for rows without keys.
 FUSED_KEYS = 16

@@ -52,32 +52,37 @@ from csrc_free_ops.tiles.segments import (
 
 
 @triton.jit
-def _accumulate_dq(
-    dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, q_length, k_length,
+def accumulate_dq(
+    dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, high, shift, k_length,
     scale, score_mod, window_left, window_right,
     STRIDE_KT, STRIDE_VT, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, first_key=None,
 ):  # fmt: skip
-    """dq after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask."""
+    """dq after the blocks of keys from `low` up to `high`, with MASKED and `first_key` as in `attend_blocks`."""
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     factor = exponent_factor(scale, SCORE_MODS, NATURAL)
-    shift = k_length - q_length
     dropout_scale = dropout_factor(score_mod, SCORE_MODS)
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
-        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
-        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
+        local = cols
+        if MASKED and first_key is not None:
+            local = tl.maximum(cols, first_key - start)
+        k = load_rows(k_base, starts, local, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
+        v = load_rows(v_base, starts, local, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, steepness = modify_scores(
             products, rows[:, None], start + cols[None, :], shift, scale, score_mod, SCORE_MODS
         )
         p = exponential(scores * factor - lse[:, None], NATURAL)
         if MASKED:
+            inside = start + cols < k_length
+            if first_key is not None:
+                inside &= local == cols
             seen = within_bounds(
-                (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
+                inside[None, :], rows[:, None], start + cols[None, :],
                 shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
@@ -155,18 +160,18 @@ def differentiate_queries(
         split_head = head * SPLITS + split
     dq = zero_rows(BLOCK_M, HEAD_DIM, MAIN, TAIL)
     if HAS_LEFT:
-        dq = _accumulate_dq(
-            dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
+        dq = accumulate_dq(
+            dq, q, dout, lse, delta, rows, k_base, v_base, starts, low, full_low, k_length - q_length, k_length,
             scale, score_mod, window_left, window_right,
             STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
+    dq = accumulate_dq(
+        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_low, full_high, k_length - q_length, k_length,
         scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
+    dq = accumulate_dq(
+        dq, q, dout, lse, delta, rows, k_base, v_base, starts, full_high, high, k_length - q_length, k_length,
         scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
     )  # fmt: skip

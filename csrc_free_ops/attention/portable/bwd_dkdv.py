@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.attention.portable.fwd import COUNTS, DENSE_SIZES, SIZES
-from csrc_free_ops.tiles.dropout import dropout_mask
+from csrc_free_ops.tiles.dropout import dropout_mask, dropout_mask_anywhere
 from csrc_free_ops.tiles.masks import block_span, count_splits, share_of_span, within_bounds
 from csrc_free_ops.tiles.overlap import await_before
 from csrc_free_ops.tiles.rows import (
@@ -34,17 +34,20 @@ from csrc_free_ops.tiles.segments import (
 
 
 @triton.jit
-def _accumulate_dkdv(
-    dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, k_length,
+def accumulate_dkdv(
+    dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, high, q_length, shift,
     scale, score_mod, window_left, window_right,
     STRIDE_QT, STRIDE_DOT, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, seen_keys=None,
 ):  # fmt: skip
-    """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask."""
+    """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask.
+
+    Where `seen_keys` is given, masked blocks see these keys alone. Dropout then counts rows by their key position, and
+    `first` may be any number.
+    """
     NATURAL: tl.constexpr = k[0].dtype == tl.float32
     factor = exponent_factor(scale, SCORE_MODS, NATURAL)
-    shift = k_length - q_length
     dropout_scale = dropout_factor(score_mod, SCORE_MODS)
     local = tl.arange(0, BLOCK_M)
     q_base += tl.cast(low, tl.int64) * STRIDE_QT
@@ -67,8 +70,11 @@ def _accumulate_dkdv(
         )
         p = exponential(scores * factor - exponent_of_norm(lse, NATURAL)[None, :], NATURAL)
         if MASKED:
+            inside = (local < remaining)[None, :]
+            if seen_keys is not None:
+                inside &= seen_keys[:, None]
             seen = within_bounds(
-                (local < remaining)[None, :], local[None, :], cols[:, None],
+                inside, local[None, :], cols[:, None],
                 start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             p = tl.where(seen, p, 0.0)
@@ -79,7 +85,10 @@ def _accumulate_dkdv(
         dp = dot_rows(v, dout, PRECISION)  # [BLOCK_N, BLOCK_M]
         weights = p
         if DROPOUT & SCORE_MODS:
-            mask = tl.trans(dropout_mask(start + local, first, score_mod, cols.shape[0]))
+            if seen_keys is not None:
+                mask = tl.trans(dropout_mask_anywhere(start + shift + local, first, score_mod, cols.shape[0]))
+            else:
+                mask = tl.trans(dropout_mask(start + local, first, score_mod, cols.shape[0]))
             weights = tl.where(mask, p, 0.0) * dropout_scale
             dp = tl.where(mask, dp, 0.0) * dropout_scale
         dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)  # [BLOCK_N, D]
@@ -150,21 +159,21 @@ def differentiate_keys(
         lse_base = lse_ptr + head * total_q + q_start
         delta_base = delta_ptr + head * total_q + q_start
         if HAS_RIGHT:
-            dk, dv = _accumulate_dkdv(
+            dk, dv = accumulate_dkdv(
                 dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
-                q_length, k_length, scale, q_score_mod, window_left, window_right,
+                q_length, k_length - q_length, scale, q_score_mod, window_left, window_right,
                 STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
                 GROUP, BLOCK_M, True,
             )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
+        dk, dv = accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
-            q_length, k_length, scale, q_score_mod, window_left, window_right,
+            q_length, k_length - q_length, scale, q_score_mod, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
             GROUP, BLOCK_M, False,
         )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
+        dk, dv = accumulate_dkdv(
             dk, dv, k, v, cols, first, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
-            q_length, k_length, scale, q_score_mod, window_left, window_right,
+            q_length, k_length - q_length, scale, q_score_mod, window_left, window_right,
             STRIDE_QT, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
             GROUP, BLOCK_M, True,
         )  # fmt: skip

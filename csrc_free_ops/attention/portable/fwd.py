@@ -56,28 +56,36 @@ DENSE_SIZES = (
 
 
 @triton.jit
-def _attend(
-    acc, peak, norm, q, rows, k_base, v_base, starts, low, high, q_length, k_length,
+def attend_blocks(
+    acc, peak, norm, q, rows, k_base, v_base, starts, low, high, shift, k_length,
     scale, score_mod, window_left, window_right,
     STRIDE_KT, STRIDE_VT, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, first_key=None,
 ):  # fmt: skip
-    """(acc, peak, norm) after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask."""
+    """(acc, peak, norm) after the blocks of keys from `low` up to `high`; MASKED for blocks that need the mask.
+
+    Where `first_key` is given, the keys of masked blocks before it are not seen, and their rows are not read.
+    """
     NATURAL: tl.constexpr = q[0].dtype == tl.float32
     factor = exponent_factor(scale, SCORE_MODS, NATURAL)
-    shift = k_length - q_length
     cols = tl.arange(0, BLOCK_N)
     k_base += tl.cast(low, tl.int64) * STRIDE_KT
     v_base += tl.cast(low, tl.int64) * STRIDE_VT
     for start in tl.range(low, high, BLOCK_N, num_stages=1 if MASKED else None):
-        k = load_rows(k_base, starts, cols, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
-        v = load_rows(v_base, starts, cols, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
+        local = cols
+        if MASKED and first_key is not None:
+            local = tl.maximum(cols, first_key - start)
+        k = load_rows(k_base, starts, local, k_length - start, STRIDE_KT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
+        v = load_rows(v_base, starts, local, k_length - start, STRIDE_VT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_N, D]
         products = dot_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores, _ = modify_scores(products, rows[:, None], start + cols[None, :], shift, scale, score_mod, SCORE_MODS)
         if MASKED:
+            inside = start + cols < k_length
+            if first_key is not None:
+                inside &= local == cols
             seen = within_bounds(
-                (start + cols < k_length)[None, :], rows[:, None], start + cols[None, :],
+                inside[None, :], rows[:, None], start + cols[None, :],
                 shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
@@ -127,18 +135,18 @@ def attend_tile(
         BLOCK_N,
     )
     if HAS_LEFT:
-        acc, peak, norm = _attend(
-            acc, peak, norm, q, rows, k_base, v_base, starts, low, full_low, q_length, k_length,
+        acc, peak, norm = attend_blocks(
+            acc, peak, norm, q, rows, k_base, v_base, starts, low, full_low, k_length - q_length, k_length,
             scale, score_mod, window_left, window_right,
             STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
         )  # fmt: skip
-    acc, peak, norm = _attend(
-        acc, peak, norm, q, rows, k_base, v_base, starts, full_low, full_high, q_length, k_length,
+    acc, peak, norm = attend_blocks(
+        acc, peak, norm, q, rows, k_base, v_base, starts, full_low, full_high, k_length - q_length, k_length,
         scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, False,
     )  # fmt: skip
-    acc, peak, norm = _attend(
-        acc, peak, norm, q, rows, k_base, v_base, starts, full_high, high, q_length, k_length,
+    acc, peak, norm = attend_blocks(
+        acc, peak, norm, q, rows, k_base, v_base, starts, full_high, high, k_length - q_length, k_length,
         scale, score_mod, window_left, window_right,
         STRIDE_KT, STRIDE_VT, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION, BLOCK_N, True,
     )  # fmt: skip
