@@ -25,11 +25,14 @@ def philox(seed: Tensor, counter: tuple[Tensor, ...], rounds: int = ROUNDS) -> t
 
 
 def keep_weights(seed: Tensor, streams: Tensor, queries: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """Which weights [*streams, queries, num_keys] are kept; `queries` are rows of a sequence. Streams are as in the
-    kernels: the number of the sequence times the heads, plus the head."""
+    """Which weights [*streams, queries, num_keys] are kept.
+
+    `queries` are rows of a sequence, modulo 2^32. Streams are as in the kernels: the number of the sequence times the
+    heads, plus the head.
+    """
     fours = torch.arange((num_keys + 3) // 4, device=seed.device)
     counter = (
-        fours, queries.to(torch.int64)[:, None], streams.to(torch.int64)[..., None, None],
+        fours, queries.to(torch.int64)[:, None] & WORD, streams.to(torch.int64)[..., None, None],
         torch.zeros((), dtype=torch.int64, device=seed.device),
     )  # fmt: skip
     words = torch.stack(torch.broadcast_tensors(*philox(seed.reshape(()), counter)), -1).flatten(-2)
