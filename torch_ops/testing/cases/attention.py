@@ -78,7 +78,7 @@ def cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu").to(device)
 
 
-_PACKED: Layouts = {
+PACKED: Layouts = {
     "contiguous": lambda draw, rows, heads, dim: draw(rows, heads, dim),
     "qkv_view": lambda draw, rows, heads, dim: draw(rows, 3, heads, dim)[:, 1],
     "head_major": lambda draw, rows, heads, dim: draw(heads, rows, dim).transpose(0, 1),
@@ -86,7 +86,7 @@ _PACKED: Layouts = {
     "misaligned": lambda draw, rows, heads, dim: draw(rows * heads * dim + 1)[1:].view(rows, heads, dim),
     "odd_strides": lambda draw, rows, heads, dim: draw(rows, heads, dim + 3)[:, :, :dim],
 }
-LAYOUTS = tuple(_PACKED)
+LAYOUTS = tuple(PACKED)
 
 
 def drawn_options(options: dict[str, Any], sequences: int, heads: int, draw: Any, device: Any) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def make_inputs(
     q_shape = (case.total_q, case.num_heads, case.head_dim)
     k_shape = (case.total_k, case.num_k_heads or case.num_heads, case.head_dim)
     return WindowAttnInputs(
-        q=drawn_as(_PACKED, case.layout, draw, *q_shape),
-        k=drawn_as(_PACKED, case.layout, draw, *k_shape),
-        v=drawn_as(_PACKED, case.layout, draw, *k_shape),
+        q=drawn_as(PACKED, case.layout, draw, *q_shape),
+        k=drawn_as(PACKED, case.layout, draw, *k_shape),
+        v=drawn_as(PACKED, case.layout, draw, *k_shape),
         cu_seqlens=case.skipped + cumulative(case.lengths, device),
         cu_seqlens_k=None if case.k_lengths is None else case.skipped + cumulative(case.k_lengths, device),
-        dout=drawn_as(_PACKED, case.layout, draw, *q_shape),
+        dout=drawn_as(PACKED, case.layout, draw, *q_shape),
         dlse=draw(case.num_heads, case.total_q).to(torch.promote_types(dtype, torch.float32)),
         options=drawn_options(case.options, len(case.lengths), case.num_heads, draw, device),
     )

@@ -13,6 +13,7 @@ from torch_ops.testing.references.merger import patch_merger
 from torch_ops.testing.references.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch_ops.testing.references.packed_attention import window_attn, window_attn_backward
 from torch_ops.testing.references.rope import rope_window_attn, rope_window_attn_backward, rotated
+from torch_ops.testing.references.segment_attention import segment_attention, segment_attention_backward
 from torch_ops.testing.references.vision_attention import vision_attention
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "rope_window_attn_backward",
     "rotary_table",
     "rotated",
+    "segment_attention",
+    "segment_attention_backward",
     "spatial_merge",
     "turned",
     "vision_attention",
