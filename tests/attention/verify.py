@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torch_ops import settings
 from torch_ops.testing import check, check_draws, poisoned, redrawn, references
-from torch_ops.testing.cases import DecodeInputs, DenseInputs, WindowAttnInputs
+from torch_ops.testing.cases import DecodeInputs, DenseInputs, SegmentInputs, WindowAttnInputs
 from torch_ops.testing.tolerance import Draw
 
-AttentionInputs = WindowAttnInputs | DenseInputs
+AttentionInputs = WindowAttnInputs | DenseInputs | SegmentInputs
 
 
 @contextmanager
@@ -101,18 +101,21 @@ def _judged_downcast(inputs: DenseInputs, compute_dtype: torch.dtype) -> Draw:
     assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
     kept = "lse", "dsinks"
     actual = {name: tensor if name in kept else tensor.to(compute_dtype) for name, tensor in wide.items()}
-    return actual, *_expected(replace(inputs, **halves))
+    return actual, *expected(replace(inputs, **halves))
 
 
 def _judged(inputs: AttentionInputs) -> Draw:
     with poisoned():
         actual = differentiate(getattr(torch.ops.vk, inputs.op), inputs)
-    return actual, *_expected(settled(inputs))
+    return actual, *expected(settled(inputs))
 
 
 def settled(inputs: AttentionInputs) -> AttentionInputs:
-    """These inputs with the boundaries that the contract gives them: clamped to the tensor, and none falls."""
-    if isinstance(inputs, DenseInputs):
+    """These inputs with the boundaries that the contract gives them: clamped to the tensor, and none falls.
+
+    The reference of segment attention settles index tensors by itself.
+    """
+    if not isinstance(inputs, WindowAttnInputs):
         return inputs
     boundaries = {
         name: cu_seqlens.clamp(0, rows.shape[0]).cummax(0).values
@@ -124,7 +127,7 @@ def settled(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, **boundaries)
 
 
-def _expected(inputs: AttentionInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def expected(inputs: AttentionInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results of eager PyTorch at the inputs' type, and in fp64."""
     dtype = inputs.q.dtype
     reference = getattr(references, inputs.op)
