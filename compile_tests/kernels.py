@@ -206,6 +206,83 @@ ATTENTION = Kernels(
 )  # fmt: skip
 
 
+def segment_attention_calls(
+    rows: Any = 200, keys: Any = 500, segments: Any = 2, sequences: Any = 1, pieces: Any = 4, head_dim: int = 72,
+    num_heads: int = 2, num_k_heads: int | None = None, dlse: bool = False, float32_kv: bool = False,
+    head_major: bool = False, dtype: torch.dtype = HALF, alibi: int = 0, sinks: bool = False, dropout_p: float = 0.0,
+    **options: Any,
+) -> Calls:  # fmt: skip
+    def packed(rows: Any, heads: int) -> Tensor:
+        if head_major:
+            return new(heads, rows, head_dim, dtype=dtype).transpose(0, 1)
+        return new(rows, heads, head_dim, dtype=dtype)
+
+    def index(*shape: Any) -> Tensor:
+        return new(*shape, dtype=torch.int32)
+
+    q, out, dout = (packed(rows, num_heads) for _ in range(3))
+    k, v = (packed(keys, num_k_heads or num_heads) for _ in range(2))
+    lse = new(num_heads, rows, dtype=torch.float32)
+    bounds = new(sequences, pieces + 1, dtype=torch.int32)
+    places = index(segments + 1), index(segments), index(segments), bounds, index(sequences, pieces)
+    if alibi:
+        options["alibi_slopes"] = new(*(sequences, num_heads)[-alibi:], dtype=torch.float32)
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "dropout_seed": new(1, dtype=torch.int64)}
+    given = dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *places
+    backward = given, {**options, "float32_kv": float32_kv}
+    if sinks:
+        options["sinks"] = new(num_heads, dtype=torch.float32)
+    return {"segment_attention": ((q, k, v, *places), options), "segment_attention_backward": backward}
+
+
+TILE_LIST = ("_segment_tiles_kernel", {"tiles_ptr"})
+
+
+def _segment_writes(op: str, variant: str) -> Writes:
+    if "backward" not in op:
+        return [TILE_LIST, ("_segment_attention_fwd_kernel", {"out_ptr", "lse_ptr"})]
+    return [
+        TILE_LIST,
+        ("_segment_attention_bwd_dq_kernel", {"delta_ptr", "dq_ptr"}),
+        ("_segment_attention_bwd_dkdv_kernel", {"dk_ptr", "dv_ptr"}),
+    ]
+
+
+SEGMENT_ATTENTION = Kernels(
+    ("segment_attention", "segment_attention_backward"), segment_attention_calls,
+    {
+        "plain": {"causal": False},
+        "causal_gqa": {"num_k_heads": 1, "float32_kv": True},
+        "window_and_softcap": {"window_left": 9, "window_right": 3, "softcap": 5.0, "causal": False},
+        "dlse": {"dlse": True},
+        "head_major": {"head_major": True},
+        "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
+        "steps": {"alibi": 2, "sinks": True, "dropout_p": 0.1, "softcap": 3.0},
+    },
+    _segment_writes,
+    symbolic=(("plain", {"rows": 100, "keys": 70, "segments": 5, "sequences": 3, "pieces": 6}),),
+    graphs={
+        ("segment_attention", "plain"): "empty_like new_empty empty KERNEL KERNEL",
+        ("segment_attention_backward", "plain"):
+            "empty_like empty_like empty_like empty KERNEL empty_like KERNEL KERNEL",
+    },
+    points=(
+        *(
+            Point.of(target, variant, head_dim=head_dim)
+            for target in APART
+            for head_dim in (64, 72, 128)
+            for variant in ("causal_gqa", "window_and_softcap")
+        ),
+        *(Point.of(target, "causal_gqa", head_dim=128) for target in ALIKE),
+        *(Point.of("sm_90", "causal_gqa", head_dim=head_dim) for head_dim in (16, 80, 96, 160, 192, 256)),
+        *(Point.of(target, "steps", head_dim=head_dim) for target in ("sm_80", "sm_90") for head_dim in (64, 128)),
+        *(Point.of("sm_90", "plain", dtype=torch.float32, head_dim=head_dim) for head_dim in (64, 72, 128)),
+        Point.of("sm_90", "head_major", head_dim=128), Point.of("gfx942", "plain", dtype=torch.float32),
+    ),
+)  # fmt: skip
+
+
 def attention_decode_calls(
     batch: Any = 3, capacity: Any = 4096, head_dim: int = 128, num_heads: int = 32, num_k_heads: int = 8,
     queries: Any = 1, page_size: int = 0, pages: Any = 0, prefixes: int = 0, prefix_lengths: bool = False,

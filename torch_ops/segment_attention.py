@@ -54,6 +54,7 @@ class SegmentAttention(NamedTuple):
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
+    query_start: Tensor | None = None
 
 
 class SegmentAttentionBackward(NamedTuple):
@@ -84,6 +85,7 @@ class SegmentAttentionBackward(NamedTuple):
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
     float32_kv: bool = False
+    query_start: Tensor | None = None
 
 
 def _plan(t: SegmentForward, call: SegmentAttention) -> Plan:
@@ -130,8 +132,8 @@ gradient(
     of=("q", "k", "v", "sinks"),
     saves=(
         "q", "k", "v", "cu_seqlens_q", "key_sequence", "key_limit", "key_bounds", "key_rows", "alibi_slopes", "sinks",
-        "dropout_seed",
-    ),  # fmt: skip
+        "dropout_seed", "query_start",
+    ),
     saves_results=(0, 1),
 )  # fmt: skip
 
@@ -156,13 +158,14 @@ def segment_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    query_start: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale q k^T) v for segments of queries, each over the first keys of a sequence that it names.
 
     Segment i is rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q. It sees the first key_limit[i] keys of sequence
     key_sequence[i]. Any number of segments may name one sequence. Row r of a segment with n queries and kv_len keys
-    stands at key position r + kv_len - n (aligned bottom-right). A row that sees no key gives out 0 and lse -inf, and
-    gets no gradient. The same holds for rows in no segment.
+    stands at key position r + kv_len - n (aligned bottom-right), unless query_start says where. A row that sees no key
+    gives out 0 and lse -inf, and gets no gradient. The same holds for rows in no segment.
 
     Sequence s lies in P pieces. Piece p holds the keys from key_bounds[s, p] to key_bounds[s, p + 1], in rows of k and
     v from key_rows[s, p] on. A contiguous buffer has one piece for each sequence. The rank-major buffer that an
@@ -197,6 +200,8 @@ def segment_attention(
             dropout_p). lse is the sum over all weights. Default: 0.
         dropout_seed: int64 [1] on q's device. The mask is Philox of the seed, the sequence, the head, and the positions
             of query and key. A rank's mask is therefore that of a single device. Default: from PyTorch's generator.
+        query_start: int32 [n], the key position of each segment's first row. Without causal order a segment may see
+            keys behind its last row; windows, ALiBi and dropout then need it. Default: kv_len - n.
 
     Returns:
         out [Tq, H, D] in q's dtype. With return_lse also lse [H, Tq], fp32 (fp64 for fp64): the natural logarithm of
@@ -217,6 +222,7 @@ def segment_attention(
     out, lse = segment_attention_op(
         q, k, v, cu_seqlens_q, key_sequence, key_limit, key_bounds, key_rows, scale, causal, window_left, window_right,
         softcap, deterministic, keeps_lse, alibi_slopes, sinks, dropout_p, seed_of(q, dropout_p, dropout_seed),
+        query_start,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

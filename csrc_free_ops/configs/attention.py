@@ -124,6 +124,27 @@ def attention_rule(
     return ladder[-1]
 
 
+def segment_rule(
+    kernel: str, gpu: Gpu, itemsize: int, head_dim: int, masked: bool = False, busy: bool = False,
+    precision: str = "ieee",
+) -> Config:  # fmt: skip
+    """The config of a "segment_attention" kernel, whose pieces of keys take registers beside its tiles.
+
+    Hopper's tiles were the fastest of six on an H200, for one document of 8k and 32k tokens on four ranks.
+    """
+    hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
+    core = kernel.removeprefix("segment_")
+    width = covered_width(head_dim, itemsize)
+    if hopper and itemsize == 2 and not busy and width <= 128:
+        if core == "attention_bwd_dkdv":
+            if split_head_dim(head_dim, itemsize)[1] > 0:
+                # A tail of columns leaves few registers.
+                return Config(16, 64, 8, 2)
+            return Config(32, 64, 4, 3) if width <= 64 else Config(32, 128, 8, 3)
+        return Config(128, 64, 8, 3) if core == "attention_bwd_dq" and head_dim > 64 else Config(64, 64, 4, 3)
+    return attention_rule(core, gpu, itemsize, head_dim, masked, True, precision)
+
+
 def _tensor_core_config(kernel: str, gpu: Gpu, width: int, products: str, busy: bool) -> Config | None:
     """The config for fp32 products on tensor cores, measured on an H200 or an H100, or None.
 

@@ -12,7 +12,7 @@ Rows of the GEMM kernels have no head dimension. They belong to the sizes of a w
 lengths are rows of x. Their config has a third block, or another path: {"path": "aten"}.
 """
 
-from csrc_free_ops.configs.attention import attention_rule
+from csrc_free_ops.configs.attention import attention_rule, segment_rule
 from csrc_free_ops.configs.decode import decode_rule
 from csrc_free_ops.configs.grids import GRID_TILES, grid_rule
 from csrc_free_ops.configs.kv_cache import append_rule
@@ -36,7 +36,8 @@ def rule(
         return append_rule(gpu, head_dim)
     if kernel.startswith("attention_decode"):
         return decode_rule(kernel, gpu, itemsize, head_dim)
-    return attention_rule(kernel, gpu, itemsize, head_dim, masked, busy, precision)
+    of = segment_rule if kernel.startswith("segment_attention") else attention_rule
+    return of(kernel, gpu, itemsize, head_dim, masked, busy, precision)
 
 
 def pick(

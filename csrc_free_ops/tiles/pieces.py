@@ -17,9 +17,10 @@ import triton.language as tl
 # that hold such keys.
 ROW, COUNT, POSITION, KEYS, SEQUENCE, FIRST_PIECE, END_PIECE = (tl.constexpr(field) for field in range(7))
 QUERY_FIELDS = tl.constexpr(7)
-# Fields of a segment in the order of sequences: its first row in q, its rows, and how many keys it sees.
-SEGMENT_ROW, SEGMENT_ROWS, SEGMENT_KEYS = (tl.constexpr(field) for field in range(3))
-SEGMENT_FIELDS = tl.constexpr(3)
+# Fields of a segment in the order of sequences: its first row in q, its rows, how many keys it sees, and the key
+# position of its first row.
+SEGMENT_ROW, SEGMENT_ROWS, SEGMENT_KEYS, SEGMENT_START = (tl.constexpr(field) for field in range(4))
+SEGMENT_FIELDS = tl.constexpr(4)
 # Fields of a tile of rows of k: the first and the last piece that has rows in it, and how many have. Pieces of all
 # sequences are numbered together.
 KEY_FIRST, KEY_LAST, KEY_COUNT = (tl.constexpr(field) for field in range(3))

@@ -11,7 +11,6 @@ from csrc_free_ops.configs.attention import attention_products, split_head_dim
 from csrc_free_ops.configs.pick import pick
 from csrc_free_ops.configs.rows import Config, TunedConfig
 from torch_ops._attention.options import AttentionOptions
-from torch_ops._attention.tensors import Backward, Forward
 from torch_ops._core.checks import dtype_name
 from torch_ops._core.launch import current_gpu, for_each_precision, precision_of
 from torch_ops._core.plan import Plan
@@ -25,7 +24,9 @@ def choose(
     """The launch of `kernel` for this dtype and head dimension, and where it comes from; the user's rows come first."""
     device = current_gpu()
     busy = options.alibi > 0 or options.dropout > 0
-    if q.dim() == 4:
+    if kernel.startswith("segment_attention"):
+        busy = busy or options.softcap > 0
+    elif q.dim() == 4:
         # Kernels of a batch hold strides besides.
         is_old = device.backend == "cuda" and int(device.arch) < 90
         has_tail = split_head_dim(q.shape[-1], q.dtype.itemsize)[1] > 0

@@ -55,8 +55,9 @@ def _shared_segments(t: SegmentForward | SegmentBackward) -> Iterator[_Segment]:
     """Segments that name the sequence of their keys."""
     total_k, device = t.k.shape[0], t.q.device
     bounds, rows = t.key_bounds.tolist(), t.key_rows.tolist()
-    named = zip(_spans(t.cu_q, t.q.shape[0]), t.key_sequence.tolist(), t.key_limit.tolist(), strict=True)
-    for queries, sequence, limit in named:
+    spans, sequences, limits = _spans(t.cu_q, t.q.shape[0]), t.key_sequence.tolist(), t.key_limit.tolist()
+    positions = [None] * len(limits) if t.query_start is None else t.query_start.tolist()
+    for queries, sequence, limit, position in zip(spans, sequences, limits, positions, strict=True):
         if queries.start == queries.stop:
             continue
         length, pieces = 0, [torch.empty(0, dtype=torch.int64, device=device)]
@@ -68,7 +69,7 @@ def _shared_segments(t: SegmentForward | SegmentBackward) -> Iterator[_Segment]:
                 low, high = max(begin, 0, begin - row), min(end, length, begin - row + total_k)
                 places.append(torch.arange(low, max(low, high), device=device))
                 pieces.append(places[-1] + (row - begin))
-        shift = length - (queries.stop - queries.start)
+        shift = length - (queries.stop - queries.start) if position is None else position
         yield _Segment(sequence, queries, torch.cat(pieces), torch.cat(places), shift, shift)
 
 

@@ -87,12 +87,15 @@ class AttentionOptions(NamedTuple):
         k_lengths = q_lengths if cu_k is None else _lengths(cu_k, total_k)
         return sum(map(self.count_dense_pairs, q_lengths.tolist(), k_lengths.tolist()))
 
-    def count_dense_pairs(self, q_length: int, k_length: int) -> int:
-        """The query-key pairs of one sequence; all pairs where the lengths are symbols."""
+    def count_dense_pairs(self, q_length: int, k_length: int, start: int | None = None) -> int:
+        """The query-key pairs of one sequence, all pairs where the lengths are symbols.
+
+        `start` is the key position of the first query; by default the last query stands at the last key.
+        """
         if not (isinstance(q_length, int) and isinstance(k_length, int)):
             return q_length * k_length
         left, right = self.bounds()
-        position = np.arange(q_length) + (k_length - q_length)
+        position = np.arange(q_length) + (k_length - q_length if start is None else start)
         low, high = np.maximum(position - left, 0), np.minimum(position + right, k_length - 1)
         return int(np.maximum(high - low + 1, 0).sum())
 

@@ -35,6 +35,8 @@ def check_segments(op: str, call: Any) -> None:
     sequences, pieces = bounds.shape[0], bounds.shape[1] - 1
     wanted = f"of shape [S, P] = [{sequences}, {pieces}]"
     _check_index(op, "key_rows", call.key_rows, q, wanted, (sequences, pieces))
+    if call.query_start is not None:
+        _check_index(op, "query_start", call.query_start, q, f"of shape [n] = [{segments}]", (segments,))
     check_options(op, call)
     check_score_tensors(op, call, sequences)
 
@@ -94,11 +96,13 @@ def segment_flops(call: Any) -> int:
         return per_pair * q.shape[0] * call.k.shape[0]
     bounds = cu_q.clamp(0, q.shape[0]).cummax(0).values.tolist()
     lengths = [max(row[-1], 0) for row in call.key_bounds.tolist()]
+    starts = None if call.query_start is None else call.query_start.tolist()
     pairs = 0
     for index, (sequence, limit) in enumerate(zip(call.key_sequence.tolist(), call.key_limit.tolist(), strict=True)):
         if 0 <= sequence < len(lengths):
             keys = min(max(limit, 0), lengths[sequence])
-            pairs += options.count_dense_pairs(bounds[index + 1] - bounds[index], keys)
+            start = None if starts is None else starts[index]
+            pairs += options.count_dense_pairs(bounds[index + 1] - bounds[index], keys, start)
     return per_pair * pairs
 
 

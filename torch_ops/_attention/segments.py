@@ -72,22 +72,23 @@ class _TileList:
         left, _ = options.bounds()
         scalars = (t.q.shape[0], t.k.shape[0], segments, sequences, pieces, self.tiles, self.key_tiles, left)
         constants = {
-            "HAS_LEFT": options.left >= 0, "HAS_KEYS": block_n > 0, "BLOCK_M": block_m, "BLOCK_N": max(block_n, 1),
+            "HAS_LEFT": options.left >= 0, "HAS_STARTS": t.query_start is not None, "HAS_KEYS": block_n > 0,
+            "BLOCK_M": block_m, "BLOCK_N": max(block_n, 1),
             "num_warps": 4, "num_stages": 1,
         }  # fmt: skip
         self._bound = Bound(wrap_triton(_segment_tiles_kernel), (programs,), scalars, constants)
 
     def make(self, t: SegmentForward | SegmentBackward) -> Tensor:
         tiles = torch.empty((self.size,), dtype=torch.int32, device=t.q.device)
-        self._bound(t.cu_q, t.key_sequence, t.key_limit, t.key_bounds, t.key_rows, tiles)
+        self._bound(t.cu_q, t.key_sequence, t.key_limit, t.key_bounds, t.key_rows, t.query_start, tiles)
         return tiles
 
 
 def _choose(
     kernel: str, t: SegmentForward | SegmentBackward, options: AttentionOptions, precision: str
 ) -> tuple[Config, str]:
-    """Inner loops are those of packed attention, and so are its launches."""
-    return choose(kernel, t.q, options, mean_length(t.q.shape[0], num_segments(t)), precision=precision)
+    """Choose the launch of `kernel` by the mean length of sequences of keys."""
+    return choose(kernel, t.q, options, mean_length(t.k.shape[0], t.key_rows.shape[0]), precision=precision)
 
 
 def _scores(options: AttentionOptions) -> tuple[Any, ...]:
@@ -96,7 +97,7 @@ def _scores(options: AttentionOptions) -> tuple[Any, ...]:
 
 @planned_by_precision
 def _plan_forward_portable(t: SegmentForward, options: AttentionOptions, precision: str) -> Plan:
-    launch, source = _choose("attention_fwd", t, options, precision)
+    launch, source = _choose("segment_attention_fwd", t, options, precision)
     listed = _TileList(t, options, launch.block_m)
     stride_unit, heads, rows, numbers = packed_strides(t.q, t.k, t.v, t.out)
     constants = {
@@ -115,14 +116,14 @@ def _plan_forward_portable(t: SegmentForward, options: AttentionOptions, precisi
         t = t if ready else made_readable(t)
         bound(t.q, t.k, t.v, t.out, t.lse, listed.make(t), t.key_bounds, t.key_rows, t.slopes, t.sinks, t.seed)
 
-    return Plan(launch_forward, {"attention_fwd": (launch, source)})
+    return Plan(launch_forward, {"segment_attention_fwd": (launch, source)})
 
 
 @planned_by_precision
 def _plan_backward_portable(t: SegmentBackward, options: AttentionOptions, precision: str) -> Plan:
     """Plan the list, dq with delta on the way, and dk and dv."""
-    dq_config, dq_source = _choose("attention_bwd_dq", t, options, precision)
-    dkdv_config, dkdv_source = _choose("attention_bwd_dkdv", t, options, precision)
+    dq_config, dq_source = _choose("segment_attention_bwd_dq", t, options, precision)
+    dkdv_config, dkdv_source = _choose("segment_attention_bwd_dkdv", t, options, precision)
     listed = _TileList(t, options, dq_config.block_m, dkdv_config.block_n)
     q, k = t.q, t.k
     stride_unit, outer, rows, numbers = packed_strides(q, k, t.v, t.out, t.dout, t.dq, t.dk)
@@ -164,7 +165,8 @@ def _plan_backward_portable(t: SegmentBackward, options: AttentionOptions, preci
         bound_dkdv(t.q, t.k, t.v, t.lse, t.dout, delta, tiles, *places, t.dk, t.dv)
 
     return Plan(launch_backward, {
-        "attention_bwd_dq": (dq_config, dq_source), "attention_bwd_dkdv": (dkdv_config, dkdv_source)
+        "segment_attention_bwd_dq": (dq_config, dq_source),
+        "segment_attention_bwd_dkdv": (dkdv_config, dkdv_source),
     })  # fmt: skip
 
 
@@ -173,11 +175,11 @@ def segment_forward_tensors(call: Any, made: tuple[Tensor, Tensor]) -> SegmentFo
     return SegmentForward._make((
         *call[:8], *made,
         slopes if slopes is None else slopes.contiguous(), sinks if sinks is None else sinks.contiguous(),
-        call.dropout_seed,
+        call.dropout_seed, call.query_start,
     ))  # fmt: skip
 
 
 def segment_backward_tensors(call: Any, made: tuple[Tensor, Tensor, Tensor]) -> SegmentBackward:
     slopes = call.alibi_slopes
     slopes = slopes if slopes is None else slopes.contiguous()
-    return SegmentBackward._make((*call[:12], *made, slopes, call.dropout_seed))
+    return SegmentBackward._make((*call[:12], *made, slopes, call.dropout_seed, call.query_start))

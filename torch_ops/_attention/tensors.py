@@ -58,6 +58,7 @@ class SegmentForward(NamedTuple):
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     seed: Tensor | None = None
+    query_start: Tensor | None = None
 
 
 class SegmentBackward(NamedTuple):
@@ -80,11 +81,12 @@ class SegmentBackward(NamedTuple):
     dv: Tensor
     slopes: Tensor | None = None
     seed: Tensor | None = None
+    query_start: Tensor | None = None
 
 
 # Rows of columns and whole tensors that a kernel reads, by the names of fields. A forward only fills out and lse.
 _FORWARD_ROWS, _BACKWARD_ROWS = ("q", "k", "v"), ("q", "k", "v", "out", "dout")
-_INDICES = ("cu_q", "cu_k", "key_sequence", "key_limit", "key_bounds", "key_rows")
+_INDICES = ("cu_q", "cu_k", "key_sequence", "key_limit", "key_bounds", "key_rows", "query_start")
 
 
 def _read_rows(t: Any) -> tuple[str, ...]:

@@ -43,8 +43,8 @@ def accumulate_dkdv(
 ):  # fmt: skip
     """(dk, dv) after the blocks of query rows from `low` up to `high`; MASKED for blocks that need the mask.
 
-    Where `seen_keys` is given, masked blocks see these keys alone. Dropout then counts rows by their key position, and
-    `first` may be any number.
+    Where `seen_keys` is given, (from, to), masked blocks see these keys alone. Dropout then counts rows by their key
+    position, and `first` may be any number.
     """
     NATURAL: tl.constexpr = k[0].dtype == tl.float32
     factor = exponent_factor(scale, SCORE_MODS, NATURAL)
@@ -54,7 +54,8 @@ def accumulate_dkdv(
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
     # With several heads in a group the registers do not hold loop invariants as well. Masked loops have few blocks, so
     # that computing the invariants in each of them is cheap.
-    for start in tl.range(low, high, BLOCK_M, disable_licm=MASKED and GROUP > 1):
+    KEEP_IN_LOOP: tl.constexpr = MASKED and (GROUP > 1 or seen_keys is not None)
+    for start in tl.range(low, high, BLOCK_M, disable_licm=KEEP_IN_LOOP):
         remaining = q_length - start
         q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
         dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
@@ -72,7 +73,9 @@ def accumulate_dkdv(
         if MASKED:
             inside = (local < remaining)[None, :]
             if seen_keys is not None:
-                inside &= seen_keys[:, None]
+                # Computed here, because registers do not hold it across the loops of all pieces.
+                keys = first + tl.arange(0, cols.shape[0])
+                inside &= ((keys >= seen_keys[0]) & (keys < seen_keys[1]))[:, None]
             seen = within_bounds(
                 inside, local[None, :], cols[:, None],
                 start + shift, window_left, window_right, HAS_LEFT, HAS_RIGHT,
@@ -93,6 +96,9 @@ def accumulate_dkdv(
             dp = tl.where(mask, dp, 0.0) * dropout_scale
         dv = accumulate_rows(dv, weights.to(dout[0].dtype), dout, PRECISION)  # [BLOCK_N, D]
         ds = slopes * (dp - delta[None, :])
+        if MASKED and seen_keys is not None:
+            # A key that nothing sees may hold NaN, as the padding of a gather does, and its gradient is 0.
+            ds = tl.where(seen, ds, 0.0)
         dk = accumulate_rows(dk, ds.to(q[0].dtype), q, PRECISION)  # [BLOCK_N, D]
         q_base += BLOCK_M * STRIDE_QT
         dout_base += BLOCK_M * STRIDE_DOT

@@ -28,6 +28,7 @@ from csrc_free_ops.tiles.pieces import (
     SEGMENT_KEYS,
     SEGMENT_ROW,
     SEGMENT_ROWS,
+    SEGMENT_START,
     SEQUENCE,
     key_span,
     piece_span,
@@ -198,7 +199,7 @@ def _segment_attention_bwd_dkdv_kernel(
     dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
     # In fp32 each pass has its own accumulators: a shorter chain of additions rounds less.
     SUM_PER_PASS: tl.constexpr = k[0].dtype == tl.float32
-    for index in range(0, count):
+    for index in tl.range(0, count, disable_licm=True):
         sequence = piece // num_pieces
         place = piece.to(tl.int64) + sequence
         begin = tl.load(bounds_ptr + place).to(tl.int64)
@@ -219,12 +220,12 @@ def _segment_attention_bwd_dkdv_kernel(
             q_start = tl.load(own + SEGMENT_ROW * num_segments)
             q_length = tl.load(own + SEGMENT_ROWS * num_segments)
             keys = tl.load(own + SEGMENT_KEYS * num_segments)
+            q_position = tl.load(own + SEGMENT_START * num_segments)
             seen_to = tl.minimum(end, keys).to(tl.int32)
             low, full_low, full_high, high = key_span(
-                first_key, last_key, seen_from, seen_to, q_length - keys, window_right, window_left, q_length,
+                first_key, last_key, seen_from, seen_to, -q_position, window_right, window_left, q_length,
                 HAS_RIGHT, HAS_LEFT, BLOCK_M,
             )  # fmt: skip
-            seen_keys = (cols >= seen_from) & (cols < seen_to)
             head = k_head * GROUP + turn % GROUP
             own_score_mod = head_score_mod(
                 score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS
@@ -240,21 +241,21 @@ def _segment_attention_bwd_dkdv_kernel(
                 dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
             dk, dv = accumulate_dkdv(
                 dk, dv, k, v, cols, first_key, q_base, dout_base, lse_base, delta_base, starts, low, full_low,
-                q_length, keys - q_length, scale, own_score_mod, window_left, window_right,
+                q_length, q_position, scale, own_score_mod, window_left, window_right,
                 STEP_Q, STEP_DO, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
-                GROUP, BLOCK_M, True, seen_keys,
+                GROUP, BLOCK_M, True, (seen_from, seen_to),
             )  # fmt: skip
             dk, dv = accumulate_dkdv(
                 dk, dv, k, v, cols, first_key, q_base, dout_base, lse_base, delta_base, starts, full_low, full_high,
-                q_length, keys - q_length, scale, own_score_mod, window_left, window_right,
+                q_length, q_position, scale, own_score_mod, window_left, window_right,
                 STEP_Q, STEP_DO, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
-                GROUP, BLOCK_M, False, seen_keys,
+                GROUP, BLOCK_M, False, (seen_from, seen_to),
             )  # fmt: skip
             dk, dv = accumulate_dkdv(
                 dk, dv, k, v, cols, first_key, q_base, dout_base, lse_base, delta_base, starts, full_high, high,
-                q_length, keys - q_length, scale, own_score_mod, window_left, window_right,
+                q_length, q_position, scale, own_score_mod, window_left, window_right,
                 STEP_Q, STEP_DO, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
-                GROUP, BLOCK_M, True, seen_keys,
+                GROUP, BLOCK_M, True, (seen_from, seen_to),
             )  # fmt: skip
             if SUM_PER_PASS:
                 dk = add_rows(dk_before, dk)

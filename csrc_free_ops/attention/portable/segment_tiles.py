@@ -26,6 +26,7 @@ from csrc_free_ops.tiles.pieces import (
     SEGMENT_KEYS,
     SEGMENT_ROW,
     SEGMENT_ROWS,
+    SEGMENT_START,
     SEQUENCE,
 )
 from csrc_free_ops.tiles.segments import LOOK, clamp_rows
@@ -57,9 +58,9 @@ def _seen(limit, length):
 
 @triton.jit
 def _list_queries(
-    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, tiles_ptr, own,
+    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, tiles_ptr, own,
     total_q, num_segments, num_sequences, num_pieces, num_tiles, window_left,
-    HAS_LEFT: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Store the tiles of segment `own`; 0 and num_segments + 1 are the rows outside of all segments.
 
@@ -91,12 +92,15 @@ def _list_queries(
         end += tl.sum(tl.where(at == own, ends, 0), 0)
         highest = tl.maximum(highest, tl.max(tl.where(at <= num_segments, ends, 0), 0))
     rows = end - start
+    first_position = keys - rows
+    if HAS_STARTS:
+        first_position = tl.load(start_ptr + own - 1, mask=is_segment, other=0)
     own_tiles = (rows + BLOCK_M - 1) // BLOCK_M
     if own_tiles > 0:
         # The pieces with keys that a row of the segment may see.
         seen_from = 0
         if HAS_LEFT:
-            seen_from = tl.maximum(keys - rows - window_left, 0)
+            seen_from = tl.maximum(first_position - window_left, 0)
         first_piece, end_piece = NO_PIECE, 0
         if keys > 0:
             for index in range(0, num_pieces, LOOK):
@@ -106,6 +110,7 @@ def _list_queries(
                 is_seen = (begin < behind) & (begin < keys) & (behind > seen_from)
                 first_piece = tl.minimum(first_piece, tl.min(tl.where(is_seen, at, NO_PIECE), 0))
                 end_piece = tl.maximum(end_piece, tl.max(tl.where(is_seen, at + 1, 0), 0))
+        owner = tl.where(is_segment, tl.maximum(sequence, 0), -1)
         for index in range(0, own_tiles, LOOK):
             at = index + tl.arange(0, LOOK)
             first = (own_tiles - 1 - at) * BLOCK_M
@@ -113,20 +118,21 @@ def _list_queries(
             mask = (at < own_tiles) & (place + at < num_tiles)
             tl.store(pointers + ROW * num_tiles, start + first, mask=mask)
             tl.store(pointers + COUNT * num_tiles, tl.minimum(rows - first, BLOCK_M), mask=mask)
-            tl.store(pointers + POSITION * num_tiles, first + (keys - rows), mask=mask)
-            tl.store(pointers + KEYS * num_tiles, at * 0 + keys, mask=mask)
-            tl.store(pointers + SEQUENCE * num_tiles, tl.where(is_segment, tl.maximum(sequence, 0), -1) + at * 0, mask=mask)
-            tl.store(pointers + FIRST_PIECE * num_tiles, tl.minimum(first_piece, end_piece) + at * 0, mask=mask)
-            tl.store(pointers + END_PIECE * num_tiles, at * 0 + end_piece, mask=mask)
+            tl.store(pointers + POSITION * num_tiles, first + first_position, mask=mask)
+            tl.store(pointers + KEYS * num_tiles, keys, mask=mask)
+            tl.store(pointers + SEQUENCE * num_tiles, owner, mask=mask)
+            tl.store(pointers + FIRST_PIECE * num_tiles, tl.minimum(first_piece, end_piece), mask=mask)
+            tl.store(pointers + END_PIECE * num_tiles, end_piece, mask=mask)
     if own == last:
         for index in range(used, num_tiles, LOOK):
             at = index + tl.arange(0, LOOK)
-            tl.store(tiles_ptr + COUNT * num_tiles + at, at * 0, mask=at < num_tiles)
+            tl.store(tiles_ptr + COUNT * num_tiles + at, 0, mask=at < num_tiles)
 
 
 @triton.jit
 def _list_segments(
-    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, segments_ptr, own, total_q, num_segments, num_sequences, num_pieces
+    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, segments_ptr, own,
+    total_q, num_segments, num_sequences, num_pieces, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
     """Store the segments that name sequence `own`, in their order, and where its segments begin."""
     place = 0
@@ -145,10 +151,14 @@ def _list_segments(
         ends = _ends(tl.load(cu_ptr + at + 1, mask=inside, other=0), starts, at < 0, total_q)
         is_own = tl.load(sequence_ptr + at, mask=inside, other=-1) == own
         keys = _seen(tl.load(limit_ptr + at, mask=is_own, other=0), length)
+        positions = keys - (ends - starts)
+        if HAS_STARTS:
+            positions = tl.load(start_ptr + at, mask=is_own, other=0)
         pointers = segments_ptr + place + tl.cumsum(is_own.to(tl.int32), 0) - 1
         tl.store(pointers + SEGMENT_ROW * num_segments, starts, mask=is_own)
         tl.store(pointers + SEGMENT_ROWS * num_segments, ends - starts, mask=is_own)
         tl.store(pointers + SEGMENT_KEYS * num_segments, keys, mask=is_own)
+        tl.store(pointers + SEGMENT_START * num_segments, positions, mask=is_own)
         place += tl.sum(is_own.to(tl.int32), 0)
         highest = tl.maximum(highest, tl.max(tl.where(inside, ends, 0), 0))
     if own == num_sequences - 1:
@@ -156,7 +166,9 @@ def _list_segments(
 
 
 @triton.jit
-def _list_keys(bounds_ptr, rows_ptr, tiles_ptr, tile, num_pieces, all_pieces, num_tiles, total_k, BLOCK_N: tl.constexpr):
+def _list_keys(
+    bounds_ptr, rows_ptr, tiles_ptr, tile, num_pieces, all_pieces, num_tiles, total_k, BLOCK_N: tl.constexpr
+):
     """Store which pieces have rows in a tile of BLOCK_N rows of k."""
     first_row = tile.to(tl.int64) * BLOCK_N
     end_row = tl.minimum(first_row + BLOCK_N, total_k)
@@ -183,24 +195,27 @@ def _list_keys(bounds_ptr, rows_ptr, tiles_ptr, tile, num_pieces, all_pieces, nu
     )
 )  # fmt: skip
 def _segment_tiles_kernel(
-    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, rows_ptr, tiles_ptr,
+    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, rows_ptr, start_ptr, tiles_ptr,
     total_q, total_k, num_segments, num_sequences, num_pieces, num_tiles, num_key_tiles, window_left,
-    HAS_LEFT: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments and two more, and with HAS_KEYS sequences and key tiles): the list of tiles."""
+    """Grid (segments and two more, and with HAS_KEYS sequences and key tiles): the list of tiles.
+
+    start_ptr is read only with HAS_STARTS; without, segments end at the last key that they see.
+    """
     own = tl.program_id(0)
     if own < num_segments + 2:
         _list_queries(
-            cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, tiles_ptr, own,
-            total_q, num_segments, num_sequences, num_pieces, num_tiles, window_left, HAS_LEFT, BLOCK_M,
+            cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, tiles_ptr, own,
+            total_q, num_segments, num_sequences, num_pieces, num_tiles, window_left, HAS_LEFT, HAS_STARTS, BLOCK_M,
         )  # fmt: skip
     if HAS_KEYS:
         own -= num_segments + 2
         segments_ptr = tiles_ptr + QUERY_FIELDS * num_tiles
         if (own >= 0) & (own < num_sequences):
             _list_segments(
-                cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, segments_ptr, own,
-                total_q, num_segments, num_sequences, num_pieces,
+                cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, segments_ptr, own,
+                total_q, num_segments, num_sequences, num_pieces, HAS_STARTS,
             )  # fmt: skip
         own -= num_sequences
         keys_ptr = segments_ptr + SEGMENT_FIELDS * num_segments + num_sequences + 1
