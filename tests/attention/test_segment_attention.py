@@ -37,9 +37,12 @@ from torch_ops.testing.tolerance import Draw
 
 OP, BACKWARD_OP = torch.ops.vk.segment_attention, torch.ops.vk.segment_attention_backward
 # On the CPU a few head dims stand for all; in the interpreter, which is slow, a few strides and scores too.
-NOT_INTERPRETED = r"|odd_strides|column_strided|qkv_view|softcap_full|peaked|scale|zigzag2_1|gqa7|wild_one_boundary"
+NOT_INTERPRETED = (
+    r"|odd_strides|column_strided|qkv_view|head_major|softcap_full|peaked|scale|zigzag2_1|gqa7|window_beyond|sinks"
+    r"|wild_one_boundary|wild_falling_boundaries"
+)
 LEFT_OUT = r"d\d+" + NOT_INTERPRETED * INTERPRET
-WIDTHS = (16, 80, 160, 256) if INTERPRET else (16, 80, 96, 160, 176, 240, 256)
+WIDTHS = (80, 256) if INTERPRET else (16, 80, 96, 160, 176, 240, 256)
 CASES = [
     case
     for case in segment_cases("edge")
@@ -174,7 +177,7 @@ def calls(draw: st.DrawFn) -> tuple[SegmentCase, torch.dtype]:
 
 
 @given(calls(), st.integers(0, 2**16))
-@hypothesis_settings(max_examples=24 if GPU else 6 if INTERPRET else 40)
+@hypothesis_settings(max_examples=24 if GPU else 5 if INTERPRET else 30)
 def test_agrees_on_anything(call: tuple[SegmentCase, torch.dtype], seed: int) -> None:
     case, dtype = call
     verify(make_segment_inputs(case, dtype, "cuda" if GPU else "cpu", seed))
@@ -611,7 +614,7 @@ def test_wild_index_tensors_stay_inside(device: str) -> None:
     """Nothing outside of results is written, and results stay finite, whatever index tensors say."""
     inputs = make_segment_inputs(_case("wild", dim=16), torch.float32, device)
     values = torch.tensor([2**31 - 1, -(2**31), -1, 0, 5, 2**20, -(2**20), 40, 1000], dtype=torch.int32)
-    for seed in range(4 if INTERPRET else 40):
+    for seed in range(3 if INTERPRET else 40):
         generator = torch.Generator().manual_seed(seed)
         wild = {}
         for name, place in zip(

@@ -147,7 +147,7 @@ SETTINGS: dict[str, Setting] = {
     "alibi_rows": ((101, 37), 2, 2, 24, {"causal": True, "alibi": 2}),
     "dropout": ((101, 37), 4, 2, 40, {"causal": True, "dropout_p": 0.3}),
     "full_gqa7": ((101, 0, 37), 7, 1, 16, {"causal": False, "softcap": 3.0}),
-    "everything": ((81, 23, 5), 3, 1, 24, EVERY),
+    "everything": ((61, 23, 5), 3, 1, 24, EVERY),
 }
 INTERPRETED = ("shorter_than_2w", "full", "window", "everything")
 
