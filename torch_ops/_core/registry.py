@@ -202,6 +202,14 @@ def runs_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda or (INTERPRET and tensor.dtype in (torch.float16, torch.float32))
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; never waits, which a copy of what is not pinned may do."""
+    # A trace leaves it to what runs it.
+    if device.type == "cuda" and tensor.device.type == "cpu" and is_eager():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
 def vk_op(
     name: str,
     *,

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ops._core.registry import is_eager
+from torch_ops._core.registry import is_eager, sent
 from torch_ops._core.torch_private import has_functorch_transforms, raw_cuda_stream
-from torch_ops.models.vision_metadata import sent
 
 # Numbers of rows and devices; each takes 512 bytes.
 CACHE_SIZE = 1024

@@ -30,6 +30,7 @@ except ImportError as error:
         f"torch_ops.models.qwen_vl needs transformers 5.5.3 or newer ({error}): pip install 'vk-ops[transformers]'"
     ) from error
 
+from torch_ops._core.registry import sent
 from torch_ops._core.torch_private import ORIGINAL_MODULE
 from torch_ops.models._checkpoint import read_tensors, vision_config, vision_places
 from torch_ops.models._files import parsing
@@ -38,7 +39,7 @@ from torch_ops.models._sharing import from_transformers, rotary_like
 from torch_ops.models.families import FAMILIES, family_key, vision_config_of
 from torch_ops.models.graphs import EncoderGraphs
 from torch_ops.models.vision import QwenVisionEncoder, from_config
-from torch_ops.models.vision_metadata import check_grid, sent, vision_metadata
+from torch_ops.models.vision_metadata import check_grid, vision_metadata
 
 vision_utils: Any = None
 with suppress(ImportError):

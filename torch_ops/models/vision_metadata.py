@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_ops._core.checks import check_dense, check_int, dtype_name, refuse
-from torch_ops._core.registry import is_eager
+from torch_ops._core.registry import is_eager, sent
 from torch_ops._core.torch_private import pytree
 from torch_ops._grids import LONGEST_SIDE
 from torch_ops.rotary_table import rotary_table
@@ -322,14 +322,6 @@ def _windows(images: tuple[Image, ...], sizes: VisionSizes, cells: int) -> tuple
         counts.extend(window.bincount().tolist())
         start += len(window)
     return torch.cat([*order, torch.arange(start, cells, device="cpu")]), counts
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device; never waits, which a copy of what is not pinned may do."""
-    # A trace leaves it to what runs it.
-    if device.type == "cuda" and tensor.device.type == "cpu" and is_eager():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def gather_cells(rows: Tensor, index: Tensor, sizes: VisionSizes) -> Tensor:
