@@ -35,8 +35,8 @@ ROOMS = (
     # Plans of two families together.
     ("_projected_attention", r"torch_ops\._projected_attention"),
     ("ops", "|".join(map(re.escape, OP_MODULES))),
-    # Ops made of ops, and the caches that an op fills.
-    ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.kv_cache(\..*)?"))),
+    # Ops made of ops, the caches that an op fills, and the index tensors that one takes.
+    ("compositions", "|".join((*map(re.escape, COMPOSITIONS), r"torch_ops\.kv_cache(\..*)?", r"torch_ops\.segments"))),
     ("_tools", r"torch_ops\._tools(\..*)?"),
     ("the public face", r"torch_ops"),
     ("testing", r"torch_ops\.testing(\..*)?"),

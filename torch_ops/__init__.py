@@ -3,6 +3,8 @@
 # First: it refuses pairs of torch and triton that cannot work, before they break.
 from torch_ops._core.versions import __version__  # isort: split
 
+from torch_ops import segments
+
 # A private op, which exported programs of `torch_ops.models` call.
 from torch_ops import vision_attention as _vision_attention  # noqa: F401
 from torch_ops._tools.explain import explain, info
@@ -44,6 +46,7 @@ __all__ = [
     "rope_window_attn",
     "rotary_table",
     "segment_attention",
+    "segments",
     "settings",
     "spatial_merge",
     "warmup",
