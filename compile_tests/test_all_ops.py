@@ -23,6 +23,7 @@ from torch_ops._core.registry import OPS, Op
 from torch_ops.distributed import spread_images
 from torch_ops.models import GraphCache, Padding, VisionSizes, token_budgets
 from torch_ops.models.vision_metadata import vision_metadata
+from torch_ops.segments import dual_group, zigzag, zigzag_indices
 from torch_ops.vision_attention import vision_attention
 
 ROOT = Path(torch_ops.__file__).parent
@@ -312,9 +313,21 @@ def _host_calls() -> dict[str, Callable[[Any], Any]]:
     """Functions of one integer that no op checks. Each takes 4."""
     q, encoder = torch.ones(1, 4, 3, 8), {"head_dim": 8, "window": None}
     grid, sizes = torch.tensor([[1, 4, 4]]), VisionSizes(**encoder)
+    rows, cu = torch.ones(3, 6, 1, 8).unbind(), torch.tensor([0, 2, 6], dtype=torch.int32)
     return {
         "reshape_for_gqa": lambda value: torch_ops.compat.reshape_for_gqa(q, value),
         "flash_attn_func": lambda value: torch_ops.compat.flash_attn_func(q, q, q, window_size=(value, value)),
+        "fused_zigzag_llama3_flash_attn_varlen_forward": lambda value: (
+            torch_ops.compat.fused_zigzag_llama3_flash_attn_varlen_forward(
+                *rows, rows[0], *[cu] * 3, value, value, value, value, value
+            )[3]
+        ),
+        "zigzag: rank": lambda value: zigzag([90, 7], value, 5).key_limit,
+        "zigzag: world_size": lambda value: zigzag([2000, 7], 1, value).key_rows,
+        "zigzag: rows_per_rank": lambda value: zigzag([8, 2], 1, 4, value).key_rows,
+        "zigzag: lengths": lambda value: zigzag([value, 7], 1, 2).key_rows,
+        "zigzag_indices": lambda value: zigzag_indices([2000, 7], 1, value),
+        "dual_group: rows_q0": lambda value: dual_group(cu, cu, cu, 3, 3, value).cu_seqlens_q,
         "spread_images": lambda value: spread_images([(1, 4, 4)], value),
         "spread_images: grid_thw": lambda value: spread_images([(1, value, 4)], 2),
         "token_budgets: max_tokens": token_budgets,

@@ -30,6 +30,8 @@ from torch_ops.compat import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    fused_zigzag_llama3_flash_attn_varlen_forward,
+    replace_execute_grouped_attention_with_fused_varlen,
     scaled_dot_product_attention,
     sdpa,
 )
@@ -219,6 +221,57 @@ def test_no_cache_is_cloned(page_size: int, rotary: bool, monkeypatch: pytest.Mo
         assert left_by(call) == [{"k_cache_ptr", "v_cache_ptr"}, set()]
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert left_by(call) == [set(), set()]
+
+
+# --- ring-flash-attention's groups of queries ---
+
+
+def _results_of(function: Callable[..., Sequence[Tensor]], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """All results and the gradients of those that are finite."""
+    results = function(*tensors)
+    total = sum(result[torch.isfinite(result)].square().sum() for result in results)
+    assert isinstance(total, Tensor)
+    return *results, *torch.autograd.grad(total, tensors)
+
+
+def test_graphs_of_two_groups_hold_one_op(device: str) -> None:
+    """Lengths and limits are values on the device, and the number of sequences is a symbol."""
+
+    def call(index: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        *boundaries, limit = index
+        return fused_zigzag_llama3_flash_attn_varlen_forward(*tensors, *boundaries, 16, 16, 40, limit, 40)
+
+    function, graphs = capture_graphs(call, dynamic=True)
+    with recompiling_fails():
+        for lengths in (((9, 3, 0, 1), (5, 8, 2, 0), (20, 31, 1, 6)), ((4, 0, 5), (2, 8, 1), (16, 3, 40))):
+            index = [cumulative(own, device) for own in lengths]
+            index.append(torch.tensor([10, 4, 7, 1][: len(lengths[0])], dtype=torch.int32, device=device))
+            rows = [sum(own) for own in (*lengths, lengths[2])]
+            tensors = [torch.randn(size, 6, 8, device=device, requires_grad=True) for size in rows]
+            made, expected = (_results_of(partial(each, index), tensors) for each in (function, call))
+            torch.testing.assert_close(made, expected)
+    assert graphs.dynamo.count("vk.segment_attention.default") == 1
+
+
+@pytest.mark.parametrize("options", [(True, (-1, -1)), (False, (5, 3))], ids=["causal", "window"])
+def test_graphs_of_grouped_attention_hold_one_op(options: tuple[bool, tuple[int, int]], device: str) -> None:
+    """Rank 1 of 2, with sequences of 16 and 8 tokens."""
+    ranges = [[(0, 8), (16, 20)], [(0, 12), (16, 22)]]
+    slices = [(ranges[0], cumulative((8, 4), device)), (ranges[1], cumulative((12, 6), device))]
+    rows = torch.arange(12, device=device)
+    indices = [rows[[0, 1, 2, 3, 8, 9]], rows[[4, 5, 6, 7, 10, 11]]]
+
+    def call(q0: Tensor, q1: Tensor, kv_buffer: Tensor) -> Sequence[Tensor]:
+        return replace_execute_grouped_attention_with_fused_varlen(
+            [q0, q1], [cumulative((4, 2), device)] * 2, indices, kv_buffer, slices, 2, 8, None, 0.0, options[0],
+            options[1], None, True, 2, cumulative((8, 4), device), 1, 2,
+        )[:2]  # fmt: skip
+
+    function, graphs = capture_graphs(call)
+    shapes = ((6, 2, 8), (6, 2, 8), (2, 24, 1, 8))
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    torch.testing.assert_close(_results_of(function, tensors), _results_of(call, tensors))
+    assert graphs.dynamo.count("vk.segment_attention.default") == 1
 
 
 # --- calls that PyTorch's own kernels take; tests/compat/test_handover.py has the rule ---

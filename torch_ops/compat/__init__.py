@@ -10,6 +10,10 @@ from torch_ops.compat.flash_attn import (
 )
 from torch_ops.compat.flash_attn_kvcache import flash_attn_with_kvcache
 from torch_ops.compat.gqa import reshape_for_gqa, restore_from_gqa
+from torch_ops.compat.ring_flash_attn import (
+    fused_zigzag_llama3_flash_attn_varlen_forward,
+    replace_execute_grouped_attention_with_fused_varlen,
+)
 from torch_ops.compat.sdpa import scaled_dot_product_attention
 
 __all__ = [
@@ -20,6 +24,8 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fused_zigzag_llama3_flash_attn_varlen_forward",
+    "replace_execute_grouped_attention_with_fused_varlen",
     "reshape_for_gqa",
     "restore_from_gqa",
     "scaled_dot_product_attention",
