@@ -3,6 +3,7 @@
 - `zigzag`: context parallel. Each rank has an early and a late chunk of every sequence, so that all ranks have about as
   much causal work. k and v are the rank-major buffer that an all-gather leaves.
 - `zigzag_indices`: which tokens of the batch a rank has.
+- `whole_sequences`: the same segments without causal order.
 - `dual_group`: two groups of queries for each sequence, over packed k and v.
 
     tokens = batch[zigzag_indices(lengths, rank, world_size)]
@@ -67,8 +68,8 @@ def zigzag(
         ValueError: for a bad argument. The message names it, what was expected and what came. The sum of lengths must
             fit into int32, which is not checked for lengths on a GPU.
 
-    The segments are for causal attention. Without causal order and without a window, slopes or dropout, replace
-    key_limit by `key_bounds[key_sequence, -1]`. The layout is that of ring-flash-attention's zigzag functions.
+    The segments are for causal attention; `whole_sequences` makes those for attention without causal order. The layout
+    is that of ring-flash-attention's zigzag functions.
     """
     op = "zigzag"
     rank, world_size = _check_ranks(op, rank, world_size)
@@ -161,6 +162,26 @@ def dual_group(
     numbers = torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
     boundaries = torch.cat([first, first[-1:] + second[1:]])
     return Segments(boundaries, torch.cat([numbers, numbers]), torch.cat(limits), bounds, first_rows)
+
+
+def whole_sequences(segments: Segments) -> tuple[Segments, Tensor]:
+    """Return (segments, query_start) for attention without causal order: each segment sees its whole sequence.
+
+    Rows keep their key positions, which windows, ALiBi and dropout count by:
+
+        segments, query_start = whole_sequences(zigzag(lengths, rank, world_size))
+        out = segment_attention(q, k, v, *segments, causal=False, window_left=9, query_start=query_start)
+
+    Args:
+        segments: those of `zigzag` or `dual_group`. A segment that sees nothing still sees nothing.
+
+    Returns:
+        The segments with other key limits, and the key position of each segment's first row, int32 [n]. Nothing is
+        copied to the host.
+    """
+    lengths = segments.key_bounds[:, -1][segments.key_sequence.long()]
+    start = torch.minimum(segments.key_limit, lengths) - rising(segments.cu_seqlens_q).diff()
+    return segments._replace(key_limit=torch.where(segments.key_limit > 0, lengths, 0)), start
 
 
 def of_groups(
@@ -297,4 +318,4 @@ def _first_rows(rows: Tensor, rows_per_rank: int | None = None) -> Tensor:
     return torch.cat([firsts[:, :, 0].t(), firsts[:, :, 1].t().flip(1)], 1)
 
 
-__all__ = ["Segments", "dual_group", "zigzag", "zigzag_indices"]
+__all__ = ["Segments", "dual_group", "whole_sequences", "zigzag", "zigzag_indices"]

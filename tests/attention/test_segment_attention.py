@@ -816,7 +816,7 @@ def _pairs(case: SegmentCase, seen: Any) -> int:
             lambda position, key: position - 3 <= key <= position + 2,
         ),
     ],
-    ids=str,
+    ids=("causal", "full", "left", "window"),
 )
 def test_flops_are_exact(options: dict[str, Any], seen: Any, device: str) -> None:
     case = dataclasses.replace(_named("limits"), options=options)

@@ -5,7 +5,6 @@ One launch computes both groups of queries and reads the gathered keys and value
 differentiable.
 """
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,15 +16,13 @@ from torch_ops._core.checks import check_bool, check_like, check_number, integer
 from torch_ops._tools.explain import explained_as
 from torch_ops.compat._flash_attn_checks import bounds_of, check_layout, check_softmax_scale
 from torch_ops.compat._ring_flash_attn_checks import (
-    Group,
     check_buffer,
     check_same_boundaries,
     check_values,
     groups_of,
-    starts_and_stops,
 )
 from torch_ops.segment_attention import segment_attention
-from torch_ops.segments import check_limit, dual_group, is_known, of_groups, rising, zigzag_pieces
+from torch_ops.segments import check_limit, dual_group, is_known, of_groups, rising, whole_sequences, zigzag_pieces
 from torch_ops.settings import settings
 
 # Ranges and their boundaries, for each group.
@@ -194,8 +191,7 @@ def replace_execute_grouped_attention_with_fused_varlen(
             the chunks or with the rows of kv_buffer are refused. Tensors that disagree with the ranges are refused on
             the CPU, and on a GPU within `torch_ops.settings(checked=True)`.
 
-    No value is copied to the host. With `causal=False`, a window, slopes or dropout cost world_size times the work. The
-    op aligns queries with the last key that they see, so a row is added for each key after a chunk.
+    No value is copied to the host.
     """
     op = "replace_execute_grouped_attention_with_fused_varlen"
     nheads, head_dim, world_size = integers(op, nheads=nheads, head_dim=head_dim, world_size=world_size)
@@ -228,44 +224,20 @@ def replace_execute_grouped_attention_with_fused_varlen(
         segment_attention, deterministic=deterministic, return_lse=True, alibi_slopes=alibi_slopes, dropout_p=dropout_p
     )
     k, v = kv_buffer.unbind(0)
-    q, boundaries = torch.cat([group.q for group in groups]), [group.boundaries for group in groups]
-    sizes = [group.q.shape[0] for group in groups]
-    places = None
-    if not causal and (bounds != (-1, -1) or alibi_slopes is not None or dropout_p):
-        room = [_keys_behind(group, rows) for group in groups]
-        placed = [_with_room(*each, whole) for each in zip(boundaries, sizes, ends, room, strict=True)]
-        boundaries, sizes = [own for own, _ in placed], list(map(sum, zip(sizes, room, strict=True)))
-        firsts = itertools.accumulate(sizes[:-1], initial=0)
-        places = torch.cat([own + first for (_, own), first in zip(placed, firsts, strict=True)])
-        q = q.new_zeros((sum(sizes), *q.shape[1:])).index_copy(0, places, q)
-    limits = ends if causal else [whole] * len(groups)
-    segments = of_groups(boundaries, limits, sizes[:-1], key_bounds, key_rows)
-    out, lse = attend(q, k, v, *segments, softmax_scale, causal, *bounds)
-    if places is not None:
-        out, lse = out.index_select(0, places), lse.index_select(1, places)
+    segments = of_groups(
+        [group.boundaries for group in groups], ends, [group.q.shape[0] for group in groups][:-1], key_bounds, key_rows
+    )
+    query_start = None
+    if not causal:
+        segments, query_start = whole_sequences(segments)
+    out, lse = attend(
+        torch.cat([group.q for group in groups]), k, v, *segments, softmax_scale, causal, *bounds,
+        query_start=query_start,
+    )  # fmt: skip
     order = torch.cat([group.indices for group in groups])
     out = out.new_zeros(out.shape).index_copy(0, order, out)
     lse = lse.new_full(lse.shape, -torch.inf).index_copy(1, order, lse)
     return out, lse, {name: each for name, each in lists.items() if name != "chunk_q_list"}
-
-
-def _keys_behind(group: Group, rows: int) -> int:
-    """Count the keys of the group's sequences that come after its ranges."""
-    sequences = starts_and_stops(group.ranges, rows)
-    return sum(stop - end for (_, stop), (_, end) in zip(sequences, group.ranges, strict=True))
-
-
-def _with_room(boundaries: Tensor, rows: int, ends: Tensor, room: int, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Return boundaries with one more row for each key after a segment's chunk, and the new places of the rows.
-
-    A segment then ends where its sequence ends, which is where the op aligns it. `room` is the number of new rows.
-    """
-    boundaries = rising(boundaries).clamp(max=rows)
-    behind = torch.cat([ends.new_zeros(1), (whole - ends).cumsum(0)])
-    sequence = _sequence_of_rows(boundaries, rows).clamp(min=0)
-    # If the host's ranges disagree with the device, rows must still lie within the tensor.
-    places = (torch.arange(rows, device=behind.device) + behind[sequence]).clamp(max=rows + room - 1)
-    return boundaries + behind.to(torch.int32), places
 
 
 __all__ = ["fused_zigzag_llama3_flash_attn_varlen_forward", "replace_execute_grouped_attention_with_fused_varlen"]

@@ -36,7 +36,7 @@ def _segment_attention_fwd_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORE_MODS: tl.constexpr, HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BLOCK_M query rows times heads). Heads are innermost: the longest tiles of all heads come first."""
+    """Grid (tiles of BLOCK_M query rows times heads). Heads are innermost, so long tiles of all heads start first."""
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     count = tl.load(tiles_ptr + COUNT * num_tiles + tile)
     if count <= 0:

@@ -32,6 +32,9 @@ from csrc_free_ops.tiles.pieces import (
 from csrc_free_ops.tiles.segments import LOOK, clamp_rows
 
 NO_PIECE = tl.constexpr(2**31 - 1)
+SIZES = (
+    "total_q", "total_k", "num_segments", "num_sequences", "num_pieces", "num_tiles", "num_key_tiles", "window_left",
+)  # fmt: skip
 
 
 @triton.jit
@@ -188,16 +191,12 @@ def _list_keys(
     tl.store(tiles_ptr + KEY_COUNT * num_tiles + tile, count)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "total_q", "total_k", "num_segments", "num_sequences", "num_pieces", "num_tiles", "num_key_tiles",
-        "window_left",
-    )
-)  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
 def _segment_tiles_kernel(
     cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, rows_ptr, start_ptr, tiles_ptr,
     total_q, total_k, num_segments, num_sequences, num_pieces, num_tiles, num_key_tiles, window_left,
-    HAS_LEFT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments and two more, and with HAS_KEYS sequences and key tiles): the list of tiles.
 
