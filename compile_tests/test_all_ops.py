@@ -47,6 +47,9 @@ def _attention_calls() -> Iterator[tuple[str, Inputs]]:
     yield "attention", {"q": q, "k": k, "v": v, **score, **window, **dropped}
     packed = {"q": _drawn(12, 4, 16), "k": _drawn(12, 2, 16), "v": _drawn(12, 2, 16)}
     yield "window_attn", {**packed, "cu_seqlens": _counts(0, 5, 5, 12), **score, **window, **dropped}
+    shared = {"cu_seqlens_q": _counts(0, 5, 12), "key_sequence": _counts(0, 0), "key_limit": _counts(9, 12)}
+    pieces = {"key_bounds": _counts(0, 7, 12).view(1, 3), "key_rows": _counts(5, 0).view(1, 2)}
+    yield "segment_attention", {**packed, **shared, **pieces, **score, **window, **dropped}
     pools = {name: _drawn(3, 2, 16, 16) for name in ("k_cache", "v_cache")}
     prefix = {"prefix_k": _drawn(1, 2, 6, 16), "prefix_v": _drawn(1, 2, 6, 16)}
     table = {"cache_seqlens": _counts(20, 9), "block_table": _counts(2, 0, 1, 0).view(2, 2)}

@@ -16,6 +16,7 @@ WITHOUT_GRADIENT = ("attention_decode", "kv_cache_append", "rotary_table")
 DRAWN = {
     "window_attn": (cases.make_inputs, cases.window_attn_cases),
     "rope_window_attn": (cases.make_rope_inputs, cases.rope_window_attn_cases),
+    "segment_attention": (cases.make_segment_inputs, cases.segment_cases),
     "attention": (cases.make_dense_inputs, cases.dense_cases),
     "attention_decode": (cases.make_decode_inputs, cases.decode_cases),
     "kv_cache_append": (cases.make_kv_cache_inputs, cases.kv_cache_cases),
