@@ -191,7 +191,7 @@ def test_summary_says_what_was_measured() -> None:
     assert f"\n- {kind}; cold_one: {first.dtype}, cold cache, portable path\n" in markdown(parted, "summary")
 
 
-PAGES = [f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope")]
+PAGES = [f"docs/{name}.md" for name in ("benchmarks", "encoder", "gemm", "grids", "norms", "rope", "segment_attention")]
 
 
 @pytest.mark.parametrize("name", PAGES)
