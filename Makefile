@@ -221,6 +221,14 @@ TRAINED = --contenders 'vk_ready,vk_default,hf_cudnn_blocks'
 figures-replayed: | needs-gpu ## attention with empty segments behind the others, as captured graphs replay it
 	$(call FIGURES,window_attn_replayed,1,window_attn --shapes 'replayed_*' --backward --peers vk_free --rounds 12)
 
+# One rank of context parallel beside two calls of packed attention, of stock Triton too.
+SEGMENTS = segment_attention --path portable --backward --rounds 10
+LONG = 'zigzag_*,documents_*'
+.PHONY: figures-segment-attention
+figures-segment-attention: | needs-gpu ## attention over keys that segments share, on ranks of context parallel
+	$(call FIGURES,segment_attention,1,$(SEGMENTS) --shapes $(LONG))
+	$(call FIGURES,segment_attention_fp16,1,$(SEGMENTS) --shapes 'dual_*' --dtype float16)
+
 .PHONY: figures-accelerate
 figures-accelerate: | needs-gpu ## the runs of the encoder after accelerate(model)
 	$(call FIGURES,accelerate,1,encoder --rows 448 $(PLAIN) $(COMPILED))
@@ -229,7 +237,7 @@ figures-accelerate: | needs-gpu ## the runs of the encoder after accelerate(mode
 	$(call FIGURES,generate,1,generate)
 
 tables: $(VENV)/.installed-test ## the tables and the pictures of stored results, made anew
-	$(BIN)/python docs/refresh.py $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope))
+	$(BIN)/python docs/refresh.py $(addprefix docs/,$(addsuffix .md,benchmarks encoder gemm grids norms rope segment_attention))
 	$(BIN)/vk bench chart $(RESULTS)/$(GPU)_window_attn.json $(RESULTS)/$(GPU)_window_attn.svg
 	$(if $(wildcard $(RESULTS)/$(GPU)_encoder_timeline.json),$(BIN)/vk bench chart \
 		$(RESULTS)/$(GPU)_encoder_timeline.json docs/encoder_timeline.svg)

@@ -31,8 +31,9 @@ from torch_ops.command.errors import OneLineErrors, on_lines
 from torch_ops.settings import default_rows
 
 _MODULES = (
-    "window_attn", "attention", "attention_decode", "rope_window_attn", "vision_attention", "norms", "qkv_rope", "mlp",
-    "patch_merger", "rotary_table", "pos_embed_interpolate", "spatial_merge", "kv_cache_append",
+    "window_attn", "attention", "attention_decode", "segment_attention", "rope_window_attn", "vision_attention",
+    "norms", "qkv_rope", "mlp", "patch_merger", "rotary_table", "pos_embed_interpolate", "spatial_merge",
+    "kv_cache_append",
 )  # fmt: skip
 _FOUND = [importlib.import_module(f"torch_ops.bench.rooms.{name}") for name in _MODULES]
 BENCHES: dict[str, OpBench] = {

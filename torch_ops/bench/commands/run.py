@@ -60,8 +60,9 @@ def run_command(benches: Mapping[str, OpBench], name: str, ops: Sequence[str]) -
         runs: list[Run] = []
         for bench in (benches[op] for op in ops):
             impls = bench.ours, *options.find_baselines(bench, peers or (), where)
+            own = dataclasses.replace(setup, directions=bench.timed) if backward else setup
             with options.value_errors("--shapes"):
-                runs += (Run(bench, case, impls, setup) for case in bench.cases(shapes or (), where))
+                runs += (Run(bench, case, impls, own) for case in bench.cases(shapes or (), where))
         changes = options.find_path(path)
         options.check_output(out, "--out")
         with torch_ops.settings(**changes):

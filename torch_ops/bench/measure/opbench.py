@@ -55,6 +55,10 @@ def select(
     return find_named(cases, wanted, parse, notation) if wanted else tuple(c for c in cases if tag in c.tags)
 
 
+# The direction of both passes as one piece of work.
+BOTH = "forward + backward"
+
+
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
     """A result as a tuple, of one tensor or of several."""
     return result if isinstance(result, tuple) else (result,)
@@ -101,6 +105,8 @@ class Call:
         """The work that is timed."""
         if direction == "forward":
             return self.forward_alone
+        if direction == BOTH:
+            return lambda: self.backward_of(self.forward())()
         with on_timing_stream(device):
             return self.backward_of(self.forward())
 
@@ -254,6 +260,7 @@ class OpBench:
         path: `path(inputs)`, the path that the op takes there.
         ours, baselines: the implementations; baselines in the order of the table's columns.
         usual: names of the baselines that run unless others are named, by the device's type.
+        timed: the directions of `--backward`.
         host_calls: `host_calls(dtype, device)`.
         kernels: `kernels(case, inputs)`, those whose launches rows choose, on the path in force.
     """
@@ -269,8 +276,15 @@ class OpBench:
     baselines: tuple[Impl, ...]
     usual: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     profiled: str = ""
+    timed: tuple[str, ...] = ("forward", "backward")
     host_calls: Callable[[torch.dtype, torch.device], list[HostCall]] = lambda dtype, device: []
     kernels: Callable[[Any, Any], list[TunedKernel]] = lambda case, inputs: []
+
+    def cost_of(self, inputs: Any, direction: str) -> Cost:
+        if direction != BOTH:
+            return self.cost(inputs, direction == "backward")
+        forward, backward = self.cost(inputs, False), self.cost(inputs, True)
+        return Cost(forward.flops + backward.flops, forward.bytes_moved + backward.bytes_moved)
 
     def profiled_cases(self, wanted: Sequence[str], device: torch.device) -> tuple[Any, ...]:
         if wanted:

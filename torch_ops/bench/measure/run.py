@@ -153,7 +153,7 @@ def _timed(
     elif setup.device.type == "cuda":
         warm_up(timers.values(), WARM_UP_SECONDS)
     figures = interleave(timers, setup.rounds, lambda name: on_step(f"{direction}, timing {name}"))
-    cost = bench.cost(inputs[0], direction == "backward")
+    cost = bench.cost_of(inputs[0], direction)
     shared: dict[str, Any] = {
         "op": bench.op, "case": case.name, "shape": bench.shape(case), "direction": direction, "dtype": setup.kind,
         "path": bench.path(inputs[0]), "cache": "cold" if len(inputs) > 1 else "warm", "flops": cost.flops,

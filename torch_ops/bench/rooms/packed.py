@@ -13,7 +13,7 @@ import torch_ops
 from torch_ops.bench.measure.opbench import Check, Cost, TunedKernel
 from torch_ops.bench.rooms.packed_cases import longest_within, notation, shorten
 from torch_ops.testing import references
-from torch_ops.testing.cases import DenseInputs, WindowAttnCase, WindowAttnInputs, cumulative
+from torch_ops.testing.cases import DenseInputs, SegmentInputs, WindowAttnCase, WindowAttnInputs, cumulative
 
 
 def attention_cost(inputs: WindowAttnInputs | DenseInputs, backward: bool) -> Cost:
@@ -130,7 +130,9 @@ class _Cut:
         return replace(inputs, cu_seqlens=queries, cu_seqlens_k=keys, **cut)
 
 
-def truth_of(inputs: WindowAttnInputs | DenseInputs, dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
+def truth_of(
+    inputs: WindowAttnInputs | DenseInputs | SegmentInputs, dtype: torch.dtype, backward: bool
+) -> dict[str, Tensor]:
     """out, and with `backward` dq, dk, dv, by the reference in `dtype`."""
     tensors = {name: getattr(inputs, name).detach().to(dtype).requires_grad_(backward) for name in ("q", "k", "v")}
     out, _ = inputs.call(getattr(references, inputs.op), **tensors)
