@@ -277,7 +277,7 @@ SEGMENT_ATTENTION = Kernels(
         *(Point.of(target, "causal_gqa", head_dim=128) for target in ALIKE),
         *(Point.of("sm_90", "causal_gqa", head_dim=head_dim) for head_dim in (16, 80, 96, 160, 192, 256)),
         *(Point.of(target, "steps", head_dim=head_dim) for target in ("sm_80", "sm_90") for head_dim in (64, 128)),
-        *(Point.of("sm_90", "plain", dtype=torch.float32, head_dim=head_dim) for head_dim in (64, 72, 128)),
+        *(Point.of("sm_90", "plain", dtype=torch.float32, head_dim=head_dim) for head_dim in (64, 72)),
         Point.of("sm_90", "head_major", head_dim=128), Point.of("gfx942", "plain", dtype=torch.float32),
     ),
 )  # fmt: skip
@@ -735,6 +735,6 @@ def _grid(name: str, multiple: int = 0) -> Kernels:
 GRIDS = {"rotary_table": _grid("rotary_table"), "pos_embed_interpolate": _grid("pos_embed_interpolate"),
          "spatial_merge": _grid("spatial_merge", multiple=4)}  # fmt: skip
 EVERY: tuple[Kernels, ...] = (
-    WINDOW_ATTN, ROPE_WINDOW_ATTN, ATTENTION, ATTENTION_DECODE, MLP, QKV_ROPE, VISION_ATTENTION,
+    WINDOW_ATTN, ROPE_WINDOW_ATTN, ATTENTION, SEGMENT_ATTENTION, ATTENTION_DECODE, MLP, QKV_ROPE, VISION_ATTENTION,
     *NORMS.values(), KV_CACHE_APPEND, *GRIDS.values(),
 )  # fmt: skip

@@ -403,6 +403,11 @@ EMPTY: dict[str, list[dict[str, Any]]] = {
     "kv_cache_append": [_no_rows("k", "v", "k_cache", "v_cache", "cache_seqlens", "q"), _no_keys("k", "v", "q"),
                         _no_keys("k_cache", "v_cache"), {**_no_keys("k", "v", "q"), **_no_rows("cos", "sin")}],
     "window_attn": [{**_no_rows("q", "k", "v"), "cu_seqlens": torch.zeros_like}, {"cu_seqlens": lambda cu: cu[:1]}],
+    "segment_attention": [
+        {**_no_rows("q"), "cu_seqlens_q": torch.zeros_like}, _no_rows("k", "v"),
+        {"cu_seqlens_q": lambda cu: cu[:1], **_no_rows("key_sequence", "key_limit")},
+        _no_rows("key_bounds", "key_rows"),
+    ],
     "rope_window_attn": [{**_no_rows("q", "k", "v", "cos", "sin"), "cu_seqlens": torch.zeros_like}],
     "qkv_rope": [_no_rows("x", "cos", "sin")],
     "rotary_table": [{**_no_rows("grid"), "total": 0}, _no_rows("grid")],

@@ -14,9 +14,10 @@ pytestmark = pytest.mark.no_interpret
 
 GRID = torch.tensor([[1, 2, 2], [2, 2, 2]])
 OF_INTEGERS = {
-    "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_k", "dropout_seed", "grid", "lengths", "prefix_seqlens",
+    "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_k", "cu_seqlens_q", "dropout_seed", "grid", "key_bounds",
+    "key_limit", "key_rows", "key_sequence", "lengths", "prefix_seqlens", "query_start",
 }  # fmt: skip
-HAVE_NONE = {("window_attn", "alibi_slopes"), ("attention", "alibi_slopes")}
+HAVE_NONE = {("window_attn", "alibi_slopes"), ("attention", "alibi_slopes"), ("segment_attention", "alibi_slopes")}
 # Their refusals. A decoder's parameters may require a gradient that nobody asks for: `attention_decode` says it late.
 FOR_INFERENCE = {
     "attention_decode": "vk::attention_decode has no derivative: it is for inference",

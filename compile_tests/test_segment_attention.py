@@ -16,7 +16,6 @@ from torch_ops.testing import references
 from torch_ops.testing.cases import (
     LAYOUTS,
     SegmentCase,
-    contiguous_keys,
     make_segment_inputs,
     scattered_keys,
     segment_cases,
@@ -36,7 +35,11 @@ SIZES = tuple(
     SegmentCase(name, "", keys, segments, 2, 72)
     for name, keys, segments in (
         ("zigzag", zigzag_keys(2, 64, 47, 30), zigzag_segments(1, 2, 64, 47, 30)),
-        ("dual", contiguous_keys(70, 9, 100, 8), ((20, 0, 60), (9, 1, 9), (30, 2, 77), (1, 3, 8), (50, 0, 70))),
+        (
+            "dual",
+            scattered_keys((50,), 0, 70, 9, 100, 8),
+            ((20, 0, 60), (9, 1, 9), (30, 2, 77), (1, 3, 8), (50, 0, 70)),
+        ),
         ("scattered", scattered_keys((7, 30), 3, 90, 41), ((40, 1, 41), (0, 0, 8), (60, 0, 90))),
     )
 )

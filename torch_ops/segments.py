@@ -282,7 +282,7 @@ def _check_lengths(op: str, lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def _device_of(lengths: Sequence[int] | Tensor) -> torch.device:
-    return lengths.device if isinstance(lengths, Tensor) else torch.empty(0).device
+    return lengths.device if isinstance(lengths, Tensor) else torch.get_default_device()
 
 
 def _chunk_bounds(sizes: Tensor, world_size: int) -> Tensor:

@@ -135,13 +135,20 @@ def segment_rule(
     hopper = gpu.backend == "cuda" and int(gpu.arch) == 90
     core = kernel.removeprefix("segment_")
     width = covered_width(head_dim, itemsize)
-    if hopper and itemsize == 2 and not busy and width <= 128:
+    if hopper and itemsize == 2 and not busy and width > 128:
+        if core == "attention_bwd_dq":
+            return Config(64, 16, 8, 2) if width <= 192 else Config(32, 16, 4, 1)
+        return Config(64, 32, 8, 2) if core == "attention_fwd" else Config(32, 32, 8, 1)
+    if hopper and itemsize == 2 and not busy:
         if core == "attention_bwd_dkdv":
             if split_head_dim(head_dim, itemsize)[1] > 0:
                 # A tail of columns leaves few registers.
                 return Config(16, 64, 8, 2)
             return Config(32, 64, 4, 3) if width <= 64 else Config(32, 128, 8, 3)
         return Config(128, 64, 8, 3) if core == "attention_bwd_dq" and head_dim > 64 else Config(64, 64, 4, 3)
+    if precision == "bf16x6" and core == "attention_bwd_dkdv" and width == 128:
+        # It spills 48 bytes, and 120 or more with larger tiles.
+        return Config(16, 32, 8, 1)
     return attention_rule(core, gpu, itemsize, head_dim, masked, True, precision)
 
 

@@ -1,6 +1,6 @@
 """Dropout of attention weights by position.
 
-Only the seed, the stream and the rows of query and key decide whether a weight is kept. The stream is a number of the
+Only the seed, the stream and the rows of query and key decide whether a weight is masks. The stream is a number of the
 pair of sequence and head. Tiles play no role, so forward and backward agree, and so do any two launches.
 
 The random numbers are those of Philox4x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., Parallel random
@@ -47,17 +47,17 @@ def dropout_mask_anywhere(rows, first, score_mod, BLOCK: tl.constexpr):
     limit = (score_mod[3] * 4294967296.0).to(tl.uint32)
     words = _random_words(rows, first >> 2, score_mod, BLOCK)
     later = _random_words(rows, (first >> 2) + 1, score_mod, BLOCK)
-    kept = (
+    masks = (
         (words[0] >= limit).to(tl.int8), (words[1] >= limit).to(tl.int8),
         (words[2] >= limit).to(tl.int8), (words[3] >= limit).to(tl.int8),
         (later[0] >= limit).to(tl.int8), (later[1] >= limit).to(tl.int8), (later[2] >= limit).to(tl.int8),
     )  # fmt: skip
     offset = first & 3
     return _joined(
-        _pick_word(kept[0], kept[1], kept[2], kept[3], offset),
-        _pick_word(kept[1], kept[2], kept[3], kept[4], offset),
-        _pick_word(kept[2], kept[3], kept[4], kept[5], offset),
-        _pick_word(kept[3], kept[4], kept[5], kept[6], offset),
+        _pick_word(masks[0], masks[1], masks[2], masks[3], offset),
+        _pick_word(masks[1], masks[2], masks[3], masks[4], offset),
+        _pick_word(masks[2], masks[3], masks[4], masks[5], offset),
+        _pick_word(masks[3], masks[4], masks[5], masks[6], offset),
     )
 
 

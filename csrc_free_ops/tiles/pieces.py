@@ -2,8 +2,8 @@
 
 Piece p of sequence s holds the sequence's keys bounds[s, p] .. bounds[s, p + 1] - 1. They lie in rows rows[s, p] and
 following of the key tensors. Blocks of keys begin at multiples of their size within the sequence, whatever piece they
-lie in; so dropout's random numbers, which belong to four keys, need no shift. A block across a border is passed over
-once for each of its pieces.
+lie in. Dropout's random numbers, which belong to four keys, therefore need no shift. A block across a border is passed
+over once for each of its pieces.
 
 A kernel of one launch writes the list of tiles (`attention/portable/segment_tiles.py`), and the attention kernels of
 the next launches read it. A field of the list is an array of one number for each tile.

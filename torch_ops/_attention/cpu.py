@@ -27,11 +27,12 @@ FUSED_KEYS = 16
 class _Segment(NamedTuple):
     """A segment that has queries.
 
-    sequence: its number, which slopes and dropout's stream have
-    queries, keys: its rows, clamped to the tensors; keys that lie apart are a vector of rows
-    places: key positions of these keys
-    shift: key position of the first query
-    first_row: the first query's row for dropout
+    - sequence: number of the sequence, for slopes and the stream of dropout.
+    - queries: rows of q, clamped to the tensor.
+    - keys: rows of k and v, clamped. Keys that lie apart are a vector.
+    - places: key positions of these keys.
+    - shift: key position of the first query.
+    - first_row: row of the first query for dropout.
     """
 
     sequence: int

@@ -5,7 +5,7 @@ Ops call `plan_segment_forward` and `plan_segment_backward` by bare name. Each p
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,37 +51,39 @@ def plan_segment_backward(t: SegmentBackward, options: AttentionOptions) -> Plan
     return _plan_backward_portable(t, options).because(NO_HOPPER)
 
 
-class _TileList:
-    """The launch that lists tiles of `block_m` queries and, for a backward, tiles of `block_n` keys.
+class _TileList(NamedTuple):
+    """The launch that lists tiles of queries and, for a backward, tiles of keys; `size` numbers in int32."""
 
-    size: numbers of the list, which are int32
-    """
-
-    def __init__(
-        self, t: SegmentForward | SegmentBackward, options: AttentionOptions, block_m: int, block_n: int = 0
-    ) -> None:
-        segments, (sequences, pieces) = num_segments(t), t.key_rows.shape
-        # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
-        self.tiles = t.q.shape[0] // block_m + segments + 2
-        self.key_tiles = cdiv(t.k.shape[0], block_n) if block_n else 0
-        self.size = QUERY_FIELDS.value * self.tiles
-        programs = segments + 2
-        if block_n:
-            self.size += SEGMENT_FIELDS.value * segments + sequences + 1 + KEY_FIELDS.value * self.key_tiles
-            programs += sequences + self.key_tiles
-        left, _ = options.bounds()
-        scalars = (t.q.shape[0], t.k.shape[0], segments, sequences, pieces, self.tiles, self.key_tiles, left)
-        constants = {
-            "HAS_LEFT": options.left >= 0, "HAS_STARTS": t.query_start is not None, "HAS_KEYS": block_n > 0,
-            "BLOCK_M": block_m, "BLOCK_N": max(block_n, 1),
-            "num_warps": 4, "num_stages": 1,
-        }  # fmt: skip
-        self._bound = Bound(wrap_triton(_segment_tiles_kernel), (programs,), scalars, constants)
+    bound: Bound
+    tiles: int
+    key_tiles: int
+    size: int
 
     def make(self, t: SegmentForward | SegmentBackward) -> Tensor:
         tiles = torch.empty((self.size,), dtype=torch.int32, device=t.q.device)
-        self._bound(t.cu_q, t.key_sequence, t.key_limit, t.key_bounds, t.key_rows, t.query_start, tiles)
+        self.bound(t.cu_q, t.key_sequence, t.key_limit, t.key_bounds, t.key_rows, t.query_start, tiles)
         return tiles
+
+
+def _bind_tiles(
+    t: SegmentForward | SegmentBackward, options: AttentionOptions, block_m: int, block_n: int = 0
+) -> _TileList:
+    """Bind the list of tiles of `block_m` queries and, for a backward, of `block_n` keys."""
+    segments, (sequences, pieces) = num_segments(t), t.key_rows.shape
+    # One tile more per segment than its rows fill, and those of the rows outside all segments (tiles/segments.py).
+    tiles = t.q.shape[0] // block_m + segments + 2
+    key_tiles = cdiv(t.k.shape[0], block_n) if block_n else 0
+    size, programs = QUERY_FIELDS.value * tiles, segments + 2
+    if block_n:
+        size += SEGMENT_FIELDS.value * segments + sequences + 1 + KEY_FIELDS.value * key_tiles
+        programs += sequences + key_tiles
+    left, _ = options.bounds()
+    scalars = (t.q.shape[0], t.k.shape[0], segments, sequences, pieces, tiles, key_tiles, left)
+    constants = {
+        "HAS_LEFT": options.left >= 0, "HAS_STARTS": t.query_start is not None, "HAS_KEYS": block_n > 0,
+        "BLOCK_M": block_m, "BLOCK_N": max(block_n, 1), "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
+    return _TileList(Bound(wrap_triton(_segment_tiles_kernel), (programs,), scalars, constants), tiles, key_tiles, size)
 
 
 def _choose(
@@ -98,7 +100,7 @@ def _scores(options: AttentionOptions) -> tuple[Any, ...]:
 @planned_by_precision
 def _plan_forward_portable(t: SegmentForward, options: AttentionOptions, precision: str) -> Plan:
     launch, source = _choose("segment_attention_fwd", t, options, precision)
-    listed = _TileList(t, options, launch.block_m)
+    listed = _bind_tiles(t, options, launch.block_m)
     stride_unit, heads, rows, numbers = packed_strides(t.q, t.k, t.v, t.out)
     constants = {
         **dict(zip(("STRIDE_QT", "STRIDE_KT", "STRIDE_VT", "STRIDE_OT"), rows, strict=True)),
@@ -124,7 +126,7 @@ def _plan_backward_portable(t: SegmentBackward, options: AttentionOptions, preci
     """Plan the list, dq with delta on the way, and dk and dv."""
     dq_config, dq_source = _choose("segment_attention_bwd_dq", t, options, precision)
     dkdv_config, dkdv_source = _choose("segment_attention_bwd_dkdv", t, options, precision)
-    listed = _TileList(t, options, dq_config.block_m, dkdv_config.block_n)
+    listed = _bind_tiles(t, options, dq_config.block_m, dkdv_config.block_n)
     q, k = t.q, t.k
     stride_unit, outer, rows, numbers = packed_strides(q, k, t.v, t.out, t.dout, t.dq, t.dk)
     q_row, k_row, v_row, out_row, dout_row, dq_row, dk_row = rows

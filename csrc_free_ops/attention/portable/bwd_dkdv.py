@@ -54,8 +54,8 @@ def accumulate_dkdv(
     dout_base += tl.cast(low, tl.int64) * STRIDE_DOT
     # With several heads in a group the registers do not hold loop invariants as well. Masked loops have few blocks, so
     # that computing the invariants in each of them is cheap.
-    KEEP_IN_LOOP: tl.constexpr = MASKED and (GROUP > 1 or seen_keys is not None)
-    for start in tl.range(low, high, BLOCK_M, disable_licm=KEEP_IN_LOOP):
+    DISABLE_LICM: tl.constexpr = MASKED and (GROUP > 1 or seen_keys is not None)
+    for start in tl.range(low, high, BLOCK_M, disable_licm=DISABLE_LICM):
         remaining = q_length - start
         q = load_rows(q_base, starts, local, remaining, STRIDE_QT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]
         dout = load_rows(dout_base, starts, local, remaining, STRIDE_DOT, HEAD_DIM, MAIN, TAIL, MASKED)  # [BLOCK_M, D]

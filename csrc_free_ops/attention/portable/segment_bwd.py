@@ -147,9 +147,9 @@ def _next_piece(bounds_ptr, rows_ptr, piece, last, num_pieces, first_row, end_ro
     index = piece + 1
     while (found == NO_PIECE) & (index <= last):
         at = index + tl.arange(0, LOOK)
-        place = at.to(tl.int64) + at // num_pieces
-        begin = tl.load(bounds_ptr + place, mask=at <= last, other=0).to(tl.int64)
-        behind = tl.load(bounds_ptr + place + 1, mask=at <= last, other=0).to(tl.int64)
+        bounds_offset = at.to(tl.int64) + at // num_pieces
+        begin = tl.load(bounds_ptr + bounds_offset, mask=at <= last, other=0).to(tl.int64)
+        behind = tl.load(bounds_ptr + bounds_offset + 1, mask=at <= last, other=0).to(tl.int64)
         row = tl.load(rows_ptr + at, mask=at <= last, other=0).to(tl.int64)
         has_rows = (begin < behind) & (row < end_row) & (row + (behind - begin) > first_row)
         found = tl.min(tl.where(has_rows, at, NO_PIECE), 0)
@@ -188,45 +188,44 @@ def _segment_attention_bwd_dkdv_kernel(
     scale = tl.cast(scale, tl.float32)
     starts = column_starts(k_head, HEAD_DIM, MAIN)
     local = tl.arange(0, BLOCK_N)
-    first_row = tl.cast(tile, tl.int64) * BLOCK_N
-    end_row = tl.minimum(first_row + BLOCK_N, total_k)
-    remaining = (end_row - first_row).to(tl.int32)
+    first_row = tile * BLOCK_N
+    remaining = tl.minimum(total_k - first_row, BLOCK_N)
     k_base = row_base(k_ptr, first_row, k_head, stride_kh, STEP_K, STRIDE_UNIT)
     v_base = row_base(v_ptr, first_row, k_head, stride_vh, STEP_V, STRIDE_UNIT)
     k = load_rows(k_base, starts, local, remaining, STEP_K, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
     v = load_rows(v_base, starts, local, remaining, STEP_V, HEAD_DIM, MAIN, TAIL, True)  # [BLOCK_N, D]
     dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
     dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
-    # In fp32 each pass has its own accumulators: a shorter chain of additions rounds less.
-    SUM_PER_PASS: tl.constexpr = k[0].dtype == tl.float32
+    # In fp32 each query head has its own accumulators: a shorter chain of additions rounds less.
+    SUM_PER_HEAD: tl.constexpr = GROUP > 1 and k[0].dtype == tl.float32
     for index in tl.range(0, count, disable_licm=True):
         sequence = piece // num_pieces
-        place = piece.to(tl.int64) + sequence
-        begin = tl.load(bounds_ptr + place).to(tl.int64)
-        end = tl.load(bounds_ptr + place + 1).to(tl.int64)
-        row = tl.load(rows_ptr + piece).to(tl.int64)
-        # Keys of the piece in this tile: numbers in the sequence of its first and last row, and the piece's own keys.
-        first_key = (first_row + begin - row).to(tl.int32)
+        bounds_offset = piece.to(tl.int64) + sequence
+        begin = tl.load(bounds_ptr + bounds_offset)
+        end = tl.load(bounds_ptr + bounds_offset + 1)
+        row = tl.load(rows_ptr + piece)
+        # Key numbers of the tile's first and last row, as this piece counts them.
+        first_key = first_row + begin - row
         last_key = first_key + remaining - 1
         cols = first_key + local
-        seen_from = tl.maximum(begin, 0).to(tl.int32)
+        seen_from = tl.maximum(begin, 0)
         score_mod = sequence_score_mod(seed_ptr, sequence, k_heads * GROUP, softcap, dropout, SCORE_MODS)
         segment = tl.load(starts_ptr + sequence)
         # Segments of the sequence, and of each all heads of the group.
         passes = (tl.load(starts_ptr + sequence + 1) - segment) * GROUP
         # Loop invariants stay in the loop, because hoisted ones would spill.
-        for turn in tl.range(0, passes, disable_licm=True):
-            own = segments_ptr + segment + turn // GROUP
-            q_start = tl.load(own + SEGMENT_ROW * num_segments)
-            q_length = tl.load(own + SEGMENT_ROWS * num_segments)
-            keys = tl.load(own + SEGMENT_KEYS * num_segments)
-            q_position = tl.load(own + SEGMENT_START * num_segments)
-            seen_to = tl.minimum(end, keys).to(tl.int32)
+        for iteration in tl.range(0, passes, disable_licm=True):
+            segment_ptr = segments_ptr + segment + iteration // GROUP
+            q_start = tl.load(segment_ptr + SEGMENT_ROW * num_segments)
+            q_length = tl.load(segment_ptr + SEGMENT_ROWS * num_segments)
+            keys = tl.load(segment_ptr + SEGMENT_KEYS * num_segments)
+            q_position = tl.load(segment_ptr + SEGMENT_START * num_segments)
+            seen_to = tl.minimum(end, keys)
             low, full_low, full_high, high = key_span(
                 first_key, last_key, seen_from, seen_to, -q_position, window_right, window_left, q_length,
                 HAS_RIGHT, HAS_LEFT, BLOCK_M,
             )  # fmt: skip
-            head = k_head * GROUP + turn % GROUP
+            head = k_head * GROUP + iteration % GROUP
             own_score_mod = head_score_mod(
                 score_mod, slopes_ptr, None, sequence, head, stride_slopes, SCORE_MODS
             )  # fmt: skip
@@ -235,7 +234,7 @@ def _segment_attention_bwd_dkdv_kernel(
             statistics = tl.cast(head, tl.int64) * total_q + q_start
             lse_base = lse_ptr + statistics
             delta_base = delta_ptr + statistics
-            if SUM_PER_PASS:
+            if SUM_PER_HEAD:
                 dk_before, dv_before = dk, dv
                 dk = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
                 dv = zero_rows(BLOCK_N, HEAD_DIM, MAIN, TAIL)
@@ -257,11 +256,11 @@ def _segment_attention_bwd_dkdv_kernel(
                 STEP_Q, STEP_DO, HEAD_DIM, MAIN, TAIL, HAS_LEFT, HAS_RIGHT, SCORE_MODS, PRECISION,
                 GROUP, BLOCK_M, True, (seen_from, seen_to),
             )  # fmt: skip
-            if SUM_PER_PASS:
+            if SUM_PER_HEAD:
                 dk = add_rows(dk_before, dk)
                 dv = add_rows(dv_before, dv)
         if index + 2 < count:
-            piece = _next_piece(bounds_ptr, rows_ptr, piece, last_piece, num_pieces, first_row, end_row)
+            piece = _next_piece(bounds_ptr, rows_ptr, piece, last_piece, num_pieces, first_row, first_row + remaining)
         else:
             piece = last_piece
     dk_base = row_base(dk_ptr, first_row, k_head, HEAD_DIM // STRIDE_UNIT, STEP_DK, STRIDE_UNIT)

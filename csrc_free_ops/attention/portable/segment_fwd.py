@@ -1,7 +1,7 @@
 """Attention forward over shared keys in portable Triton: several segments of queries may see one sequence of keys.
 
-The maths is that of `fwd.py`. A program owns BLOCK_M query rows of a head and passes over the pieces of its sequence
-(`tiles/pieces.py`), of which it reads the keys in place. The list of tiles comes from `segment_tiles.py`.
+The maths is that of `fwd.py`. A program owns BLOCK_M query rows of a head. It passes over the pieces of its sequence
+(`tiles/pieces.py`) and reads their keys in place. The list of tiles comes from `segment_tiles.py`.
 """
 
 import triton

@@ -2,7 +2,7 @@
 
 Segments come in the order of the keys that they see, most first, and within a segment the last tile comes first. Long
 programs start early, and the launch ends evenly. The rows before and behind all segments form two more segments, as in
-`tiles/segments.py`; boundaries are clamped, and one that falls counts as the largest before it.
+`tiles/segments.py`. Boundaries are clamped, and one that falls counts as the largest before it.
 
 Fields are in `tiles/pieces.py`. Arrays lie behind each other: query tiles, segments, the first segment of each sequence
 and its end, key tiles. A forward has query tiles alone.
@@ -61,43 +61,43 @@ def _seen(limit, length):
 
 @triton.jit
 def _list_queries(
-    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, tiles_ptr, own,
+    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, tiles_ptr, segment,
     total_q, num_segments, num_sequences, num_pieces, num_tiles, window_left,
     HAS_LEFT: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store the tiles of segment `own`; 0 and num_segments + 1 are the rows outside of all segments.
+    """Store the tiles of `segment`; 0 and num_segments + 1 are the rows outside of all segments.
 
-    Loads stand in the functions that store: torch's mutation analysis takes a pointer for written that enters a
-    function whose result an address depends on (`tiles/segments.py`).
+    This function loads and stores. If an address depends on the result of another function, torch's mutation analysis
+    takes the pointers that enter it for written (`tiles/segments.py`).
     """
     last = num_segments + 1
-    is_segment = (own > 0) & (own < last)
-    sequence = tl.load(sequence_ptr + own - 1, mask=is_segment, other=-1)
+    is_segment = (segment > 0) & (segment < last)
+    sequence = tl.load(sequence_ptr + segment - 1, mask=is_segment, other=-1)
     has_keys = (sequence >= 0) & (sequence < num_sequences)
-    limit = tl.load(limit_ptr + own - 1, mask=has_keys, other=0)
+    limit = tl.load(limit_ptr + segment - 1, mask=has_keys, other=0)
     own_bounds = bounds_ptr + sequence.to(tl.int64) * (num_pieces + 1)
     keys = _seen(limit, tl.load(own_bounds + num_pieces, mask=has_keys, other=0))
-    place, used, highest, start, end = 0, 0, 0, 0, 0
+    offset, used, highest, start, end = 0, 0, 0, 0, 0
     for index in range(0, last + 1, LOOK):
         at = index + tl.arange(0, LOOK)
         starts = _starts(tl.load(cu_ptr + at - 1, mask=(at > 0) & (at <= last), other=0), highest, total_q)
         ends = _ends(tl.load(cu_ptr + at, mask=at <= num_segments, other=0), starts, at > num_segments, total_q)
-        others = tl.load(sequence_ptr + at - 1, mask=(at > 0) & (at < last), other=-1)
-        have_keys = (others >= 0) & (others < num_sequences)
+        sequences = tl.load(sequence_ptr + at - 1, mask=(at > 0) & (at < last), other=-1)
+        have_keys = (sequences >= 0) & (sequences < num_sequences)
         limits = tl.load(limit_ptr + at - 1, mask=have_keys, other=0)
-        lengths_at = others.to(tl.int64) * (num_pieces + 1) + num_pieces
+        lengths_at = sequences.to(tl.int64) * (num_pieces + 1) + num_pieces
         other_keys = _seen(limits, tl.load(bounds_ptr + lengths_at, mask=have_keys, other=0))
         tiles = tl.where(at <= last, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-        is_before = (other_keys > keys) | ((other_keys == keys) & (at < own))
-        place += tl.sum(tl.where(is_before, tiles, 0), 0)
+        is_before = (other_keys > keys) | ((other_keys == keys) & (at < segment))
+        offset += tl.sum(tl.where(is_before, tiles, 0), 0)
         used += tl.sum(tiles, 0)
-        start += tl.sum(tl.where(at == own, starts, 0), 0)
-        end += tl.sum(tl.where(at == own, ends, 0), 0)
+        start += tl.sum(tl.where(at == segment, starts, 0), 0)
+        end += tl.sum(tl.where(at == segment, ends, 0), 0)
         highest = tl.maximum(highest, tl.max(tl.where(at <= num_segments, ends, 0), 0))
     rows = end - start
     first_position = keys - rows
     if HAS_STARTS:
-        first_position = tl.load(start_ptr + own - 1, mask=is_segment, other=0)
+        first_position = tl.load(start_ptr + segment - 1, mask=is_segment, other=0)
     own_tiles = (rows + BLOCK_M - 1) // BLOCK_M
     if own_tiles > 0:
         # The pieces with keys that a row of the segment may see.
@@ -117,8 +117,8 @@ def _list_queries(
         for index in range(0, own_tiles, LOOK):
             at = index + tl.arange(0, LOOK)
             first = (own_tiles - 1 - at) * BLOCK_M
-            pointers = tiles_ptr + place + at
-            mask = (at < own_tiles) & (place + at < num_tiles)
+            pointers = tiles_ptr + offset + at
+            mask = (at < own_tiles) & (offset + at < num_tiles)
             tl.store(pointers + ROW * num_tiles, start + first, mask=mask)
             tl.store(pointers + COUNT * num_tiles, tl.minimum(rows - first, BLOCK_M), mask=mask)
             tl.store(pointers + POSITION * num_tiles, first + first_position, mask=mask)
@@ -126,7 +126,7 @@ def _list_queries(
             tl.store(pointers + SEQUENCE * num_tiles, owner, mask=mask)
             tl.store(pointers + FIRST_PIECE * num_tiles, tl.minimum(first_piece, end_piece), mask=mask)
             tl.store(pointers + END_PIECE * num_tiles, end_piece, mask=mask)
-    if own == last:
+    if segment == last:
         for index in range(used, num_tiles, LOOK):
             at = index + tl.arange(0, LOOK)
             tl.store(tiles_ptr + COUNT * num_tiles + at, 0, mask=at < num_tiles)
@@ -134,38 +134,38 @@ def _list_queries(
 
 @triton.jit
 def _list_segments(
-    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, segments_ptr, own,
+    cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, segments_ptr, sequence,
     total_q, num_segments, num_sequences, num_pieces, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the segments that name sequence `own`, in their order, and where its segments begin."""
-    place = 0
+    """Store the segments that name `sequence`, in their order, and where its segments begin."""
+    offset = 0
     for index in range(0, num_segments, LOOK):
         at = index + tl.arange(0, LOOK)
-        sequence = tl.load(sequence_ptr + at, mask=at < num_segments, other=-1)
-        place += tl.sum(((sequence >= 0) & (sequence < own)).to(tl.int32), 0)
+        named = tl.load(sequence_ptr + at, mask=at < num_segments, other=-1)
+        offset += tl.sum(((named >= 0) & (named < sequence)).to(tl.int32), 0)
     starts_ptr = segments_ptr + SEGMENT_FIELDS * num_segments
-    tl.store(starts_ptr + own, place)
+    tl.store(starts_ptr + sequence, offset)
     highest = 0
-    length = tl.load(bounds_ptr + tl.cast(own, tl.int64) * (num_pieces + 1) + num_pieces)
+    length = tl.load(bounds_ptr + tl.cast(sequence, tl.int64) * (num_pieces + 1) + num_pieces)
     for index in range(0, num_segments, LOOK):
         at = index + tl.arange(0, LOOK)
         inside = at < num_segments
         starts = _starts(tl.load(cu_ptr + at, mask=inside, other=0), highest, total_q)
         ends = _ends(tl.load(cu_ptr + at + 1, mask=inside, other=0), starts, at < 0, total_q)
-        is_own = tl.load(sequence_ptr + at, mask=inside, other=-1) == own
+        is_own = tl.load(sequence_ptr + at, mask=inside, other=-1) == sequence
         keys = _seen(tl.load(limit_ptr + at, mask=is_own, other=0), length)
         positions = keys - (ends - starts)
         if HAS_STARTS:
             positions = tl.load(start_ptr + at, mask=is_own, other=0)
-        pointers = segments_ptr + place + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        pointers = segments_ptr + offset + tl.cumsum(is_own.to(tl.int32), 0) - 1
         tl.store(pointers + SEGMENT_ROW * num_segments, starts, mask=is_own)
         tl.store(pointers + SEGMENT_ROWS * num_segments, ends - starts, mask=is_own)
         tl.store(pointers + SEGMENT_KEYS * num_segments, keys, mask=is_own)
         tl.store(pointers + SEGMENT_START * num_segments, positions, mask=is_own)
-        place += tl.sum(is_own.to(tl.int32), 0)
+        offset += tl.sum(is_own.to(tl.int32), 0)
         highest = tl.maximum(highest, tl.max(tl.where(inside, ends, 0), 0))
-    if own == num_sequences - 1:
-        tl.store(starts_ptr + num_sequences, place)
+    if sequence == num_sequences - 1:
+        tl.store(starts_ptr + num_sequences, offset)
 
 
 @triton.jit
@@ -178,9 +178,9 @@ def _list_keys(
     first, last, count = NO_PIECE, 0, 0
     for index in range(0, all_pieces, LOOK):
         at = index + tl.arange(0, LOOK)
-        place = at.to(tl.int64) + at // num_pieces
-        begin = tl.load(bounds_ptr + place, mask=at < all_pieces, other=0).to(tl.int64)
-        behind = tl.load(bounds_ptr + place + 1, mask=at < all_pieces, other=0).to(tl.int64)
+        offset = at.to(tl.int64) + at // num_pieces
+        begin = tl.load(bounds_ptr + offset, mask=at < all_pieces, other=0).to(tl.int64)
+        behind = tl.load(bounds_ptr + offset + 1, mask=at < all_pieces, other=0).to(tl.int64)
         row = tl.load(rows_ptr + at, mask=at < all_pieces, other=0).to(tl.int64)
         has_rows = (begin < behind) & (row < end_row) & (row + (behind - begin) > first_row)
         first = tl.minimum(first, tl.min(tl.where(has_rows, at, NO_PIECE), 0))
@@ -202,24 +202,24 @@ def _segment_tiles_kernel(
 
     start_ptr is read only with HAS_STARTS; without, segments end at the last key that they see.
     """
-    own = tl.program_id(0)
-    if own < num_segments + 2:
+    program = tl.program_id(0)
+    if program < num_segments + 2:
         _list_queries(
-            cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, tiles_ptr, own,
+            cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, tiles_ptr, program,
             total_q, num_segments, num_sequences, num_pieces, num_tiles, window_left, HAS_LEFT, HAS_STARTS, BLOCK_M,
         )  # fmt: skip
     if HAS_KEYS:
-        own -= num_segments + 2
+        program -= num_segments + 2
         segments_ptr = tiles_ptr + QUERY_FIELDS * num_tiles
-        if (own >= 0) & (own < num_sequences):
+        if (program >= 0) & (program < num_sequences):
             _list_segments(
-                cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, segments_ptr, own,
+                cu_ptr, sequence_ptr, limit_ptr, bounds_ptr, start_ptr, segments_ptr, program,
                 total_q, num_segments, num_sequences, num_pieces, HAS_STARTS,
             )  # fmt: skip
-        own -= num_sequences
+        program -= num_sequences
         keys_ptr = segments_ptr + SEGMENT_FIELDS * num_segments + num_sequences + 1
-        if own >= 0:
+        if program >= 0:
             _list_keys(
-                bounds_ptr, rows_ptr, keys_ptr, own, num_pieces, num_sequences * num_pieces, num_key_tiles, total_k,
+                bounds_ptr, rows_ptr, keys_ptr, program, num_pieces, num_sequences * num_pieces, num_key_tiles, total_k,
                 BLOCK_N,
             )  # fmt: skip
