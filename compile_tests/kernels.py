@@ -263,9 +263,9 @@ SEGMENT_ATTENTION = Kernels(
     _segment_writes,
     symbolic=(("plain", {"rows": 100, "keys": 70, "segments": 5, "sequences": 3, "pieces": 6}),),
     graphs={
-        ("segment_attention", "plain"): "empty_like new_empty empty KERNEL KERNEL",
+        ("segment_attention", "plain"): "empty_like new_empty empty.memory_format KERNEL KERNEL",
         ("segment_attention_backward", "plain"):
-            "empty_like empty_like empty_like empty KERNEL empty_like KERNEL KERNEL",
+            "empty_like empty_like empty_like empty.memory_format KERNEL empty_like KERNEL KERNEL",
     },
     points=(
         *(

@@ -25,11 +25,14 @@ from torch_ops._gemm import hopper as gemm_hopper
 from torch_ops.testing.cases import (
     DecodeCase,
     QkvRopeCase,
+    SegmentCase,
     WindowAttnCase,
     decode_cases,
     make_decode_inputs,
     make_inputs,
     make_qkv_rope_inputs,
+    make_segment_inputs,
+    segment_cases,
 )
 
 pytestmark = pytest.mark.gpu
@@ -123,6 +126,15 @@ def test_gradients_of_products_are_right(bias: bool) -> None:
 def test_projections_are_right(head_dim: int, half: bool) -> None:
     case = QkvRopeCase("turned", "sanitizer", 300, 200, 6, head_dim, num_k_heads=2, half_table=half)
     verify_projection(make_qkv_rope_inputs(case, torch.bfloat16, "cuda"))
+
+
+# Pieces, rows and boundaries that lie outside of the tensors, and all score modifications.
+SHARED_KEYS = [case for case in segment_cases("edge") if case.name.startswith(("wild", "zigzag2", "tiny", "all_steps"))]
+
+
+@pytest.mark.parametrize("case", SHARED_KEYS, ids=lambda case: case.name)
+def test_shared_keys(case: SegmentCase) -> None:
+    verify(make_segment_inputs(case, torch.bfloat16, "cuda"))
 
 
 @pytest.mark.parametrize("case", decode_cases("edge"), ids=lambda case: case.name)
