@@ -85,7 +85,7 @@ class SegmentCase:
     """Shapes, index tensors and options of one call; `num_k_heads` is `num_heads` where None.
 
     `skipped` rows of q come before the first segment, `padding` rows after the last. `boundaries` replaces the
-    cu_seqlens_q that follow from the segments.
+    cu_seqlens_q that follow from the segments. `query_start` has the key position of each segment's first row.
     """
 
     name: str
@@ -98,6 +98,7 @@ class SegmentCase:
     skipped: int = 0
     padding: int = 0
     boundaries: tuple[int, ...] | None = None
+    query_start: tuple[int, ...] | None = None
     layout: str = "contiguous"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     tags: frozenset[str] = frozenset({"edge"})
@@ -115,7 +116,10 @@ class SegmentCase:
 
 @dataclass(frozen=True)
 class SegmentInputs:
-    """Random tensors of a case, and upstream gradients for out and lse; `op` is what they are for."""
+    """Random tensors of a case, and upstream gradients for out and lse; `op` is what they are for.
+
+    `query_start` is among the options.
+    """
 
     op: ClassVar[str] = "segment_attention"
 
@@ -158,6 +162,7 @@ def make_segment_inputs(
     sequences, pieces = len(case.keys.bounds), max(map(len, case.keys.rows), default=1)
     q_shape = (case.total_q, case.num_heads, case.head_dim)
     k_shape = (case.keys.total, case.num_k_heads or case.num_heads, case.head_dim)
+    starts = {} if case.query_start is None else {"query_start": index(case.query_start, count)}
     return SegmentInputs(
         q=drawn_as(PACKED, case.layout, draw, *q_shape),
         k=drawn_as(PACKED, case.layout, draw, *k_shape),
@@ -169,7 +174,7 @@ def make_segment_inputs(
         key_rows=index(case.keys.rows, sequences, pieces),
         dout=drawn_as(PACKED, case.layout, draw, *q_shape),
         dlse=draw(case.num_heads, case.total_q).to(torch.promote_types(dtype, torch.float32)),
-        options=drawn_options(case.options, sequences, case.num_heads, draw, device),
+        options={**drawn_options(case.options, sequences, case.num_heads, draw, device), **starts},
     )
 
 
@@ -188,11 +193,24 @@ def _zigzag(
     return _case(name, reaches, keys, segments, heads, dim, *tags, **rest)
 
 
+def _zigzag_in_whole(
+    name: str, reaches: str, rank: int, world_size: int, lengths: tuple[int, ...], heads: int, dim: int, *tags: str,
+    **rest: Any,
+) -> SegmentCase:  # fmt: skip
+    """Chunks at their own positions, each of which sees its whole sequence."""
+    chunks = zigzag_segments(rank, world_size, *lengths)
+    segments = tuple((queries, sequence, lengths[sequence]) for queries, sequence, _ in chunks)
+    starts = tuple(end - queries for queries, _, end in chunks)
+    keys = zigzag_keys(world_size, *lengths)
+    return _case(name, reaches, keys, segments, heads, dim, *tags, query_start=starts, **rest)
+
+
 FULL = {"causal": False}
 INT32 = 2**31 - 1
 # Two sequences in order, and in pieces that lie in reverse order.
 _TWO, _APART = contiguous_keys(60, 41), scattered_keys((16, 9), 3, 60, 41)
 _GROUPS = ((20, 0, 31), (17, 1, 25), (12, 0, 60), (16, 1, 41))
+_STEPS = {"alibi": 2, "sinks": True, "dropout_p": 0.2, "softcap": 3.0}
 
 SEGMENT_ATTENTION = (
     _case("whole", "one piece, one segment, split head dim", contiguous_keys(100), ((100, 0, 100),), 2, 72,
@@ -278,7 +296,36 @@ SEGMENT_ATTENTION = (
         options={**FULL, "dropout_p": 0.2}),
     _case(
         "all_steps", "whatever stands between scores and sums", _APART, ((33, 1, 41), (60, 0, 60), (20, 1, 11)), 1, 24,
-        options={"alibi": 2, "sinks": True, "dropout_p": 0.2, "softcap": 3.0, "window_left": 30},
+        options={**_STEPS, "window_left": 30},
+    ),
+    _case(
+        "starts", "keys behind the last row in causal order", _APART, ((20, 0, 60), (17, 1, 41), (12, 0, 50)), 2, 40,
+        query_start=(9, 0, 48),
+    ),
+    _case(
+        "starts_before", "rows before the first key, and rows that all keys lie before", _APART,
+        ((30, 0, 60), (9, 1, 41), (20, 1, 25), (5, 0, 0)), 1, 24, query_start=(-17, -9, 30, 4), skipped=3,
+    ),
+    _case(
+        "starts_window", "windows that end before the first key, inside and behind the keys",
+        scattered_keys((33, 20), 2, 150), ((40, 0, 150), (30, 0, 150), (25, 0, 90), (20, 0, 60), (9, 0, 150)), 1, 16,
+        options={**FULL, "window_left": 25, "window_right": 12}, query_start=(60, -21, 85, 90, -30),
+    ),
+    _case(
+        "starts_right", "a bound on the right alone", _TWO, ((20, 0, 60), (30, 1, 41), (9, 0, 60), (7, 1, 30)), 1, 8,
+        options={**FULL, "window_right": 3}, query_start=(31, -20, 70, 9),
+    ),
+    _zigzag_in_whole("starts_zigzag", "windows across the chunks of a rank", 1, 2, (150, 37), 3, 40, num_k_heads=1,
+        options={**FULL, "window_left": 20, "window_right": 30}),
+    _zigzag_in_whole("starts_steps", "whatever goes by positions, in all keys of a sequence", 0, 3, (61, 20, 2), 2, 24,
+        options={**FULL, **_STEPS, "window_right": 20}),
+    _case(
+        "starts_steps_before", "slopes and masks before the first key and behind the last", _APART,
+        ((33, 1, 41), (20, 0, 60), (12, 1, 20)), 2, 16, options={**FULL, **_STEPS}, query_start=(-12, 50, 37),
+    ),
+    _case(
+        "starts_far", "starts 2^29 away", _TWO, ((20, 0, 60), (17, 1, 41), (9, 0, 31), (5, 1, 41)), 1, 16,
+        options={**FULL, "window_left": 9, "window_right": INT32}, query_start=(2**29, -(2**29), 7, -3),
     ),
     *(_case(layout, f"{layout} strides", _APART, _GROUPS, 2, 72, layout=layout) for layout in LAYOUTS[1:]),
     *(

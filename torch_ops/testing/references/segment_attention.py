@@ -42,13 +42,19 @@ def _held_keys(bounds: list[int], rows: list[int], limit: int, total: int) -> tu
 
 
 def _segments(
-    q: Tensor, k: Tensor, places: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], left: int, right: int
+    q: Tensor,
+    k: Tensor,
+    places: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    query_start: Tensor | None,
+    left: int,
+    right: int,
 ) -> Iterator[_Segment]:
     """The segments; `left` and `right` are the keys that a query sees on either side, or -1 for all."""
     cu_seqlens_q, key_sequence, key_limit, key_bounds, key_rows = (tensor.tolist() for tensor in places)
+    first_positions = [None] * len(key_limit) if query_start is None else query_start.tolist()
     # A boundary that falls counts as the largest before it.
-    starts = accumulate((min(max(bound, 0), q.shape[0]) for bound in cu_seqlens_q), max)
-    for (start, end), sequence, limit in zip(pairwise(starts), key_sequence, key_limit, strict=True):
+    spans = pairwise(accumulate((min(max(bound, 0), q.shape[0]) for bound in cu_seqlens_q), max))
+    for (start, end), sequence, limit, first in zip(spans, key_sequence, key_limit, first_positions, strict=True):
         if start == end:
             continue
         known = 0 <= sequence < len(key_bounds)
@@ -56,7 +62,7 @@ def _segments(
         kv_len = max(0, min(limit, bounds[-1]))
         held = _held_keys(bounds, first_rows, kv_len, k.shape[0])
         keys, rows = (torch.tensor(each, dtype=torch.int64, device=q.device) for each in held)
-        positions = torch.arange(end - start, device=q.device) + kv_len - (end - start)
+        positions = torch.arange(end - start, device=q.device) + (kv_len - (end - start) if first is None else first)
         offset = keys - positions[:, None]
         seen = torch.ones_like(offset, dtype=torch.bool)
         if left >= 0:
@@ -115,6 +121,7 @@ def segment_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    query_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `vk::segment_attention`, one segment after the other with the whole score matrix of each."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -126,7 +133,7 @@ def segment_attention(
         outs.append(q.new_zeros((row - end, *q.shape[1:])))
         lses.append(q.new_full((heads, row - end), -torch.inf))
 
-    for segment in _segments(q, k, places, window_left, 0 if causal else window_right):
+    for segment in _segments(q, k, places, query_start, window_left, 0 if causal else window_right):
         skip_to(segment.queries.start)
         end = segment.queries.stop
         k_segment, v_segment = (_of_keys(tensor, segment, heads) for tensor in (k, v))
@@ -167,6 +174,7 @@ def segment_attention_backward(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     float32_kv: bool = False,
+    query_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `vk::segment_attention_backward`: weights recomputed from the lse given, not by autograd.
 
@@ -177,7 +185,7 @@ def segment_attention_backward(
     kv_dtype = torch.promote_types(k.dtype, torch.float32) if float32_kv else k.dtype
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=kv_dtype), torch.zeros_like(v, dtype=kv_dtype)
     places = (cu_seqlens_q, key_sequence, key_limit, key_bounds, key_rows)
-    for segment in _segments(q, k, places, window_left, 0 if causal else window_right):
+    for segment in _segments(q, k, places, query_start, window_left, 0 if causal else window_right):
         queries = segment.queries
         q_segment, dout_segment, out_segment = (_of_queries(tensor, segment) for tensor in (q, dout, out))
         k_segment, v_segment = (_of_keys(tensor, segment, heads) for tensor in (k, v))
