@@ -39,7 +39,7 @@ OP, BACKWARD_OP = torch.ops.vk.segment_attention, torch.ops.vk.segment_attention
 # On the CPU a few head dims stand for all; in the interpreter, which is slow, a few strides and scores too.
 NOT_INTERPRETED = (
     r"|odd_strides|column_strided|qkv_view|head_major|softcap_full|peaked|scale|zigzag2_1|gqa7|window_beyond|sinks"
-    r"|wild_one_boundary|wild_falling_boundaries"
+    r"|wild_one_boundary|wild_falling_boundaries|starts|starts_zigzag|starts_steps"
 )
 LEFT_OUT = r"d\d+" + NOT_INTERPRETED * INTERPRET
 WIDTHS = (80, 256) if INTERPRET else (16, 80, 96, 160, 176, 240, 256)
@@ -86,6 +86,42 @@ def test_the_reference_is_that_of_packed_attention(options: dict[str, Any], keys
     wanted = references.window_attn(inputs.q, inputs.k[rows], inputs.v[rows], inputs.cu_seqlens_q, ends, **packed)
     for found, other in zip(inputs.call(references.segment_attention), wanted, strict=True):
         torch.testing.assert_close(found, other)
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "window_left": 30},
+        {"causal": False, "window_left": 9, "window_right": 14},
+        {"causal": False, "window_right": 20, "dropout_p": 0.3},
+        {"causal": False, "dropout_p": 0.3},
+    ],
+    ids=str,
+)
+def test_the_reference_puts_rows_where_starts_say(options: dict[str, Any]) -> None:
+    """Rows cut from packed self-attention, which see their whole sequence, keep what they had."""
+    drawn = {"alibi": 2, "sinks": True, "softcap": 3.0, **options}
+    packed = make_segment_inputs(
+        _case("packed", ((60, 0, 60), (41, 1, 41)), contiguous_keys(60, 41), 4, num_k_heads=2, options=drawn),
+        torch.float64,
+    )
+    ends = torch.tensor([0, 60, 101], dtype=torch.int32)
+    whole = references.window_attn(packed.q, packed.k, packed.v, ends, ends, **packed.options)
+    cuts = ((11, 1, 3), (20, 0, 40), (30, 0, 7), (6, 1, 35))
+    case = _case(
+        "cut", tuple((rows, sequence, (60, 41)[sequence]) for rows, sequence, _ in cuts), TWO, 4, num_k_heads=2,
+        query_start=tuple(start for _, _, start in cuts),
+    )  # fmt: skip
+    inputs = make_segment_inputs(case, torch.float64)
+    tokens = torch.cat([torch.arange(start, start + rows) + 60 * sequence for rows, sequence, start in cuts])
+    held = torch.cat([_rows_of(inputs, sequence) for sequence in range(2)])
+    k, v = (rows.index_copy(0, held, own) for rows, own in ((inputs.k, packed.k), (inputs.v, packed.v)))
+    found = inputs.call(
+        references.segment_attention, q=packed.q[tokens], k=k, v=v, options={**packed.options, **inputs.options}
+    )
+    for one, other in zip(found, (whole[0][tokens], whole[1][:, tokens]), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def _rows_of(inputs: SegmentInputs, sequence: int, below: int = 2**31) -> Tensor:
@@ -168,10 +204,17 @@ def calls(draw: st.DrawFn) -> tuple[SegmentCase, torch.dtype]:
     # Keys far behind would take random numbers for all keys before them.
     if draw(st.booleans()) and max(map(max, keys.bounds)) < 2**16:
         options["dropout_p"] = 0.3
+    starts = None
+    if draw(st.booleans()):
+        # Slopes times far distances leave scores no digits.
+        far = [] if "alibi" in options else [2**29, -(2**29)]
+        start = st.one_of(st.integers(-LONGEST, LONGEST), st.sampled_from([0, 2 * LONGEST, *far]))
+        starts = tuple(draw(start) for _ in segments)
     case = SegmentCase(
         "fuzz", "anything", keys, tuple(segments), group * num_k_heads, draw(st.integers(1, WIDEST)) * 8,
         num_k_heads=num_k_heads, skipped=draw(st.sampled_from([0, 0, 5, 40])),
-        padding=draw(st.sampled_from([0, 0, 3, 40])), layout=draw(st.sampled_from(LAYOUTS)), options=options,
+        padding=draw(st.sampled_from([0, 0, 3, 40])), query_start=starts, layout=draw(st.sampled_from(LAYOUTS)),
+        options=options,
     )  # fmt: skip
     return case, draw(st.sampled_from([torch.float16] if INTERPRET else DTYPES))
 
@@ -192,7 +235,7 @@ def test_thousands_of_segments_and_pieces(device: str) -> None:
 
 
 @pytest.mark.no_interpret
-@pytest.mark.parametrize("case", segment_cases("smoke"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*segment_cases("smoke"), _named("starts_steps_before")], ids=lambda case: case.name)
 def test_same_bits_every_time(case: SegmentCase, device: str) -> None:
     inputs = make_segment_inputs(case, torch.float16, device)
     every_op.assert_same_bits(lambda: differentiate(OP, inputs))
@@ -216,6 +259,51 @@ def test_every_call_reads_its_own_index_tensors(device: str) -> None:
     verify(inputs)
 
 
+@pytest.mark.no_interpret
+def test_every_call_reads_its_own_starts(device: str) -> None:
+    """They change in place, come and go."""
+    options = {"causal": False, "window_left": 9, "window_right": 14}
+    case = _case("changed", query_start=(11, 30, 0, 25), options=options)
+    inputs = make_segment_inputs(case, torch.float16, device)
+    verify(inputs)
+    inputs.options["query_start"].copy_(torch.tensor([-5, 40, 48, 3]))
+    verify(inputs)
+    verify(dataclasses.replace(inputs, options=options))
+    verify(inputs)
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("name", ["limits", "limits_full", "window", "all_steps", "dropout_before", "outside"])
+def test_starts_that_follow_from_limits_change_no_bits(name: str, device: str) -> None:
+    case = _named(name)
+    kept = [max(0, min(limit, case.keys.bounds[sequence][-1])) for _, sequence, limit in case.segments]
+    starts = tuple(keys - rows for keys, (rows, _, _) in zip(kept, case.segments, strict=True))
+    without, given = (
+        differentiate(OP, make_segment_inputs(each, torch.float16, device))
+        for each in (case, dataclasses.replace(case, query_start=starts))
+    )
+    for result, tensor in without.items():
+        assert torch.equal(tensor, given[result]), result
+
+
+@pytest.mark.no_interpret
+@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"alibi": 2, "dropout_p": 0.2}], ids=str)
+def test_causal_order_hides_what_a_limit_would(options: dict[str, Any], device: str) -> None:
+    """Limits at the end of the rows, or of the sequence: no row sees more keys. Results differ by rounding alone."""
+    first = make_segment_inputs(_case("limits", options=options), torch.float16, device)
+    whole = _case("whole", tuple((rows, s, (60, 41)[s]) for rows, s, _ in GROUPS),
+                  query_start=tuple(limit - rows for rows, _, limit in GROUPS), options=options)  # fmt: skip
+
+    def draw(seed: int) -> Draw:
+        inputs = redrawn(first, seed)
+        limits = make_segment_inputs(whole, torch.float16, device)
+        options = {**inputs.options, "query_start": limits.options["query_start"]}
+        found = differentiate(OP, dataclasses.replace(inputs, key_limit=limits.key_limit, options=options))
+        return found, *expected(inputs)
+
+    check_draws(draw)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_another_gpu_than_the_current_one() -> None:
@@ -235,7 +323,9 @@ def test_misaligned_tensors_after_aligned_ones_of_the_same_layout(device: str) -
 
 @pytest.mark.no_interpret
 def test_index_tensors_of_any_stride(device: str) -> None:
-    inputs = make_segment_inputs(_named("many_segments"), torch.float16, device)
+    case = dataclasses.replace(_named("many_segments"), query_start=(34, 12, -1, 0, 40, 5, 20, -9))
+    inputs = make_segment_inputs(case, torch.float16, device)
+    starts = inputs.options["query_start"].repeat_interleave(2)[::2]
     apart = {
         "cu_seqlens_q": inputs.cu_seqlens_q.repeat_interleave(2)[::2],
         "key_sequence": inputs.key_sequence.repeat_interleave(3)[::3],
@@ -244,7 +334,9 @@ def test_index_tensors_of_any_stride(device: str) -> None:
         "key_rows": inputs.key_rows.repeat_interleave(2, 1)[:, ::2],
     }
     assert not any(tensor.is_contiguous() for name, tensor in apart.items() if name != "key_limit")
-    one, other = (differentiate(OP, each) for each in (inputs, dataclasses.replace(inputs, **apart)))
+    assert not starts.is_contiguous()
+    strided = dataclasses.replace(inputs, **apart, options={**inputs.options, "query_start": starts})
+    one, other = (differentiate(OP, each) for each in (inputs, strided))
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
 
@@ -614,7 +706,8 @@ def test_wild_index_tensors_stay_inside(device: str) -> None:
     """Nothing outside of results is written, and results stay finite, whatever index tensors say."""
     inputs = make_segment_inputs(_case("wild", dim=16), torch.float32, device)
     values = torch.tensor([2**31 - 1, -(2**31), -1, 0, 5, 2**20, -(2**20), 40, 1000], dtype=torch.int32)
-    for seed in range(3 if INTERPRET else 40):
+    windows = {"causal": False, "window_left": 9, "window_right": 2**31 - 1}
+    for seed in range(4 if INTERPRET else 40):
         generator = torch.Generator().manual_seed(seed)
         wild = {}
         for name, place in zip(
@@ -623,7 +716,11 @@ def test_wild_index_tensors_stay_inside(device: str) -> None:
             drawn = values[torch.randint(len(values), place.shape, generator=generator)].to(device)
             spoiled = torch.rand(place.shape, generator=generator).to(device) < 0.5
             wild[name] = torch.where(spoiled, drawn, place)
-        given = dataclasses.replace(inputs, **wild)
+        options: dict[str, Any] = windows if seed % 4 == 3 else {}
+        if seed % 2:
+            starts = values[torch.randint(len(values), inputs.key_limit.shape, generator=generator)]
+            options = {**options, "query_start": starts.to(device)}
+        given = dataclasses.replace(inputs, **wild, options=options)
         with poisoned():
             out, lse = given.call(OP)
             grads = _backward(given, out, lse)
@@ -698,6 +795,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     *(({name: lambda x: x.long()}, rf"{name} is int64, expected int32") for name in INDICES),
     *(({name: lambda x: x.float()}, rf"{name} is float32, expected int32") for name in INDICES),
     *(({name: lambda x: x.to("meta")}, rf"{name} is on meta, expected on .* as q is") for name in INDICES),
+    ({"query_start": torch.zeros(2, dtype=torch.int64)}, r"query_start is int64, expected int32"),
+    ({"query_start": torch.zeros(2)}, r"query_start is float32, expected int32"),
+    ({"query_start": torch.zeros(3).int()}, r"query_start has shape \[3\], expected shape \[n\] = \[2\]"),
+    ({"query_start": torch.zeros(2, 1).int()}, r"query_start has shape \[2, 1\], expected shape \[n\] = \[2\]"),
+    ({"query_start": torch.zeros(2, device="meta").int()}, r"query_start is on meta, expected on .* as q is"),
+    ({"query_start": torch.zeros(2).int().to_sparse()}, r"query_start is of layout .*, expected a dense tensor"),
     *(({name: None}, rf"{name} is None, expected a dense tensor") for name in (*"qkv", *INDICES)),
     *(
         ({name: lambda x: x.to_sparse()}, rf"{name} is of layout .*, expected a dense tensor")
@@ -783,6 +886,9 @@ def test_refuses_dropout_without_a_seed(device: str) -> None:
         ({"dlse": torch.zeros(10, 4)}, r"dlse has shape \[10, 4\], expected shape \[H, T\] = \[4, 10\]"),
         ({"k": lambda x: x[:, :, :8]}, r"the head dimension of k is 8, expected 16"),
         ({"key_rows": lambda x: x[:1]}, r"key_rows has shape \[1, 2\], expected shape \[S, P\] = \[2, 2\]"),
+        ({"query_start": torch.zeros(3).int()}, r"query_start has shape \[3\], expected shape \[n\] = \[2\]"),
+        ({"query_start": torch.zeros(2)}, r"query_start is float32, expected int32"),
+        ({"query_start": torch.zeros(2, device="meta").int()}, r"query_start is on meta, expected on .* as q is"),
         ({"window_left": -2}, r"window_left is -2, expected -1"),
         ({"dropout_p": 0.5}, r"dropout_seed is None, expected an int64 tensor of shape \[1\]"),
     ],
@@ -797,9 +903,10 @@ def test_backward_refuses(changes: dict[str, Any], message: str, device: str) ->
 def _pairs(case: SegmentCase, seen: Any) -> int:
     """The pairs of a query and a key for which `seen` (position, key) holds."""
     pairs = 0
-    for queries, sequence, limit in case.segments:
+    for index, (queries, sequence, limit) in enumerate(case.segments):
         kv_len = max(0, min(limit, case.keys.bounds[sequence][-1]))
-        positions = range(kv_len - queries, kv_len)
+        start = kv_len - queries if case.query_start is None else case.query_start[index]
+        positions = range(start, start + queries)
         pairs += sum(bool(seen(position, key)) for position in positions for key in range(kv_len))
     return pairs
 
@@ -818,8 +925,9 @@ def _pairs(case: SegmentCase, seen: Any) -> int:
     ],
     ids=("causal", "full", "left", "window"),
 )
-def test_flops_are_exact(options: dict[str, Any], seen: Any, device: str) -> None:
-    case = dataclasses.replace(_named("limits"), options=options)
+@pytest.mark.parametrize("starts", [None, (45, 3, -4, -13, 20)], ids=("limits", "starts"))
+def test_flops_are_exact(options: dict[str, Any], seen: Any, starts: tuple[int, ...] | None, device: str) -> None:
+    case = dataclasses.replace(_named("limits"), options=options, query_start=starts)
     inputs = make_segment_inputs(case, torch.float32, device)
     q = inputs.q.requires_grad_()
     flops, (out, _) = flops_of(lambda: inputs.call(OP))
@@ -833,8 +941,10 @@ def test_flops_of_fake_lengths_are_a_bound() -> None:
     with torch._subclasses.FakeTensorMode(), FlopCounterMode(display=False) as counter:
         q, k = torch.empty(40, 2, 16), torch.empty(70, 2, 16)
         index = partial(torch.empty, dtype=torch.int32)
-        OP(q, k, k, index(4), index(3), index(3), index(2, 5), index(2, 4))
-    assert counter.get_total_flops() == 4 * 2 * 16 * 40 * 70
+        places = index(4), index(3), index(3), index(2, 5), index(2, 4)
+        OP(q, k, k, *places)
+        OP(q, k, k, *places, query_start=index(3))
+    assert counter.get_total_flops() == 2 * (4 * 2 * 16 * 40 * 70)
 
 
 @pytest.mark.gpu
