@@ -210,7 +210,7 @@ def segment_attention_calls(
     rows: Any = 200, keys: Any = 500, segments: Any = 2, sequences: Any = 1, pieces: Any = 4, head_dim: int = 72,
     num_heads: int = 2, num_k_heads: int | None = None, dlse: bool = False, float32_kv: bool = False,
     head_major: bool = False, dtype: torch.dtype = HALF, alibi: int = 0, sinks: bool = False, dropout_p: float = 0.0,
-    **options: Any,
+    starts: bool = False, **options: Any,
 ) -> Calls:  # fmt: skip
     def packed(rows: Any, heads: int) -> Tensor:
         if head_major:
@@ -229,6 +229,8 @@ def segment_attention_calls(
         options["alibi_slopes"] = new(*(sequences, num_heads)[-alibi:], dtype=torch.float32)
     if dropout_p:
         options |= {"dropout_p": dropout_p, "dropout_seed": new(1, dtype=torch.int64)}
+    if starts:
+        options["query_start"] = index(segments)
     given = dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse, *places
     backward = given, {**options, "float32_kv": float32_kv}
     if sinks:
@@ -259,6 +261,7 @@ SEGMENT_ATTENTION = Kernels(
         "head_major": {"head_major": True},
         "fp32_d128": {"dtype": torch.float32, "head_dim": 128},
         "steps": {"alibi": 2, "sinks": True, "dropout_p": 0.1, "softcap": 3.0},
+        "starts": {"causal": False, "window_left": 9, "starts": True},
     },
     _segment_writes,
     symbolic=(("plain", {"rows": 100, "keys": 70, "segments": 5, "sequences": 3, "pieces": 6}),),
@@ -278,6 +281,7 @@ SEGMENT_ATTENTION = Kernels(
         *(Point.of("sm_90", "causal_gqa", head_dim=head_dim) for head_dim in (16, 80, 96, 160, 192, 256)),
         *(Point.of(target, "steps", head_dim=head_dim) for target in ("sm_80", "sm_90") for head_dim in (64, 128)),
         *(Point.of("sm_90", "plain", dtype=torch.float32, head_dim=head_dim) for head_dim in (64, 72)),
+        *(Point.of(target, "starts", head_dim=64) for target in ("sm_80", "sm_90", "gfx942")),
         Point.of("sm_90", "head_major", head_dim=128), Point.of("gfx942", "plain", dtype=torch.float32),
     ),
 )  # fmt: skip
